@@ -1,4 +1,4 @@
-"""Collective operations on NumPy arrays whose sums do not depend on how replicas are spread over processes."""
+"""Collective operations on NumPy arrays; the bits of sums do not depend on how replicas are spread over processes."""
 
 from __future__ import annotations
 
@@ -51,28 +51,34 @@ BACKENDS = ("single", "thread", "mpi", "grpc", "horovod")
 
 
 def connect(backend: str, settings: Settings | None = None, **options: object) -> Communicator:
-    """Connect this rank with the others; a collective call, except for "single".
+    """Connect this rank with the other ranks; a collective call, except for "single".
 
     Args:
-        backend: one of BACKENDS, the name of a module in `collectives.backends`.
-        settings: limits, progress record and mechanism.
-        options: what the backend's own `connect` takes besides, e.g. `comm` for "mpi", `hub` and `rank` for "thread",
+        backend: Name of the backend, one of BACKENDS.
+        settings: Limits, instruments and mechanism.
+        options: Further arguments of the backend's own `connect`, e.g. `comm` for "mpi", `hub` and `rank` for "thread",
             `addresses` and `rank` for "grpc".
 
     Raises:
-        ValueError: for an unknown backend.
-        MissingBackendError: if the library behind the backend is not installed.
+        ValueError: The backend is unknown.
+        MissingBackendError: The library behind the backend is not installed.
+
+    Example:
+        >>> import numpy as np
+        >>> with connect("single") as communicator:
+        ...     communicator.all_reduce(np.array([1.0, 2.0]))
+        array([1., 2.])
     """
     communicator: Communicator = load_backend(backend).connect(settings or Settings(), **options)
     return communicator
 
 
 def load_backend(backend: str) -> ModuleType:
-    """Return the module of a backend.
+    """Import the module of a backend.
 
     Raises:
-        ValueError: for an unknown backend.
-        MissingBackendError: if the library behind the backend is not installed.
+        ValueError: The backend is unknown.
+        MissingBackendError: The library behind the backend is not installed.
     """
     if backend not in BACKENDS:
         raise ValueError(f"no backend is called {backend!r}; use one of {', '.join(BACKENDS)}")

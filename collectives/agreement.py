@@ -1,4 +1,4 @@
-"""The agreement of ranks before data moves: equal calls, or one error with the same text on every rank."""
+"""The agreement of ranks before data moves: all calls are equal, or every rank raises one error with the same text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collectives.transport import Parts, Transport
 
 _TEXT = Call("message").fingerprint
 LEAST_INLINE_BYTES = 512
-"""So much has to fit along with an exchange, or ranks could not tell each other texts."""
+"""Bytes that must fit into an exchange, so that ranks can send each other texts."""
 _LONGEST_BYTES = 1 << 24
 
 
 def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count: int) -> Parts:
-    """Compare `call` with the calls of all ranks, sending `arrays` along where they are small.
+    """Compare `call` with the calls of all ranks, and send `arrays` along if they are small.
 
     Raises:
-        LayoutMismatchError: on every rank if one differs.
+        LayoutMismatchError: The calls differ. Raised on every rank.
     """
     equal, parts = transport.exchange(call.fingerprint, arrays, count)
     if not equal:
@@ -30,12 +30,12 @@ def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count:
 
 
 def layout_mismatch(calls: Sequence[str]) -> LayoutMismatchError:
-    """Return the error that says what each rank called, in rank order."""
+    """Build the error that lists the call of each rank; `calls` are in rank order."""
     return LayoutMismatchError(describe_mismatch(calls), [rank for rank, call in enumerate(calls) if call == CLOSE])
 
 
 def exchange_bytes(transport: Transport, message: bytes) -> list[bytes]:
-    """Give every rank `message`, of any length; the messages of all ranks, in rank order."""
+    """Send `message`, of any length, to all ranks; return the messages of all ranks in rank order."""
     _, parts = transport.exchange(_TEXT, (), len(message))
     lengths = parts.counts
     if max(lengths) > _LONGEST_BYTES:

@@ -1,4 +1,4 @@
-"""The dtypes that collectives carry, the precision in which they are added, and aligned memory."""
+"""The supported dtypes, the dtypes in which they are added, and aligned memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ ALIGNMENT_BYTES = 64
 
 
 def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
-    """Return the dtype in which contributions are added: float32 for the 16-bit floats, else `dtype` itself.
+    """Return the dtype in which contributions are added: float32 for 16-bit floats, otherwise `dtype` itself.
 
-    The sum behind a mean of integers need not fit into their dtype, though the mean does: it is taken in 32 bits for
-    those of 8 and 16 bits, which is enough for 65,536 of them, and in 64 for those of 32. Minimum and maximum need no
-    wider accumulator, they only select.
+    Means of integers are an exception: their sum may not fit into `dtype`. So 8-bit and 16-bit integers are added in
+    32 bits, enough for 65,536 contributions, and 32-bit integers in 64 bits. Minimum and maximum only select values.
     """
     if op in ("sum", "mean") and dtype in _SUMMED_IN_FLOAT32:
         return np.dtype(np.float32)
@@ -35,7 +34,7 @@ def accumulator_dtype(dtype: np.dtype, op: str) -> np.dtype:
 
 
 def aligned_empty(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes of private memory that begin at a multiple of ALIGNMENT_BYTES."""
+    """Allocate `nbytes` bytes of private memory, aligned to ALIGNMENT_BYTES."""
     memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT_BYTES
     return memory[start : start + nbytes]

@@ -1,4 +1,4 @@
-"""The buffers that collectives take, and the calls that they describe."""
+"""The checks of buffers for collectives, and the description of a call by its buffer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _EVERYTHING = slice(None)
 def new_call(
     operation: str, name: str, op: str, buffer: np.ndarray | None, root: int, into_shared: bool
 ) -> tuple[Call, Reduction]:
-    """Describe a call, and the arithmetic behind it.
+    """Describe a call and the reduction that it needs.
 
     Raises:
-        UnsupportedBufferError: if the collective does not take the buffer's dtype.
-        ValueError: for an unknown `op`.
+        UnsupportedBufferError: The collective does not support the buffer's dtype.
+        ValueError: `op` is unknown.
     """
     if buffer is None:
         return Call(operation, name), Reduction("sum", np.dtype(np.float32))
@@ -37,7 +37,7 @@ def new_call(
 
 
 def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
-    """Return the array as one dimension, the same memory, and no subclass of `np.ndarray`."""
+    """Return a one-dimensional view of the array's memory, as a plain `np.ndarray`."""
     is_plain = type(array) is np.ndarray
     if not is_plain:
         if not isinstance(array, (np.ndarray, np.generic)):
@@ -57,34 +57,34 @@ def flat_view(array: np.ndarray, *, writable: bool = False) -> np.ndarray:
 
 
 def refuse_masked(value: object) -> None:
-    """Refuse masked arrays.
+    """Refuse masked arrays, because their mask would be lost.
 
     Raises:
-        UnsupportedBufferError: it is one.
+        UnsupportedBufferError: `value` is a masked array.
     """
     if isinstance(value, np.ma.MaskedArray):
         raise UnsupportedBufferError(
             f"a {value.dtype} array of shape {list(value.shape)} is masked, and its mask would be lost; fill it "
-            "(array.filled(0)), and send the mask (np.ma.getmaskarray(array)) by itself"
+            "(array.filled(0)), and send the mask separately (np.ma.getmaskarray(array))"
         )
 
 
 def result_array(out: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """`out` if it has the result's shape and dtype, or a new array like that."""
+    """Return `out` if it has the result's shape and dtype; if `out` is None, a new array."""
     if out is None:
         return np.empty(shape, dtype)
     if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != dtype:
         raise UnsupportedBufferError(
-            f"out is {describe(out)}, the result is {dtype}{list(shape)}; give an array like that"
+            f"out is {describe(out)}, but the result is {dtype}{list(shape)}; give an array of that shape and dtype"
         )
     return out
 
 
 def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the contributions of one rank, each as one dimension.
+    """Return one-dimensional views of one rank's contributions.
 
     Raises:
-        UnsupportedBufferError: if one is not a contiguous array, or they differ in shape or dtype.
+        UnsupportedBufferError: A contribution is not a contiguous array, or they differ in shape or dtype.
     """
     first = contributions[0]
     if len(contributions) == 1:
@@ -94,27 +94,28 @@ def flat_contributions(contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
         if array.dtype != first.dtype or array.shape != first.shape:
             raise UnsupportedBufferError(
                 f"contributions differ: {describe(first)} and {describe(array)}; "
-                "all replicas contribute arrays of one shape and dtype"
+                "give arrays of one shape and dtype for all replicas"
             )
     return views
 
 
 def refuse_partial_overlap(wholes: Sequence[np.ndarray], part: np.ndarray, own: slice = _EVERYTHING) -> None:
-    """Refuse memory that a collective reads and writes, unless each element stays in its own place.
+    """Refuse overlapping input and output memory, unless each element is read and written in the same place.
 
     Args:
-        wholes: one-dimensional and contiguous, as is `part`; either they are read and that is written, or the reverse.
-        part: what belongs to `whole[own]`.
-        own: this rank's block.
+        wholes: One-dimensional contiguous arrays. They are read and `part` is written, or the reverse.
+        part: One-dimensional contiguous array that corresponds to `whole[own]`.
+        own: Block of this rank.
 
     Raises:
-        UnsupportedBufferError: they share memory otherwise, so that some of it would be read when it has been written.
+        UnsupportedBufferError: The arrays overlap in another way, so some elements would be overwritten before they
+            are read.
     """
     for whole in wholes:
         if whole is not part and np.may_share_memory(whole, part) and not _is_same_memory(whole[own], part):
             raise UnsupportedBufferError(
-                f"the result and what it is made of, {describe(whole)} and {describe(part)}, overlap in part; give the "
-                "result memory of its own, or exactly that of what it replaces"
+                f"the result and its input, {describe(part)} and {describe(whole)}, overlap partly; give the "
+                "result its own memory, or exactly the memory of the input that it replaces"
             )
 
 
@@ -128,14 +129,14 @@ def _address(array: np.ndarray) -> int:
 
 
 def refuse_overlaps_in_group(tensors: Sequence[tuple[str, Sequence[np.ndarray], np.ndarray]]) -> None:
-    """Refuse a group in which the result of one tensor shares memory with another tensor.
+    """Refuse a group if the result of one tensor shares memory with another tensor.
 
     Args:
-        tensors: name, contributions and result of each, one-dimensional and contiguous; a result may be the memory of a
-            contribution of its own.
+        tensors: Name, contributions and result of each tensor, as one-dimensional contiguous arrays. A result may have
+            the memory of a contribution of its own tensor.
 
     Raises:
-        UnsupportedBufferError: naming two tensors that share memory.
+        UnsupportedBufferError: Two tensors share memory; the message names them.
     """
     ranges = []
     for name, sources, out in tensors:
@@ -143,7 +144,7 @@ def refuse_overlaps_in_group(tensors: Sequence[tuple[str, Sequence[np.ndarray], 
         ranges.append((start, start + out.nbytes, name, True))
         others = [(_address(source), source.nbytes) for source in sources]
         ranges += [(place, place + nbytes, name, False) for place, nbytes in others if place != start]
-    end_of_all = end_of_results = (0, "")  # of those that begin before
+    end_of_all = end_of_results = (0, "")  # the furthest end, and its tensor, of the ranges that begin earlier
     for start, end, name, is_result in sorted(each for each in ranges if each[0] < each[1]):
         before = end_of_all if is_result else end_of_results
         if start < before[0]:
@@ -156,5 +157,5 @@ def refuse_overlaps_in_group(tensors: Sequence[tuple[str, Sequence[np.ndarray], 
 
 
 def describe(value: object) -> str:
-    """Return a buffer in messages: `float32[3, 4]`, or the type of what is no array."""
+    """Format a buffer for messages: `float32[3, 4]`, or its type if it is not an array."""
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__

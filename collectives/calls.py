@@ -1,4 +1,4 @@
-"""The description of one collective call, its fingerprint, and text from other processes made safe to print."""
+"""The description of one collective call, its fingerprint, and safe printing of text from other processes."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import numpy as np
 MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
 MOST = 300
-"""Characters that are kept of a text from a process that may be no worker of the job at all."""
+"""Length at which text from an unverified process is cut."""
 MOST_OF_PEERS = 2000
-"""Characters that are kept of a text from a process that has shown to be a worker."""
+"""Length at which text from a verified worker of the job is cut."""
 _KINDS = {
     "ordered_all_reduce": "all_reduce",
     "grouped_ordered_all_reduce": "all_reduce",
     "ordered_reduce_scatter": "reduce_scatter",
 }
 CLOSE = "close"
-"""The last call of every rank, when its program ends."""
+"""The last call of every rank, made when its program ends."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective call as all ranks must make it.
+    """One collective call; all ranks must make an equal one.
 
     Attributes:
-        operation: "all_reduce", "broadcast", ...
-        name: the tensor's name, "" when the caller gave none.
-        op: "sum", "mean", "min" or "max"; "" where nothing is reduced.
-        dtype: the tensor's dtype by name.
-        shape: the tensor's shape.
-        root: the sending rank of a broadcast, the receiving one of a gather, otherwise -1.
-        into_shared: whether the result goes into memory that the ranks allocated together.
-        group: of a grouped call, what it consists of.
+        operation: Name of the operation: "all_reduce", "broadcast", ...
+        name: Name of the tensor; "" if the caller gave none.
+        op: "sum", "mean", "min" or "max"; "" if the operation reduces nothing.
+        dtype: Name of the tensor's dtype.
+        shape: Shape of the tensor.
+        root: Sending rank of a broadcast or receiving rank of a gather; otherwise -1.
+        into_shared: Whether the result goes into memory that the ranks allocated together.
+        group: Member calls of a grouped call.
     """
 
     operation: str
@@ -52,12 +52,12 @@ class Call:
 
     @cached_property
     def fingerprint(self) -> int:
-        """64 bits that differ between different calls, the same in every process."""
+        """The 64-bit hash of the call, the same in every process."""
         return int.from_bytes(blake2b(str(self).encode(), digest_size=8).digest(), "little")
 
     @cached_property
     def label(self) -> bytes:
-        """The operation and the tensor's name, for progress records: `all_reduce 'gradients'`."""
+        """The title as bytes, for progress records: `all_reduce 'gradients'`."""
         return self.title.encode()
 
     @cached_property
@@ -67,7 +67,7 @@ class Call:
 
     @cached_property
     def nbytes(self) -> int:
-        """The size of what each contribution has, in bytes; 0 where nothing is moved."""
+        """The size of each contribution in bytes; 0 if nothing moves."""
         own = math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.dtype else 0
         return own + sum(each.nbytes for each in self.group)
 
@@ -92,14 +92,14 @@ def checked_root(name: str, root: int, size: int, members: str) -> int:
     """Return the root of a broadcast as an `int`.
 
     Args:
-        name: of the argument, for messages.
-        root: what the caller gave.
-        size: how many members there are.
-        members: what they are called.
+        name: Name of the argument, for messages.
+        root: Value of the argument.
+        size: Number of members.
+        members: Word for the members in messages, e.g. "ranks".
 
     Raises:
-        TypeError: it is not a whole number.
-        ValueError: there is no such member.
+        TypeError: `root` is not a whole number.
+        ValueError: No member has this number.
     """
     try:
         number = int(index(root))
@@ -111,10 +111,10 @@ def checked_root(name: str, root: int, size: int, members: str) -> int:
 
 
 def describe_mismatch(calls: Sequence[str]) -> str:
-    """Return the text of a layout mismatch: each different call with the ranks that made it.
+    """Return the text of a layout mismatch: each distinct call with the ranks that made it.
 
     Args:
-        calls: the call of every rank, in rank order.
+        calls: Call of every rank, in rank order.
     """
     facts = _of_each_call(dict(enumerate(calls)), "called")
     way_out = "make the same calls in the same order on every rank"
@@ -127,7 +127,7 @@ def describe_crossing(calls: Mapping[int, str]) -> str:
     """Return the text for named collectives that wait for each other.
 
     Args:
-        calls: by ranks, what each of them waits in.
+        calls: Awaited calls of each rank.
     """
     facts = _of_each_call(calls, "waits in", "wait in")
     return (
@@ -136,7 +136,7 @@ def describe_crossing(calls: Mapping[int, str]) -> str:
 
 
 def _of_each_call(calls: Mapping[int, str], verb: str, verb_of_many: str = "") -> str:
-    """Each different call with the ranks that made it."""
+    """List each distinct call with the ranks that made it."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -148,7 +148,7 @@ def _of_each_call(calls: Mapping[int, str], verb: str, verb_of_many: str = "") -
 
 
 def _rank_set(ranks: Sequence[int]) -> str:
-    """Ranks in words: `rank 3`, `ranks 0-2, 5`."""
+    """Format ranks as `rank 3` or `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:
@@ -160,6 +160,6 @@ def _rank_set(ranks: Sequence[int]) -> str:
 
 
 def foreign(text: str, most: int = MOST) -> str:
-    """Return the text on one line, what is not printable escaped, since terminals obey it, and the end cut off."""
+    """Make foreign text safe for terminals and logs: escape unprintable characters, and cut it at `most` characters."""
     kept = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:most])
     return kept if len(text) <= most else f"{kept} ... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""Clocks for limits of time: that of the machine, and one that a test moves."""
+"""Clocks for time limits: the machine's clock, and a clock that tests control."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import final
 
+from typing_extensions import override
+
 _MOMENT_S = 0.001
 
 
 class Clock(ABC):
-    """A clock for limits of time, for any number of threads; times are in seconds."""
+    """A clock for time limits, usable by several threads. All times are in seconds."""
 
     @abstractmethod
     def now_s(self) -> float:
-        """Return the time since some point in the past; never less than it was before."""
+        """Return the time since a fixed point in the past; it never decreases."""
 
     @abstractmethod
     def sleep(self, seconds: float) -> None:
-        """Return after about so long, or earlier: for who looks again and again whether something has happened."""
+        """Sleep for about `seconds` or less. The caller polls a condition between sleeps."""
 
     @abstractmethod
     def wait(self, event: threading.Event, limit_s: float) -> bool:
-        """Return when the event is set, at the latest after `limit_s`; whether it is."""
+        """Wait until the event is set or `limit_s` has passed; return whether it is set."""
 
     @abstractmethod
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
-        """Return when something is true, at the latest after `limit_s`; whether it is.
+        """Wait until `is_true()` holds or `limit_s` has passed; return whether it holds.
 
         Args:
-            changed: notified when it may have become true; its lock is held.
-            is_true: asked with the lock held.
-            limit_s: in seconds of this clock.
+            changed: Condition that is notified when the answer of `is_true` may have changed. The caller holds its
+                lock.
+            is_true: Predicate, called with the lock held.
+            limit_s: Time limit in seconds of this clock.
         """
 
 
@@ -41,29 +44,35 @@ class Clock(ABC):
 class RealClock(Clock):
     """The monotonic clock of the machine."""
 
+    @override
     def now_s(self) -> float:
         return time.monotonic()
 
+    @override
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    @override
     def wait(self, event: threading.Event, limit_s: float) -> bool:
         return event.wait(limit_s)
 
+    @override
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
         return changed.wait_for(is_true, limit_s)
 
 
 @final
 class FakeClock(Clock):
-    """A clock for tests. It begins at 0 and stands still, but for what a test does; who sleeps by it looks again soon.
+    """A clock for tests. It starts at 0 and moves only when a test calls `advance`, or by `tick_s`.
+
+    A thread that sleeps by this clock returns after a real moment and looks at its condition again.
 
     Args:
-        tick_s: how much passes whenever somebody asks for the time. Who waits in a loop then comes to its limit by
-            itself, after so many looks, however fast the machine is.
+        tick_s: Seconds added to the clock by each call of `now_s`. A polling wait then reaches its limit after a
+            fixed number of polls, independent of the speed of the machine.
 
     Attributes:
-        tick_s: see above; may be changed at any time.
+        tick_s: Seconds per call of `now_s`; may be changed at any time.
     """
 
     def __init__(self, tick_s: float = 0.0) -> None:
@@ -72,19 +81,21 @@ class FakeClock(Clock):
         self._now_s = 0.0
 
     def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
+        """Advance the clock by `seconds`."""
         with self._lock:
             self._now_s += seconds
 
+    @override
     def now_s(self) -> float:
         with self._lock:
             self._now_s += self.tick_s
             return self._now_s
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for a moment of the machine's clock, and for none of this one."""
+        """Sleep for a real millisecond at most; this clock does not move."""
         time.sleep(min(seconds, _MOMENT_S))
 
+    @override
     def wait(self, event: threading.Event, limit_s: float) -> bool:
         give_up = self.now_s() + limit_s
         while not event.wait(_MOMENT_S):
@@ -92,6 +103,7 @@ class FakeClock(Clock):
                 return event.is_set()
         return True
 
+    @override
     def wait_for(self, changed: threading.Condition, is_true: Callable[[], bool], limit_s: float) -> bool:
         give_up = self.now_s() + limit_s
         while not changed.wait_for(is_true, _MOMENT_S):

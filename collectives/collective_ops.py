@@ -1,4 +1,4 @@
-"""The second half of each collective, after all ranks have agreed: small arrays are there already, others move now."""
+"""The second half of each collective, after the agreement: small arrays have arrived with it, large ones move now."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction, join, shares
 from collectives.transport import Parts, Reducing, Transport
 
-SHARED_BYTES = 1 << 13  # smaller results are faster computed by every rank than waited for
+SHARED_BYTES = 1 << 13  # for smaller results, computing them on every rank is faster than waiting
 
 
 def nothing(transport: Transport, parts: Parts) -> None:
-    """Do nothing: the agreement was all."""
+    """Do nothing: the agreement was the whole operation."""
 
 
 def allocate(transport: Transport, parts: Parts, nbytes: int) -> np.ndarray:
-    """Return memory for a result."""
+    """Allocate memory for a result."""
     return transport.allocate(nbytes) if nbytes >= SHARED_BYTES else aligned_empty(nbytes)
 
 
 def reduce(transport: Transport, parts: Parts, reducing: Reducing) -> None:
-    """Combine all contributions, on every rank or to this rank's block."""
+    """Combine all contributions into the whole result, or into this rank's block."""
     _, out, reduction, scatters, _ = reducing
     if parts.arrays:
         block = slice(transport.rank * out.size, (transport.rank + 1) * out.size)
@@ -36,7 +36,7 @@ def reduce(transport: Transport, parts: Parts, reducing: Reducing) -> None:
 
 
 def reduce_group(transport: Transport, parts: Parts, group: Sequence[Reducing]) -> None:
-    """Combine all contributions to each tensor of the group on every rank."""
+    """Combine all contributions to each tensor of the group, on every rank."""
     divided = [one for one in group if one.reduction.divides_first]
     transport.reduce_group([one for one in group if one.out.size and not one.reduction.divides_first], parts)
     for reducing in divided:
@@ -44,9 +44,9 @@ def reduce_group(transport: Transport, parts: Parts, group: Sequence[Reducing]) 
 
 
 def _join_means(transport: Transport, parts: Parts, reducing: Reducing) -> None:
-    """Make the means of 64-bit integers from the sums of their quotients and of their remainders.
+    """Compute means of 64-bit integers from the sums of their quotients and of their remainders.
 
-    Each rank joins them to the same bits, also where all of them see `out`.
+    Each rank computes the same bits, so several ranks may write them to a shared `out`.
     """
     contributions, out, _, scatters, _ = reducing
     totals = np.empty_like(out), np.empty_like(out)
@@ -56,7 +56,7 @@ def _join_means(transport: Transport, parts: Parts, reducing: Reducing) -> None:
 
 
 def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -> None:
-    """Copy the bytes of the root."""
+    """Copy the root's bytes into `flat` of all other ranks."""
     if parts.arrays:
         if transport.rank != root:
             np.copyto(flat, parts.arrays[root])
@@ -65,7 +65,7 @@ def broadcast(transport: Transport, parts: Parts, flat: np.ndarray, root: int) -
 
 
 def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray) -> None:
-    """Copy the bytes of every rank into its row."""
+    """Copy the bytes of every rank into row `rank` of `out`."""
     rows = out.reshape(transport.size, -1)
     if parts.arrays:
         for row, array in zip(rows, parts.arrays, strict=True):
@@ -75,7 +75,7 @@ def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.nda
 
 
 def gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray | None, root: int) -> None:
-    """Copy the bytes of every rank into its row at the root."""
+    """Copy the bytes of every rank into row `rank` of the root's `out`."""
     if out is not None and parts.arrays:
         all_gather(transport, parts, flat, out)
     elif not parts.arrays and flat.size:

@@ -1,4 +1,4 @@
-"""The communicator: the collectives as programs call them, over whatever transport."""
+"""The communicator: the collectives as programs call them, independent of the transport."""
 
 from __future__ import annotations
 
@@ -24,28 +24,32 @@ from collectives.waiting import Limits, Watch
 class Communicator:
     """A group of ranks that call the same collectives.
 
-    **Contract.** Every rank calls the same collectives, with the same names, operations, dtypes, shapes and roots, in
-    the same order; each call returns when this rank has its result. Before any buffer is written the calls of all
-    ranks are compared: where they differ, all of them raise `LayoutMismatchError` with the same text, and the
-    communicator stays usable. After any other error raised while ranks wait for each other it is broken, and every
-    further call raises `BrokenError`. Wrong arguments raise before other ranks are involved.
+    `collectives.connect` makes it. Use it as a context manager, or call `close`.
 
-    Buffers are C-contiguous NumPy arrays; those that receive results are writable. They must not be changed while the
-    call runs. float16, bfloat16, float32, float64 and all integers can be reduced, bool as well can be moved. Sums
-    are taken in the order of a tree over all contributions (`collectives.tree`), which are numbered in rank order,
-    and within a rank in its own, so they have the same bits however the contributions are spread over ranks; 16-bit
-    floats are added in float32, and sums of integers wrap around. "mean" divides the sum once by the number of
-    contributions and truncates integers towards zero; there the sum of integers does not wrap. Results may take the
-    place of what they are made of, element by element; memory that overlaps otherwise is refused.
+    **Order.** Every rank makes the same calls in the same order, with equal names, operations, dtypes, shapes and
+    roots. A call returns when this rank has its result.
 
-    Synchronous calls come from one thread at a time. `start_...` begins a named collective that is matched by its
-    name: ranks and threads may start different names in different orders. To wait for one name before another one is
-    started is something else: where the only threads of two ranks do that in different orders, each waits for what the
-    other one would start next. All ranks that wait in such a circle raise `LayoutMismatchError` at once.
+    **Mismatch.** The calls of all ranks are compared before any buffer is written. If they differ, every rank raises
+    `LayoutMismatchError` with the same text, and the communicator stays usable.
 
-    Every wait warns after `stall_warning_s` and raises `CollectiveTimeoutError` after `timeout_s`.
+    **Other errors.** Wrong arguments raise an error before other ranks are involved. After any other error the
+    communicator is broken: every further call raises `BrokenError`.
 
-    Made by `collectives.connect`; use it as a context manager, or call `close`.
+    **Buffers** are C-contiguous NumPy arrays; a buffer that receives a result is writable. Do not change a buffer while
+    a call uses it. float16, bfloat16, float32, float64 and all integers can be reduced; bool can also be moved. A
+    result may replace its input element by element; any other overlap of memory is refused.
+
+    **Sums** follow a tree over all contributions (`collectives.tree`), numbered by rank and by position within the
+    rank. So their bits do not depend on how the contributions are spread over ranks (except with the horovod backend).
+    16-bit floats are added in float32. Sums of integers wrap around. "mean" divides the sum once by the number of
+    contributions, and truncates integers towards zero; the sum behind a mean of integers does not wrap.
+
+    **Threads.** One thread at a time makes synchronous calls. `start_...` begins a named collective, which is matched
+    by its name: ranks and threads may start names in different orders. A deadlock is possible if ranks wait for one
+    name before they start the next, in different orders. All ranks in the cycle raise `LayoutMismatchError` at once.
+
+    **Time.** Every wait logs a warning after each `stall_warning_s`, and raises `CollectiveTimeoutError` after
+    `timeout_s`.
     """
 
     def __init__(
@@ -74,12 +78,18 @@ class Communicator:
     # ---- synchronous collectives
 
     def all_reduce(self, buffer: np.ndarray, op: str = "sum", *, name: str = "") -> np.ndarray:
-        """Reduce `buffer` over all ranks, in place; return it.
+        """Reduce `buffer` over all ranks in place, and return it.
 
         Args:
-            buffer: any shape; the result is the same on all ranks.
+            buffer: Array of any shape; receives the result, which is the same on all ranks.
             op: "sum", "mean", "min" or "max".
-            name: the tensor's name, for messages and for the comparison of calls.
+            name: Name of the tensor, for messages and for the comparison of calls.
+
+        Example:
+            >>> import collectives
+            >>> import numpy as np
+            >>> collectives.run_on_threads(2, lambda comm: comm.all_reduce(np.array([1.0 + comm.rank])).tolist())
+            [[3.0], [3.0]]
         """
         return self._run(self._preparations.all_reduce(buffer, op, name))
 
@@ -91,14 +101,15 @@ class Communicator:
         *,
         name: str = "",
     ) -> np.ndarray:
-        """Reduce the contributions of all ranks in the order of the tree, numbered in rank order and then in their own.
+        """Reduce the contributions of all ranks in the order of the tree, numbered by rank, then by position.
 
         Args:
-            contributions: this rank's arrays, one per local replica, of equal shape and dtype; they are not changed.
-                Ranks may contribute different numbers of arrays.
-            out: receives the result; may be one of the contributions, or memory from `allocate`. Default: a new array.
+            contributions: Arrays of this rank, one per local replica, of equal shape and dtype; not changed. Ranks may
+                contribute different numbers of arrays.
+            out: Array for the result: one of the contributions, memory from `allocate`, or another array. Default: a
+                new array.
             op: "sum", "mean" (over all contributions), "min" or "max".
-            name: the tensor's name.
+            name: Name of the tensor.
 
         Returns:
             `out`.
@@ -113,13 +124,13 @@ class Communicator:
         *,
         names: Sequence[str],
     ) -> Sequence[np.ndarray]:
-        """`ordered_all_reduce` of several tensors, in one call where that is cheaper (over Horovod); return `outs`.
+        """Reduce several tensors as `ordered_all_reduce` does; return `outs`. Over Horovod this is one operation.
 
         Args:
-            contributions: for each tensor this rank's arrays, equally many for all tensors.
-            outs: for each tensor where its result goes.
+            contributions: This rank's arrays for each tensor; the same number for all tensors.
+            outs: Array for the result of each tensor.
             op: "sum", "mean", "min" or "max".
-            names: of the tensors.
+            names: Name of each tensor.
         """
         group = self._preparations.grouped_ordered_all_reduce(contributions, outs, op, names)
         if not self._transport.groups_reductions or len(group) < 2:
@@ -131,47 +142,47 @@ class Communicator:
         return self._run(Request(call, (), group[0].count, collective_ops.reduce_group, (tensors,), outs))
 
     def broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray:
-        """Copy `buffer` of rank `root` into `buffer` of every other rank; return it."""
+        """Copy rank `root`'s `buffer` into `buffer` of every other rank, and return it."""
         return self._run(self._preparations.broadcast(buffer, root, name))
 
     def all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str = "") -> np.ndarray:
-        """Stack the buffers of all ranks: the result has shape (size, *buffer.shape).
+        """Stack the buffers of all ranks into an array of shape (size, *buffer.shape).
 
         Args:
-            buffer: any shape, the same on all ranks.
-            out: receives the result; default: a new array.
-            name: the tensor's name.
+            buffer: Array whose shape is the same on all ranks.
+            out: Array for the result; default: a new array.
+            name: Name of the tensor.
         """
         return self._run(self._preparations.all_gather(buffer, out, name))
 
     def gather(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray | None:
-        """Stack the buffers of all ranks on one of them; the others receive nothing.
+        """Stack the buffers of all ranks on rank `root`; the other ranks receive nothing.
 
-        Over Horovod they do, and drop it.
+        Over Horovod all ranks receive the data, and the others discard it.
 
         Args:
-            buffer: any shape, the same on all ranks.
-            root: the rank that receives them.
-            name: the tensor's name.
+            buffer: Array whose shape is the same on all ranks.
+            root: Receiving rank.
+            name: Name of the tensor.
 
         Returns:
-            On the root a new array of shape (size, *buffer.shape), elsewhere None.
+            On the root a new array of shape (size, *buffer.shape), on other ranks None.
         """
         return self._run(self._preparations.gather(buffer, root, name))
 
     def reduce_scatter(
         self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str = ""
     ) -> np.ndarray:
-        """Reduce `buffer` over all ranks; each rank receives its one of `size` equal blocks of the first axis.
+        """Reduce `buffer` over all ranks; rank r receives block r of `size` equal blocks of the first axis.
 
         Args:
-            buffer: shape (size * k, ...); it is not changed.
-            out: receives the block, of shape (k, ...); default: a new array.
+            buffer: Array of shape (size * k, ...); not changed.
+            out: Array of shape (k, ...) for the block; default: a new array.
             op: "sum", "mean", "min" or "max".
-            name: the tensor's name.
+            name: Name of the tensor.
 
         Raises:
-            ValueError: if the first axis cannot be divided by the number of ranks.
+            ValueError: The length of the first axis is no multiple of the number of ranks.
         """
         return self._run(self._preparations.reduce_scatter(buffer, out, op, name))
 
@@ -183,67 +194,67 @@ class Communicator:
         *,
         name: str = "",
     ) -> np.ndarray:
-        """`ordered_all_reduce` of which each rank receives its one of `size` equal blocks of the first axis.
+        """Reduce as `ordered_all_reduce` does; rank r receives block r of `size` equal blocks of the first axis.
 
         Args:
-            contributions: as for `ordered_all_reduce`, of shape (size * k, ...).
-            out: receives the block, of shape (k, ...); default: a new array.
-            op: as for `ordered_all_reduce`.
-            name: the tensor's name.
+            contributions: Arrays of this rank, one per local replica, of shape (size * k, ...); not changed.
+            out: Array of shape (k, ...) for the block; default: a new array.
+            op: "sum", "mean" (over all contributions), "min" or "max".
+            name: Name of the tensor.
 
         Returns:
-            `out`: the bits of that block of what `ordered_all_reduce` returns.
+            `out`, with the bits of the same block of the result of `ordered_all_reduce`.
 
         Raises:
-            ValueError: if the first axis cannot be divided by the number of ranks.
+            ValueError: The length of the first axis is no multiple of the number of ranks.
         """
         return self._run(self._preparations.ordered_reduce_scatter(contributions, out, op, name))
 
     def barrier(self, *, name: str = "") -> None:
-        """Return when all ranks have called it."""
+        """Wait until all ranks have called this."""
         self._run(self._preparations.barrier(name))
 
     # ---- asynchronous named collectives
 
     def start_all_reduce(self, buffer: np.ndarray, op: str = "sum", *, name: str) -> Handle:
-        """Begin `all_reduce`; `wait` on the handle returns `buffer`."""
+        """Start `all_reduce`; `wait` on the handle returns `buffer`."""
         return self._start(self._preparations.all_reduce(buffer, op, name))
 
     def start_ordered_all_reduce(
         self, contributions: Sequence[np.ndarray], out: np.ndarray, op: str = "sum", *, name: str
     ) -> Handle:
-        """Begin `ordered_all_reduce`; `wait` on the handle returns `out`."""
+        """Start `ordered_all_reduce`; `wait` on the handle returns `out`."""
         return self._start(self._preparations.ordered_all_reduce(contributions, out, op, name, begun="started"))
 
     def start_broadcast(self, buffer: np.ndarray, root: int = 0, *, name: str) -> Handle:
-        """Begin `broadcast`; `wait` on the handle returns `buffer`."""
+        """Start `broadcast`; `wait` on the handle returns `buffer`."""
         return self._start(self._preparations.broadcast(buffer, root, name))
 
     def start_all_gather(self, buffer: np.ndarray, out: np.ndarray | None = None, *, name: str) -> Handle:
-        """Begin `all_gather`; `wait` on the handle returns the stacked array."""
+        """Start `all_gather`; `wait` on the handle returns the stacked array."""
         return self._start(self._preparations.all_gather(buffer, out, name))
 
     def start_reduce_scatter(
         self, buffer: np.ndarray, out: np.ndarray | None = None, op: str = "sum", *, name: str
     ) -> Handle:
-        """Begin `reduce_scatter`; `wait` on the handle returns this rank's block."""
+        """Start `reduce_scatter`; `wait` on the handle returns this rank's block."""
         return self._start(self._preparations.reduce_scatter(buffer, out, op, name))
 
     def expect_callbacks(self) -> None:
         """Announce that callbacks of compiled programs will start named collectives.
 
-        Python does not list their threads. So one of them may still end what looks like names that wait for each other,
-        and only the limits of time apply.
+        Python does not list the threads of these callbacks, so any of them may still resolve an apparent deadlock. From
+        now on deadlocks are not detected, and only the time limits apply.
         """
         self._named.expect_others()
 
     # ---- memory and groups
 
     def allocate(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-        """Return an array for the results of `ordered_all_reduce`, aligned to 64 bytes; a collective call.
+        """Allocate an array for results of `ordered_all_reduce`, aligned to 64 bytes; a collective call.
 
-        Where the ranks share memory it is one array for all of them: a large result is then written only once, and
-        this rank may read it until it takes part in the next reduction into the same array.
+        If the ranks share memory, all of them get the same array, and a large result is written only once. This rank
+        may read it until it takes part in the next reduction into the same array.
         """
         dtype = np.dtype(dtype)
         call = Call("allocate", dtype=dtype.name, shape=tuple(shape))
@@ -255,31 +266,31 @@ class Communicator:
         return array
 
     def is_shared(self, nbytes: int) -> bool:
-        """Return whether `allocate` returns, for so many bytes, an array that this rank has in common with others."""
+        """Return whether `allocate` of `nbytes` bytes returns an array that this rank shares with other ranks."""
         return self.size > 1 and nbytes >= collective_ops.SHARED_BYTES and self._transport.shares_memory
 
     @property
     def window_bytes(self) -> int:
-        """The memory through which the ranks of a host exchange, besides what `allocate` has returned; 0: none."""
+        """The size of the memory through which the ranks of a host exchange, without memory from `allocate`."""
         return self._transport.window_bytes
 
     @property
     def scatters_reductions(self) -> bool:
-        """Whether `ordered_reduce_scatter` moves fewer bytes than `ordered_all_reduce`, with the same bits.
+        """Whether `ordered_reduce_scatter` moves fewer bytes than `ordered_all_reduce`, and yields the same bits.
 
-        Over Horovod it does neither; one rank alone has nothing to move.
+        False over Horovod, which gives neither advantage, and for a single rank, which moves nothing.
         """
         return self.size > 1 and self._transport.scatters_reductions
 
     @property
     def link(self) -> Link | None:
-        """The link under the messages, for measurements while no collective runs; None without messages."""
+        """The link that carries messages, for measurements while no collective runs; None without messages."""
         found: Link | None = getattr(self._transport, "link", None)
         return found
 
     @property
     def limits(self) -> Limits:
-        """The limits on the time that ranks wait for each other."""
+        """The time limits of waits for other ranks."""
         return self._watch.limits
 
     @property
@@ -288,25 +299,25 @@ class Communicator:
         return self._number
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Return a communicator of some ranks, numbered in the given order; only they call this, with equal `ranks`.
+        """Return a communicator of some ranks, numbered in the given order; only these call it, with equal `ranks`.
 
         Raises:
-            ValueError: if `ranks` repeats a rank, names one that does not exist, or leaves this one out.
+            ValueError: `ranks` repeats a rank, has a rank that does not exist, or lacks this rank.
         """
         members = list(ranks)
         if len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
             raise ValueError(f"ranks {members} do not form a group; name different ranks of 0 to {self.size - 1}")
         if self.rank not in members:
-            raise ValueError(f"rank {self.rank} is not among {members}; only members of a group make it")
+            raise ValueError(f"rank {self.rank} is not among {members}; only members of a group may make it")
         return self._make_subgroup(members)
 
     # ---- life cycle
 
     def close(self) -> None:
-        """Wait until all ranks close, then give everything back; a second call does nothing.
+        """Wait until all ranks close, then release all resources; a second call does nothing.
 
         Raises:
-            LayoutMismatchError: on all ranks if one calls a collective instead.
+            LayoutMismatchError: Another rank calls a collective instead. Raised on all ranks; resources are released.
         """
         if isinstance(self._state, ClosedError):
             return
@@ -314,7 +325,7 @@ class Communicator:
             self.abandon()
             return
         self._named.begin_close()
-        self._let_see(Instruments())  # what was seen last is the last collective of the program
+        self._let_see(Instruments())  # instruments keep the program's last collective as the last one seen
         try:
             self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
@@ -322,7 +333,7 @@ class Communicator:
             self.abandon()
 
     def abandon(self) -> None:
-        """Give everything back without waiting for other ranks; pending collectives fail."""
+        """Release all resources without waiting for other ranks; pending collectives fail."""
         if not isinstance(self._state, ClosedError):
             self._state = ClosedError(f"this communicator of {self.size} ranks has been closed")
             self._named.abandon()
@@ -361,19 +372,19 @@ class Communicator:
                 result = request.carry_out(self._transport, self._moves)
             except LayoutMismatchError as error:
                 if error.closed and self.rank not in error.closed:
-                    self._watch.note(error.closed)  # those were waited for in vain
+                    self._watch.note(error.closed)  # this rank waited for them in vain
                 raise
             except BaseException as error:
                 self._state = BrokenError(f"{call.title} (collective {number}) failed before: {error}")
                 raise
             if (ends := self._ends) is not None:
-                ends()  # not after a failure: what was seen last is where it was
+                ends()  # not after a failure: the record then shows the operation that failed
             return result
         finally:
             self._lock.release()
 
     def _let_see(self, instruments: Instruments) -> None:
-        """Keep the methods of instruments, None where nobody looks: a comparison costs less than a call."""
+        """Store methods of instruments, or None if no instrument uses them: `is None` costs less than a call."""
         begins, moves, ends = instruments.operation_begins, instruments.data_moves, instruments.operation_ends
         self._begins = begins if is_seen(begins) else None
         self._moves = moves if is_seen(moves) else None
@@ -381,7 +392,7 @@ class Communicator:
 
     def _start(self, request: Request[np.ndarray]) -> Handle:
         if not request.call.name:
-            raise ValueError(f"{request.call.operation} was started without a name; name it as on the other ranks")
+            raise ValueError(f"{request.call.operation} was started without a name; give it the same name on all ranks")
         if self._state is not None:
             raise self._state
         return self._named.start(request)

@@ -1,4 +1,4 @@
-"""Named collectives that wait for each other for ever: what the threads of each rank wait for, and who cannot go on."""
+"""Deadlock detection for named collectives: the waits of each rank's threads, and the ranks that cannot continue."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-Key = tuple[str, int]  # a tensor's name, and how often it was used before
+Key = tuple[str, int]  # a tensor's name, and the number of its earlier uses
 
 
 class Awaited(Protocol):
-    """A collective that a thread waits for."""
+    """A named collective for which a thread waits."""
 
     key: Key
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the collective has ended."""
 
 
 class WaitingThreads:
-    """The threads of one rank that may start named collectives, and what they wait for.
+    """The threads of one rank that may start named collectives, and their awaited collectives.
 
-    These are the threads that have started one before, and all that are no daemons: a daemon that has not serves some
-    library. Threads that Python does not list have to be announced (`expect_others`). One thread at a time calls the
-    methods, but for `until`.
+    These are all threads that have started a named collective, and all other non-daemon threads. Other daemon threads
+    are assumed to serve a library. Threads that Python does not list must be announced
+    (`expect_others`). One thread at a time calls the methods, except for `until`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class WaitingThreads:
         self._expects_others = False
 
     def expect_others(self) -> None:
-        """Note that some thread may still come of which nothing is known yet."""
+        """Note that an unlisted thread may start collectives at any time."""
         self._expects_others = True
 
     def add_starter(self) -> None:
@@ -43,7 +43,7 @@ class WaitingThreads:
 
     @contextmanager
     def until(self, awaited: Awaited) -> Iterator[None]:
-        """Note, for the block, that the calling thread waits until `awaited` has ended."""
+        """Note that the calling thread waits for `awaited` during the `with` block."""
         thread = threading.current_thread()
         self._awaited[thread] = awaited
         try:
@@ -52,7 +52,7 @@ class WaitingThreads:
             self._awaited.pop(thread, None)
 
     def if_all_wait(self) -> list[Key] | None:
-        """Return what they wait for, or None if one of them can go on by itself."""
+        """Return the collectives for which all threads wait, or None if a thread can continue by itself."""
         if self._expects_others:
             return None
         awaited = dict(self._awaited)
@@ -67,11 +67,13 @@ class WaitingThreads:
 
 
 def crossed_ranks(waits: Sequence[Collection[Key] | None], announced: Mapping[Key, Collection[int]]) -> list[int]:
-    """Return the ranks of which no thread can ever go on.
+    """Return the ranks whose threads can never continue.
+
+    The wait-for graph is reduced: a rank that can continue may start further collectives, which may free other ranks.
 
     Args:
-        waits: what all threads of each rank wait for, in rank order; None where one of them can go on.
-        announced: what is pending, and the ranks that have started it.
+        waits: Collectives for which all threads of each rank wait, in rank order; None for a rank that can continue.
+        announced: Pending collectives, each with the ranks that have started it.
     """
     everybody = set(range(len(waits)))
     free = {rank for rank in everybody if waits[rank] is None}

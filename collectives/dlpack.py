@@ -1,6 +1,7 @@
-"""Memory as array libraries take it over without a copy: by DLPack, and on GPUs by `__cuda_array_interface__`.
+"""Memory exported to array libraries without a copy: by DLPack, and on GPUs by `__cuda_array_interface__`.
 
-JAX, PyTorch and CuPy have a `from_dlpack`. NumPy exports no bfloat16 by DLPack, and the CUDA array interface has none.
+JAX, PyTorch and CuPy import by `from_dlpack`. NumPy cannot export bfloat16 by DLPack, and
+the CUDA array interface has no bfloat16.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 from collectives.arrays import bfloat16
 
 CPU, CUDA = 1, 2
-"""DLPack's kinds of devices."""
+"""DLPack's device types."""
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 _CODE_OF_BFLOAT16 = 4
 _CAPSULE = b"dltensor"
 
 
 class _Tensor(ctypes.Structure):
-    """`DLManagedTensor` of dlpack.h, up to its shape, which follows."""
+    """`DLManagedTensor` of dlpack.h, without its shape, which is stored behind it."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -43,15 +44,15 @@ class _Tensor(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExportedArray:
-    """A contiguous array in memory that somebody else owns: whoever imports it keeps that memory alive.
+    """A contiguous array in memory of another owner; the importer must keep that memory alive.
 
-    What was written there must be complete when the array is imported; nobody waits for a stream.
+    Writes must be complete before an import: no stream is synchronised.
 
     Attributes:
-        address: of the first element.
-        shape: of the array.
-        dtype: of its elements.
-        device: its kind in DLPack, and its ordinal.
+        address: Address of the first element.
+        shape: Shape of the array.
+        dtype: Dtype of its elements.
+        device: DLPack's device type, and the device's ordinal.
     """
 
     address: int
@@ -63,7 +64,7 @@ class ExportedArray:
         return self.device
 
     def __dlpack__(self, **options: object) -> object:
-        """Return a capsule with an unversioned tensor, whatever the importer asks for."""
+        """Return a capsule with an unversioned tensor; the importer's options are ignored."""
         malloc, free, new_capsule = _functions()
         place = malloc(ctypes.sizeof(_Tensor) + 8 * len(self.shape))
         shape_place = place + ctypes.sizeof(_Tensor)
@@ -73,16 +74,16 @@ class ExportedArray:
         tensor.ndim, tensor.shape, tensor.strides = len(self.shape), shape_place, None
         tensor.code = _CODE_OF_BFLOAT16 if self.dtype == bfloat16 else _CODES[self.dtype.kind]
         tensor.bits, tensor.lanes, tensor.byte_offset = 8 * self.dtype.itemsize, 1, 0
-        # The importer frees the tensor, long after this object: by a function of C, since Python may have ended.
+        # The importer may free the tensor after the interpreter has ended, so the deleter is a C function: free.
         tensor.manager_ctx, tensor.deleter = None, free
         return new_capsule(place, _CAPSULE, None)
 
     @property
     def __cuda_array_interface__(self) -> Mapping[str, object]:
-        """The array as Numba's interface describes it.
+        """The array as the CUDA array interface (version 3, defined by Numba) describes it.
 
         Raises:
-            AttributeError: if it lies on the host, or has a dtype that the interface lacks.
+            AttributeError: The array is in host memory, or the interface lacks its dtype.
         """
         if self.device[0] != CUDA or self.dtype == bfloat16:
             raise AttributeError(f"a {self.dtype} array on device {self.device} has no __cuda_array_interface__")
@@ -97,7 +98,7 @@ class ExportedArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """The size of all elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -1,15 +1,15 @@
-"""The errors of the collectives, grouped by what the caller does next.
+"""The errors of the collectives, grouped by the caller's next step.
 
 CollectiveError
-├── LayoutMismatchError     the ranks made different calls: a bug of the program; the communicator stays usable
+├── LayoutMismatchError     the ranks made different calls: fix the program; the communicator stays usable
 ├── CollectiveTimeoutError  a rank did not come within `timeout_s`: the communicator is broken, end the program
 ├── PeerLostError           a rank is gone: the communicator is broken, end the program or rebuild it
-├── PeerRefusedError        this worker may not join: fix its address, index, token, certificate or costs
+├── PeerRefusedError        this worker may not join: fix its address, index, token, certificate or network costs
 ├── SecurityError           the connection would not be safe, or its certificates are unusable: fix the settings
 ├── BrokenError             an earlier call failed half-way: make a new communicator
-├── ClosedError             the communicator was closed: do not use it any more
-├── BusyError               two threads called at once: use the named asynchronous calls
-├── UnsupportedBufferError  dtype, memory layout or shape that no collective takes (also a TypeError)
+├── ClosedError             the communicator is closed: do not use it any more
+├── BusyError               two threads called at the same time: use the named asynchronous calls
+├── UnsupportedBufferError  no collective takes this dtype, memory layout or shape (also a TypeError)
 ├── CudaError               the CUDA driver refused a call: exchange on another path
 ├── MappingError            ranks cannot map each other's memory: exchange on another path
 └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
@@ -21,16 +21,16 @@ from collections.abc import Sequence
 
 
 class CollectiveError(Exception):
-    """Base of everything that the collectives raise on purpose."""
+    """Base class of all errors that the collectives raise on purpose."""
 
 
 class LayoutMismatchError(CollectiveError):
-    """The ranks called different collectives, or the same one with different tensors, or wait in names that cross.
+    """Different collectives, different tensors, or a deadlock of named collectives on different ranks.
 
-    Every rank raises it, with the same text; no buffer was touched; the communicator stays usable.
+    Every rank raises it with the same text. No buffer was written. The communicator stays usable.
 
     Attributes:
-        closed: the ranks that had closed the communicator, at the end of their program, say; they are the cause.
+        closed: Ranks that had closed the communicator and so caused the error, e.g. at the end of their program.
     """
 
     def __init__(self, text: str, closed: Sequence[int] = ()) -> None:
@@ -39,42 +39,42 @@ class LayoutMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError):
-    """A wait lasted longer than `timeout_s`; the message says who waited for whom in which call."""
+    """A wait longer than `timeout_s`; the message names the waiting rank, the missing ranks and the call."""
 
 
 class PeerLostError(CollectiveError):
-    """A rank of the communicator has failed or has gone."""
+    """A rank of the communicator that failed or left."""
 
 
 class PeerRefusedError(CollectiveError):
-    """This worker cannot take its place: its address is in use, another worker refuses it, or it has other costs."""
+    """A worker that cannot join: its address is in use, another worker refuses it, or its network costs differ."""
 
 
 class SecurityError(CollectiveError):
-    """Plaintext would leave this machine, or certificates and keys cannot be used."""
+    """Plaintext that would leave this machine, or unusable certificates or keys."""
 
 
 class BrokenError(CollectiveError):
-    """An earlier call failed half-way, so the ranks are no longer in step."""
+    """A call after an earlier call failed half-way: the ranks are out of step."""
 
 
 class ClosedError(CollectiveError):
-    """The communicator has been closed."""
+    """A call of a communicator that has been closed."""
 
 
 class BusyError(CollectiveError):
-    """A synchronous collective was called while another thread was inside one."""
+    """A synchronous call while another thread is inside one."""
 
 
 class UnsupportedBufferError(CollectiveError, TypeError):
-    """A buffer whose dtype, shape or memory layout the called collective does not take."""
+    """A buffer whose dtype, shape or memory layout the called collective does not support."""
 
 
 class CudaError(CollectiveError):
-    """The CUDA driver refused a call.
+    """A call that the CUDA driver refused.
 
     Attributes:
-        code: the driver's number of the error; 0 where another rank met it.
+        code: Error number of the driver; 0 if the error occurred on another rank.
     """
 
     def __init__(self, text: str, code: int = 0) -> None:
@@ -83,8 +83,8 @@ class CudaError(CollectiveError):
 
 
 class MappingError(CollectiveError):
-    """The ranks cannot map each other's memory; every rank raises it, with the same text."""
+    """Memory of ranks that they cannot map; every rank raises it with the same text."""
 
 
 class MissingBackendError(CollectiveError, ImportError):
-    """The library behind a backend is not installed."""
+    """A missing library behind a backend."""

@@ -34,13 +34,13 @@ class Settings:
     """The options of all backends.
 
     Attributes:
-        limits: when waits warn and when they give up, and by what clock.
-        progress: those that see what this rank does.
-        mechanism: "window" (shared memory between all ranks, or those of each host), "ring" (messages alone), or
-            "auto": the window where hosts have several ranks and the room, else the ring.
-        shared_memory_dir: where shared memory is made.
-        spins: how often a wait polls before it offers its core to others.
-        network: what messages and sums cost, by which plans are chosen; default: what suits most networks.
+        limits: Limits of waits, with the clock that measures them.
+        progress: Instruments that observe this rank.
+        mechanism: "window" (shared memory between all ranks or between the ranks of each host), "ring" (messages only),
+            or "auto": the window if hosts have several ranks and enough shared memory, else the ring.
+        shared_memory_dir: Directory of shared memory files.
+        spins: Number of polls of a wait before it offers its core to others.
+        network: Costs of messages and sums, for the choice of plans; default: costs for most networks.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -60,10 +60,10 @@ class RankGroup:
     """The ranks of a communicator, seen from one of them.
 
     Attributes:
-        rank: this rank.
-        names: what each rank is called in messages.
-        instances: the instance behind each rank, for instruments.
-        lost: says why it is useless to wait for some ranks, "" while it is not.
+        rank: This rank.
+        names: Name of each rank in messages.
+        instances: Instance of each rank, for instruments.
+        lost: Function that returns why waiting for the given ranks is useless, or "" if it is not.
     """
 
     rank: int
@@ -72,23 +72,23 @@ class RankGroup:
     lost: Callable[[Sequence[int]], str] = lambda awaited: ""
 
     def watch(self, settings: Settings) -> Watch:
-        """Return the watch of one channel of this group."""
+        """Return a new watch for one channel of this group."""
         watch = Watch(self.rank, self.names, self.instances, settings.limits, settings.progress, settings.spins)
         watch.lost = self.lost
         return watch
 
 
 def refuse_other_networks(networks: Sequence[Network | None]) -> None:
-    """Insist that all ranks choose plans by the same costs: else each would wait for messages of another plan.
+    """Refuse ranks with different network costs: they would choose different plans and wait for each other's messages.
 
     Raises:
-        PeerRefusedError: on all ranks, if they do not.
+        PeerRefusedError: The costs differ. Raised on all ranks.
     """
     others = [rank for rank, network in enumerate(networks) if network != networks[0]]
     if others:
         raise PeerRefusedError(
             f"rank 0 chooses plans by {_costs_of(networks[0])}, rank {others[0]} by {_costs_of(networks[others[0]])}; "
-            "give all of them the same costs"
+            "give all ranks the same costs"
         )
 
 
@@ -99,17 +99,20 @@ def _costs_of(network: Network | None) -> str:
 def assemble(
     settings: Settings, group: RankGroup, links: tuple[Link, Link], share_memory: bool, make_subgroup: MakeSubgroup
 ) -> Communicator:
-    """Return a communicator over two independent links, for the synchronous and for the named collectives; collective.
+    """Build a communicator over two independent links; a collective call.
+
+    One link serves the synchronous collectives, the other one the named collectives.
 
     Args:
-        settings: as all ranks have them.
-        group: who is there.
-        links: connected to all ranks of the group; they know on which hosts these are.
-        share_memory: whether ranks of one host may share memory.
-        make_subgroup: connects some of the ranks.
+        settings: Options, the same on all ranks.
+        group: Ranks of the communicator.
+        links: Links that connect all ranks of the group and know the ranks' hosts.
+        share_memory: Whether ranks of one host may share memory.
+        make_subgroup: Function that connects some of the ranks.
 
     Raises:
-        RuntimeError: if the window was asked for but cannot be had. Ranks that share no host do without it.
+        RuntimeError: Mechanism "window" was asked for, but shared memory is not available. If no two ranks share a
+            host, they use messages instead, without an error.
     """
     watches = (group.watch(settings), group.watch(settings))
     for link, watch in zip(links, watches, strict=True):
@@ -118,15 +121,15 @@ def assemble(
             link.costs, link.are_costs_measured = settings.network, True
     by_messages = [PointToPointTransport(link, watch) for link, watch in zip(links, watches, strict=True)]
     hosts = links[0].hosts
-    beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # ranks on one host
+    beside = Counter(hosts).most_common(1)[0][1] if hosts else 1  # the largest number of ranks on one host
     sharing = _share_memory if beside == len(hosts) else _share_memory_within_hosts
     is_of_use = beside > 1 or len(hosts) == 1
     is_tried = share_memory and is_of_use and settings.mechanism != "ring"
     shared = sharing(settings, by_messages[0], watches, links) if is_tried else None
     if shared is None and settings.mechanism == "window" and (is_of_use or not share_memory):
         raise RuntimeError(
-            f"mechanism 'window' needs ranks that share a host and room in {settings.shared_memory_dir}; "
-            "use 'auto' or 'ring', or enlarge it"
+            f"mechanism 'window' needs ranks that share a host and enough room in {settings.shared_memory_dir}; "
+            "use 'auto' or 'ring', or make more room"
         )
     main, named = shared or by_messages
     mechanism = "window" if isinstance(main, SharedMemoryTransport) else "window and ring" if shared else "ring"
@@ -138,7 +141,7 @@ def assemble(
 def _share_memory(
     settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
 ) -> tuple[Transport, Transport] | None:
-    """Return transports through memory that all ranks share, in place of the links."""
+    """Replace the links by transports through memory that all ranks share; return None if there is no such memory."""
     channel = channel_bytes(transport.size)
     segment = share_segment(transport, 2 * channel, settings.shared_memory_dir)
     if segment is None:
@@ -162,7 +165,7 @@ def _share_memory(
 def _share_memory_within_hosts(
     settings: Settings, transport: Transport, watches: tuple[Watch, Watch], links: tuple[Link, Link]
 ) -> tuple[Transport, Transport] | None:
-    """Return transports over the links that send what stays on a host through its memory."""
+    """Return transports that use shared memory within a host and the links between hosts; None without memory."""
     beside = ranks_beside(links[0])
     channel = memory_bytes(len(beside))
     segment = share_segment(transport, 2 * channel, settings.shared_memory_dir, links[0].hosts)

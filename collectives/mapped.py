@@ -1,4 +1,4 @@
-"""Memory that several processes of one host map, for what computes there: of the host, or of a GPU."""
+"""Memory of the host or of a GPU that several processes of one host map and compute in."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from collectives.dlpack import ExportedArray
 
 
 class Region(Protocol):
-    """A piece of memory, as one process maps it.
+    """A piece of memory as one process maps it.
 
     Attributes:
-        address: where it begins in this process.
-        nbytes: its size.
+        address: Start address in this process.
+        nbytes: Size in bytes.
     """
 
     address: int
     nbytes: int
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype, start: int = 0) -> ExportedArray:
-        """Return an array in this memory, for a framework to import.
+        """Return an array in this memory, for import by a framework.
 
         Args:
-            shape: of the array.
-            dtype: of its elements.
-            start: the byte where it begins.
+            shape: Shape of the array.
+            dtype: Dtype of its elements.
+            start: Offset of the array in bytes.
         """
 
     def close(self) -> None:
-        """Give it back, or unmap it; arrays in it must not be used any more."""
+        """Free or unmap the memory. Arrays in it must not be used afterwards."""
 
 
 class Copied(NamedTuple):
-    """Bytes that are copied.
+    """A copy of bytes.
 
     Attributes:
-        to: the address of the copy.
-        source: where they lie.
-        nbytes: how many.
+        to: Destination address.
+        source: Source address.
+        nbytes: Number of bytes.
     """
 
     to: int
@@ -50,37 +50,41 @@ class Copied(NamedTuple):
 
 
 class MappedMemory(ABC):
-    """A kind of memory that processes of one host map, each at an address of its own."""
+    """A kind of memory that processes of one host map, each at its own address.
+
+    One process calls `make` and gives the handle to the others, which call `open`. When all have answered, successfully
+    or not, the maker calls `settle`. Regions are closed before the memory.
+    """
 
     @abstractmethod
     def make(self, nbytes: int) -> tuple[Region, bytes]:
-        """Return memory of this process, and the handle by which others open it.
+        """Allocate memory in this process; return it with its handle for other processes.
 
         Raises:
-            OSError: there is not as much of it.
-            CudaError: likewise, or a GPU that does not share memory.
+            OSError: Too little memory is available.
+            CudaError: The GPU has too little memory or cannot share it.
         """
 
     @abstractmethod
     def open(self, handle: bytes, nbytes: int) -> Region:
-        """Return memory that another process has made.
+        """Map memory that another process has made.
 
         Raises:
-            OSError: it cannot be mapped: the process is on another host, or in another container.
-            CudaError: likewise.
+            OSError: The memory cannot be mapped: its process is on another host or in another container.
+            CudaError: The GPU cannot map it.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Forget the names of what was made: everybody has opened it, or nobody will."""
+        """Remove the names of all memory made here; no other process will open it any more."""
 
     @abstractmethod
     def copy(self, copied: Iterable[Copied]) -> None:
-        """Copy from finished memory, and wait for that. Nothing overlaps.
+        """Copy from complete memory, and wait for the end of the copies.
 
         Args:
-            copied: one after the other.
+            copied: Copies, which do not overlap.
         """
 
-    def close(self) -> None:  # noqa: B027  # memory of the host has nothing to give back
-        """Give back what copies need; regions are closed before."""
+    def close(self) -> None:  # noqa: B027  # host memory holds no resources for copies
+        """Release the resources for copies. All regions must be closed already."""

@@ -1,7 +1,8 @@
-"""Asynchronous collectives, matched by name: ranks and threads may issue them in different orders.
+"""Asynchronous collectives, matched by name: ranks and threads may start them in different orders.
 
-One background thread per communicator works on a channel of its own. In rounds, every rank that has something pending
-tells the others what is new; what all ranks have announced is carried out by all of them, in the order of the names.
+Each communicator has one background thread, which works on a channel of its own. The threads of all ranks negotiate in
+rounds: in a round every rank announces the collectives that it has newly started. A collective that all ranks have
+announced is carried out by all of them, in the order of the names.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from collectives.waiting import Watch
 
 logger = logging.getLogger(__name__)
 
-_SHORT_WAIT_S = 0.001  # instruments see a longer one
-_IDLE_ROUND_S = 0.001  # pause after a round in which nobody had anything new
+_SHORT_WAIT_S = 0.001  # instruments see only longer waits
+_IDLE_ROUND_S = 0.001  # pause after a round without news
 
 
 class Handle:
-    """A collective that was started; its buffers belong to it until `wait` has returned.
+    """A collective that was started. Its buffers must not be used until `wait` has returned.
 
     Attributes:
-        call: what was started.
-        key: by which the ranks know it.
-        number: how many named collectives this rank had started with it.
+        call: Call that was started.
+        key: Identification that is the same on all ranks.
+        number: Number of named collectives that this rank had started, with this one.
     """
 
     def __init__(
@@ -62,21 +63,22 @@ class Handle:
         self._missing: Sequence[int] = ()
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the collective has ended, successfully or not."""
         return self._finished.is_set()
 
     def wait(self) -> np.ndarray:
-        """Wait for the end; the result is that of the synchronous call.
+        """Wait for the end and return the result of the synchronous call.
 
         Raises:
-            CollectiveError: as the synchronous call would. The limit is the communicator's `timeout_s`.
+            CollectiveError: The errors of the synchronous call. The limit of the wait is the communicator's
+                `timeout_s`.
         """
         if not self._finished.wait(_SHORT_WAIT_S):
             self._instruments.operation_begins(self.number, self.call)
             with self._waits.until(self):
                 self._finished.wait()
         if self._error is not None:
-            self._instruments.operation_begins(self.number, self.call)  # what was seen last is where the program failed
+            self._instruments.operation_begins(self.number, self.call)  # the record ends with the failed operation
             self._instruments.waiting_for(self._missing)
             raise self._error
         self._instruments.operation_ends()
@@ -88,7 +90,7 @@ class Handle:
         self._finished.set()
 
     def _fail(self, error: BaseException, missing: Sequence[int] = ()) -> None:
-        """End with an error; `missing` are the instances whose absence is its reason."""
+        """End with an error; `missing` are the instances whose absence caused it."""
         self._error = error
         self._missing = missing
         self._finished.set()
@@ -96,9 +98,10 @@ class Handle:
 
 @dataclass
 class _NamedCall:
-    """One name: this rank's handle, if it has started it, and who has announced what.
+    """One use of a name: this rank's handle, if this rank has started it, and the announcements of all ranks.
 
-    What has failed stays until the others have started it too: their turns of the name would be out of step otherwise.
+    A failed use is kept until the other ranks have started it too: otherwise the counts of the name's uses would differ
+    between ranks.
     """
 
     handle: Handle | None = None
@@ -112,8 +115,8 @@ class NamedQueue:
     """The named collectives of one rank.
 
     Args:
-        transport: a channel of its own; nobody else may use it.
-        watch: how to wait on that channel.
+        transport: Transport of a channel that only this queue uses.
+        watch: Waits on that channel.
     """
 
     def __init__(self, transport: Transport, watch: Watch) -> None:
@@ -128,7 +131,7 @@ class NamedQueue:
         self._closed_ranks: set[int] = set()
         self._failure: CollectiveError | None = None
         self._thread: threading.Thread | None = None
-        if transport.size > 1:  # to close needs it too, maybe at the interpreter's end, when no thread can start
+        if transport.size > 1:  # closing needs the thread too, maybe at interpreter exit, when no thread can start
             self._ensure_thread()
 
     def start(self, request: Request[np.ndarray]) -> Handle:
@@ -149,22 +152,22 @@ class NamedQueue:
         return handle
 
     def expect_others(self) -> None:
-        """Note that threads which Python does not list will start collectives."""
+        """Note that threads unknown to Python will start collectives."""
         self._waits.expect_others()
 
     def begin_close(self) -> None:
-        """Tell the others that nothing more will be started; does not wait."""
+        """Tell the other ranks that this rank starts nothing more; return at once."""
         with self._condition:
             self._closing = True
             self._condition.notify()
 
     def end_close(self) -> None:
-        """Wait until what was started has ended on all ranks."""
+        """Wait until all started collectives have ended on all ranks."""
         if self._thread is not None:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Stop waiting for other ranks; what is pending fails."""
+        """Stop waiting for other ranks; pending collectives fail."""
         self._watch.cancelled = True
         with self._condition:
             self._closing = True
@@ -180,7 +183,7 @@ class NamedQueue:
     # ---- the background thread
 
     def work(self) -> bool:
-        """Make rounds for as long as there is a reason; return whether there may be one again."""
+        """Make rounds while there is a reason; return whether there may be a reason later."""
         try:
             while self._has_work():
                 if not self._round():
@@ -188,11 +191,11 @@ class NamedQueue:
         except BaseException as error:
             self._fail_all(error)
             return False
-        with self._condition:  # that it closes may have been said since: the others have to hear of it
+        with self._condition:  # the queue may have begun to close since; the other ranks must hear of it
             return not self._is_over()
 
     def is_called(self) -> bool:
-        """Return whether there is a reason for a round, or none will come any more."""
+        """Return whether a round is needed, or the queue is closing."""
         return self._is_wanted() or self._closing
 
     def _has_work(self) -> bool:
@@ -200,16 +203,16 @@ class NamedQueue:
             return self.is_called() and not self._is_over()
 
     def _is_over(self) -> bool:
-        """Return whether no more rounds are to come: all ranks have closed, or this one waits for none of them."""
+        """Return whether no round is needed any more: all ranks have closed, or this rank was abandoned and is idle."""
         everybody_closed = len(self._closed_ranks) == self._transport.size
         return (everybody_closed and not self._new) or (self._watch.cancelled and not self._is_wanted())
 
     def _is_wanted(self) -> bool:
-        """Return whether this rank has started something that has not ended."""
+        """Return whether this rank has started collectives that have not ended."""
         return bool(self._new) or any(pending.handle for pending in self._pending.values())
 
     def _round(self) -> bool:
-        """Exchange what is new, carry out what is complete; whether anything happened."""
+        """Exchange news, and carry out the complete collectives; return whether there was any news."""
         with self._condition:
             new, self._new = self._new, []
             closing = self._closing
@@ -244,7 +247,7 @@ class NamedQueue:
     def _carry_out_complete(self) -> None:
         size = self._transport.size
         complete = [key for key, entry in self._pending.items() if len(entry.announced) == size]
-        for key in sorted(complete):  # the same order on all ranks
+        for key in sorted(complete):  # in the same order on all ranks
             entry = self._pending.pop(key)
             if entry.failure is not None:
                 continue
@@ -261,7 +264,7 @@ class NamedQueue:
                 raise
 
     def _fail_crossed(self, waits: Sequence[Sequence[tuple[str, int]] | None]) -> None:
-        """Fail what ranks wait for that wait for each other, each for what another one would start afterwards."""
+        """Fail the collectives of a deadlock: each is awaited by a rank that has not started another awaited one."""
         keys = [None if of_rank is None else [(name, number) for name, number in of_rank] for of_rank in waits]
         ranks = crossed_ranks(keys, {key: entry.announced for key, entry in self._pending.items()})
         if not ranks:
@@ -277,7 +280,7 @@ class NamedQueue:
                 entry.handle = None
 
     def _fail_orphans(self) -> None:
-        """Fail what a rank that has closed will never start."""
+        """Fail collectives that a closed rank will never start."""
         for key, entry in list(self._pending.items()):
             gone = self._closed_ranks - entry.announced.keys()
             if not gone:
@@ -312,7 +315,7 @@ class NamedQueue:
                 logger.warning("%s", facts)
 
     def _started_instead(self, missing: Sequence[int]) -> str:
-        """Return what those that are missing have started, and this rank has not, for messages."""
+        """Describe the collectives that the missing ranks have started and this rank has not."""
         calls = {
             entry.announced[rank]
             for entry in self._pending.values()
@@ -323,13 +326,13 @@ class NamedQueue:
         return f"; started there, but not here: {', '.join(sorted(calls))}" if calls else ""
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail everything that is pending; log an error that no other rank has caused, since nothing may be pending."""
+        """Fail all pending collectives. Log the error if no other rank caused it, since nothing may be pending."""
         with self._condition:
             if isinstance(error, CollectiveError):
                 self._failure = error
             else:
-                logger.error("the named collectives have ended", exc_info=error)
-                self._failure = PeerLostError(f"the named collectives have ended: {error}")
+                logger.error("the thread of named collectives failed", exc_info=error)
+                self._failure = PeerLostError(f"the thread of named collectives failed: {error}")
                 self._failure.__cause__ = error
             handles = [handle for _, handle in self._new]
             self._new = []
@@ -341,7 +344,7 @@ class NamedQueue:
 
 
 def _serve(reference: weakref.ref[NamedQueue], condition: threading.Condition) -> None:
-    """Work for a queue until it is closed, or nobody has it any more."""
+    """Work for a queue until it is closed or garbage-collected."""
     while True:
         with condition:
             while (queue := reference()) is not None and not queue.is_called():

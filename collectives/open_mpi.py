@@ -1,4 +1,4 @@
-"""The settings of Open MPI while it starts in this process."""
+"""Open MPI's settings while it starts in this process."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-"""Set for the processes that mpirun or srun has started."""
+"""Variables that identify a process started by mpirun or srun."""
 TRANSPORTS_VARIABLE = "OMPI_MCA_btl"
 NETWORKS_VARIABLE = "OMPI_MCA_btl_tcp_if_include"
 LOOPBACK = "lo"
-"""Its value where poprun starts all instances on one host."""
+"""Value of NETWORKS_VARIABLE if poprun starts all instances on one host."""
 
 
 @contextmanager
 def open_mpi_prepared() -> Iterator[None]:
-    """Choose what suits us where the environment does not say otherwise; MPI is to be initialised inside."""
+    """Set our defaults for variables that the environment leaves unset; initialise MPI inside the `with` block."""
     _yield_when_idle()
     if TRANSPORTS_VARIABLE in os.environ or any(name in os.environ for name in RANK_VARIABLES):
         with _kept_to_loopback() if os.environ.get(NETWORKS_VARIABLE) == LOOPBACK else nullcontext():
             yield
         return
-    # Nobody shares memory with a process that no launcher has started, and Open MPI 5.0.11 leaves its file in /dev/shm
-    # there, which mpirun removes for those that it starts.
+    # A process without a launcher shares memory with no other process. Open MPI 5.0.11 would leave its file in /dev/shm
+    # behind: only mpirun removes these files.
     os.environ[TRANSPORTS_VARIABLE] = "^sm"
     try:
         yield
     finally:
-        del os.environ[TRANSPORTS_VARIABLE]  # a job that this process starts is to have it
+        del os.environ[TRANSPORTS_VARIABLE]  # a job started by this process needs shared memory
 
 
 def _yield_when_idle() -> None:
-    """Have MPI offer its core to others while it waits.
+    """Let MPI yield its core while it waits.
 
-    It busy-waits by default. That is the fastest where each waiting thread has a core of its own, and takes up to
-    40 % of a core that it shares with a thread that computes.
+    By default MPI busy-waits. That is fastest if each waiting thread has a core of its own. If it shares a core with a
+    computing thread, it takes up to 40 % of that core.
     """
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @contextmanager
 def _kept_to_loopback() -> Iterator[None]:
-    """Have sockets that begin inside to listen to any network listen to the loopback interface only.
+    """Bind TCP sockets that start to listen inside the `with` block to the loopback interface.
 
-    Open MPI (5.0.11) turns away who calls over other networks than those it is told to use, but listens to all. The
-    kernel lets us do this from Linux 5.7 on.
+    Open MPI (5.0.11) refuses connections over networks that it should not use, but its sockets listen on all networks.
+    Linux allows this binding to unprivileged processes since 5.7.
     """
     before = set(os.listdir("/proc/self/fd"))
     yield

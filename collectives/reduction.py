@@ -1,4 +1,4 @@
-"""The arithmetic of the ordered reduction: contributions are combined in the order of a tree, block by block."""
+"""The arithmetic of ordered reductions: contributions are combined in the order of a tree, block by block."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ REDUCING = (
 _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache
-_SMALL_BYTES = 1 << 16  # larger memory is fetched from the system again and again
+_SMALL_BYTES = 1 << 16  # larger memory would be requested from the operating system for each block
 
 _of_thread = threading.local()
 
 
 def _quietly(function: Callable[..., None], *arguments: object) -> None:
-    """Call it with NumPy's floating-point warnings off: infinity and NaN are results, and no reason to stop half-way.
+    """Call `function` with NumPy's floating-point warnings off: infinity and NaN are valid results.
 
-    A context of its own for each thread does what `np.errstate` does in a tenth of the time.
+    One `contextvars` context per thread has the effect of `np.errstate` in a tenth of the time.
     """
     try:
         context: Context = _of_thread.context
@@ -42,10 +42,10 @@ def _quietly(function: Callable[..., None], *arguments: object) -> None:
 
 
 def normalise_op(op: str) -> str:
-    """Return the reduction's name in lower case; `op` may be any of OPERATIONS in any case.
+    """Return the reduction's name in lower case.
 
     Raises:
-        ValueError: for any other name.
+        ValueError: `op` is not one of OPERATIONS, in any case.
     """
     lower = str(op).lower()
     if lower not in OPERATIONS:
@@ -55,10 +55,11 @@ def normalise_op(op: str) -> str:
 
 @dataclass(frozen=True, eq=False)  # hashed on the hot path, so by identity
 class Reduction:
-    """One reduction of arrays of one dtype, in the order of the tree (`collectives.tree`); a mean is divided once.
+    """A reduction of arrays of one dtype in the order of the tree (`collectives.tree`).
 
-    16-bit floats are added in float32 and rounded once. Sums of integers wrap around, as NumPy's do. A mean of integers
-    is truncated towards zero, as in C, and is right also where their sum does not fit into their dtype.
+    16-bit floats are added in float32 and rounded once. A mean is divided once. Sums of integers wrap around, as in
+    NumPy. A mean of integers is truncated towards zero, as in C, and is exact even if their sum does not fit into the
+    dtype.
     """
 
     op: str
@@ -76,14 +77,14 @@ class Reduction:
 
     @cached_property
     def divides_first(self) -> bool:
-        """Whether no dtype holds the sum, so that quotients and remainders are added: the mean of 64-bit integers.
+        """Whether quotients and remainders are added, because no dtype holds the sum: the mean of 64-bit integers.
 
-        Those who see one contribution after another reduce `shares` to sums, and `join` them.
+        A caller that handles contributions one by one reduces the two parts of `shares` to sums, and `join`s them.
         """
         return self.op == "mean" and self.dtype.kind in "iu" and self.dtype.itemsize == 8
 
     def dtype_of(self, node: TreeNode) -> np.dtype:
-        """Return the dtype in which a node travels: the contribution of one replica as it is."""
+        """Return the dtype of a node's values in messages; a leaf, i.e. one contribution, keeps its own dtype."""
         return self.dtype if node.is_leaf else self.accumulator
 
     @cached_property
@@ -95,10 +96,9 @@ class Reduction:
         """Combine `sources` into the partial result `into` (accumulator dtype, same shape, 1-D).
 
         Args:
-            sources: neighbours in the tree.
-            into: may be one of the sources.
-            nodes: what they are, in the same order, or what `order_of` says of that; default: the contributions of
-                replicas from 0 on.
+            sources: Values of neighbouring nodes of the tree.
+            into: Array for the partial result; may be one of the sources.
+            nodes: Nodes of the sources in the same order, or their `order_of`; default: the leaves from replica 0 on.
         """
         _quietly(self._by_blocks, self._fold, sources, into, nodes, len(sources))
 
@@ -108,10 +108,10 @@ class Reduction:
         """Combine `sources` and finish the result into `out` (the reduction's dtype, 1-D).
 
         Args:
-            sources: 1-D arrays of `out`'s size, which are all of the tree; partial results have the accumulator dtype.
-            out: may be one of the sources.
-            count: the number of replicas, for the mean.
-            nodes: as for `fold`.
+            sources: 1-D arrays of `out`'s size that cover the whole tree; partial results have the accumulator dtype.
+            out: Array for the result; may be one of the sources.
+            count: Number of replicas, for the mean.
+            nodes: Nodes of the sources in the same order, or their `order_of`; default: the leaves from replica 0 on.
         """
         _quietly(self._by_blocks, self._reduce, sources, out, nodes, count)
 
@@ -140,7 +140,7 @@ class Reduction:
 
     def _reduce(self, sources: Sequence[np.ndarray], out: np.ndarray, order: Order, count: int) -> None:
         if self.is_direct:
-            if len(sources) == 2:  # what two ranks do with small gradients, again and again
+            if len(sources) == 2:  # the hot path: two ranks with small gradients
                 self.ufunc(sources[0], sources[1], out=out)
             else:
                 self._fold(sources, out, order, count)
@@ -155,7 +155,7 @@ class Reduction:
             self._finish(total, out, count)
 
     def _add(self, sources: Sequence[np.ndarray], total: np.ndarray, order: Order) -> None:
-        """Add short arrays. Sums of some of them lie in accumulators; the lowest of these is `total`, if it may be."""
+        """Add short arrays. Intermediate sums use accumulators; `total` is the lowest accumulator if possible."""
         values = list(sources)
         combine = self.ufunc if self.accumulator == self.dtype else self._combine_widened
         is_apart = True
@@ -171,13 +171,13 @@ class Reduction:
         combine(values[order.left], values[order.right], out=total)
 
     def _combine_widened(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
-        if left.dtype != out.dtype and right.dtype != out.dtype:  # NumPy would add in their dtype
+        if left.dtype != out.dtype and right.dtype != out.dtype:  # NumPy would add in the narrower dtype
             out[...] = left
             left = out
         self.ufunc(left, right, out=out)
 
     def finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
-        """Turn the complete partial result `total`, which is used up, into the result `out`; they may be the same."""
+        """Finish the complete partial result `total` into `out`. `total` is overwritten and may be `out` itself."""
         _quietly(self._finish, total, out, count)
 
     def _finish(self, total: np.ndarray, out: np.ndarray, count: int) -> None:
@@ -188,17 +188,17 @@ class Reduction:
 
 
 class Order:
-    """The additions of some sources, and what they need.
+    """The order of additions of some sources, and the accumulators that they need.
 
     Args:
-        steps: see `collectives.tree.steps`.
+        steps: Additions, from `collectives.tree.steps`.
 
     Attributes:
-        before_last: all steps but the last one.
-        left: what the last one adds.
-        right: and to what it does.
-        rows: how many accumulators they take.
-        late: the sources that are added when the lowest accumulator has been written.
+        before_last: All steps except the last one.
+        left: Left operand of the last step.
+        right: Right operand of the last step.
+        rows: Number of accumulators.
+        late: Sources that are read after the lowest accumulator was first written.
     """
 
     __slots__ = ("before_last", "late", "left", "right", "rows")
@@ -213,20 +213,20 @@ class Order:
 
 @lru_cache(1024)
 def order_of(nodes: tuple[TreeNode, ...] | int) -> Order:
-    """Return the order in which nodes, or the contributions of so many replicas, are added."""
+    """Return the order in which nodes are added; a number stands for the leaves of that many replicas."""
     if isinstance(nodes, int):
         nodes = tuple(TreeNode(replica, replica + 1) for replica in range(nodes))
     return Order(steps(nodes))
 
 
 def _rows(dtype: np.dtype, rows: int, size: int, number: int) -> Sequence[np.ndarray]:
-    """Memory for accumulators, which nobody needs after the block: of this thread, or new where that costs less.
+    """Return scratch memory for accumulators, used within one block only: this thread's, or new memory if small.
 
     Args:
-        dtype: of their elements.
-        rows: how many there are.
-        size: the elements of each.
-        number: 0 or 1, to have two of them at once.
+        dtype: Dtype of the elements.
+        rows: Number of accumulators.
+        size: Number of elements of each.
+        number: Number of the scratch area, 0 or 1, so that two can be in use.
     """
     if not rows:
         return ()
@@ -244,25 +244,25 @@ def _divide(total: np.ndarray, out: np.ndarray, count: int) -> None:
     if total.dtype.kind not in "iu":
         if count == 1:
             quotient = total
-        elif count & (count - 1) == 0:  # the same bits as a division, several times faster
+        elif count & (count - 1) == 0:  # 1/2^k: the same bits as a division, several times faster
             quotient = np.multiply(total, total.dtype.type(1 / count), out=total)
         else:
             quotient = np.divide(total, total.dtype.type(count), out=total)
         if quotient is not out:
             out[...] = quotient
         return
-    if total.itemsize < 4:  # the count need not fit
+    if total.itemsize < 4:  # the count may not fit into the dtype
         total = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64)
     join(0, total, out, count)
 
 
 def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the quotients, rounded down, and the remainders of integers divided by `count`.
+    """Divide integers by `count`; return the quotients, rounded down, and the remainders.
 
     Args:
-        sources: of one dtype, that of the result.
-        count: the number of contributions; neither the sum of so many quotients nor that of the remainders leaves the
-            range of 64 bits, but for what wraps back when they are joined.
+        sources: Arrays of one dtype, the dtype of the result.
+        count: Number of contributions. The sums of `count` quotients and of `count` remainders fit into 64 bits, apart
+            from wrap-around that `join` undoes.
     """
     divisor = sources[0].dtype.type(count)
     quotients, remainders = zip(*(np.divmod(source, divisor) for source in sources), strict=True)
@@ -270,13 +270,13 @@ def shares(sources: Sequence[np.ndarray], count: int) -> tuple[list[np.ndarray],
 
 
 def join(quotients: np.ndarray | int, remainders: np.ndarray, out: np.ndarray, count: int) -> None:
-    """Make the mean, truncated towards zero, from the sums of `shares`.
+    """Compute the mean, truncated towards zero, from the sums of `shares`.
 
     Args:
-        quotients: their sum.
-        remainders: their sum.
-        out: receives the mean.
-        count: the number of contributions.
+        quotients: Sum of the quotients.
+        remainders: Sum of the remainders.
+        out: Array for the mean.
+        count: Number of contributions.
     """
     carried, left = np.divmod(remainders, remainders.dtype.type(count))
     rounded_down = quotients + carried

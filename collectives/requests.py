@@ -1,4 +1,4 @@
-"""Collectives that are ready: their buffers are checked, and what is left is to compare the calls and to move data."""
+"""Prepared collectives: buffers are checked; comparing the calls and moving the data remain."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ Result = TypeVar("Result")
 _CACHED_CALLS = 1024
 
 
-@dataclass(slots=True)  # one for each call; frozen, it would take several times as long to make
+@dataclass(slots=True)  # not frozen: one is made per call, and a frozen one takes several times as long to make
 class Request(Generic[Result]):
-    """A collective that can be carried out, at once or when all ranks have started it.
+    """A collective that can be carried out at once, or when all ranks have started it.
 
     Attributes:
-        call: what all ranks must ask for.
-        carried: what may travel along with the comparison of the calls.
-        count: how many arrays this rank contributes.
-        finish: moves the data, one of `collective_ops`; takes the transport, what all contribute, and `arguments`.
-        arguments: all else that it needs.
-        result: what the caller gets; None: what `finish` returns.
+        call: Call that all ranks must make.
+        carried: Arrays that may travel with the comparison of the calls.
+        count: Number of arrays that this rank contributes.
+        finish: Function of `collective_ops` that moves the data; takes the transport, the exchanged parts and
+            `arguments`.
+        arguments: Further arguments of `finish`.
+        result: Result for the caller; None: the result of `finish`.
     """
 
     call: Call
@@ -50,14 +51,14 @@ class Request(Generic[Result]):
     result: Result | None = None
 
     def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> Result:
-        """Compare the call with those of the other ranks, and move the data; a collective call.
+        """Compare the call with the calls of the other ranks, and move the data; a collective call.
 
         Args:
-            transport: between the ranks.
-            moves: called in between with the size of a contribution in bytes.
+            transport: Transport between the ranks.
+            moves: Function to call between comparison and data, with the size of a contribution in bytes.
 
         Raises:
-            LayoutMismatchError: on every rank if one differs; no buffer was touched.
+            LayoutMismatchError: The calls differ. Raised on every rank; no buffer was written.
         """
         call, result = self.call, self.result
         if self.finish is collective_ops.reduce:
@@ -74,32 +75,32 @@ class Request(Generic[Result]):
 
 
 class Preparations:
-    """Checks what the caller of a collective gave, before other ranks are involved.
+    """The checks of a caller's arguments, made before other ranks are involved.
 
-    Each method makes one collective `Request`, raises what the communicator's method of the same name raises, and
-    changes no buffer.
+    Each method prepares one collective as a `Request`. It raises the errors of the communicator's method of the same
+    name, and changes no buffer.
 
     Args:
-        rank: this rank.
-        size: the number of ranks.
+        rank: This rank.
+        size: Number of ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._shared: dict[int, np.ndarray] = {}  # by the id of what `share` was given, the same in one dimension
+        self._shared: dict[int, np.ndarray] = {}  # flat views of shared arrays, by the id of the array
         self._shared_bases: set[int] = set()
         self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
 
     def share(self, array: np.ndarray) -> None:
-        """Note that all ranks see the memory of an array: a reduction into it is written once."""
+        """Note that all ranks share the memory of an array, so that a reduction into it is written once."""
         self._shared[id(array)] = array.reshape(-1)
         weakref.finalize(array, self._shared.pop, id(array), None)
         self._shared_bases.add(id(array.base))
         weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
 
     def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Request[np.ndarray]:
-        """Reduce in place."""
+        """Prepare a reduction in place."""
         call, reduction = self._describe("all_reduce", name, op, buffer)
         flat = self._private(buffer)
         return self._reduce(call, Reducing([flat], flat, reduction), buffer)
@@ -112,7 +113,7 @@ class Preparations:
         name: str,
         begun: str = "called",
     ) -> Request[np.ndarray]:
-        """Reduce into `out`, which all ranks may see; `begun` is for messages."""
+        """Prepare an ordered reduction into `out`, which may be shared memory; `begun` is a verb for messages."""
         if not contributions:
             raise ValueError(f"ordered_all_reduce was {begun} without contributions; give one array per local replica")
         first = contributions[0]
@@ -133,7 +134,7 @@ class Preparations:
         op: str,
         names: Sequence[str],
     ) -> list[Request[np.ndarray]]:
-        """Reduce each tensor of a group."""
+        """Prepare the reduction of each tensor of a group."""
         _check_group(contributions, outs, names)
         tensors = zip(contributions, outs, names, strict=True)
         group = [self.ordered_all_reduce(arrays, out, op, name) for arrays, out, name in tensors]
@@ -142,14 +143,14 @@ class Preparations:
         return group
 
     def broadcast(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray]:
-        """Copy the buffer of the root."""
+        """Prepare a broadcast."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("broadcast", name, "", buffer, root)
         flat = flat_view(buffer) if self._rank == root else self._private(buffer)
         return Request(call, [flat], 1, collective_ops.broadcast, (flat, root), buffer)
 
     def all_gather(self, buffer: np.ndarray, out: np.ndarray | None, name: str) -> Request[np.ndarray]:
-        """Gather into `out`, one row for each rank."""
+        """Prepare an all-gather into `out`, one row per rank."""
         call, _ = self._describe("all_gather", name, "", buffer)
         out = result_array(out, (self._size, *buffer.shape), buffer.dtype)
         flat, whole = flat_view(buffer), self._private(out)
@@ -157,7 +158,7 @@ class Preparations:
         return Request(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
 
     def gather(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray | None]:
-        """Gather into a new array of the root, one row for each rank."""
+        """Prepare a gather into a new array on the root, one row per rank."""
         root = checked_root("root", root, self._size, "ranks")
         call, _ = self._describe("gather", name, "", buffer, root)
         out = np.empty((self._size, *buffer.shape), buffer.dtype) if self._rank == root else None
@@ -165,7 +166,7 @@ class Preparations:
         return Request(call, [flat], 1, collective_ops.gather, (flat, out, root), out)
 
     def reduce_scatter(self, buffer: np.ndarray, out: np.ndarray | None, op: str, name: str) -> Request[np.ndarray]:
-        """Reduce this rank's block into `out`."""
+        """Prepare a reduce-scatter of this rank's block into `out`."""
         call, reduction = self._describe("reduce_scatter", name, op, buffer)
         out = result_array(out, self._block_shape(buffer), buffer.dtype)
         return self._scatter(call, [flat_view(buffer)], out, reduction)
@@ -173,7 +174,7 @@ class Preparations:
     def ordered_reduce_scatter(
         self, contributions: Sequence[np.ndarray], out: np.ndarray | None, op: str, name: str
     ) -> Request[np.ndarray]:
-        """Reduce this rank's block into `out`."""
+        """Prepare an ordered reduce-scatter of this rank's block into `out`."""
         if not contributions:
             raise ValueError("ordered_reduce_scatter was called without contributions; give one array per replica")
         first = contributions[0]
@@ -183,7 +184,7 @@ class Preparations:
         return self._scatter(call, arrays, out, reduction)
 
     def barrier(self, name: str) -> Request[None]:
-        """Compare the calls, and nothing else."""
+        """Prepare a barrier, which only compares the calls."""
         call, _ = self._describe("barrier", name, "", None)
         return Request(call, (), 0, collective_ops.nothing)
 
@@ -224,14 +225,14 @@ class Preparations:
         return found
 
     def _own(self, size: int) -> slice:
-        """Return the slice of this rank's block, of blocks of so many elements."""
+        """Return the slice of this rank's block, for blocks of `size` elements."""
         return slice(self._rank * size, (self._rank + 1) * size)
 
     def _private(self, out: np.ndarray) -> np.ndarray:
-        """Return memory that this rank alone will write, as one dimension."""
+        """Return a flat view of memory that only this rank will write."""
         if self._shared_bases and id(out.base) in self._shared_bases:
             raise UnsupportedBufferError(
-                "a part or view of memory from `allocate` cannot receive a result, all ranks would write to it; "
+                "a part or view of memory from `allocate` cannot receive a result: all ranks would write to it; "
                 "give ordered_all_reduce the whole array"
             )
         return flat_view(out, writable=True)
@@ -251,7 +252,7 @@ def _check_group(
     counts = {len(contributions), len(outs), len(names)}
     if len(counts) > 1:
         raise ValueError(
-            f"a group of {len(contributions)} lists of contributions, {len(outs)} outs and {len(names)} names; "
+            f"a group has {len(contributions)} lists of contributions, {len(outs)} outs and {len(names)} names; "
             "give one of each for every tensor"
         )
     shares = sorted({len(arrays) for arrays in contributions})

@@ -1,4 +1,4 @@
-"""The interface of a backend: the exchange of small messages, and the large collectives behind it."""
+"""The interface of transports: an exchange of small messages, then the collective operations on large arrays."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from collectives.reduction import Reduction
 
 Bytes = np.ndarray  # one-dimensional, contiguous, dtype uint8
-Contributions = Sequence[np.ndarray]  # of one rank: an array for each local replica
+Contributions = Sequence[np.ndarray]  # the arrays of one rank, one per local replica
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The contributions of every rank to an exchange.
+    """The contributions of all ranks to an exchange.
 
     Attributes:
-        counts: the number of arrays that each rank contributes (its local replicas).
-        arrays: the contributed arrays of all ranks in rank order, valid until the next exchange;
-            empty where they were too large to travel with the exchange.
+        counts: Number of arrays that each rank contributes, one per local replica.
+        arrays: Contributed arrays of all ranks in rank order, valid until the next exchange. Empty if they were too
+            large to travel with the exchange.
     """
 
     counts: tuple[int, ...]
@@ -35,14 +35,14 @@ class Parts:
 
 
 class Reducing(NamedTuple):
-    """A reduction.
+    """A reduction to be carried out.
 
     Attributes:
-        contributions: of this rank.
-        out: what receives the result; not touched before all calls are known to be equal.
-        reduction: the arithmetic.
-        scatters: whether every rank keeps its one of `size` equal blocks.
-        is_shared: whether `out` is what `allocate` returned on all ranks.
+        contributions: Arrays of this rank.
+        out: Array for the result; not written until all calls are known to be equal.
+        reduction: Arithmetic of the reduction.
+        scatters: Whether every rank keeps only its own block, one of `size` equal blocks.
+        is_shared: Whether `out` is memory that `allocate` returned on all ranks.
     """
 
     contributions: Contributions
@@ -53,11 +53,12 @@ class Reducing(NamedTuple):
 
 
 class Transport(ABC):
-    """Moves bytes between the ranks of one communicator; one call at a time, by one thread at a time.
+    """The movement of bytes between the ranks of one communicator.
 
-    Every collective begins with `exchange`, in which all ranks see what all the others ask for, and only when
-    everybody asks for the same thing does one of the other methods follow. Small arrays travel with the exchange.
-    All arrays are one-dimensional and contiguous. After an error the ranks may be out of step: do not go on.
+    One thread at a time calls it. All arrays are one-dimensional and contiguous. Every collective begins with
+    `exchange`, by which each rank sees the calls of all ranks and receives small arrays. If all calls are equal, one of
+    the other methods may follow, on all ranks the same one. After an error the ranks may be out of step: only `close`
+    may follow.
     """
 
     rank: int
@@ -65,75 +66,76 @@ class Transport(ABC):
     shares_memory: bool = False
     """Whether `allocate` returns the same memory on all ranks."""
     window_bytes: int = 0
-    """How much other memory the ranks have in common."""
+    """Size of other memory that the ranks share."""
     groups_reductions: bool = False
-    """Whether `reduce_group` costs less than `reduce` for each of the group."""
+    """Whether one `reduce_group` costs less than a `reduce` per member."""
     opens_reductions: bool = False
     """Whether `announce` saves time."""
     scatters_reductions: bool = True
-    """Whether to scatter costs less than to give all ranks everything, with the same bits."""
+    """Whether a reduce-scatter costs less than a whole all-reduce and has the same bits."""
 
     @abstractmethod
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
-        """Show all ranks `fingerprint`, `count` and `arrays`; see theirs.
+        """Send `fingerprint`, `count` and `arrays` to all ranks, and receive theirs.
 
         Args:
-            fingerprint: 64 bits that stand for the call.
-            arrays: what may travel along, all of one dtype and size; the transport leaves large ones at home.
-            count: the number of arrays that this rank contributes, or any other number to tell the others.
+            fingerprint: 64-bit hash of the call.
+            arrays: Arrays of one dtype and size that may travel with the exchange; large arrays are not sent.
+            count: Number of arrays that this rank contributes, or another number for the other ranks.
 
         Returns:
-            Whether all fingerprints are equal, and what all ranks contributed. Without equal fingerprints, or where
-            one rank's arrays were too large, `arrays` is empty.
+            Whether all fingerprints are equal, and the contributions of all ranks. The arrays are empty if fingerprints
+            differ or the arrays of any rank were too large.
         """
 
     def stage(self, contributions: Contributions, reduction: Reduction) -> None:  # noqa: B027
-        """Begin to move contributions before the exchange, where that saves time.
+        """Begin to move contributions before the exchange, if that saves time.
 
-        After an exchange without arrays, `reduce` of the same contributions into shared memory follows, or nothing.
+        After an exchange that brings no arrays, `reduce` of the same contributions into shared memory follows, or
+        nothing.
         """
 
     def announce(self, reducing: Reducing) -> None:  # noqa: B027
-        """Announce what is reduced if the next exchange finds all calls equal and brings no arrays.
+        """Announce the reduction that follows if the next exchange finds equal calls and brings no arrays.
 
-        `reduce` of the same follows then, or nothing.
+        In that case `reduce` of the same `reducing` follows, or nothing.
         """
 
     @abstractmethod
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
-        """Combine all contributions of all ranks, in the order of the tree.
+        """Combine all contributions of all ranks in the order of the tree.
 
         Every rank gets the whole result in `out`; if `reducing.scatters`, only its own block. If `reducing.is_shared`,
-        `out` is the same memory on all ranks and `stage` came before. `out` may be the first of the contributions.
+        `out` is the same memory on all ranks, and `stage` was called before. `out` may be the first contribution.
         """
 
     def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
-        """`reduce` for several reductions that all ranks have agreed on together.
+        """Carry out several reductions that all ranks have agreed on together.
 
-        None of them scatters or is shared.
+        None of them scatters or has a shared `out`.
         """
         for reducing in group:
             self.reduce(reducing, parts)
 
     @abstractmethod
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
-        """Copy the bytes of `buffer` of rank `root` into `buffer` of all the other ranks."""
+        """Copy `buffer` of rank `root` into `buffer` of all other ranks."""
 
     @abstractmethod
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
-        """Put the `block` of every rank into row `rank` of `out`, of shape (size, block.size)."""
+        """Copy the `block` of every rank into row `rank` of `out`, of shape (size, block.size)."""
 
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
-        """`all_gather` for rank `root` alone: the others, which need not receive anything, give no `out`."""
+        """Gather the blocks on rank `root` only; other ranks pass `out=None` and need not receive anything."""
         self.all_gather(block, np.empty((self.size, block.size), np.uint8) if out is None else out)
 
     @abstractmethod
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Return memory for results, as bytes; all ranks call it with the same size.
+        """Allocate memory for results, as bytes; all ranks call it with the same size.
 
-        Where ranks share memory this is one array for all of them, which `reduce` then writes only once.
+        If the ranks share memory, all of them get the same memory, and `reduce` writes a result into it only once.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds; never waits for other ranks."""
+        """Release all resources without waiting for other ranks."""

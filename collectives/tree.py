@@ -1,12 +1,12 @@
-"""The tree in which the contributions of replicas are added: the one place that decides the order of a sum.
+"""The summation tree over replicas, which alone determines the order of every sum.
 
 `sum(lo, hi) = sum(lo, mid) + sum(mid, hi)`, `mid = lo + the largest power of two smaller than hi - lo`; a leaf is a
 replica. So the nodes are the intervals [k 2^level, (k + 1) 2^level), cut off at the number of replicas, and the sum of
-seven is ((0+1) + (2+3)) + ((4+5) + 6). It depends on the number of replicas alone. Whoever has some of the replicas may
-add up every node that lies inside of them, and others may go on with that.
+seven is ((0+1) + (2+3)) + ((4+5) + 6). The tree depends on the number of replicas alone. A rank may add up every node
+that lies inside its block of replicas, and other ranks continue with these sums.
 
-In a tree of n leaves a sum of floats is wrong by at most about log2(n) u (|c0| + |c1| + ...), in a chain by (n - 1) of
-these (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+This is pairwise summation. The error of a floating-point sum of n values is at most about log2(n) u (|c0| + ...). For a
+chain of additions it is n - 1 in place of log2(n) (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Value = TypeVar("Value")
 
 
 class TreeNode(NamedTuple):
-    """The replicas whose sum a node is.
+    """A node of the tree: an interval of replicas, and their sum.
 
     Attributes:
-        first: the first one.
-        stop: the one behind the last one.
+        first: First replica.
+        stop: Replica after the last one.
     """
 
     first: int
@@ -33,21 +33,22 @@ class TreeNode(NamedTuple):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is the contribution of one replica."""
+        """Whether the node is the contribution of one replica."""
         return self.stop - self.first == 1
 
     def covers(self, other: TreeNode) -> bool:
-        """Return whether the other one is part of it, or the same."""
+        """Return whether `other` is this node or lies inside it."""
         return self.first <= other.first and other.stop <= self.stop
 
 
 class TreeSum(NamedTuple):
-    """Two neighbours are added. They and the sum are numbers: of what is given, then of what earlier steps came to.
+    """An addition of two neighbouring values. Values are numbered: first the given ones, then the results of steps.
 
     Attributes:
-        left: what has the lower replicas.
-        right: what has those behind them.
-        register: which of a stack of accumulators receives the sum; both may lie in accumulators from this one on.
+        left: Number of the value with the lower replicas.
+        right: Number of the value with the replicas after them.
+        register: Position in a stack of accumulators for the sum. If the operands are in accumulators, these are at
+            this position or higher.
     """
 
     left: int
@@ -56,18 +57,18 @@ class TreeSum(NamedTuple):
 
 
 def root_of(replicas: int) -> TreeNode:
-    """Return the sum of all replicas."""
+    """Return the root node, the sum of all replicas."""
     return TreeNode(0, replicas)
 
 
 def halves(node: TreeNode) -> tuple[TreeNode, TreeNode]:
-    """Return the two nodes that are added to this one, which is no leaf."""
+    """Return the two children of a node that is no leaf."""
     middle = node.first + (1 << ((node.stop - node.first - 1).bit_length() - 1))
     return TreeNode(node.first, middle), TreeNode(middle, node.stop)
 
 
 def parent_of(node: TreeNode, replicas: int) -> TreeNode:
-    """Return the node to which this one is added, together with its neighbour; the root itself for the root."""
+    """Return the parent of a node, or the root itself for the root."""
     size = 1 << (node.stop - node.first - 1).bit_length()
     while True:
         first = node.first & -(size + size)
@@ -78,7 +79,7 @@ def parent_of(node: TreeNode, replicas: int) -> TreeNode:
 
 
 def node_of_halves(left: TreeNode, right: TreeNode, replicas: int) -> TreeNode | None:
-    """Return the node of which two nodes are the halves, in this order; None if they are added to others."""
+    """Return the node whose children are `left` and `right`, in this order; None if they are added to other nodes."""
     parent = parent_of(left, replicas)
     are_halves = left.stop == right.first and parent == TreeNode(left.first, right.stop)
     return parent if are_halves else None
@@ -86,18 +87,18 @@ def node_of_halves(left: TreeNode, right: TreeNode, replicas: int) -> TreeNode |
 
 @lru_cache(_CACHED)
 def subtrees(first: int, stop: int, replicas: int) -> tuple[TreeNode, ...]:
-    """Return the largest nodes inside of a block of replicas, in order: one where blocks are aligned to powers of two.
+    """Return the largest nodes inside a block of replicas, in order. A block aligned to a power of two has one.
 
     Args:
-        first: where the block begins.
-        stop: where it ends.
-        replicas: how many there are in all.
+        first: First replica of the block.
+        stop: Replica after the last one of the block.
+        replicas: Total number of replicas.
     """
     return merged([TreeNode(replica, replica + 1) for replica in range(first, stop)], replicas)
 
 
 def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
-    """Return the nodes that are left after all possible additions: the largest nodes inside of them, in order."""
+    """Return the nodes that remain after all possible additions of `nodes`, in order."""
     left: list[TreeNode] = []
     for node in sorted(nodes):
         left.append(node)
@@ -108,13 +109,13 @@ def merged(nodes: Iterable[TreeNode], replicas: int) -> tuple[TreeNode, ...]:
 
 @lru_cache(_CACHED)
 def steps(nodes: tuple[TreeNode, ...]) -> tuple[TreeSum, ...]:
-    """Return the additions that make one node of some nodes, in the order of the tree; none for one.
+    """Return the additions that combine `nodes` into one node, in the order of the tree; none for a single node.
 
     Args:
-        nodes: in order; together they are all of a node.
+        nodes: Nodes in order that together make up one node.
 
     Raises:
-        ValueError: if they are not, or one of them is no node of the tree below it.
+        ValueError: The nodes do not make up one node, or one of them is no node below it in the tree.
     """
     numbers = {node: number for number, node in enumerate(nodes)}
     order: list[TreeSum] = []
@@ -137,12 +138,12 @@ def steps(nodes: tuple[TreeNode, ...]) -> tuple[TreeSum, ...]:
 
 
 def registers(order: Sequence[TreeSum]) -> int:
-    """Return how many accumulators some steps take."""
+    """Return the number of accumulators that the steps need."""
     return max((step.register for step in order), default=-1) + 1
 
 
 def combined(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """Anything that replicas have, one value each in their order, combined in the order of the tree."""
+    """Combine one value per replica, given in replica order, in the order of the tree."""
     found = list(values)
     for left, right, _ in steps(tuple(TreeNode(replica, replica + 1) for replica in range(len(values)))):
         found.append(combine(found[left], found[right]))

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: spin, then yield, then sleep; warn while it lasts, and give up at the limit."""
+"""Waits for other ranks: spin, then yield, then sleep; warn during the wait, and give up at the limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collectives.instruments import Instruments
 
 logger = logging.getLogger(__name__)
 
-SPINS = 4000  # polls of a flag, some 40 ns each, before the core is offered to others
+SPINS = 4000  # polls of a flag, about 40 ns each, before the core is offered to others
 _YIELD_S = 0.001
 _FIRST_SLEEP_S = 20e-6
 _FIRST_CALM_SLEEP_S = 200e-6
@@ -27,10 +27,10 @@ class Limits:
     """The limits on the time that a rank waits for the others.
 
     Attributes:
-        stall_warning_s: after this long, and then again and again, a warning says who is waited for.
-        timeout_s: after this long the wait raises `CollectiveTimeoutError`.
-        connect_timeout_s: so long workers that find each other over a network may start apart.
-        clock: what that is measured with.
+        stall_warning_s: Interval of warnings that name the missing ranks.
+        timeout_s: Time after which a wait raises `CollectiveTimeoutError`.
+        connect_timeout_s: Maximum time between the starts of workers that meet over a network.
+        clock: Clock that measures these times.
     """
 
     stall_warning_s: float = 30.0
@@ -56,19 +56,20 @@ class Watch:
     """The waits of one rank in one communicator.
 
     Args:
-        rank: this rank.
-        names: what each rank is called in messages, e.g. "rank 1 (instance 5 on node-b)".
-        instances: the instance behind each rank, for instruments.
-        limits: when to warn and when to give up, and by what clock.
-        instruments: they see long waits.
-        spins: how often to poll before yielding; 0 where ranks share a core or an interpreter.
+        rank: This rank.
+        names: Name of each rank in messages, e.g. "rank 1 (instance 5 on node-b)".
+        instances: Instance of each rank, for instruments.
+        limits: Times of warnings and errors, and their clock.
+        instruments: Instruments that see long waits.
+        spins: Number of polls before yielding; 0 if ranks share a core or an interpreter.
 
     Attributes:
-        call: the call that waits; set by whoever begins one, as is `number`, its place in the sequence.
-        cancelled: set from another thread, it ends a long wait with `PeerLostError`.
-        lost: says why it is useless to wait for these ranks, if it is; asked while a wait is long.
-        pausing: asked when a wait begins that is not over at once: what returns when something may have happened, or
-            after the given seconds; None: there is no such thing, so the wait has to poll.
+        call: Current call, set by the code that begins it.
+        number: Number of the current call in the sequence, set by the same code.
+        cancelled: Flag that another thread sets to end a long wait with `PeerLostError`.
+        lost: Function that returns why waiting for the given ranks is useless, or ""; called during long waits.
+        pausing: Function that is called when a wait does not end at once. It returns a function that pauses until
+            something may have happened or the given seconds have passed; None: the wait has to poll.
     """
 
     def __init__(
@@ -94,14 +95,15 @@ class Watch:
         self.instruments = instruments
 
     def wait(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return as soon as `ready()` is true.
+        """Wait until `ready()` is true.
 
         Args:
-            ready: polled; drives the transport where that needs driving.
-            missing: the ranks that have not come yet; asked only when the wait is long.
+            ready: Function to poll; it also drives the transport if that needs driving.
+            missing: Function that returns the ranks that have not come yet; called only during long waits.
 
         Raises:
-            CollectiveTimeoutError: after `limits.timeout_s`.
+            CollectiveTimeoutError: `limits.timeout_s` have passed.
+            PeerLostError: `lost` reports a missing rank, the wait was cancelled, or the supervisor released it.
         """
         for _ in range(self.spins):
             if ready():
@@ -109,7 +111,7 @@ class Watch:
         self.wait_patiently(ready, missing)
 
     def wait_patiently(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """`wait` for a caller that has spun already."""
+        """Wait as `wait` does, for a caller that has already spun."""
         now_s, sleep = self.clock.now_s, self.clock.sleep
         started, until_something_happens = now_s(), self.pausing()
         while until_something_happens is None and now_s() - started < _YIELD_S:
@@ -120,7 +122,7 @@ class Watch:
         self._wait_long(ready, missing, started, _FIRST_SLEEP_S, until_something_happens)
 
     def wait_calmly(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """`wait` for who has more under way than what it waits for: where ranks share cores it sleeps at once."""
+        """Wait as `wait` does, but sleep at once if ranks share cores: the caller has other transfers in progress."""
         if self.spins:
             self.wait(ready, missing)
         else:
@@ -140,7 +142,7 @@ class Watch:
         give_up = started + self.limits.timeout_s
         next_note = started + _YIELD_S
         while not ready():
-            # What a lost rank sent before may have come in between, while others are still waited for.
+            # Asked again after `ready`: a lost rank's last message may have arrived in between.
             if self.lost(missing()) and not ready() and (lost := self.lost(missing())):
                 raise PeerLostError(f"{lost}; {self._facts(now_s() - started, missing())}")
             if self.cancelled or self.instruments.is_released:
@@ -159,11 +161,11 @@ class Watch:
                 logger.warning("%s", self._facts(now - started, missing()))
 
     def note(self, missing: Sequence[int]) -> None:
-        """Tell instruments that these ranks are waited for."""
+        """Tell the instruments that this rank waits for the missing ranks."""
         self.instruments.waiting_for(self.instances_of(missing))
 
     def instances_of(self, ranks: Sequence[int]) -> list[int]:
-        """Return the instances behind ranks."""
+        """Return the instances of the given ranks."""
         return [self._instances[rank] for rank in ranks]
 
     def _facts(self, waited_s: float, missing: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""The PopDist interface: the identity of an instance, and what the instances of a job do together.
+"""The PopDist interface: the identity of an instance, and the joint operations of a job's instances.
 
-Importing it is cheap: NumPy, MPI and the collectives are loaded by `init`.
+The import is cheap: `init` loads NumPy, MPI and the collectives.
 """
 
 from popdist import horovod

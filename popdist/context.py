@@ -1,7 +1,7 @@
-"""The life cycle of PopDist in this process: which instance it is, and the communicator of all instances.
+"""The life cycle of PopDist in this process: the instance's identity, and the communicator of all instances.
 
-Semantics: Graphcore's PopDist, as its documentation and its users' programs show them. `init` may be repeated.
-Imports what is heavy only when it is needed: poprun starts with this package too.
+Semantics: Graphcore's PopDist, according to its documentation and its users' programs. `init` may be repeated.
+Heavy modules are imported on demand, because poprun imports this package as well.
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ if TYPE_CHECKING:
 
 
 def init(num_replicas: int | None = None) -> None:
-    """Join the instances of this job; works without a launcher (one instance) and may be called again.
+    """Join the instances of this job. Without a launcher the job is one instance. Repeated calls do nothing.
 
-    At exit the instances wait for each other, and a program that fails does not.
+    At exit the instances wait for each other; an instance whose program fails does not wait.
 
     Args:
-        num_replicas: the replicas of all instances, where the launcher has not fixed them (plain `mpirun`, `srun`,
-            or no launcher). Default: what the launcher says, otherwise one per instance.
+        num_replicas: Total number of replicas, if the launcher does not fix it (plain `mpirun`, `srun`, or no
+            launcher). Default: the launcher's number, else one per instance.
 
     Raises:
-        EnvironmentMismatchError: if the launcher's variables are incomplete or contradict each other or the argument.
-        TypeError: if `num_replicas` is no whole number.
+        EnvironmentMismatchError: The launcher's variables are incomplete, or contradict each other or the argument.
+        LifeCycleError: An earlier call fixed another number of replicas.
+        TypeError: `num_replicas` is not a whole number.
+
+    Example:
+        >>> import popdist
+        >>> popdist.init()
+        >>> popdist.getNumInstances()
+        1
     """
     if num_replicas is not None and (isinstance(num_replicas, bool) or not hasattr(num_replicas, "__index__")):
         raise TypeError(f"num_replicas is {num_replicas!r}; give a whole number, or nothing")
@@ -52,18 +59,18 @@ def init(num_replicas: int | None = None) -> None:
 
 
 def join_cluster(cluster: Cluster, num_replicas: int) -> None:
-    """`init` for workers whose cluster the program names, whatever the environment says.
+    """Call `init` as a worker of `cluster`, whatever the environment says.
 
     Raises:
-        LifeCycleError: if this process has joined another job already.
-        EnvironmentMismatchError: if the replicas cannot be divided evenly.
+        LifeCycleError: This process has already joined another job.
+        EnvironmentMismatchError: The replicas cannot be divided evenly.
     """
     wanted = cluster.instance(num_replicas)
     if process.communicator is None:
         process.cluster = cluster
     elif process.instance != wanted:
         raise LifeCycleError(
-            f"this process is an instance already ({_describe(process.instance)}), and the cluster makes it "
+            f"this process is an instance already ({_describe(process.instance)}), but the cluster makes it "
             f"{_describe(wanted)}; make the strategy instead of calling init, or start the program without a launcher"
         )
     init(num_replicas)
@@ -78,30 +85,30 @@ def _describe(instance: Instance | None) -> str:
 
 
 def registerDefaultBackend() -> None:
-    """Choose MPI for several instances, gRPC for those of TF_CONFIG, nothing for one.
+    """Register the default backend: MPI for several instances, gRPC for TF_CONFIG, none for a single instance.
 
-    `init` does it where no backend was registered.
+    `init` calls this if no backend is registered.
     """
     _register(connect_default)
 
 
 def registerBackend(path: str | os.PathLike[str]) -> None:
-    """Choose a backend of one's own.
+    """Register a user-defined backend.
 
     Args:
-        path: a Python file with `connect(settings, instance) -> collectives.Communicator`.
+        path: Path of a Python file that defines `connect(settings, instance) -> collectives.Communicator`.
 
     Raises:
-        LifeCycleError: if a backend is in use, or the file has no `connect`.
+        LifeCycleError: A backend is in use, or the file has no `connect`.
     """
     _register(backend_of(path))
 
 
 def initializeBackend() -> None:
-    """Connect the instances; after a backend was registered, and once.
+    """Connect the instances. Call it once, after a backend was registered.
 
     Raises:
-        LifeCycleError: in any other order, or in a process that the program has started.
+        LifeCycleError: The order is wrong, or the process was started by an instance's program.
     """
     refuse_while_spawned()
     if process.connect is None:
@@ -125,11 +132,11 @@ def initializeBackend() -> None:
 
 
 def finalizeBackend() -> None:
-    """Wait until all instances finalise, then disconnect; at exit this happens by itself.
+    """Wait until all instances finalise, then disconnect. At exit this happens automatically.
 
     Raises:
-        LifeCycleError: if the backend is not initialised.
-        LayoutMismatchError: if another instance calls a collective instead.
+        LifeCycleError: The backend is not initialised.
+        LayoutMismatchError: Another instance calls a collective instead.
     """
     if process.communicator is None:
         raise LifeCycleError("the backend is not initialised, so it cannot be finalised")
@@ -142,15 +149,15 @@ def isBackendInitialized() -> bool:
 
 
 def instance() -> Instance:
-    """Return this instance; before `init`, what the environment says."""
+    """Return this instance; before `init`, the instance that the environment describes."""
     return process.instance or process.detect()
 
 
 def communicator() -> Communicator:
-    """Return the communicator of all instances, or inside `execute_on_instances` that of the named ones.
+    """Return the communicator of all instances, or inside `execute_on_instances` of the named instances.
 
     Raises:
-        LifeCycleError: before `init`.
+        LifeCycleError: `init` has not been called.
     """
     current = group.get() or process.communicator
     if current is None:
@@ -159,19 +166,19 @@ def communicator() -> Communicator:
 
 
 def is_chief() -> bool:
-    """Return whether this instance prints and writes for all: instance 0, as they are numbered now.
+    """Return whether this instance prints and writes for all: instance 0 by the current numbering.
 
-    Where instances are lost it may be another one later, so ask when it matters. Where some carry on after the chief
-    has come to its end, it is none of them.
+    After a loss another instance may become the chief, so ask each time. If instances continue after the chief has
+    finished, none of them is the chief.
     """
     return instance().is_leader and not process.has_chief_left
 
 
 def join_besides(connect: ConnectBackend) -> Communicator:
-    """Connect the instances over something else besides the backend; it is closed before the backend is.
+    """Connect the instances over a second transport, which is closed before the backend.
 
     Raises:
-        LifeCycleError: before `init`, or if the new communicator numbers the instances differently.
+        LifeCycleError: `init` has not been called, or the new communicator numbers the instances differently.
     """
     if process.communicator is None or process.instance is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
@@ -182,7 +189,7 @@ def join_besides(connect: ConnectBackend) -> Communicator:
 
 
 def progress() -> Progress:
-    """Return the line to the supervisor of this instance."""
+    """Return the progress record that the supervisor of this instance reads."""
     return process.progress
 
 
@@ -190,7 +197,7 @@ def progress() -> Progress:
 
 
 def _check_packages(instance: Instance) -> None:
-    """Before the first import of what belongs to this package; poprun warns too, so one warning is enough."""
+    """Check for hidden packages before they are imported. poprun gives the warnings itself, once for all."""
     from popdist.hidden_packages import check_packages
 
     check_packages(says_so=instance.is_leader and not process.progress.is_supervised)

@@ -1,28 +1,28 @@
-"""The errors of popdist, grouped by what the caller does next.
+"""The errors of popdist, grouped by the caller's next step.
 
 PopDistError
-├── EnvironmentMismatchError  the launcher's variables are incomplete or contradict: fix how it is started
-├── LifeCycleError            init, register, finalise in an impossible order: fix the program
+├── EnvironmentMismatchError  the launcher's variables are incomplete or contradictory: start the program correctly
+├── LifeCycleError            init, register and finalise came in an impossible order: fix the program
 │   └── NotInitializedError   the Horovod interface was used before its `init` (also a ValueError)
 └── InstanceError             an `Instance` was built from impossible numbers (also a ValueError)
 """
 
 
 class PopDistError(Exception):
-    """Base of everything that popdist raises on purpose."""
+    """Base class of all errors that popdist raises on purpose."""
 
 
 class EnvironmentMismatchError(PopDistError):
-    """The launcher's variables are incomplete or unreadable, or contradict each other or the program."""
+    """Incomplete, unreadable or contradictory variables of the launcher."""
 
 
 class InstanceError(PopDistError, ValueError):
-    """An instance cannot be described by these numbers."""
+    """Numbers that cannot describe an instance."""
 
 
 class LifeCycleError(PopDistError, RuntimeError):
-    """A call that does not fit what was initialised, registered or finalised so far."""
+    """A call that does not fit the state of initialisation, registration or finalisation."""
 
 
 class NotInitializedError(LifeCycleError, ValueError):
-    """The Horovod interface was used before `popdist.horovod.init`."""
+    """A call of the Horovod interface before `popdist.horovod.init`."""

@@ -1,4 +1,4 @@
-"""The end of a process that fails: noticing it, and ending where Python would wait or report another status."""
+"""The end of a failing process: noticing the failure, and exiting where Python would wait or lose the status."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 CAUSE_FIRST_S = 3.0
-"""How long an instance that fails only because another one has ended keeps that to itself: poprun ends it in less, and
-what the other one wrote is not buried."""
+"""Delay before an instance shows an error that only follows from another instance's end. poprun ends it earlier, so the
+output of the instance that failed first is not buried."""
 
 
 def notice_failure(note: Callable[[int], None], is_ended_soon: Callable[[], bool]) -> None:
-    """Install hooks in front of those that the program has; once.
+    """Install hooks in front of the program's `sys.excepthook` and `sys.exit`. Call it once.
 
     Args:
-        note: called with the exit status, in the main thread, before the exception is shown.
-        is_ended_soon: whether somebody ends this process when another instance has ended too early.
+        note: Function to call with the exit status, in the main thread, before the exception is shown.
+        is_ended_soon: Whether a supervisor ends this process after another instance has ended too early.
     """
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
@@ -39,11 +39,11 @@ def notice_failure(note: Callable[[int], None], is_ended_soon: Callable[[], bool
         previous_exit(status)
 
     sys.excepthook = note_exception
-    sys.exit = note_exit  # type: ignore[assignment]  # the only place where the status is visible before the end
+    sys.exit = note_exit  # type: ignore[assignment]  # only here the status is visible before the process ends
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Return whether the reason is that another instance has come to its end, which that one's words explain better."""
+    """Return whether the error follows from the end of another instance, whose own output explains more."""
     from collectives import LayoutMismatchError
 
     reason: BaseException | None = error
@@ -55,53 +55,53 @@ def follows_from_another(error: BaseException) -> bool:
 
 
 def end_with(status: int, reason: str = "") -> None:
-    """End this process where Python's own end is of no use; does not return.
+    """End this process at once, without Python's own shutdown; does not return.
 
-    What was printed and logged is written before. Exit handlers that have not run yet do not run.
+    Printed and logged output is flushed first. Exit handlers that have not run yet do not run.
 
     Args:
-        status: of the process.
-        reason: logged as an error; "" where another process says it.
+        status: Exit status of the process.
+        reason: Error to log; "" if another process reports it.
     """
     if reason:
         logger.error(reason)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # it may be closed, or nobody's
+        with suppress(OSError, ValueError, AttributeError):  # the stream may be closed or None
             stream.flush()
     os._exit(status)
 
 
 THREADS_GRACE_S = 1.0
-"""How long a process that has failed waits for its other threads. Python waits without a limit, and meanwhile all other
-instances wait for this one."""
+"""Time that a failed process waits for its other threads. Python would wait without a limit, and meanwhile all other
+instances would wait for this one."""
 
 
 class LastThreads:
-    """Ends this process a while after its main thread has failed, if threads that are no daemons are still there then.
+    """The limit on a failed process's wait for its non-daemon threads.
 
-    Make one while the program runs, once.
+    Make one object while the program runs.
 
     Args:
-        has_failed: asked when the main thread has ended.
-        abandon: called just before this process ends.
+        has_failed: Whether the program has failed; called when the main thread has ended.
+        abandon: Function to call just before this process ends.
     """
 
     def __init__(self, has_failed: Callable[[], bool], abandon: Callable[[], None]) -> None:
-        # It waits for its threads before what registers later is called. Seldom needed: poprun starts without it.
+        # It waits for its threads before handlers that are registered later run. poprun must start without this import.
         import concurrent.futures.thread  # noqa: F401
 
         self._has_failed = has_failed
         self._abandon = abandon
-        self._is_waiting = threading.Event()  # Python, for the threads
-        # As concurrent.futures does it; what is registered with `atexit` is called when the threads have ended.
+        self._is_waiting = threading.Event()  # set when Python begins to wait for threads
+        # As in concurrent.futures: handlers of `atexit` would run only after the threads have ended.
         threading._register_atexit(self._is_waiting.set)  # type: ignore[attr-defined]
 
     def watch(self, status: int) -> None:
-        """Begin to watch, when the main thread fails; a new thread, because Python starts none any more at its end.
+        """Begin to watch when the main thread fails, in a new thread: at its end Python starts no threads.
 
         Args:
-            status: with which this process ends then.
+            status: Exit status of this process in that case.
         """
         threading.Thread(target=self._end_in_time, args=(status,), name="popdist-last-threads", daemon=True).start()
 

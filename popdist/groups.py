@@ -1,4 +1,4 @@
-"""Groups of instances: run something on a few of them, wait for all of them."""
+"""Groups of instances: run a function on some of them, or wait for all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _of_instances: dict[tuple[int, ...], Communicator] = {}
 
 
 def forget() -> None:
-    """Drop all groups: the instances are numbered anew."""
+    """Drop all groups, because the instances get new numbers."""
     _registered.clear()
     _of_instances.clear()
 
@@ -38,16 +38,16 @@ def defaultCommunicatorId() -> str:
 
 
 def registerCommunicator(participants: Iterable[int], communicator_id: str = _DEFAULT) -> None:
-    """Make a group of instances under an id of one's own; all instances call it, with equal arguments.
+    """Make a group of instances with a user-defined id. All instances call it, with equal arguments.
 
     Args:
-        participants: the instances of the group.
-        communicator_id: how collectives refer to it. The default id replaces the group of all instances
-            in later calls that name no group.
+        participants: Indices of the group's instances.
+        communicator_id: Id of the group for collectives. The default id replaces the group of all instances in later
+            calls that name no group.
 
     Raises:
-        ValueError: if the group is empty or names an instance that does not exist.
-        LayoutMismatchError: on all instances if they disagree.
+        ValueError: The group is empty or names an instance that does not exist.
+        LayoutMismatchError: The arguments differ between instances. Raised on all instances.
     """
     members = _check(participants)
     everybody = _everybody()
@@ -56,18 +56,18 @@ def registerCommunicator(participants: Iterable[int], communicator_id: str = _DE
 
 
 def communicator_of(communicator_id: str = _DEFAULT) -> Communicator:
-    """Return the communicator behind an id.
+    """Return the communicator with an id.
 
     Raises:
-        ValueError: if the id is unknown.
-        LifeCycleError: if this instance is not in the group.
+        ValueError: The id is unknown.
+        LifeCycleError: This instance is not in the group.
     """
     inside = group.get()
     if communicator_id == _DEFAULT and (inside is not None or _DEFAULT not in _registered):
         return context.communicator()
     if communicator_id not in _registered:
         known = ", ".join(sorted({_DEFAULT, *_registered}))
-        raise ValueError(f"no communicator is called {communicator_id!r}; known are {known}")
+        raise ValueError(f"no communicator is called {communicator_id!r}; use one of {known}")
     communicator = _registered[communicator_id]
     if communicator is None:
         raise LifeCycleError(
@@ -82,21 +82,27 @@ def execute_on_instances(
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> Result | None:
-    """Run `func` on the named instances; inside it, collectives and `synchronize` concern only these.
+    """Run `func` on the named instances. Inside `func`, collectives and `synchronize` concern only these instances.
 
-    The others go on at once. All named instances have to call it, the others may.
+    All named instances must call it. Other instances may call it; they return at once.
 
     Args:
-        instances: whom to run it on.
-        func: what to run.
-        *args: its arguments.
-        **kwargs: its named arguments.
+        instances: Indices of the instances that run `func`.
+        func: Function to run.
+        *args: Positional arguments of `func`.
+        **kwargs: Keyword arguments of `func`.
 
     Returns:
         The result of `func`; None on the other instances.
 
     Raises:
-        ValueError: if `instances` is empty or names an instance that does not exist.
+        ValueError: `instances` is empty or names an instance that does not exist.
+
+    Example:
+        >>> import popdist
+        >>> popdist.init()
+        >>> popdist.execute_on_instances({0}, sum, [1, 2])
+        3
     """
     members = _check(instances)
     if context.instance().index not in members:
@@ -109,7 +115,7 @@ def execute_on_instances(
 
 
 def synchronize() -> None:
-    """Wait until all instances, or inside `execute_on_instances` the named ones, have called it."""
+    """Wait until all instances have called this; inside `execute_on_instances`, until the named instances have."""
     communicator_of().barrier(name="synchronize")
 
 
@@ -132,7 +138,7 @@ def _check(instances: Iterable[int]) -> tuple[int, ...]:
 
 
 def _subgroup(members: tuple[int, ...]) -> Communicator:
-    """Return the communicator of some instances, made when it is first needed and then kept."""
+    """Return the communicator of some instances; it is made on first use and then kept."""
     everybody = _everybody()
     if len(members) == everybody.size:
         return everybody

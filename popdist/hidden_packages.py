@@ -1,4 +1,4 @@
-"""Files of the user that Python imports instead of the packages that belong to this one."""
+"""The check for user files that Python would import in place of this project's packages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _OURS = Path(__file__).parents[1]
 
 
 def check_packages(says_so: bool) -> None:
-    """Look whether Python imports what belongs to this package, before something is missing there.
+    """Check that Python imports this project's packages, before a missing name causes a confusing error.
 
     Args:
-        says_so: whether to warn of what only the program may need.
+        says_so: Whether to warn about packages that only the program may need.
 
     Raises:
-        ImportError: something else stands in the place of what `popdist` itself needs.
+        ImportError: A user's file hides a package that `popdist` itself needs.
     """
     if text := describe_hidden("collectives"):
         raise ImportError(text)
@@ -28,7 +28,7 @@ def check_packages(says_so: bool) -> None:
 
 
 def describe_hidden(package: str) -> str:
-    """Return what is wrong where Python imports something else under this name; empty where it does not."""
+    """Return a message if Python imports another module under this name, else ""."""
     origin = _origin_of(package)
     ours = _OURS / package / "__init__.py"
     if origin is None or not ours.exists() or Path(origin).resolve() == ours.resolve():
@@ -40,7 +40,7 @@ def describe_hidden(package: str) -> str:
 
 
 def _origin_of(package: str) -> str | None:
-    """Return the file of a module that is there already, or that would be imported."""
+    """Return the file of a loaded module, or the file that Python would import."""
     if package in sys.modules:
         return getattr(sys.modules[package], "__file__", None)
     found = importlib.util.find_spec(package)

@@ -1,8 +1,8 @@
-"""The Horovod interface of the original system, over the real Horovod: `from popdist import horovod as hvd`.
+"""The Horovod interface of the original system, on top of real Horovod: `from popdist import horovod as hvd`.
 
-Semantics: Graphcore's `ipu.distributed` Horovod API and Horovod's own. Tensors are arrays of any kind that NumPy takes;
-results are NumPy arrays. Operations are matched by their names, or, without one, by their order. Importing it loads
-nothing; `init` needs Horovod, which `sh launch_scripts/install_horovod.sh` builds.
+Semantics: Graphcore's `ipu.distributed` Horovod API and Horovod itself. Tensors are arrays of any kind that NumPy
+accepts; results are NumPy arrays. Operations are matched by name, or without a name by order. The import loads nothing;
+`init` needs Horovod, which `sh launch_scripts/install_horovod.sh` builds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class ReduceOp(Enum):
-    """An operation of `allreduce`."""
+    """A reduction of `allreduce`."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -79,7 +79,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 _LET_GO_S = 0.2
-"""How long Horovod's thread has, when a process fails, to let go of tensors."""
+"""Time that Horovod's thread gets to release tensors when a process fails."""
 _communicator: Communicator | None = None
 _was_shut_down = False
 
@@ -88,17 +88,17 @@ _was_shut_down = False
 
 
 def init(comm: object = None) -> None:
-    """Start Horovod in all processes of the job; may be called again, but not after `shutdown`.
+    """Start Horovod in all processes of the job. May be repeated, but not after `shutdown`.
 
     Args:
-        comm: all processes (None), a list of ranks, or an mpi4py communicator; of a list or a communicator only its
-            members call this, and they are numbered as it says.
+        comm: None for all processes, a list of ranks, or an mpi4py communicator. Only the members of a list or a
+            communicator call this; they are numbered in its order.
 
     Raises:
-        LifeCycleError: after `shutdown`.
+        LifeCycleError: `shutdown` was called before.
         MissingBackendError: Horovod is not installed; the message names the script that builds it.
-        RuntimeError: this Horovod was built without MPI.
-        ValueError: the ranks of a list do not exist, are not different, or leave this process out, as COMM_NULL does.
+        RuntimeError: This Horovod was built without MPI.
+        ValueError: Ranks do not exist, are repeated, or leave this process out, as COMM_NULL does.
     """
     backend = _backend()
     if not backend.hvd.mpi_built():
@@ -106,13 +106,13 @@ def init(comm: object = None) -> None:
             "this Horovod was built without MPI; build one that has it: sh launch_scripts/install_horovod.sh"
         )
     if not is_initialized():
-        if _was_shut_down:  # Horovod 0.28.1 would crash: it sets parameters that the first start has fixed
+        if _was_shut_down:  # Horovod 0.28.1 would crash: it sets parameters that its first start has fixed
             raise LifeCycleError(
-                "Horovod was shut down, and cannot be started again in the same process; leave out "
-                "horovod.shutdown(): it happens at exit by itself"
+                "Horovod was shut down and cannot be started again in the same process; leave out "
+                "horovod.shutdown(): it happens automatically at exit"
             )
         start_mpi()
-        if not isinstance(comm, Iterable | None) and not comm:  # Horovod would take all processes
+        if not isinstance(comm, Iterable | None) and not comm:  # Horovod would use all processes
             raise ValueError(
                 f"comm is {comm!r}, which has no members; only members of a communicator call horovod.init"
             )
@@ -121,7 +121,7 @@ def init(comm: object = None) -> None:
 
 
 def _members(ranks: Iterable[int]) -> Any:
-    """Return an MPI communicator of some of the processes; None for an empty list, as in Horovod."""
+    """Return an MPI communicator of some processes; None for an empty list, as in Horovod."""
     from mpi4py import MPI
 
     world, members = MPI.COMM_WORLD, list(ranks)
@@ -135,7 +135,7 @@ def _members(ranks: Iterable[int]) -> Any:
 
 
 def shutdown() -> None:
-    """End Horovod in all processes, for good; happens at exit by itself. Does nothing before `init`."""
+    """End Horovod in all processes for good; happens automatically at exit. Does nothing before `init`."""
     global _communicator, _was_shut_down
     if not is_initialized():
         return
@@ -147,10 +147,10 @@ def shutdown() -> None:
 
 
 def _end_without_horovod() -> None:
-    """Have this failed process end at once, so that the launcher sees who has failed, and ends the others.
+    """Make this failed process end at once, so that the launcher sees which process failed and ends the others.
 
-    At exit, and in a destructor of its library, Horovod makes the others fail too, and waits for them. Its thread needs
-    Python to let go of the tensors of the last collective; if Python ended first, that would abort the process.
+    Horovod's exit handler and a destructor of its library would make the others fail too, and wait for them. Horovod's
+    thread needs the interpreter to release the last collective's tensors; without it, it would abort the process.
     """
     if is_initialized():
         import ctypes
@@ -158,20 +158,20 @@ def _end_without_horovod() -> None:
         time.sleep(_LET_GO_S)
         atexit.unregister(_backend().hvd.mpi_ops._basics.shutdown)
         libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # called with the exit status, when Python has ended
+        libc.on_exit(libc._exit, None)  # runs with the exit status, after Python has ended
 
 
 def is_initialized() -> bool:
-    """Return whether Horovod runs in this process."""
+    """Return whether Horovod is running in this process."""
     backend = sys.modules.get("collectives.backends.horovod")
     return backend is not None and bool(backend.hvd.is_initialized())
 
 
 def communicator() -> Communicator:
-    """Return the communicator of the instances of `popdist.init`, over Horovod; the first call is a collective one.
+    """Return the communicator of `popdist.init`'s instances over Horovod. The first call is collective.
 
     Raises:
-        LifeCycleError: before `popdist.init`, or if Horovod was started with other processes.
+        LifeCycleError: `popdist.init` has not been called, or Horovod was started with other processes.
     """
     global _communicator
     if _communicator is None:
@@ -193,13 +193,13 @@ _Answer = TypeVar("_Answer", int, bool)
 
 
 def _query(answer: type[_Answer], name: str, doc: str, *, needs_init: bool = True) -> Callable[[], _Answer]:
-    """Return a function without arguments that asks Horovod's function of this name.
+    """Make a function without arguments that calls Horovod's function of the same name.
 
     Args:
-        answer: the type of what it returns.
-        name: of both functions.
-        doc: its docstring.
-        needs_init: whether it raises `NotInitializedError` before `init`.
+        answer: Type of the result.
+        name: Name of both functions.
+        doc: Docstring.
+        needs_init: Whether it raises `NotInitializedError` before `init`.
     """
 
     def ask() -> _Answer:
@@ -214,8 +214,8 @@ def _query(answer: type[_Answer], name: str, doc: str, *, needs_init: bool = Tru
 size = _query(int, "size", "Return the number of processes.")
 rank = _query(int, "rank", "Return the number of this process, 0 to `size() - 1`.")
 local_size = _query(int, "local_size", "Return the number of processes on this host.")
-local_rank = _query(int, "local_rank", "Return the number of this process among those of its host.")
-is_homogeneous = _query(bool, "is_homogeneous", "Return whether all hosts have equally many processes.")
+local_rank = _query(int, "local_rank", "Return the number of this process on its host.")
+is_homogeneous = _query(bool, "is_homogeneous", "Return whether all hosts have the same number of processes.")
 mpi_threads_supported = _query(bool, "mpi_threads_supported", "Return whether several threads may call MPI.")
 mpi_enabled = _query(bool, "mpi_enabled", "Return whether Horovod uses MPI in this process.", needs_init=False)
 mpi_built = _query(bool, "mpi_built", "Return whether Horovod was built with MPI.", needs_init=False)
@@ -239,24 +239,24 @@ def allreduce(
     """Reduce the tensors of all processes.
 
     Args:
-        tensor: the same shape and dtype in all processes: floats of 16 to 64 bits or integers.
-        op: Average by default. The average of integers is truncated towards zero; their sum need not fit into their
-            dtype. Adasum is Horovod's own: for floats, and only where the number of processes is a power of two.
-        prescale_factor: by which each value is multiplied before it is reduced. Integers are multiplied in float64
-            and truncated towards zero, both times.
-        postscale_factor: and afterwards.
-        name: processes may call different names in different orders, from different threads.
+        tensor: Tensor with the same shape and dtype in all processes: 16-bit to 64-bit floats, or integers.
+        op: Reduction; default: Average. An average of integers is truncated towards zero; their sum may exceed their
+            dtype. Adasum is Horovod's own reduction, for floats and a power of two of processes.
+        prescale_factor: Factor of each value before the reduction. Integers are multiplied in
+            float64 and truncated towards zero, by both factors.
+        postscale_factor: Factor of each value after the reduction.
+        name: Name that matches the calls. Threads may call different names in different orders in each process.
 
     Returns:
         An array of the tensor's shape and dtype, with the same bits in all processes.
 
     Raises:
-        LayoutMismatchError: in all processes, if their calls differ.
-        NotInitializedError: before `init`.
-        NotImplementedError: Adasum, where Horovod does not offer it.
-        UnsupportedBufferError: a dtype that Horovod does not reduce so, as uint32 and uint64 with factors.
-        ValueError: an unknown operation, or a factor that is not a number; in all processes, an average of integers
-            with factors that does not fit into their dtype.
+        LayoutMismatchError: The calls of the processes differ. Raised in all of them.
+        NotInitializedError: `init` has not been called.
+        NotImplementedError: Horovod does not offer Adasum here.
+        UnsupportedBufferError: Horovod does not support this reduction of the dtype, e.g. uint32 with factors.
+        ValueError: The operation is unknown, or a factor is not a number. In all processes: an average of integers with
+            factors does not fit into their dtype.
     """
     return grouped_allreduce([tensor], op, prescale_factor, postscale_factor, name=name)[0]
 
@@ -269,7 +269,7 @@ def grouped_allreduce(
     *,
     name: str | None = None,
 ) -> list[np.ndarray]:
-    """`allreduce` of several tensors in one operation, which is negotiated once."""
+    """Reduce several tensors as `allreduce` does, in one operation with one negotiation."""
     operations = _operations(name)
     op = Average if op is None else op
     if not isinstance(op, ReduceOp):
@@ -292,35 +292,35 @@ def _number(name: str, factor: float) -> float:
 
 
 def allgather(tensor: ArrayLike, name: str | None = None) -> np.ndarray:
-    """Put the tensors of all processes one after another along their first dimension.
+    """Concatenate the tensors of all processes along their first dimension.
 
-    (`popdist.allgather` stacks them along a new one.)
+    `popdist.allgather`, in contrast, stacks them along a new dimension.
 
     Args:
-        tensor: the first dimension may differ between processes; bool is allowed.
-        name: as for `allreduce`.
+        tensor: Tensor of any dtype of `allreduce`, or bool. The first dimension may differ between processes.
+        name: Name that matches the calls, as in `allreduce`.
 
     Raises:
-        LayoutMismatchError: in all processes, if dtypes or other dimensions differ.
-        NotInitializedError: before `init`.
-        ValueError: a scalar has no first dimension.
+        LayoutMismatchError: Dtypes or other dimensions differ. Raised in all processes.
+        NotInitializedError: `init` has not been called.
+        ValueError: The tensor is a scalar, which has no first dimension.
     """
     gathered: np.ndarray = _operations(name).all_gather(copied(tensor))
     return gathered
 
 
 def broadcast(tensor: ArrayLike, root_rank: int, name: str | None = None) -> np.ndarray:
-    """Return the tensor of process `root_rank`, in all processes.
+    """Return the tensor of process `root_rank` in all processes.
 
     Args:
-        tensor: the same shape and dtype in all processes; bool is allowed.
-        root_rank: whose it is.
-        name: as for `allreduce`.
+        tensor: Tensor with the same shape and dtype in all processes; bool is allowed.
+        root_rank: Process whose tensor is sent.
+        name: Name that matches the calls, as in `allreduce`.
 
     Raises:
-        LayoutMismatchError: in all processes, if shapes, dtypes or roots differ.
-        NotInitializedError: before `init`.
-        ValueError: there is no such process.
+        LayoutMismatchError: Shapes, dtypes or roots differ. Raised in all processes.
+        NotInitializedError: `init` has not been called.
+        ValueError: The root process does not exist.
     """
     sent: np.ndarray = _operations(name).broadcast(copied(tensor), root_rank)
     return sent

@@ -1,4 +1,4 @@
-"""The identity of an instance: which of how many it is, and which replicas it drives."""
+"""The identity of an instance: its index in the job, and its block of replicas."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Launcher = Literal["poprun", "mpirun", "slurm", "single", "tf_config"]
 
 
 def this_host() -> str:
-    """Return the name of this machine, as the kernel knows it."""
+    """Return the name of this machine as the kernel knows it."""
     return os.uname().nodename
 
 
 def replica_block(index: int, count: int, total_replicas: int) -> range:
-    """Return the replicas of instance `index` of `count`, which share them as evenly as they can, in order."""
+    """Return the replicas of instance `index`. The `count` instances share them in order, as evenly as possible."""
     share, rest = divmod(total_replicas, count)
     start = index * share + min(index, rest)
     return range(start, start + share + (index < rest))
 
 
 def replica_blocks(count: int, total_replicas: int) -> list[range]:
-    """Return the replicas of each of `count` instances; see `replica_block`."""
+    """Return `replica_block` of each of `count` instances."""
     return [replica_block(index, count, total_replicas) for index in range(count)]
 
 
@@ -33,19 +33,19 @@ class Instance:
     """One process of a job and its block of replicas.
 
     Attributes:
-        index: 0..count-1.
-        count: how many instances the job has.
-        local_replicas: how many replicas this instance drives.
-        replica_offset: the global index of its first replica.
-        total_replicas: the replicas of all instances.
-        local_index: index among the instances of the same host.
-        ipus_per_replica: devices that one replica spans.
-        uniform: whether all instances drive equally many replicas.
-        host: the machine it runs on.
-        launcher: who started it.
+        index: Index of this instance, 0..count-1.
+        count: Number of instances in the job.
+        local_replicas: Number of replicas that this instance drives.
+        replica_offset: Global index of its first replica.
+        total_replicas: Number of replicas of all instances.
+        local_index: Index among the instances of the same host.
+        ipus_per_replica: Number of devices that one replica spans.
+        uniform: Whether all instances drive the same number of replicas.
+        host: Name of the machine that runs this instance.
+        launcher: Launcher that started it.
 
     Raises:
-        InstanceError: the numbers contradict each other.
+        InstanceError: The numbers contradict each other.
     """
 
     index: int
@@ -96,7 +96,7 @@ class Instance:
             raise InstanceError(message)
 
     def renumbered(self, index: int, count: int) -> Instance:
-        """Return this instance as number `index` of `count`, which share the replicas as evenly as possible."""
+        """Return this instance as number `index` of `count` instances that share the replicas as evenly as possible."""
         block = replica_block(index, count, self.total_replicas)
         return replace(
             self,
@@ -110,10 +110,10 @@ class Instance:
 
     @property
     def local_replica_range(self) -> range:
-        """The global indices of this instance's replicas."""
+        """The global indices of the replicas of this instance."""
         return range(self.replica_offset, self.replica_offset + self.local_replicas)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is instance 0, the one that prints and writes files."""
+        """Whether this is instance 0, which prints and writes files for the job."""
         return self.index == 0

@@ -1,4 +1,4 @@
-"""Going on without instances that are lost, and leaving the job: together where all went well, at once where not."""
+"""The continuation without lost instances, and the end of the job: together after success, at once after a failure."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 _at_renumbering: list[Callable[[], None]] = []
 _WITHOUT_CHIEF = (
-    "instance 0 was lost when all others had come to their end: what it prints and writes for all of them is missing; "
-    "let strategy.on_chief do that, so that another one does it again, or start the job again"
+    "instance 0 was lost when all others had finished: its output and files for the whole job are missing; "
+    "write them in strategy.on_chief, so that another instance writes them again, or start the job again"
 )
 
 
-# ---- those who are left
+# ---- survivors
 
 
 def can_carry_on() -> bool:
-    """Return whether the other instances can go on when some are lost: poprun --on-failure shrink, over MPI."""
+    """Return whether the other instances can continue after a loss: poprun --on-failure shrink, over MPI."""
     return process.is_default and is_to_carry_on() and not process.others
 
 
 def is_to_carry_on() -> bool:
-    """Return whether the user has started the job to go on without instances that are lost, whether or not it can."""
+    """Return whether the user started the job to continue after losses, whether or not it can."""
     return SHRINKS_VARIABLE in os.environ
 
 
 def carry_on() -> Instance:
-    """Go on without the instances that are lost; a collective call of those that are left.
+    """Continue without lost instances; a collective call of the surviving instances.
 
-    They are numbered anew, in the same order, and drive the replicas of all: as evenly as they can, in order, the first
-    ones one more. It waits until all who are left have called it, or have come to their end, where they stay without
-    replicas; and begins again if another one is lost meanwhile.
+    Survivors are numbered anew in the same order. They share all replicas in order, as evenly as possible; the first
+    ones may drive one more. The call waits until every survivor has called it or has finished its program. Finished
+    survivors wait at their exit and get no replicas. If another instance is lost meanwhile, the call begins again.
 
     Returns:
-        What this instance is now; `communicator` is another one too.
+        The new identity of this instance. `communicator` returns a new communicator as well.
 
     Raises:
-        LifeCycleError: if the job was not started to survive that.
+        LifeCycleError: The job was not started to continue after losses.
     """
     if process.communicator is None or process.instance is None or not can_carry_on():
         raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
@@ -62,15 +62,15 @@ def carry_on() -> Instance:
 
 
 def at_renumbering(forget: Callable[[], None]) -> None:
-    """Have `forget` called when the instances get other numbers."""
+    """Register a function to call when the instances get new numbers."""
     _at_renumbering.append(forget)
 
 
 def connect_survivors(is_leaving: bool) -> None:
-    """Connect with those who are left; those who have come to their end take no part in the work of the others.
+    """Connect with the surviving instances; finished ones take no part in the work of the others.
 
     Args:
-        is_leaving: whether this instance has come to its end. It then waits there for those who have not.
+        is_leaving: Whether this instance has finished its program. It then waits for the survivors at its exit.
     """
     import collectives
 
@@ -94,7 +94,7 @@ def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
 
     assert process.instance is not None
     is_done = process.chief is Chief.DONE or (is_leaving and process.instance.is_leader)
-    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="who has come to the end")
+    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="instances that have finished")
     leaving, done = facts.T
     if done.any():
         process.chief, process.has_chief_left = Chief.DONE, not is_leaving
@@ -109,7 +109,7 @@ def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
 
 
 def disconnect() -> None:
-    """Wait until all instances do, then disconnect; see `finalizeBackend`."""
+    """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
     if can_carry_on():
         _end_with_who_is_left()
         return
@@ -125,10 +125,10 @@ def disconnect() -> None:
 
 
 def _end_with_who_is_left() -> None:
-    """Wait until all instances finalise, whoever is lost meanwhile; MPI itself is left without waiting for anybody.
+    """Wait until all surviving instances finalise, also after losses. MPI itself is not finalized.
 
-    One that completes the last collective may not know yet that another one is lost, for which the others give it up.
-    They wait then for all who are left to carry on, so it does not leave before it has looked.
+    One instance may complete the last collective while the others abandon it because of a loss.
+    They then wait for all survivors, so each instance checks for losses before it leaves.
     """
     from collectives import BrokenError, PeerLostError
 
@@ -152,7 +152,7 @@ def _end_with_who_is_left() -> None:
 
 
 def watch_exit() -> None:
-    """Arrange that a finished program waits for the others, and that a failed one does not."""
+    """Make a finished program wait for the others at exit, and a failed program leave at once."""
     if process.watches_exit:
         return
     from popdist.failing import LastThreads, notice_failure
@@ -172,20 +172,20 @@ def watch_exit() -> None:
 
 
 def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -> None:
-    """Have what else runs on MPI ended before MPI is; called whenever it was started, also before `init`.
+    """Register the end of another user of MPI, which must end before MPI does; may be called before `init`.
 
     Args:
-        at_end: ends it together with the other instances, if that has not happened yet.
-        at_failure: has this process end without it, if nothing else of a failed instance is to wait for the others.
+        at_end: Function that ends it together with the other instances, if it is still running.
+        at_failure: Function that lets a failed process end without waiting for the others.
     """
     process.at_end, process.at_failure = at_end, at_failure
     if process.watches_exit:
-        atexit.unregister(_leave)  # to leave before what was started since then ends itself
+        atexit.unregister(_leave)  # exit handlers run in reverse order: leave first
         atexit.register(_leave)
 
 
 def _abandon() -> None:
-    """Leave the job at once, without the others."""
+    """Leave the job at once, without waiting for the others."""
     for communicator in process.every_communicator:
         communicator.abandon()
     atexit.unregister(finalize_mpi)
@@ -194,7 +194,7 @@ def _abandon() -> None:
 
 
 def _leave() -> None:
-    """Leave the job: together with the others if all went well, at once if not."""
+    """Leave the job: together with the others after success, at once after a failure."""
     if process.communicator is not None:
         if process.has_failed:
             _abandon()

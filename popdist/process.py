@@ -1,4 +1,4 @@
-"""The state of this process: which instance it is, and what connects it with the others."""
+"""The state of this process: its instance, and its connections with the other instances."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ConnectBackend = Callable[["Settings", Instance], "Communicator"]
 
 
 class Chief(Enum):
-    """The state of the instance that prints and writes for all of them."""
+    """The state of the chief, the instance that prints and writes for all of them."""
 
-    AT_WORK = auto()  # instance 0, whoever that is when others are lost
-    DONE = auto()  # it has come to its end
-    LOST = auto()  # before its end, when nobody was left to take its place
+    AT_WORK = auto()  # instance 0 by the current numbering
+    DONE = auto()  # it has finished its program
+    LOST = auto()  # it was lost before its end, when no other instance was left to replace it
 
 
 @dataclass
@@ -36,52 +36,52 @@ class Process:
     """The state of this process."""
 
     connect: ConnectBackend | None = None
-    is_default: bool = False  # whether it is the default backend, over MPI
+    is_default: bool = False  # whether the backend is the default one, over MPI
     num_replicas: int | None = None
-    cluster: Cluster | None = None  # named by the program instead of its environment
+    cluster: Cluster | None = None  # given by the program instead of its environment
     instance: Instance | None = None
     communicator: Communicator | None = None
-    others: list[Communicator] = field(default_factory=list)  # of the same instances, over something else
-    with_leavers: Communicator | None = None  # of these and of those who have come to their end
+    others: list[Communicator] = field(default_factory=list)  # of the same instances, over other transports
+    with_leavers: Communicator | None = None  # of the working and the finished survivors
     chief: Chief = Chief.AT_WORK
-    has_chief_left: bool = False  # at its end, while this instance carries on
-    is_first_left: bool = True  # of those who are left
-    at_end: Callable[[], None] | None = None  # ends what else runs on MPI
-    at_failure: Callable[[], None] | None = None  # has this process end without it
+    has_chief_left: bool = False  # whether the chief has finished while this instance continues
+    is_first_left: bool = True  # whether this instance is the first survivor
+    at_end: Callable[[], None] | None = None  # ends other users of MPI
+    at_failure: Callable[[], None] | None = None  # lets this process end without them
     progress: Progress = NoProgress()
-    attached: Sequence[Instrument] = ()  # see what this instance does
-    timeline: Timeline | None = None  # where the job is recorded
+    attached: Sequence[Instrument] = ()  # instruments that observe this instance
+    timeline: Timeline | None = None  # the recording, if the job is recorded
     was_finalized: bool = False
-    failed_at: int | None = None  # how many collectives had been called when the program began to fail
+    failed_at: int | None = None  # number of collectives called when the program began to fail
     watches_exit: bool = False
 
     @property
     def every_communicator(self) -> list[Communicator]:
-        """All communicators, in the order in which they are closed."""
+        """All communicators, in closing order."""
         backend = [each for each in (self.communicator, self.with_leavers) if each is not None]
         return [*reversed(self.others), *backend]
 
     @property
     def calls_made(self) -> int:
-        """The number of collectives that have been called."""
+        """The number of collectives that this process has called."""
         return sum(communicator.calls_made for communicator in self.every_communicator)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the program has failed, and has called no collective since then."""
+        """Whether the program has failed and has called no collective since."""
         return self.communicator is not None and self.failed_at == self.calls_made
 
     def detect(self) -> Instance:
-        """Return what the program or the environment says that this instance is."""
+        """Return the instance that the program or the environment describes."""
         if self.cluster is not None:
             return self.cluster.instance(self.num_replicas)
         return detect_instance(os.environ, self.num_replicas)
 
     def attach(self, progress: ProgressPage | NoProgress, instance: Instance) -> None:
-        """Have others see what this instance does: the supervisor, what records it, faults that are wanted.
+        """Attach the observers of this instance: supervisor, recording, and requested faults.
 
         Raises:
-            EnvironmentMismatchError: a variable for one of them cannot be read.
+            EnvironmentMismatchError: The variable of an observer cannot be read.
         """
         attached: list[Instrument] = [progress] if isinstance(progress, ProgressPage) else []
         if asked := TimelineOptions.from_environ(os.environ):
@@ -96,7 +96,7 @@ class Process:
         self.progress, self.attached = progress, attached
 
     def settings(self) -> Settings:
-        """With which instances are connected."""
+        """Return the settings for connecting the instances."""
         from collectives import Settings
         from collectives.instruments import Instruments
         from popdist.tuning import read_limits, read_mechanism, read_network
@@ -110,7 +110,7 @@ class Process:
         )
 
     def forget_backend(self) -> None:
-        """There is none any more, and there will be none."""
+        """Note that the backend is gone for good."""
         self.communicator = self.with_leavers = self.connect = None
         self.others = []
         self.was_finalized = True
@@ -118,4 +118,4 @@ class Process:
 
 process = Process()
 group: ContextVar[Communicator | None] = ContextVar("popdist_group", default=None)
-"""The communicator of the instances that are named where the program is."""
+"""The communicator of the instances named by the enclosing `execute_on_instances`."""

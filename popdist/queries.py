@@ -1,4 +1,4 @@
-"""The PopDist queries. All work without a launcher and then describe one instance with one replica."""
+"""The PopDist queries. Without a launcher they describe one instance with one replica."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def isPopdistEnvSet() -> bool:
 
 
 def getNumTotalReplicas() -> int:
-    """Return the replicas of all instances."""
+    """Return the number of replicas of all instances."""
     return instance().total_replicas
 
 
 def getNumLocalReplicas() -> int:
-    """Return the replicas of this instance."""
+    """Return the number of replicas of this instance."""
     note_question("popdist.getNumLocalReplicas")
     return instance().local_replicas
 
@@ -33,17 +33,17 @@ def getReplicaIndexOffset() -> int:
 
 
 def getNumIpusPerReplica() -> int:
-    """Return the devices that one replica spans."""
+    """Return the number of devices that one replica spans."""
     return instance().ipus_per_replica
 
 
 def checkNumIpusPerReplica(num_ipus_per_replica: int) -> bool:
-    """Return whether the job was launched with this many devices per replica."""
+    """Return whether the job was launched with this number of devices per replica."""
     return getNumIpusPerReplica() == num_ipus_per_replica
 
 
 def getNumInstances() -> int:
-    """Return the instances of the job."""
+    """Return the number of instances of the job."""
     note_question("popdist.getNumInstances")
     return instance().count
 
@@ -55,26 +55,26 @@ def getInstanceIndex() -> int:
 
 
 def getLocalInstanceIndex() -> int:
-    """Return the index of this instance among those of its host."""
+    """Return the index of this instance among the instances of its host."""
     note_question("popdist.getLocalInstanceIndex")
     return instance().local_index
 
 
 def getDeviceId(ipusPerReplica: int = 0) -> int:
-    """Return the id of a device for this instance; the instances of one host get neighbouring ids.
+    """Return the id of a device for this instance. The instances of a host get consecutive ids.
 
-    It is the one in the partition that poprun was given, otherwise the index among the instances of the host.
+    The id is a device of the partition that poprun was given, otherwise the instance's index on its host.
 
     Args:
-        ipusPerReplica: the devices that one replica needs; 0 stands for the launched number.
+        ipusPerReplica: Number of devices that one replica needs; 0 stands for the launched number.
 
     Raises:
-        ValueError: if the job was launched with another number.
-        EnvironmentMismatchError: if the variable that names the device holds no number.
+        ValueError: The job was launched with another number.
+        EnvironmentMismatchError: The variable that names the device holds no number.
     """
     if ipusPerReplica and not checkNumIpusPerReplica(ipusPerReplica):
         raise ValueError(
-            f"a device for {ipusPerReplica} IPUs per replica was asked for, the job was launched with "
+            f"a device for {ipusPerReplica} IPUs per replica was asked for, but the job was launched with "
             f"{getNumIpusPerReplica()}; give poprun --ipus-per-replica {ipusPerReplica}"
         )
     if DEVICE in os.environ:

@@ -1,4 +1,4 @@
-"""Processes that a program of the job has started: none of them takes part as the instance that started it."""
+"""Child processes of an instance, which must not join the job in its place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from popdist.instance import Instance
 from popdist.records.progress import page_owner
 
 JOINED_VARIABLE = "POPDIST_JOINED"
-"""`pid:job`: the process that takes part, for those that inherit its environment."""
+"""`pid:job`: the process that has joined the job; its children inherit the variable."""
 
 _OF_THE_JOB = ("POPDIST_", "POPRUN_", "OMPI_", "PMIX_", "TF_CONFIG")
 _NAMES_OF_JOBS = ("PMIX_NAMESPACE", "TF_CONFIG")
@@ -23,32 +23,32 @@ _joined: set[int] = set()
 
 
 def refuse_while_spawned() -> None:
-    """Stop a program that a process it has started runs again, before that takes part in the job as an instance.
+    """Stop a child process that runs the whole program again, before it joins the job as an instance.
 
     Raises:
-        LifeCycleError: if `multiprocessing` is importing the program's main module; it says so itself only where
-            that starts processes in turn.
+        LifeCycleError: `multiprocessing` is importing the program's main module. Python itself reports this
+            mistake only if the child starts processes in turn.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise LifeCycleError(
-            "this process was started by the program (to load data, say), and has run the program again when it "
-            "imported its main module; put what the program does under `if __name__ == '__main__':`"
+            "this process was started by the program (to load data, say) and ran the program again when it "
+            "imported its main module; put the program's statements under `if __name__ == '__main__':`"
         )
 
 
 def join_once(instance: Instance, cluster: Cluster | None, environ: MutableMapping[str, str]) -> None:
-    """Note that this process takes part in the job, unless one that it descends from does.
+    """Note that this process joins the job, unless an ancestor of it has joined.
 
-    Launchers connect one process of each instance; a second one would wait for ever. Wrappers that do not take part
-    themselves (`bash -c`, `env`, `numactl`) may start the program.
+    A launcher connects one process per instance; a second one would wait for ever. The program may be started by
+    wrappers that do not join themselves (`bash -c`, `env`, `numactl`).
 
     Args:
-        instance: what the environment says that this process is.
-        cluster: the workers, if the program names them.
-        environ: the variables of this process, which those that it starts inherit.
+        instance: Instance that the environment describes.
+        cluster: Workers, if the program gives them.
+        environ: Environment variables of this process, which its children inherit.
 
     Raises:
-        LifeCycleError: if another process takes part as this instance.
+        LifeCycleError: Another process has joined as this instance.
     """
     if instance.count == 1:
         return
@@ -67,14 +67,14 @@ def _refuse(pid: int, how: str, instance: Instance) -> NoReturn:
     raise LifeCycleError(
         f"process {pid} takes part in the job as instance {instance.index} of {instance.count}, and {how} "
         f"(pid {os.getpid()}), which cannot be the same instance; start this one with {ALONE_VARIABLE}=1 "
-        "in its environment to let it run by itself, or call popdist.init in one of the two only"
+        "in its environment to run it separately, or call popdist.init in only one of the two"
     )
 
 
 def leave_job(environ: MutableMapping[str, str]) -> None:
-    """Forget the job that started the parent of this process, if it is to run by itself.
+    """Forget the job of the parent process if POPDIST_ALONE=1, so that this process runs on its own.
 
-    Metrics, timeline and faults are those of the parent. A job that this process starts in turn is one like any other.
+    Metrics, timeline and faults stay with the parent. A job that this process starts is an ordinary one.
     """
     if environ.get(ALONE_VARIABLE) == "1":
         for name in [name for name in environ if name.startswith(_OF_THE_JOB)]:

@@ -1,15 +1,15 @@
-"""Options that are on or off."""
+"""Checks of on/off options."""
 
 
 def require_switches(way_out: str = "", /, **switches: object) -> None:
-    """Refuse what is neither True nor False, before it counts as one of them: `"no"` would be true.
+    """Refuse values other than True and False: otherwise `"no"` would count as true.
 
     Args:
-        way_out: behind the message.
-        switches: by the names that the user knows.
+        way_out: Text to append to the message.
+        switches: Values by the names that the user knows.
 
     Raises:
-        TypeError: naming the first one.
+        TypeError: A value is not True or False. The message names the first such value.
     """
     for name, value in switches.items():
         if not isinstance(value, bool):
@@ -17,5 +17,5 @@ def require_switches(way_out: str = "", /, **switches: object) -> None:
 
 
 def require_switches_or_none(**switches: object) -> None:
-    """Refuse what is neither True, False nor None; see `require_switches`."""
+    """Refuse values other than True, False and None, with a TypeError as `require_switches`."""
     require_switches(", or None", **{name: value for name, value in switches.items() if value is not None})

@@ -1,4 +1,4 @@
-"""The original's `popdist.tensorflow`, without TensorFlow: fills in a configuration of `strategies.config`."""
+"""The original's `popdist.tensorflow`, without TensorFlow: it fills in a configuration of `strategies.config`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Experimental(Protocol):
 
 
 class _Config(Protocol):
-    """The part of an `IPUConfig` that is needed here."""
+    """The part of an `IPUConfig` that this module uses."""
 
     select_ipus: int | list[int] | tuple[int, ...]
     experimental: _Experimental
@@ -29,19 +29,20 @@ Config = TypeVar("Config", bound=_Config)
 
 
 def set_ipu_config(config: Config, ipus_per_replica: int = 0, configure_device: bool = True) -> Config:
-    """Have a configuration describe this instance: its device, and which of how many processes it is.
+    """Write this instance's device, index and number of instances into a configuration.
 
-    What is in force changes with `config.configure_ipu_system()`. Semantics: the original's function of that name.
+    The configuration takes effect with `config.configure_ipu_system()`. Semantics: the original's function of this
+    name.
 
     Args:
-        config: is changed, and returned.
-        ipus_per_replica: the devices that one replica needs; 0 stands for the launched number.
-        configure_device: False leaves `select_ipus` as it is.
+        config: Configuration, which is changed and returned.
+        ipus_per_replica: Number of devices that one replica needs; 0 stands for the launched number.
+        configure_device: Whether to set `select_ipus`.
 
     Raises:
-        TypeError: if `configure_device` is neither True nor False.
-        ValueError: if the job was launched with another number of devices.
-        EnvironmentMismatchError: see `getDeviceId`.
+        TypeError: `configure_device` is not True or False.
+        ValueError: The job was launched with another number of devices.
+        EnvironmentMismatchError: The variable that names the device holds no number.
     """
     require_switches(configure_device=configure_device)
     if configure_device:

@@ -1,6 +1,6 @@
 """Collectives on values, one per instance: the host collectives of PopDist.
 
-Where the original has bugs the documented behaviour is built: names are kept, and `root_rank` is honoured.
+The original has bugs with tensor names and `root_rank`; here both work as its documentation says.
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ if TYPE_CHECKING:
 def allgather(
     value: ArrayLike, tensor_name: str | None = None, communicator_id: str = defaultCommunicatorId()
 ) -> np.ndarray:
-    """Stack the values of all instances: shape (instances, *value.shape).
+    """Stack the values of all instances into an array of shape (instances, *value.shape).
 
     Args:
-        value: the same shape and dtype on all instances.
-        tensor_name: matches the calls of the instances, whose threads may then make them in different orders; one
-            thread makes them in the same order everywhere. Default: calls are matched by their order.
-        communicator_id: the group.
+        value: Value with the same shape and dtype on all instances.
+        tensor_name: Name that matches the instances' calls. Threads may call different names in different orders; a
+            single thread uses the same order on every instance. Default: calls are matched by their order.
+        communicator_id: Id of the group of instances.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes or dtypes differ, or names wait for each other.
+        LayoutMismatchError: Shapes or dtypes differ, or names wait for each other. Raised on every instance.
+
+    Example:
+        >>> import popdist
+        >>> popdist.init()
+        >>> popdist.allgather([1, 2])
+        array([[1, 2]])
     """
     communicator = communicator_of(communicator_id)
     return _run(communicator.all_gather, communicator.start_all_gather, tensor_name, value)
@@ -45,14 +51,14 @@ def allreduce(
     """Reduce the values of all instances.
 
     Args:
-        value: the same shape and dtype on all instances.
-        reduce_op: "SUM" (of integers: wraps around where it does not fit), "MEAN" (of integers: truncated), "MIN" or
-            "MAX".
-        tensor_name: as in `allgather`.
-        communicator_id: the group.
+        value: Value with the same shape and dtype on all instances.
+        reduce_op: "SUM" (sums of integers wrap around), "MEAN" (means of integers are truncated), "MIN" or "MAX".
+        tensor_name: Name that matches the instances' calls, as in `allgather`.
+        communicator_id: Id of the group of instances.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes, dtypes or operations differ, or names wait for each other.
+        LayoutMismatchError: Shapes, dtypes or operations differ, or names wait for each other. Raised on every
+            instance.
     """
     communicator = communicator_of(communicator_id)
     return _run(communicator.all_reduce, communicator.start_all_reduce, tensor_name, value, reduce_op)
@@ -67,13 +73,13 @@ def broadcast(
     """Return the value of instance `root_rank` of the group, on all instances.
 
     Args:
-        value: the same shape and dtype on all instances; bool is allowed.
-        root_rank: whose value it is.
-        tensor_name: as in `allgather`.
-        communicator_id: the group.
+        value: Value with the same shape and dtype on all instances; bool is allowed.
+        root_rank: Number of the sending instance in the group.
+        tensor_name: Name that matches the instances' calls, as in `allgather`.
+        communicator_id: Id of the group of instances.
 
     Raises:
-        LayoutMismatchError: on every instance if shapes, dtypes or roots differ, or names wait for each other.
+        LayoutMismatchError: Shapes, dtypes or roots differ, or names wait for each other. Raised on every instance.
     """
     communicator = communicator_of(communicator_id)
     return _run(communicator.broadcast, communicator.start_broadcast, tensor_name, value, root_rank)
@@ -86,7 +92,7 @@ def _run(
     value: ArrayLike,
     *arguments: str | int,
 ) -> np.ndarray:
-    """Return the result of a collective; if the tensor has a name, of the collective that `start` begins."""
+    """Run `collective`; if the tensor has a name, run `start` and wait for its result."""
     array = copied(value)
     if tensor_name is None:
         return collective(array, *arguments)
@@ -95,10 +101,10 @@ def _run(
 
 
 def copied(value: ArrayLike) -> np.ndarray:
-    """Return the value as an array that may be written to.
+    """Return a writable copy of the value as an array.
 
     Raises:
-        UnsupportedBufferError: it is a masked array.
+        UnsupportedBufferError: The value is a masked array.
     """
     import numpy as np
 

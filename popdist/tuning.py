@@ -1,4 +1,4 @@
-"""Limits of waits and the mechanism of reductions, as the environment says."""
+"""The limits of waits and the mechanism of reductions, read from the environment."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PREFIX = "POPDIST_"
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
-    """Return the limits that POPDIST_STALL_WARNING_S, POPDIST_TIMEOUT_S and POPDIST_CONNECT_TIMEOUT_S set.
+    """Read the limits from POPDIST_STALL_WARNING_S, POPDIST_TIMEOUT_S and POPDIST_CONNECT_TIMEOUT_S.
 
     Raises:
-        EnvironmentMismatchError: one is not a positive number of seconds.
+        EnvironmentMismatchError: A value is not a positive number of seconds.
     """
     usual = Limits()
     return Limits(
@@ -28,25 +28,25 @@ def read_limits(environ: Mapping[str, str]) -> Limits:
 
 
 def read_mechanism(environ: Mapping[str, str]) -> str:
-    """Return the mechanism of `collectives.Settings` that POPDIST_MECHANISM sets.
+    """Read the mechanism of `collectives.Settings` from POPDIST_MECHANISM.
 
     Raises:
-        EnvironmentMismatchError: it is none.
+        EnvironmentMismatchError: The mechanism is unknown.
     """
     name = f"{PREFIX}MECHANISM"
     mechanism = environ.get(name, "auto")
     if mechanism not in MECHANISMS:
         raise EnvironmentMismatchError(
-            f"{name}={mechanism!r} is no mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
+            f"{name}={mechanism!r} is not a mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
         )
     return mechanism
 
 
 def read_network(environ: Mapping[str, str]) -> Network | None:
-    """Return the network of `collectives.Settings`, in the file that POPDIST_NETWORK names.
+    """Read the network of `collectives.Settings` from the file that POPDIST_NETWORK names.
 
     Raises:
-        EnvironmentMismatchError: the file cannot be read, or has no network.
+        EnvironmentMismatchError: The file cannot be read, or does not describe a network.
     """
     name = f"{PREFIX}NETWORK"
     path = environ.get(name)

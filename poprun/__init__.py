@@ -1,1 +1,1 @@
-"""The launcher: starts one program as several instances with Open MPI, watches them, and says who failed."""
+"""The launcher: starts a program as several instances with Open MPI, watches them, and reports failures."""

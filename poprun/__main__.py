@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -24,10 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the words after `poprun`; by default those of this process.
+        argv: The words after `poprun`. Default: the words of this process.
 
     Returns:
-        The exit status: that of the instance that failed, 128 + n after signal n, 2 for a wrong command line.
+        The exit status of the failed instance, 128 + n after signal n, or 2 for a wrong command line.
     """
     words = sys.argv[1:] if argv is None else argv
     _open_missing_streams()
@@ -56,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PopRunError as error:
         Log().error(str(error))
         return error.exit_status
-    except KeyboardInterrupt:  # before the launch; a job has a supervisor that takes the signal
+    except KeyboardInterrupt:  # before the launch; during a job the supervisor takes the signal
         return 128 + signal.SIGINT
 
 
 def _open_missing_streams() -> None:
-    """Make sure that 0, 1 and 2 are open, or the next file would become a standard stream of the programs."""
+    """Open descriptors 0, 1 and 2 if closed; else the next file would become a standard stream of the programs."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -90,7 +91,7 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     launch = plan_launch(settings, environ, log)
     _comment(line, launch, environ, log)
     if "export-config" in line.values:
-        log.info(f"wrote the options in force to {export_config(line)}")
+        log.info(f"wrote the options in effect to {export_config(line)}")
     command = build_command(launch)
     if settings.dry_run:
         _show_plan(launch, command, environ)
@@ -101,7 +102,7 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
-    """Run the job, and say what is wanted about it; its exit status."""
+    """Run the job, write the summary and the timeline if asked for, and return the exit status."""
     from poprun.monitor.doors import open_doors
     from poprun.monitor.summary import Summary
     from poprun.monitor.viewers import Viewers
@@ -126,7 +127,7 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
 
 
 def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log: Log) -> None:
-    """Say which files hide packages, which options have no effect, and with --debug which are in force."""
+    """Log warnings about hidden packages and options without effect; with --debug, log the options in effect."""
     settings, leaves_this_machine = launch.settings, launch.leaves_this_machine
     for text in warn_of_deprecated(line.values):
         log.warn(text)
@@ -142,10 +143,8 @@ def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log:
 
 
 def _show_plan(launch: Launch, command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Print the command on standard output, as it would be run; what explains it goes to standard error."""
+    """Print the mpirun command to standard output, and the tables that explain it to standard error."""
     if launch.settings.json:
-        import json  # costs some milliseconds, needed only by those who ask for it
-
         show(json.dumps(describe_plan(launch, command), indent=2))
         return
     topology_to = 1 if launch.settings.shows_topology else 2

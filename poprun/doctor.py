@@ -1,4 +1,4 @@
-"""`poprun doctor`: everything that a job on several hosts depends on, as a table."""
+"""`poprun doctor`: a table of everything that a job on several hosts depends on."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class DoctorRequest:
     """The words after `poprun doctor`.
 
     Attributes:
-        hosts: as the user wrote them; none: this machine.
-        host_subnet: the name of an interface or an address mask; None: follow the routes.
-        as_json: for programs.
+        hosts: Names of hosts, as the user wrote them. Empty: this machine.
+        host_subnet: Name of an interface, or an address mask. None: the network is found from the routes.
+        as_json: Whether to print JSON instead of a table.
     """
 
     hosts: tuple[str, ...] = ()
@@ -63,9 +63,9 @@ class DoctorReport:
     """The findings of `poprun doctor`.
 
     Attributes:
-        findings: the rows of the table.
-        network: over which the hosts talk; None where there is one host, or no such network.
-        links: those of the ring through all hosts.
+        findings: The rows of the table.
+        network: The network that connects the hosts. None with a single host, or if they share no network.
+        links: The measured links of the ring through all hosts.
     """
 
     findings: tuple[Finding, ...]
@@ -74,11 +74,11 @@ class DoctorReport:
 
     @property
     def is_well(self) -> bool:
-        """Whether a job can run; advice does not count."""
+        """Whether a job can run; advice does not count as a fault."""
         return not any(each.is_fault for each in self.findings)
 
     def as_json(self) -> str:
-        """Return everything as JSON."""
+        """Return the whole report as JSON."""
         return json.dumps({"ok": self.is_well, **asdict(self)}, indent=2)
 
 
@@ -89,7 +89,7 @@ def main(words: Sequence[str]) -> int:
         The exit status: 0 if a job can run, 1 if not.
 
     Raises:
-        UsageError: the words are wrong.
+        UsageError: The words are wrong.
     """
     if set(words) & {"-h", "--help"}:
         show(wrap(USAGE, columns_of(os.environ) or USUAL_COLUMNS))
@@ -101,10 +101,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_words(words: Sequence[str]) -> DoctorRequest:
-    """Read the words after `doctor`; `--host` adds up.
+    """Read the words after `doctor`; several `--host` options add up.
 
     Raises:
-        UsageError: one of them is unknown, or a value is missing or wrong.
+        UsageError: A word is unknown, or a value is missing or wrong.
     """
     lists: list[str] = []
     subnet, as_json = None, False
@@ -122,19 +122,19 @@ def read_words(words: Sequence[str]) -> DoctorRequest:
             else:
                 lists.append(value)
         else:
-            raise UsageError(f"doctor knows no {word!r}; {USAGE}")
+            raise UsageError(f"doctor has no option {word!r}; {USAGE}")
     return DoctorRequest(tuple(host.name for host in parse_hosts(lists)), subnet, as_json)
 
 
 def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
-    """Look at everything.
+    """Examine the hosts, their network and their clocks.
 
     Args:
-        asked: the hosts.
-        environ: with POPRUN_SSH_ARGS and POPRUN_CHECK_TIMEOUT_S.
+        asked: The hosts and the network.
+        environ: Environment variables; POPRUN_SSH_ARGS and POPRUN_CHECK_TIMEOUT_S are read.
 
     Raises:
-        UsageError: `host_subnet` is nothing that this machine has.
+        UsageError: This machine has no interface or network `host_subnet`.
     """
     allocation = None if asked.hosts else find_allocation(environ)
     hosts = asked.hosts or (tuple(host.name for host in allocation.hosts) if allocation else (this_host(),))
@@ -145,7 +145,7 @@ def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
     here = next(each for host, each in facts.items() if is_this_machine(host))
     findings = [finding, *_check_path(mpirun, hosts), *(_check_ssh(environ) if ssh[0] == "ssh" else ())]
     if allocation is not None:
-        findings.append(Finding("hosts", here.host, f"those of {allocation.source}, asked by {ssh[0]}"))
+        findings.append(Finding("hosts", here.host, f"the hosts of {allocation.source}, asked by {ssh[0]}"))
         findings += _check_warning(environ, here.host)
     if isinstance(here, HostFault):
         return DoctorReport((*findings, Finding("this machine", here.host, here.fact, here.way_out, is_fault=True)))
@@ -170,13 +170,15 @@ def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
 def check_measurements(
     measured: Sequence[HostMeasurements], facts: Mapping[str, HostFacts], ssh: Sequence[str] = ("ssh",)
 ) -> Iterator[Finding]:
-    """Cross-memory attach, clocks and names, from what the helpers found."""
+    """Judge cross-memory attach, clocks and name services from the measurements of the hosts."""
     for each in measured:
         if each.fault:
             yield Finding("measuring", each.host, each.fault, f"try `{by_hand(ssh, each.host, 'true')}`", is_fault=True)
             continue
         if each.attach_fault:
-            way_out = "faster with `sysctl kernel.yama.ptrace_scope=0`, in a container with --cap-add SYS_PTRACE"
+            way_out = (
+                "for faster exchange, set `sysctl kernel.yama.ptrace_scope=0`, and in a container --cap-add SYS_PTRACE"
+            )
             fact = f"processes may not read each other's memory: {each.attach_fault}"
             yield Finding("memory attach", each.host, fact, way_out)
         else:
@@ -187,7 +189,7 @@ def check_measurements(
 
 
 def check_mtu(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> Iterator[Finding]:
-    """Return whether all hosts send packets of the same size in the chosen network."""
+    """Report hosts whose packet size (MTU) in the chosen network differs from most hosts'."""
     if network is None:
         return
     found = {
@@ -201,18 +203,21 @@ def check_mtu(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> It
     for host, mtu in found.items():
         if mtu and mtu != usual:
             fact = f"packets of {mtu} bytes, {usual} on most hosts"
-            yield Finding("MTU", host, fact, "long messages may hang: set the same MTU on all hosts and switches")
+            yield Finding("MTU", host, fact, "long messages may hang; set the same MTU on all hosts and switches")
 
 
 def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
-    """Whether others compute; only asked here, because before a launch it may be what a job of one's own has left."""
+    """Report the load of each host, and advise against a busy one.
+
+    The checks before a launch leave this out, because an earlier job of the same user may still raise the load.
+    """
     for host, each in facts.items():
         fact, is_busy = f"load {each.load:.1f}", each.load > 2 * len(each.cores)
         yield Finding("load", host, fact, "others compute there; use fewer instances or other hosts" if is_busy else "")
 
 
 def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Return whether the jaxlib of each host adds up right on CPUs, and what strategies do where it does not."""
+    """Report whether jaxlib adds up correctly on the CPUs of each host, and what strategies do if it does not."""
     flags = {name: environ[name] for name in (FLAGS_VARIABLE, OVERRULE) if name in environ}
     for host, each in facts.items():
         version = each.versions.get("jaxlib", "")
@@ -223,16 +228,16 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
             yield Finding("sums", host, f"jaxlib {version} adds up right")
         elif is_overruled(flags):
             fact = f"jaxlib {version} adds up wrongly on CPUs, and {OVERRULE} is 1"
-            yield Finding("sums", host, fact, "take that out of the environment")
+            yield Finding("sums", host, fact, f"remove {OVERRULE} from the environment")
         elif complaint is not None:
             yield Finding("sums", host, *_split(complaint), is_fault=True)
         else:
-            known = "adds up wrongly by itself" if is_measured(version) else "is newer than those that were looked at"
+            known = "adds up wrongly by itself" if is_measured(version) else "is newer than the measured versions"
             yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
 
 
 def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
-    """Report the measured links, and the time that an all-reduce takes at least."""
+    """Report the measured links, and a lower bound for the time of an all-reduce."""
     for link in links:
         name = f"{link.source} -> {link.target}"
         if link.fault:
@@ -246,7 +251,7 @@ def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:
 
 
 def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Finding]:
-    """Return whether every host, this machine included, can connect to every other one."""
+    """Report whether every host, this machine included, can connect to every other host."""
     for each in blocked:
         yield Finding("connections", each.target, each.fact, LET_PASS, is_fault=True)
     if hosts > 1 and not blocked:
@@ -254,11 +259,13 @@ def check_connections(hosts: int, blocked: Sequence[Blocked]) -> Iterator[Findin
 
 
 def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
-    """Return the rows, columns aligned, hosts with the same result in one row; a last line says how it stands.
+    """Return the findings as a table with aligned columns and a last line with the number of faults.
+
+    Hosts with the same result share a row.
 
     Args:
-        findings: what was found.
-        columns: of the page; where they are too few a way out stands below its result. None: as many as it takes.
+        findings: The results of the checks.
+        columns: The width of the page. If the table is wider, each way out stands below its result. None: no limit.
     """
     rows = [_COLUMNS, *((_state(each), each.check, each.host, each.fact, each.way_out) for each in _folded(findings))]
     table = draw_rows(rows)
@@ -270,7 +277,7 @@ def draw_table(findings: Sequence[Finding], columns: int | None = None) -> str:
 
 
 def _in_two(row: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Split a row into one of four columns and, if there is a way out, one more."""
+    """Split a row into a row of four columns and, if there is a way out, a second row for it."""
     *first, way_out = row
     return [tuple(first), *([("", "", "", f"-> {way_out}")] if way_out else [])]
 
@@ -289,7 +296,7 @@ def _state(finding: Finding) -> str:
 def _find_network(
     facts: Mapping[str, HostFacts], here: HostFacts, asked: DoctorRequest
 ) -> tuple[HostNetwork | None, tuple[Finding, ...]]:
-    """Return the network, or why there is none; one host needs none."""
+    """Return the network of the hosts, or a finding that says why none was found; a single host needs none."""
     if len(facts) < 2 and not asked.host_subnet:
         return None, ()
     try:
@@ -301,7 +308,7 @@ def _find_network(
 
 
 def _addresses(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> dict[str, str]:
-    """Return each host's address in the network; without a network, hosts are measured but no links."""
+    """Return each host's address in the network; empty addresses without a network, so that no link is measured."""
     if network is None:
         return dict.fromkeys(facts, "")
     return addresses_in(network, facts)
@@ -310,7 +317,7 @@ def _addresses(facts: Mapping[str, HostFacts], network: HostNetwork | None) -> d
 def _judge_clock(each: HostMeasurements) -> Finding:
     offset_s, doubt_s = each.clock.offset_s, each.clock.uncertainty_s
     if is_this_machine(each.host):
-        return Finding("clock", each.host, "the others are compared with this one")
+        return Finding("clock", each.host, "the clocks of the other hosts are compared with this one")
     fact = f"{offset_s * 1e3:+.1f} ms, +-{doubt_s * 1e3:.1f}"
     is_far = abs(offset_s) - doubt_s > _LARGEST_OFFSET_S
     return Finding("clock", each.host, fact, "let the hosts follow a time server (chrony, ntpd)" if is_far else "")
@@ -321,8 +328,8 @@ def _judge_names(each: HostMeasurements, facts: Mapping[str, HostFacts]) -> Find
     unknown = [other.name for other in facts.values() if not set(known.get(other.name, ())) & _own_addresses(other)]
     if not unknown:
         return Finding("name service", each.host, "knows all hosts")
-    fact = f"has no or other addresses for {', '.join(unknown)}"
-    return Finding("name service", each.host, fact, "give them the same addresses on all hosts (/etc/hosts, DNS)")
+    fact = f"has no address, or a different one, for {', '.join(unknown)}"
+    return Finding("name service", each.host, fact, "give each name the same addresses on all hosts (/etc/hosts, DNS)")
 
 
 def _own_addresses(facts: HostFacts) -> set[str]:
@@ -338,24 +345,24 @@ def _find_mpirun(environ: Mapping[str, str]) -> tuple[str, Finding]:
 
 
 def _check_path(mpirun: str, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Return whether Open MPI can start its daemons on other hosts from where it is."""
+    """Report an mpirun in a path with a space: Open MPI cannot start its daemons on other hosts from there."""
     if " " in mpirun and not all(map(is_this_machine, hosts)):
         fact = f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there"
-        yield Finding("mpirun", this_host(), fact, "make the environment in a folder without one", is_fault=True)
+        yield Finding("mpirun", this_host(), fact, "create the environment in a folder without a space", is_fault=True)
 
 
 def _check_warning(environ: Mapping[str, str], here: str) -> Iterator[Finding]:
-    """Say how Slurm has to be asked for a signal before the end; the job itself cannot see it."""
+    """Explain how to ask Slurm for a signal before the end of the job; the job cannot see whether this was done."""
     if "SLURM_JOB_ID" in environ:
-        fact = "a warning before the end of the job is for poprun: `sbatch --signal=B:USR1@60`, and `exec poprun ...`"
-        yield Finding("signals", here, f"{fact}; without `B:` only instances on other hosts than poprun's get it")
+        fact = "to warn poprun before the end of the job, use `sbatch --signal=B:USR1@60` and `exec poprun ...`"
+        yield Finding("signals", here, f"{fact}; without `B:`, only instances on hosts other than poprun's get it")
 
 
 def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:
     path = shutil.which("ssh", path=environ.get("PATH"))
     if path is None:
         way_out = "install an ssh client (openssh-client)"
-        yield Finding("ssh client", this_host(), "no ssh in PATH, which a job on several hosts needs", way_out)
+        yield Finding("ssh client", this_host(), "no ssh in PATH; a job on several hosts needs it", way_out)
         return
     extra = " ".join(user_arguments(environ))
     yield Finding("ssh client", this_host(), f"{path} {extra}".rstrip())
@@ -363,7 +370,7 @@ def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _describe_agent(environ: Mapping[str, str]) -> str:
-    """Describe the ssh agent; a missing one is no fault, because keys without a passphrase need none."""
+    """Describe the ssh agent; a missing agent is no fault, because keys without a passphrase need none."""
     if not environ.get("SSH_AUTH_SOCK"):
         return "none; keys without a passphrase need none"
     try:
@@ -381,6 +388,6 @@ def _split(message: str) -> tuple[str, str]:
 
 
 def _in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Rows of one check one below the other."""
+    """Sort the findings so that rows of one check follow each other."""
     checks = list(dict.fromkeys(each.check for each in findings))
     return tuple(sorted(findings, key=lambda each: checks.index(each.check)))

@@ -1,1 +1,1 @@
-"""One file per backend; the name of a backend is the name of its file."""
+"""The backends, one file each; a backend's name is the name of its file."""

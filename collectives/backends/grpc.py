@@ -1,4 +1,4 @@
-"""The backend over gRPC: workers that share nothing but a network, each of which knows the addresses of all."""
+"""The backend over gRPC: workers that share only a network and know each other's addresses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.communicator import Communicator
 from collectives.factory import RankGroup, Settings, assemble
@@ -21,19 +22,19 @@ from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Sizes, Transf
 
 SIZES = Sizes(
     whole_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves
-    chunk_bytes=1 << 20,  # 16 MiB between 4 workers on 2 cores: 0.8 times as long as with messages of half the size
+    chunk_bytes=1 << 20,  # 16 MiB between 4 workers on 2 cores takes 0.8 times as long as with chunks of half the size
     smallest_chunk_bytes=1 << 20,
 )
 
 
 class GrpcLink(Link):
-    """One channel of a group of workers; each lane to each of them is a stream.
+    """One channel of a group of workers; each lane to each worker is one gRPC stream.
 
     Args:
-        node: this worker.
-        group: the group's name, the same on all its members.
-        channel: 0 or 1.
-        members: the ranks that the group's members have in the cluster.
+        node: This worker.
+        group: Name of the group, the same on all its members.
+        channel: Number of the channel, 0 or 1.
+        members: Ranks of the group's members in the cluster, in the group's order.
     """
 
     sizes = SIZES
@@ -50,25 +51,28 @@ class GrpcLink(Link):
         self.pause = node.bell(self._channel).wait
 
     def begin(self) -> str:
-        """Have streams for the exchanges to all others, and tell the name of their lane.
+        """Open streams for exchanges to all other members, and return the name of their lane.
 
-        By themselves they would begin with the first collective. Where that is the last one too, it is called when the
-        interpreter ends, and Python 3.12.0 and 3.12.1 do not start the threads that streams need any more.
+        Streams open by themselves when the first collective sends. If that collective is also the last, it runs at the
+        interpreter's exit. Python 3.12.0 and 3.12.1 cannot start the streams' threads then.
         """
         for to in range(self.size):
             if to != self.rank:
                 self._outbox(to, EXCHANGE)
         return f"{self._channel}/{EXCHANGE}"
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         outbox = self._outbox(to, lane)
         sent = Sent(data)
         outbox.put(sent)
         return sent
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         return Received(self._inbox(source, lane), into, partial(self._complain, source))
 
+    @override
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         return Fetched(self._inbox(source, lane), room.size, partial(self._complain, source))
 
@@ -90,7 +94,7 @@ class GrpcLink(Link):
         self._node.lose(self._node.peers[self._members[source]], why)
 
     def close(self) -> None:
-        """End the group, both channels of it; the group of all workers leaves with that."""
+        """End both channels of the group. If the group has all workers, leave the cluster as well."""
         if self._group == ALL:
             self._node.leave()
         else:
@@ -109,25 +113,24 @@ def connect(
     description: str = "",
     security: Security | None = None,
 ) -> Communicator:
-    """Join the workers at `addresses` as `rank`; returns when streams lead to and from all of them.
+    """Join the workers at `addresses` as `rank`; return when streams connect this worker with all others, both ways.
 
-    They may start in any order, up to `settings.limits.connect_timeout_s` apart. A worker listens at its own address
-    only. Plaintext stays on loopback addresses, see `collectives.network.security`.
+    Workers may start in any order, up to `settings.limits.connect_timeout_s` apart. A worker listens at its own address
+    only. Plaintext is allowed on loopback addresses only (`collectives.network.security`).
 
     Args:
-        settings: limits, progress record; the mechanism is the ring.
-        addresses: of all workers in rank order: `host:port`, `[IPv6]:port` or `unix:/path`.
-        rank: this worker's place among them.
-        names: what workers are called in messages besides their address; default: "rank 0", "rank 1", ...
-        description: what else all workers have to agree on, e.g. the number of replicas.
-        security: certificates and token; default: what the environment variables POPDIST_TLS_... and
-            POPDIST_JOB_TOKEN say.
+        settings: Limits, progress record and network costs; the mechanism is always the ring.
+        addresses: Addresses of all workers in rank order: `host:port`, `[IPv6]:port` or `unix:/path`.
+        rank: Position of this worker in `addresses`.
+        names: Names of the workers in messages, shown beside their addresses; default: "rank 0", "rank 1", ...
+        description: Further facts on which all workers must agree, e.g. the number of replicas.
+        security: Certificates and token; default: from the environment variables POPDIST_TLS_... and POPDIST_JOB_TOKEN.
 
     Raises:
-        ValueError: for an address that is none, a duplicate, or a rank that has no address.
-        SecurityError: plaintext would leave this machine, or certificates cannot be used.
-        PeerRefusedError: this worker cannot listen at its address, or another one refuses it.
-        CollectiveTimeoutError: not all have come in time.
+        ValueError: An address is invalid or listed twice, or `rank` has no address.
+        SecurityError: Plaintext would leave this machine, or the certificates cannot be used.
+        PeerRefusedError: This worker cannot listen at its address, or another worker refuses it.
+        CollectiveTimeoutError: Some workers did not come in time.
     """
     parsed = [Address.parse(text) for text in addresses]
     if len(set(parsed)) < len(parsed):
@@ -160,6 +163,6 @@ def _communicator(settings: Settings, node: Node, group: str, members: Sequence[
     seen = RankGroup(of_rank, [node.names[member] for member in members], members, lost)
     links = (GrpcLink(node, group, 0, members), GrpcLink(node, group, 1, members))
     lanes = {link.begin() for link in links}
-    if group == ALL:  # who makes another group waits for nobody
+    if group == ALL:  # a subgroup is made without waiting for its members
         node.await_streams(lanes)
     return assemble(settings, seen, links, False, make_subgroup)

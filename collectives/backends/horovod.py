@@ -1,19 +1,19 @@
-"""The backend over Horovod: its own collectives, on the memory of NumPy arrays.
+"""The backend over Horovod: Horovod's own collectives on the memory of NumPy arrays.
 
-Where Horovod's semantics differ from those of the other backends:
+Horovod differs from the other backends in:
 
-* Sums. Each rank adds its own contributions in order; the partial sums of the ranks are added by Horovod's all-reduce
-  in the order that MPI chooses. All ranks get the same bits, but these depend on how contributions are spread. Up to
-  CARRIED_BYTES per rank travel with the comparison of the calls instead and are added in rank order.
-* dtypes. Horovod adds int32, int64, float32 and float64. Smaller integers travel as int32, unsigned ones as signed
-  ones of the same width, and 16-bit floats as float32: the results are those of the other backends.
-* Minimum and maximum. MPI's comparison loses NaN, so contributions are gathered, and each rank compares them itself.
-* Waiting. Only Horovod's coordinator knows who has not come; a message names all other ranks.
-* Groups. All processes have to make Horovod's process sets together; a subgroup is one of the MPI backend instead.
+* Sums. Each rank adds its own contributions in order. Horovod's all-reduce then adds the partial sums in an order that
+  MPI chooses. All ranks get the same bits, but the bits depend on how the contributions are spread over ranks. At most
+  CARRIED_BYTES per rank travel with the comparison of the calls instead, and are added in rank order.
+* dtypes. Horovod adds int32, int64, float32 and float64. Smaller integers travel as int32, unsigned integers as signed
+  ones of the same width, and 16-bit floats as float32. The results equal those of the other backends.
+* Minimum and maximum. MPI's comparison loses NaN, so every rank gathers the contributions and compares them itself.
+* Waiting. Only Horovod's coordinator knows which ranks are late, so a message names all other ranks.
+* Groups. Horovod makes its process sets collectively in all processes; a subgroup uses the MPI backend instead.
 
-Horovod negotiates in cycles. Unless HOROVOD_CYCLE_TIME is set, a cycle is CYCLE_TIME_MS long, and unless
-HOROVOD_FUSION_THRESHOLD is set, only arrays smaller than FUSION_BYTES are copied together. Its thread waits inside MPI;
-so that this does not cost the thread that computes its core, MPI is told to yield (OMPI_MCA_mpi_yield_when_idle).
+Horovod negotiates in cycles of CYCLE_TIME_MS, unless HOROVOD_CYCLE_TIME is set. It fuses arrays smaller than
+FUSION_BYTES, unless HOROVOD_FUSION_THRESHOLD is set. Horovod's thread waits inside MPI. MPI is told to yield
+(OMPI_MCA_mpi_yield_when_idle), so that this thread does not occupy the core of the computing thread.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.agreement import agree, exchange_bytes
 from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype, aligned_empty
@@ -61,10 +62,10 @@ CARRIED_BYTES = 1 << 12
 CYCLE_TIME_MS = 0.2
 FUSION_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 30  # MPI counts elements in 31 bits
-_GATHERED_BYTES = 1 << 25  # per rank and all-gather, which goes through memory of Horovod's own
+_GATHERED_BYTES = 1 << 25  # per rank and all-gather, because Horovod gathers through a buffer of its own
 _FIRST_SLEEP_S = 2e-5
 _LONGEST_SLEEP_S = 1e-3
-_SLEEPS_GROW = 1.02  # to the longest one in about 0.05 s
+_SLEEPS_GROW = 1.02  # reaches _LONGEST_SLEEP_S after about 0.05 s
 
 _CARRIERS = {
     np.dtype(dtype): np.dtype(carrier)
@@ -76,24 +77,24 @@ _CARRIERS = {
     )
     for dtype in dtypes
 }
-"""As what Horovod adds partial sums; integers wrap around alike in both."""
+"""The dtype in which Horovod adds the partial sums of each dtype. Signed and unsigned integers wrap around alike."""
 
-_FITS = 2.0**63 - 2.0**40  # into 64 bits, with room for the roundings of float64
-_HEAD_BYTES = 24  # of a message: the fingerprint, the number of contributions, the bytes that follow
-_LEFT_AT_HOME = (1 << 64) - 1  # instead of the last
+_FITS = 2.0**63 - 2.0**40  # the bound of values that fit into 64 bits, with a margin for float64 rounding
+_HEAD_BYTES = 24  # header of a message: fingerprint, number of contributions, number of bytes that follow
+_LEFT_AT_HOME = (1 << 64) - 1  # in place of the number of bytes: the arrays were too large to be carried
 _SUBGROUP_TAG = 8
 
-_numbers = itertools.count()  # of communicators; the same on all ranks, which make them together
+_numbers = itertools.count()  # of communicators; equal on all ranks because ranks connect collectively
 
 
 # ---- Horovod itself, for NumPy arrays
 
 
 def start(comm: object = None) -> None:
-    """Start Horovod in this process, unless it runs; a collective call.
+    """Start Horovod in this process, unless it is running; a collective call.
 
     Args:
-        comm: as for `hvd.init`: None, ranks, or an mpi4py communicator.
+        comm: Argument of `hvd.init`: None, ranks, or an mpi4py communicator.
     """
     if hvd.is_initialized():
         return
@@ -104,14 +105,14 @@ def start(comm: object = None) -> None:
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """Return the same memory as a tensor; one that cannot be written must only be read."""
-    if not array.flags.writeable:  # torch would warn
+    """Return a tensor that shares the memory of `array`. If `array` is read-only, the caller must not write to it."""
+    if not array.flags.writeable:  # torch.from_numpy warns about read-only arrays
         array = np.asarray(_Unprotected(array))
     return torch.from_numpy(array)
 
 
 class _Unprotected:
-    """The memory of a read-only array as one that can be written; it lives as long as this."""
+    """The memory of a read-only array, exported as writable; keeps the array alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -120,11 +121,11 @@ class _Unprotected:
 
 
 def finished(begin: Callable[[], int], watch: Watch) -> torch.Tensor:
-    """Return the result of an operation of Horovod that `begin` starts.
+    """Start an operation of Horovod with `begin`, wait for it, and return its result.
 
     Raises:
-        CollectiveError: what Horovod reports, as one of ours.
-        CollectiveTimeoutError: it has not ended in time.
+        CollectiveError: Horovod reported an error, translated to an error of ours.
+        CollectiveTimeoutError: The operation did not end in time.
     """
     others = [rank for rank in range(len(watch.names)) if rank != watch.rank]
     watch.pausing = _Sleep
@@ -133,7 +134,7 @@ def finished(begin: Callable[[], int], watch: Watch) -> torch.Tensor:
         watch.wait_patiently(lambda: hvd.poll(handle), lambda: others)
         result: torch.Tensor = hvd.synchronize(handle)
         return result
-    except (HorovodInternalError, ValueError) as error:  # ValueError: Horovod was shut down in between
+    except (HorovodInternalError, ValueError) as error:  # ValueError: Horovod was shut down in the meantime
         raise _translated(error, watch) from error
 
 
@@ -142,12 +143,12 @@ def _translated(error: Exception, watch: Watch) -> CollectiveError:
     if "ismatched" in text:
         return LayoutMismatchError(f"{MISMATCH}: Horovod says: {text}")
     if "same name" in text:
-        return BusyError(f"Horovod says: {text}; give each operation that runs at the same time a name of its own")
+        return BusyError(f"Horovod says: {text}; give each concurrent operation its own name")
     return PeerLostError(f"{watch.names[watch.rank]} cannot go on with {watch.call.title}: Horovod says: {text}")
 
 
 class _Sleep:
-    """Sleeps longer and longer: Horovod's thread may need this core, and nobody tells when it is done."""
+    """Sleeps of growing length. Horovod's thread may need this core, and Horovod cannot notify when it is done."""
 
     def __init__(self) -> None:
         self._seconds = _FIRST_SLEEP_S
@@ -161,11 +162,11 @@ class _Sleep:
 
 
 class HorovodTransport(Transport):
-    """One channel of all ranks of Horovod.
+    """One channel between all ranks of Horovod.
 
     Args:
-        watch: how to wait.
-        name: in front of the names of its operations; the same on all ranks.
+        watch: Limits and messages of waits.
+        name: Prefix of the names of operations, the same on all ranks.
     """
 
     groups_reductions = True
@@ -177,6 +178,7 @@ class HorovodTransport(Transport):
         self._watch = watch
         self._name = name
 
+    @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         nbytes = sum(array.nbytes for array in arrays)
         is_carried = nbytes <= CARRIED_BYTES
@@ -193,6 +195,7 @@ class HorovodTransport(Transport):
         received = [body[at : at + step].copy().view(dtype) for body in bodies for at in range(0, body.size, step)]
         return True, Parts(counts, received)
 
+    @override
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
         contributions, out, _, scatters, _ = reducing
         whole = np.empty_like(contributions[0]) if scatters else out
@@ -200,6 +203,7 @@ class HorovodTransport(Transport):
         if scatters:
             np.copyto(out, whole[self.rank * out.size : (self.rank + 1) * out.size])
 
+    @override
     def reduce_group(self, group: Sequence[Reducing], parts: Parts) -> None:
         sums = []
         for contributions, out, reduction, *_ in group:
@@ -211,30 +215,33 @@ class HorovodTransport(Transport):
         for one in sums:
             one.finish(parts.total)
 
+    @override
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         for piece in _pieces(buffer, _PIECE_BYTES):
             self.run(partial(hvd.broadcast_async_, tensor_of(piece), root), self._watch.call.title)
 
+    @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         start = 0
         for piece in _pieces(block, _GATHERED_BYTES // self.size):
             out[:, start : start + piece.size] = self.join(piece, self._watch.call.title).reshape(self.size, -1)
             start += piece.size
 
+    @override
     def allocate(self, nbytes: int) -> np.ndarray:
         return aligned_empty(nbytes)
 
     def close(self) -> None:
-        """Horovod itself goes on."""
+        """Do nothing: Horovod keeps running for the process."""
 
     def _add_up(self, arrays: Sequence[np.ndarray]) -> None:
-        """Add up the arrays of all ranks, in place; Horovod negotiates them together."""
+        """Add up the arrays of all ranks in place, as one negotiated group."""
         tensors = [tensor_of(piece) for array in arrays for piece in _pieces(array, _PIECE_BYTES)]
         if tensors:
             self.run(partial(hvd.grouped_allreduce_async_, tensors, op=hvd.Sum), self._watch.call.title)
 
     def _compare(self, contributions: Contributions, out: np.ndarray, reduction: Reduction) -> None:
-        """Minimum or maximum: each rank gathers what all have chosen, and chooses."""
+        """Reduce by minimum or maximum: gather each rank's partial result, and reduce these locally."""
         chosen = np.empty_like(out)
         reduction.fold(contributions, chosen)
         for piece, result in zip(
@@ -244,21 +251,21 @@ class HorovodTransport(Transport):
             reduction.reduce(list(rows), result, self.size)
 
     def join(self, message: np.ndarray, name: str) -> np.ndarray:
-        """Return the messages of all ranks one after another; they may differ in size."""
+        """Concatenate the messages of all ranks, which may differ in size."""
         messages: np.ndarray = self.run(partial(hvd.allgather_async, tensor_of(message)), name).numpy()
-        return messages  # without PyTorch its type is Any
+        return messages  # typed here because torch may be absent for mypy
 
     def run(self, begin: Callable[..., int], name: str) -> torch.Tensor:
-        """Return the result of an operation of Horovod that `begin(name=...)` starts."""
-        # The same name in every step lets Horovod remember the answer of its negotiation.
+        """Run the operation of Horovod that `begin(name=...)` starts, and return its result."""
+        # With the same name in every step Horovod can cache the result of its negotiation.
         return finished(partial(begin, name=f"{self._name}: {name}"), self._watch)
 
 
 class _Sum:
-    """A sum over all ranks under way: first that of this rank's contributions.
+    """A sum over all ranks in progress, beginning with the sum of this rank's contributions.
 
     Attributes:
-        carrier: what is to be added to those of the other ranks, in place.
+        carrier: Array that Horovod adds in place to those of the other ranks.
     """
 
     def __init__(self, contributions: Contributions, out: np.ndarray, reduction: Reduction) -> None:
@@ -270,25 +277,25 @@ class _Sum:
         self.carrier = _carrier(self._total)
 
     def finish(self, count: int) -> None:
-        """Put the sum, or the mean of `count` contributions, into `out`."""
+        """Store the sum, or the mean of `count` contributions, in `out`."""
         _take(self.carrier, self._total)
         self._reduction.finish(self._total, self._out, count)
 
 
 def _carrier(total: np.ndarray) -> np.ndarray:
-    """Return the array as Horovod can add it: the same memory where the width is the same."""
+    """Return `total` in a dtype that Horovod adds: a view if the width is the same, else a converted copy."""
     dtype = _CARRIERS[total.dtype]
     return total.view(dtype) if dtype.itemsize == total.itemsize else total.astype(dtype)
 
 
 def _take(carrier: np.ndarray, total: np.ndarray) -> None:
-    """Copy the carrier of `total` into `total`, unless they share memory."""
+    """Copy `carrier` back into `total`, unless they share memory."""
     if carrier.itemsize != total.itemsize:
         total[...] = carrier.astype(total.dtype)
 
 
 def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Return the heads of the ranks' messages, and what follows each of them."""
+    """Split the concatenated messages of all ranks into headers and bodies."""
     heads: list[list[int]] = []
     bodies: list[np.ndarray] = []
     while messages.size:
@@ -301,7 +308,7 @@ def _split(messages: np.ndarray) -> tuple[list[list[int]], list[np.ndarray]]:
 
 
 def _pieces(array: np.ndarray, nbytes: int) -> list[np.ndarray]:
-    """Return the array in pieces of at most so many bytes."""
+    """Split the array into pieces of at most `nbytes` bytes."""
     step = max(1, nbytes // array.itemsize)
     return [array[start : start + step] for start in range(0, array.size, step)]
 
@@ -310,13 +317,13 @@ def _pieces(array: np.ndarray, nbytes: int) -> list[np.ndarray]:
 
 
 class Operations:
-    """The operations of one name; those without a name are matched by their order.
+    """The operations of one name. Operations without a name are matched by their order.
 
-    Before one begins, all ranks compare their calls.
+    All ranks compare their calls before an operation begins.
 
     Args:
-        settings: limits.
-        name: the name, or "".
+        settings: Limits of waits.
+        name: Name of the operations, or "".
     """
 
     def __init__(self, settings: Settings, name: str) -> None:
@@ -325,15 +332,16 @@ class Operations:
         self._transport = HorovodTransport(self._watch, f"popdist.horovod {name}".strip())
 
     def all_reduce(self, arrays: Sequence[np.ndarray], op: str, factors: tuple[float, float]) -> list[np.ndarray]:
-        """Reduce each of the arrays over all ranks, in one operation of Horovod.
+        """Reduce each array over all ranks, in one operation of Horovod.
 
         Args:
-            arrays: of any shapes and reducible dtypes.
-            op: "Average", or a reduction of `hvd`.
-            factors: by which each value is multiplied before and after; integers in float64, and truncated.
+            arrays: Arrays of any shapes and reducible dtypes.
+            op: "Average", or the name of a reduction of `hvd`.
+            factors: Factors by which values are multiplied before and after the reduction. Integers are multiplied in
+                float64 and truncated.
 
         Raises:
-            ValueError: on all ranks, an average of integers with factors does not fit into their dtype.
+            ValueError: An average of integers with factors does not fit into their dtype. Raised on all ranks.
         """
         for array in arrays:
             _check_reducible(array, op, factors)
@@ -353,7 +361,7 @@ class Operations:
             self._transport.run(partial(hvd.grouped_allreduce_async_, tensors, op=reduce, **scales), name)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """Return the arrays of all ranks one after another along their first axis, which may differ."""
+        """Concatenate the arrays of all ranks along the first axis, whose length may differ between ranks."""
         if not array.ndim:
             raise ValueError("allgather of a scalar, which has no first dimension; give an array of one element")
         _check_movable(array)
@@ -367,7 +375,7 @@ class Operations:
         return whole
 
     def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
-        """Rank `root`'s array, in place of this rank's."""
+        """Overwrite `array` with rank `root`'s array, and return it."""
         root = checked_root("root_rank", root, self._transport.size, "processes")
         _check_movable(array)
         self._agree(Call("broadcast", self._name, "", array.dtype.name, array.shape, root))
@@ -382,12 +390,12 @@ class Operations:
 
 @dataclass
 class _Reducing:
-    """A reduction under way.
+    """A reduction in progress.
 
     Attributes:
-        carriers: what Horovod is to reduce, in place.
-        finish: gives the result of what they have become, in one dimension.
-        is_scaled: whether factors have no more to be applied by Horovod.
+        carriers: Arrays that Horovod reduces in place.
+        finish: Returns the one-dimensional result once the carriers are reduced.
+        is_scaled: Whether factors are already applied here, so that Horovod must not apply them.
     """
 
     carriers: Sequence[np.ndarray]
@@ -419,7 +427,7 @@ def _plain(flat: np.ndarray, reduction: Reduction, accumulated_as: str, size: in
 
 
 def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
-    """Return the mean of 64-bit integers, whose sum need not fit."""
+    """Prepare the mean of 64-bit integers, whose sum may overflow."""
     ((quotients,), (remainders,)) = shares([flat], size)
     carriers = [_carrier(quotients), _carrier(remainders)]
 
@@ -432,9 +440,9 @@ def _divided_mean(flat: np.ndarray, size: int) -> _Reducing:
 
 
 def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _Reducing:
-    """Return the mean of integers with factors, which is refused where it, or the sum behind it, does not fit."""
+    """Prepare the mean of integers with factors; `finish` raises ValueError if the mean or its sum overflows."""
     before, after = factors
-    with np.errstate(all="ignore"):  # what does not fit is noticed by the sum of the absolute values
+    with np.errstate(all="ignore"):  # the sum of absolute values reveals overflows
         scaled = flat if before == 1 else np.trunc(flat.astype(np.float64) * before)
         total, bound = scaled.astype(np.int64), np.abs(scaled.astype(np.float64))
 
@@ -448,7 +456,7 @@ def _scaled_mean(flat: np.ndarray, factors: tuple[float, float], size: int) -> _
         if not fits.all():
             raise ValueError(
                 f"the average of {flat.dtype} with the factors {before:g} and {after:g} does not fit into "
-                f"{flat.dtype}; convert it to float64 before"
+                f"{flat.dtype}; convert it to float64 first"
             )
         return mean.astype(flat.dtype)
 
@@ -463,14 +471,12 @@ def _check_reducible(array: np.ndarray, op: str, factors: tuple[float, float]) -
     if array.dtype.kind not in "iu":
         return
     if op == "Adasum":
-        raise UnsupportedBufferError(f"Adasum of {array.dtype}; it is for floats")
-    if array.dtype.kind == "u" and array.dtype.itemsize >= 4:  # travels as the signed one
+        raise UnsupportedBufferError(f"Adasum of {array.dtype}: Adasum supports floats only")
+    if array.dtype.kind == "u" and array.dtype.itemsize >= 4:  # travels as a signed integer of the same width
         if op in ("Min", "Max"):
-            raise UnsupportedBufferError(f"{op} of {array.dtype}, which Horovod does not compare; convert it to int64")
+            raise UnsupportedBufferError(f"{op} of {array.dtype}: Horovod cannot compare it; convert it to int64")
         if factors != (1.0, 1.0):
-            raise UnsupportedBufferError(
-                f"factors for {array.dtype}, which Horovod does not multiply; convert it to int64"
-            )
+            raise UnsupportedBufferError(f"factors for {array.dtype}: Horovod cannot multiply it; convert it to int64")
 
 
 def _check_movable(array: np.ndarray) -> None:
@@ -484,7 +490,7 @@ def _check_movable(array: np.ndarray) -> None:
 
 
 def connect(settings: Settings) -> Communicator:
-    """Return a communicator of all processes of Horovod, which is started unless it runs; all of them call this."""
+    """Return a communicator of all Horovod processes, and start Horovod if it is not running; a collective call."""
     start()
     number = next(_numbers)
     group = _everybody()
@@ -510,7 +516,7 @@ def _connect_some(settings: Settings, ranks: Sequence[int]) -> Communicator:
     if world.Get_size() != hvd.size():
         raise ValueError(
             f"Horovod was started with {hvd.size()} of {world.Get_size()} processes; "
-            "groups can be made only where it was started with all of them"
+            "start it with all processes to make groups"
         )
     comm = world.Create_group(world.Get_group().Incl(ranks), _SUBGROUP_TAG)
     return connect_by_name("mpi", settings, comm=comm, instances=ranks)

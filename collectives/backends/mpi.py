@@ -1,4 +1,4 @@
-"""The backend over MPI: messages through mpi4py, and shared memory where all ranks share a host."""
+"""The backend over MPI: messages through mpi4py, and shared memory between ranks of one host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.agreement import LEAST_INLINE_BYTES
 from collectives.communicator import Communicator
@@ -29,10 +30,10 @@ except (ImportError, RuntimeError) as error:
 
 logger = logging.getLogger(__name__)
 
-_CHANNELS = 2  # for the synchronous and for the named collectives
-_SUBGROUP_TAG = 7  # no lane of a channel has it
+_CHANNELS = 2  # one for synchronous collectives, one for named collectives
+_SUBGROUP_TAG = 7  # no lane of a channel uses this tag
 
-# Between hosts:
+# Message sizes between hosts:
 _INLINE_BYTES_OF_HOST = 1 << 17
 _WHOLE_BYTES = 1 << 18
 _CHUNK_BYTES = 60 << 10
@@ -41,7 +42,7 @@ _ONE_COLUMN_BYTES = 1 << 21
 
 
 class MpiTransfer:
-    """One MPI request."""
+    """A pending MPI request."""
 
     __slots__ = ("_test",)
     received = None
@@ -50,6 +51,7 @@ class MpiTransfer:
         self._test = request.Test
 
     def done(self) -> bool:
+        """Return whether the request is complete; raise PeerLostError if MPI reports an error."""
         try:
             return self._test()
         except MPI.Exception as error:
@@ -60,18 +62,18 @@ def _lost(error: MPI.Exception) -> PeerLostError:
     return PeerLostError(f"MPI reports: {error.Get_error_string()}")
 
 
-_links: weakref.WeakSet[MpiLink] = weakref.WeakSet()  # those that are open
+_links: weakref.WeakSet[MpiLink] = weakref.WeakSet()  # the open links of this process
 
 
 class MpiLink(Link):
-    """Point-to-point messages in an MPI communicator of our own; a lane of a channel is a tag.
+    """Point-to-point messages in a duplicated MPI communicator; a lane of a channel is an MPI tag.
 
     Args:
-        comm: connects the ranks.
-        channel: which of the independent links over `comm` this is.
-        hosts: the number of the host of each rank.
-        sizes: of messages.
-        end: called when the link is closed.
+        comm: MPI communicator of the ranks.
+        channel: Number of this link among the independent links over `comm`.
+        hosts: Host number of each rank.
+        sizes: Message sizes.
+        end: Function to call when the link is closed.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class MpiLink(Link):
         self.sizes = sizes
         _links.add(self)
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         try:
             return MpiTransfer(self._comm.Isend((data, MPI.BYTE), to, self._first_tag + lane))
         except MPI.Exception as error:
             raise _lost(error) from error
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         try:
             return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), source, self._first_tag + lane))
@@ -99,9 +103,10 @@ class MpiLink(Link):
             raise _lost(error) from error
 
     def revoke(self) -> None:
-        """Have all that is pending on any rank fail, on the other link over the communicator too; both are left."""
+        """Make all pending operations fail on every rank, on both links over the communicator; ends their use."""
         self._comm.Revoke()
 
+    @override
     def close(self) -> None:
         if self in _links:
             _links.discard(self)
@@ -114,15 +119,15 @@ def connect(
     instances: Sequence[int] | None = None,
     host: str = "",
 ) -> Communicator:
-    """Return a communicator of the ranks of `comm` (default: all of this MPI job); all of them call this.
+    """Return a communicator of the ranks of `comm`; a collective call.
 
-    The MPI communicator is duplicated and left alone.
+    `comm` is duplicated, so that no messages of the caller can interfere.
 
     Args:
-        settings: as all ranks have them.
-        comm: connects the ranks.
-        instances: the instance behind each rank; default: their numbers.
-        host: what the host of this rank is called; default: as MPI calls it.
+        settings: Options, the same on all ranks.
+        comm: MPI communicator of the ranks; default: MPI.COMM_WORLD.
+        instances: Instance of each rank; default: the rank numbers.
+        host: Name of this rank's host; default: MPI's processor name.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     own = comm.Dup()
@@ -147,9 +152,9 @@ def _connect_over(
 ) -> Communicator:
     """Return a communicator of the ranks of `comm`.
 
-    It creates no MPI communicators: while one comes into being, the news that another of its ranks is lost ends this
-    process (Open MPI 5.0.11, in ompi_comm_revoke_local). Subgroups are made of `comm`; our messages go over `own`,
-    which has the same ranks; `end` is called when one of the links is closed.
+    This function creates no MPI communicator: in Open MPI 5.0.11 the loss of another rank during such a creation kills
+    this process (in ompi_comm_revoke_local). Subgroups are made from `comm`. Our messages go over `own`, which has the
+    same ranks. `end` is called when a link is closed.
     """
     of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0), settings.network))
     refuse_other_networks([network for _, _, network in of_ranks])
@@ -159,7 +164,7 @@ def _connect_over(
     sizes = Sizes() if of_one_host == size else _sizes_between_hosts(size, of_one_host)
     cores = set().union(*[cores for host, cores, _ in of_ranks if host == here])
     if len(cores) < hosts.count(here):
-        settings = replace(settings, spins=0)  # who spins takes a core that another rank needs
+        settings = replace(settings, spins=0)  # a spinning rank would take a core that another rank needs
     numbers = host_numbers(hosts)
     main, named = [MpiLink(own, channel, numbers, sizes, end) for channel in range(_CHANNELS)]
 
@@ -173,18 +178,21 @@ def _connect_over(
 
 
 def _nothing() -> None:
-    """Subgroups may still be made of the communicator when its links are closed."""
+    """Do nothing: subgroups may still be made of the communicator after its links are closed."""
 
 
 def connect_survivors(settings: Settings) -> Communicator:
-    """Return a communicator of the ranks of this MPI job that are left; all call this, and again if one is lost then.
+    """Connect the surviving ranks of this MPI job; all of them call this, and again after another loss.
 
-    What they had connected before is of no use any more. Needs Open MPI's fault tolerance, `mpirun --with-ft ulfm`.
+    Earlier connections can no longer be used. Needs Open MPI's fault tolerance (ULFM): `mpirun --with-ft ulfm`.
+
+    Raises:
+        PeerLostError: Ranks were lost faster than the survivors could connect.
     """
     world = MPI.COMM_WORLD
     world.Revoke()
     for link in list(_links):
-        link.revoke()  # ends pending messages, whose buffers may be gone soon
+        link.revoke()  # ends pending messages, whose buffers may be freed soon
     for _ in range(world.Get_size()):
         settings.progress.waiting_for([rank for rank in range(world.Get_size()) if rank != world.Get_rank()])
         comm = MPI.Intracomm(world.Shrink())
@@ -193,17 +201,17 @@ def connect_survivors(settings: Settings) -> Communicator:
         try:
             return _connect_over(settings, comm, comm, members, _nothing)
         except (MPI.Exception, CollectiveError) as error:
-            logger.info("another rank was lost while the others connected anew: %s", error)
+            logger.info("another rank was lost while the survivors reconnected: %s", error)
             comm.Revoke()
-    raise PeerLostError("the ranks that are left could not connect anew")
+    raise PeerLostError("the surviving ranks could not reconnect, because more ranks were lost each time")
 
 
 def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:
-    """Return what is best where the ranks of a host send through one wire.
+    """Return the best message sizes if the ranks of a host share one network interface.
 
-    Messages stay below the 64 KiB for which Open MPI's tcp asks the receiver first.
+    Messages stay below 64 KiB: Open MPI's tcp component asks the receiver first (rendezvous) for larger ones.
     """
-    copies = ranks - of_one_host  # of everything inline that leave a host
+    copies = ranks - of_one_host  # number of times that inline data leaves a host
     return Sizes(
         inline_bytes=max(LEAST_INLINE_BYTES, min(_CHUNK_BYTES, _INLINE_BYTES_OF_HOST // copies)),
         whole_bytes=_WHOLE_BYTES,

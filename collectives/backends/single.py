@@ -1,10 +1,11 @@
-"""The backend of a program that runs alone: one rank, no waiting, nothing to install."""
+"""The backend for a single process: one rank, without waiting and without further libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.arrays import aligned_empty
 from collectives.communicator import Communicator
@@ -14,32 +15,37 @@ from collectives.transport import Parts, Reducing, Transport
 
 
 class SingleTransport(Transport):
-    """One rank, which always agrees with itself."""
+    """The transport of one rank; every exchange agrees."""
 
     rank = 0
     size = 1
 
+    @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         return True, Parts((count,), arrays)
 
+    @override
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
         reducing.reduction.reduce(reducing.contributions, reducing.out, len(reducing.contributions))
 
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         """Do nothing: there is no other rank."""
 
+    @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[0], block)
 
+    @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
         assert out is not None
         np.copyto(out[0], block)
 
+    @override
     def allocate(self, nbytes: int) -> np.ndarray:
         return aligned_empty(nbytes)
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: the transport holds no resources."""
 
 
 def connect(settings: Settings, instances: Sequence[int] = (0,)) -> Communicator:

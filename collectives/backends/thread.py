@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
@@ -32,23 +33,23 @@ def _nothing(source: int, to: int) -> None:
 class ThreadHub:
     """The meeting point of the threads of one group.
 
-    A rank may be lost, as a process may. It then goes as between processes over MPI with ULFM: those who wait for the
-    lost rank get `PeerLostError`; the first of them who wants to go on without it revokes the hub, which ends the waits
-    of all others; and all who are left meet again in a smaller hub, in the same order. See `connect_survivors`.
+    A rank can be lost, like a process over MPI with ULFM. Ranks that wait for the lost rank get `PeerLostError`. The
+    first rank to go on without it revokes the hub. That ends the waits of all others. The survivors then meet in a
+    smaller hub, in the same order (`connect_survivors`).
 
     Args:
-        size: the number of ranks.
-        before_send: called in the thread of a rank that is about to send a message over a link, with the ranks of the
-            sender and of the receiver; what it raises goes to the sender. A place for faults: whoever is lost there has
-            sent all messages before, and none after.
-        hosts: what the host of each rank is called; default: all are on one for the window, and apart for the ring.
+        size: Number of ranks.
+        before_send: Called in the sender's thread before each message on a link, with the ranks of sender and receiver.
+            An error that it raises reaches the sender. Tests lose a rank here: it has then sent all earlier messages
+            and no later one.
+        hosts: Name of each rank's host. Default: one host for the mechanism "window", separate hosts for "ring".
     """
 
     def __init__(
         self, size: int, before_send: Callable[[int, int], None] = _nothing, hosts: Sequence[Hashable] = ()
     ) -> None:
         if size < 1:
-            raise ValueError(f"a group of {size} ranks; it needs at least one")
+            raise ValueError(f"a group of {size} ranks is impossible; it needs at least one")
         self.size = size
         self.hosts = tuple(hosts)
         self.before_send = before_send
@@ -61,15 +62,15 @@ class ThreadHub:
         self._lost: dict[int, str] = {}
         self._is_revoked = False
         self._leaving: set[int] = set()
-        self._smaller: tuple[ThreadHub, list[int]] | None = None  # and which ranks of this hub are its ranks
+        self._smaller: tuple[ThreadHub, list[int]] | None = None  # with the ranks of this hub that are in it
 
     def queue_for(self, channel: int, source: int, to: int, lane: int) -> queue.SimpleQueue[np.ndarray]:
-        """Return the messages of one lane from one rank to another."""
+        """Return the queue of one lane from rank `source` to rank `to`."""
         with self._changed:
             return self._queues[channel, source, to, lane]
 
     def subgroup(self, ranks: tuple[int, ...], rank: int) -> ThreadHub:
-        """Return the hub of some of the ranks; each call of a rank with the same ranks gets the next such group."""
+        """Return the hub of some ranks. A rank's n-th call with equal `ranks` returns the n-th hub of these ranks."""
         with self._changed:
             turn = self._joined[ranks, rank]
             self._joined[ranks, rank] += 1
@@ -82,13 +83,13 @@ class ThreadHub:
     # ---- losing ranks
 
     def lose(self, rank: int, why: str = "") -> None:
-        """Have a rank lost: waits for it end, what it sent before still arrives, and nothing comes from it any more.
+        """Declare a rank lost: waits for it end. Messages that it sent earlier still arrive; it sends no others.
 
-        Also in subgroups, and in the smaller hub where the ranks have met again meanwhile.
+        The rank is also lost in subgroups, and in the smaller hub if the ranks have already met again.
 
         Args:
-            rank: which one.
-            why: what errors say about it; default: that it is lost.
+            rank: The lost rank.
+            why: Reason for error messages; default: "rank ... is lost".
         """
         with self._changed:
             if self._smaller is not None:
@@ -101,24 +102,24 @@ class ThreadHub:
             self._meet_if_all_have_come()
 
     def revoke(self) -> None:
-        """End all waits in this hub and its subgroups, now and in future; what has arrived already is still taken."""
+        """End all present and future waits in this hub and its subgroups; arrived messages can be received."""
         with self._changed:
             self._is_revoked = True
             self._tell_subgroups()
 
     def why_lost(self, rank: int) -> str:
-        """Return what was said when a rank was lost; empty while it is not."""
+        """Return the reason why a rank is lost, or "" if it is not lost."""
         return self._lost.get(rank, "")
 
     def why_not_wait(self, rank: int, awaited: Sequence[int]) -> str:
-        """Return why it is useless for a rank to wait for some others; empty while it is not."""
+        """Return why `rank` cannot receive anything more from the `awaited` ranks, or "" if it can."""
         reasons = [self._lost[each] for each in (rank, *awaited) if each in self._lost]
         if not reasons and self._is_revoked:
             reasons = [*self._lost.values()] or ["the others go on without this group"]
         return "; ".join(reasons)
 
     def newest(self, rank: int) -> tuple[ThreadHub, int]:
-        """Return the smallest hub in which a rank of this hub has met the others, and the number of the rank there."""
+        """Return the smallest hub with `rank` as a member, and its rank there."""
         hub = self
         while hub._smaller is not None and rank in hub._smaller[1]:
             hub, left = hub._smaller
@@ -126,7 +127,7 @@ class ThreadHub:
         return hub, rank
 
     def survivors(self) -> list[int]:
-        """Return the ranks of this hub that have met in the smallest one, in its order."""
+        """Return the ranks of this hub that have met in the smallest hub, in the smallest hub's order."""
         ranks, hub = list(range(self.size)), self
         while hub._smaller is not None:
             hub, left = hub._smaller
@@ -134,13 +135,13 @@ class ThreadHub:
         return ranks
 
     def shrink(self, rank: int, limit_s: float) -> None:
-        """Meet again without the ranks that are lost; returns when all who are left have called it.
+        """Meet again without the lost ranks; return when all surviving ranks have called this.
 
-        `newest` is then the smaller hub, whose ranks are those that are left, in the same order.
+        `newest` then returns the smaller hub, which numbers the surviving ranks in the same order.
 
         Raises:
-            CollectiveTimeoutError: after `limit_s` seconds.
-            PeerLostError: if this rank is lost itself.
+            CollectiveTimeoutError: Other surviving ranks did not call within `limit_s` seconds.
+            PeerLostError: This rank is lost itself.
         """
         with self._changed:
             self._leaving.add(rank)
@@ -151,8 +152,8 @@ class ThreadHub:
             if not came:
                 missing = sorted(set(range(self.size)) - self._lost.keys() - self._leaving)
                 raise CollectiveTimeoutError(
-                    f"rank {rank} has waited for rank {', '.join(map(str, missing))} to go on without those that are "
-                    f"lost: gave up after timeout_s = {limit_s:g}"
+                    f"rank {rank} has waited for rank {', '.join(map(str, missing))} to go on without the lost ranks: "
+                    f"gave up after timeout_s = {limit_s:g}"
                 )
 
     def _part(self, ranks: Sequence[int]) -> ThreadHub:
@@ -170,7 +171,7 @@ class ThreadHub:
             self._tell(hub, ranks)
 
     def _tell(self, hub: ThreadHub, ranks: tuple[int, ...]) -> None:
-        """Have the hub of some of the ranks lose those of them that are lost here."""
+        """Pass this hub's losses and revocation on to `hub`, a hub of `ranks`."""
         for number, rank in enumerate(ranks):
             if rank in self._lost:
                 hub.lose(number, self._lost[rank])
@@ -179,7 +180,7 @@ class ThreadHub:
 
 
 class _Sent:
-    """Messages between threads are copied at once."""
+    """A message between threads; sending copies it at once."""
 
     received = None
 
@@ -205,7 +206,7 @@ class _Receive:
 
 
 class ThreadLink(Link):
-    """Queues between the threads of one process."""
+    """Message queues between the threads of one process."""
 
     def __init__(self, hub: ThreadHub, rank: int, channel: int) -> None:
         self.rank = rank
@@ -213,6 +214,7 @@ class ThreadLink(Link):
         self._hub = hub
         self._channel = channel
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         self._hub.before_send(self.rank, to)
         if why := self._hub.why_lost(self.rank):
@@ -220,17 +222,18 @@ class ThreadLink(Link):
         self._hub.queue_for(self._channel, self.rank, to, lane).put(data.copy())
         return _Sent()
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         messages = self._hub.queue_for(self._channel, source, self.rank, lane)
         return _Receive(messages, into)
 
 
 def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[int] | None = None) -> Communicator:
-    """Join the group that meets at `hub` as `rank`; returns when all ranks have joined.
+    """Join the group that meets at `hub` as `rank`; return when all ranks have joined.
 
-    The default mechanism is the ring; "window" reduces in shared memory as processes of one host do.
+    The default mechanism is the ring. The mechanism "window" reduces in shared memory, as processes of one host do.
     """
-    settings = replace(settings, spins=0)  # a spinning thread would keep the interpreter from the others
+    settings = replace(settings, spins=0)  # a spinning thread would hold the interpreter lock that others need
     members = instances if instances is not None else range(hub.size)
     group = RankGroup(rank, [f"rank {number}" for number in range(hub.size)], members, partial(hub.why_not_wait, rank))
 
@@ -246,18 +249,18 @@ def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[i
 
 
 def connect_survivors(settings: Settings, hub: ThreadHub, rank: int) -> Communicator:
-    """Join those that are left of a group in which others are lost; all of them call this, and again if one is then.
+    """Connect the surviving ranks of a group; all of them call this, and again after another loss.
 
-    What they had connected before is of no use any more. As `connect_survivors` of the backend over MPI.
+    Earlier connections can no longer be used. This is `connect_survivors` of the MPI backend for threads.
 
     Args:
-        settings: as for `connect`.
-        hub: where all of them met at first.
-        rank: this rank's number there.
+        settings: Options, as for `connect`.
+        hub: Hub at which the whole group first met.
+        rank: This rank's number in `hub`.
 
     Raises:
-        CollectiveTimeoutError: if one that is not lost does not come within `timeout_s`.
-        PeerLostError: if this rank is lost itself, or the others are lost faster than they meet.
+        CollectiveTimeoutError: A surviving rank did not come within `timeout_s`.
+        PeerLostError: This rank is lost itself, or ranks were lost faster than the survivors could connect.
     """
     for _ in range(hub.size):
         present, number = hub.newest(rank)
@@ -268,8 +271,8 @@ def connect_survivors(settings: Settings, hub: ThreadHub, rank: int) -> Communic
         try:
             return connect(settings, smaller, number, hub.survivors())
         except CollectiveError as error:
-            logger.info("another rank was lost while the others connected anew: %s", error)
-    raise PeerLostError("the ranks that are left could not connect anew")
+            logger.info("another rank was lost while the survivors reconnected: %s", error)
+    raise PeerLostError("the surviving ranks could not reconnect, because more ranks were lost each time")
 
 
 def run_on_threads(
@@ -278,18 +281,23 @@ def run_on_threads(
     settings: Settings | None = None,
     hosts: Sequence[Hashable] = (),
 ) -> list[Result]:
-    """Run `function(communicator)` once per rank, each in a thread of its own; the results in rank order.
+    """Run `function(communicator)` once per rank, each in its own thread; return the results in rank order.
 
-    When one rank raises, waits of the others end with `PeerLostError`, and the first exception is raised here.
+    If a rank raises, the waits of the others end with `PeerLostError`, and this function raises the first exception.
 
     Args:
-        size: the number of ranks.
-        function: the program; its communicator is closed when it returns.
-        settings: limits and mechanism of the communicators.
-        hosts: as for `ThreadHub`.
+        size: Number of ranks.
+        function: Program of a rank; its communicator is closed when it returns.
+        settings: Limits and mechanism of the communicators.
+        hosts: Name of each rank's host, as for `ThreadHub`.
+
+    Example:
+        >>> import numpy as np
+        >>> run_on_threads(2, lambda communicator: communicator.all_reduce(np.ones(2)).tolist())
+        [[2.0, 2.0], [2.0, 2.0]]
     """
     hub = ThreadHub(size, hosts=hosts)
-    errors: list[BaseException] = []  # as they came: all but the first may follow from it
+    errors: list[BaseException] = []  # in order of time; all but the first may be consequences
 
     def run(rank: int) -> Result:
         try:

@@ -1,1 +1,1 @@
-"""Memory of NVIDIA GPUs, by the CUDA driver alone: nothing is loaded where there is none."""
+"""Memory of NVIDIA GPUs, accessed through the CUDA driver alone, and only if a driver is installed."""

@@ -1,4 +1,4 @@
-"""A GPU by the CUDA driver: its memory, page-locked memory of the host, and copies between all of these."""
+"""A GPU through the CUDA driver: its memory, page-locked host memory, and copies between them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from ctypes import byref, c_int, c_uint64, c_void_p
 from collectives.cuda.driver import HANDLE_BYTES, Driver, IpcHandle, loaded_driver
 from collectives.errors import CudaError
 
-_NON_BLOCKING = 1  # the stream does not wait for the default stream, nor that for it
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no synchronisation with the default stream
 _LAZY_PEER_ACCESS = 1
-_PORTABLE = 1  # page-locked for every context
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every context
 _DISABLE_TIMING = 2
 
 
 class CudaDevice:
-    """A GPU in its primary context, in which JAX and PyTorch compute, and a stream of its own for copies.
+    """A GPU in its primary context, which JAX and PyTorch use too, with a separate stream for copies.
 
-    Methods may be called by any thread; copies are made in the order in which they were asked for.
+    Any thread may call the methods. Copies are executed in the order of the calls.
 
     Args:
-        ordinal: of the GPU among those that this process sees.
-        driver: default: that of this machine.
+        ordinal: Number of the GPU among the GPUs that this process sees.
+        driver: CUDA driver; default: the driver of this machine.
 
     Attributes:
-        place: the device in DLPack.
+        place: Device type and ordinal in DLPack.
 
     Raises:
-        CudaError: there is no driver, or no such GPU.
+        CudaError: There is no driver, or no GPU with this number.
     """
 
     def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
         found = driver or loaded_driver()
         if found is None:
-            raise CudaError(f"GPU {ordinal} was asked for, and this process sees none; exchange on the host")
+            raise CudaError(f"GPU {ordinal} was asked for, but this process sees no GPU; exchange on the host")
         self.place = found.kind, ordinal
         self._driver = found
         self._device, self._context, self._stream = c_int(), c_void_p(), c_void_p()
@@ -46,17 +46,17 @@ class CudaDevice:
     # ---- memory
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of so many bytes on the GPU, not zeroed."""
+        """Allocate `nbytes` bytes of uninitialised memory on the GPU; return the address."""
         address = c_uint64()
         self._call("cuMemAlloc_v2", byref(address), nbytes)
         return address.value
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` has returned, when the GPU has done all that was asked of it."""
+        """Free memory from `allocate`, after the GPU has finished all pending work."""
         self._call("cuMemFree_v2", address)
 
     def handle_of(self, address: int) -> bytes:
-        """Return a name of what `allocate` has returned, for other processes of this host."""
+        """Return the CUDA IPC handle of memory from `allocate`, for other processes of this host."""
         handle = IpcHandle()
         self._call("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle.reserved)
@@ -65,7 +65,7 @@ class CudaDevice:
         """Map memory of another process; return its address here.
 
         Args:
-            handle: see `handle_of`; not of this process.
+            handle: Handle from `handle_of` in another process.
         """
         address = c_uint64()
         name = IpcHandle.from_buffer_copy(handle.ljust(HANDLE_BYTES, b"\0"))
@@ -73,37 +73,37 @@ class CudaDevice:
         return address.value
 
     def close_handle(self, address: int) -> None:
-        """Unmap what `open` has returned."""
+        """Unmap memory that `open` has mapped."""
         self._call("cuIpcCloseMemHandle", address)
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        """Lock the pages of host memory, so that copies run at the speed of the bus. About 0.4 ms per MB.
+        """Lock pages of host memory, so that copies run at the speed of the bus. This takes about 0.4 ms per MB.
 
-        The memory must not be unmapped before `page_unlock`.
+        The memory must stay mapped until `page_unlock`.
         """
         self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
 
     def page_unlock(self, address: int) -> None:
-        """Undo `page_lock`."""
+        """Unlock pages that `page_lock` has locked."""
         self._call("cuMemHostUnregister", address)
 
     # ---- copies
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Begin to copy between any two places of GPUs and of the host; see `synchronize`.
+        """Start a copy between any two places in GPU or host memory; `synchronize` waits for it.
 
         Args:
-            to: the address of the copy.
-            source: finished memory; this stream waits for no other.
-            nbytes: how much.
+            to: Destination address.
+            source: Source address. The source must be complete: the stream waits for no other stream.
+            nbytes: Number of bytes.
         """
         self.copy_all([(to, source, nbytes)])
 
     def copy_all(self, copied: Iterable[tuple[int, int, int]]) -> None:
-        """Begin several copies; see `copy`.
+        """Start several copies; `synchronize` waits for them.
 
         Args:
-            copied: for each its address, its source, and the number of bytes.
+            copied: Destination address, source address and number of bytes of each copy.
         """
         with self._current():
             for to, source, nbytes in copied:
@@ -111,11 +111,11 @@ class CudaDevice:
                     self._driver.call("cuMemcpyAsync", to, source, nbytes, self._stream)
 
     def synchronize(self) -> None:
-        """Wait until all copies have been made."""
+        """Wait until all copies are complete."""
         self._call("cuStreamSynchronize", self._stream)
 
     def mark(self) -> CopyMark:
-        """Return a mark behind the copies so far, for which a thread may wait while later ones are made."""
+        """Return a mark after all earlier copies. A thread can wait for it while later copies run."""
         event = c_void_p()
         with self._current():
             self._driver.call("cuEventCreate", byref(event), _DISABLE_TIMING)
@@ -128,7 +128,7 @@ class CudaDevice:
         self._call("cuEventDestroy_v2", event)
 
     def close(self) -> None:
-        """Wait for all copies, and let the context go; memory must have been given back before."""
+        """Wait for all copies, and release the context. All memory must be freed already."""
         if self._context:
             self.synchronize()
             self._call("cuStreamDestroy_v2", self._stream)
@@ -149,14 +149,14 @@ class CudaDevice:
 
 
 class CopyMark:
-    """A place in the order of the copies of a GPU; see `CudaDevice.mark`."""
+    """A position in the sequence of a GPU's copies, from `CudaDevice.mark`."""
 
     def __init__(self, device: CudaDevice, event: c_void_p) -> None:
         self._device = device
         self._event = event
 
     def wait(self) -> None:
-        """Wait until the copies before it have been made; a second call does nothing."""
+        """Wait until the copies before the mark are complete; a second call does nothing."""
         if self._event:
             event, self._event = self._event, c_void_p()
             self._device.await_event(event)

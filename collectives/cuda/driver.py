@@ -1,7 +1,7 @@
-"""The CUDA driver (`libcuda.so.1`), which every program that uses a GPU has loaded, by ctypes.
+"""The CUDA driver (`libcuda.so.1`) through ctypes; every program that uses a GPU has loaded it.
 
-A call is named as in the driver's header `cuda.h`, where its arguments are described. JAX and PyTorch compute in the
-primary context of a device; so do these calls.
+Functions have the names of the driver's header `cuda.h`, which describes their arguments. Like JAX and PyTorch, this
+module uses the primary context of a device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 _NAME_BYTES = 256
-_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: no GPU, or CUDA_VISIBLE_DEVICES hides all
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: there is no GPU, or CUDA_VISIBLE_DEVICES hides all of them
 
 
 class IpcHandle(ctypes.Structure):
-    """A name of memory on a device that other processes of the host understand."""
+    """A handle of device memory that other processes of the host can open."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
@@ -64,15 +64,15 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuIpcOpenMemHandle_v2": (POINTER(_ADDRESS), IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
 }
-"""The functions in use, each of which returns 0 or the number of an error."""
+"""The functions in use, with their argument types; each returns 0 or an error number."""
 
 
 class Driver:
-    """The driver's functions, each return code checked.
+    """The driver's functions, with every return code checked.
 
     Args:
-        library: has the functions of `ARGUMENTS`.
-        kind: of its devices in DLPack.
+        library: Library with the functions of `ARGUMENTS`.
+        kind: DLPack's device type of its devices.
     """
 
     def __init__(self, library: Any, kind: int = CUDA) -> None:
@@ -87,11 +87,11 @@ class Driver:
         """Call a function of the driver.
 
         Args:
-            name: in `ARGUMENTS`.
-            arguments: of the function.
+            name: Name of the function, a key of `ARGUMENTS`.
+            arguments: Arguments of the function.
 
         Raises:
-            CudaError: it returns an error; the message has the driver's name of the error.
+            CudaError: The function returned an error; the message has the driver's name of the error.
         """
         code = self._functions[name](*arguments)
         if code:
@@ -112,8 +112,8 @@ class Gpu:
     """A GPU that this process sees.
 
     Attributes:
-        uuid: the same for every process and in `nvidia-smi -L`.
-        name: of the product.
+        uuid: Identifier as `nvidia-smi -L` prints it, the same in every process.
+        name: Product name.
     """
 
     uuid: str
@@ -122,10 +122,10 @@ class Gpu:
 
 @cache
 def loaded_driver() -> Driver | None:
-    """Return the driver, initialised; None where it is not installed or this process sees no GPU.
+    """Load and initialise the driver; return None if it is not installed or this process sees no GPU.
 
-    `cuInit` reads CUDA_VISIBLE_DEVICES here, once. No context is created. A process that is forked from this one
-    cannot use GPUs.
+    `cuInit` reads CUDA_VISIBLE_DEVICES once, in this call. No context is created. A process forked from this one cannot
+    use GPUs.
     """
     try:
         driver = Driver(ctypes.CDLL(LIBRARY))
@@ -142,9 +142,9 @@ def loaded_driver() -> Driver | None:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that this process sees, in the order of their ordinals; empty without a driver or a GPU.
+    """Return the GPUs that this process sees, in order of their numbers; empty without a driver or a GPU.
 
-    This creates no context and takes no memory on a GPU. JAX and PyTorch may start afterwards.
+    The call creates no context and takes no memory on a GPU. JAX and PyTorch may start afterwards.
     """
     driver = loaded_driver()
     return () if driver is None else gpus_of(driver)
@@ -154,10 +154,10 @@ def gpus_of(driver: Driver) -> tuple[Gpu, ...]:
     """Return the GPUs that an initialised driver shows.
 
     Args:
-        driver: see there.
+        driver: Driver from `loaded_driver`.
 
     Raises:
-        CudaError: a call failed.
+        CudaError: A call of the driver failed.
     """
     count = c_int()
     driver.call("cuDeviceGetCount", ctypes.byref(count))

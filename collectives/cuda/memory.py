@@ -1,4 +1,4 @@
-"""Memory of a GPU that array libraries read in place, and memory of the host that a GPU copies at full speed."""
+"""GPU memory for array libraries, and page-locked host memory for copies at full speed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collectives.dlpack import ExportedArray
 
 
 class DeviceMemory:
-    """Memory of a GPU: of this process, or opened by the handle of another one.
+    """Memory of a GPU that this process has allocated, or opened by the handle of another process.
 
-    It is given back when nobody holds this object, at the latest; at the end of the process by the driver.
+    It is freed when this object is closed or garbage-collected; at the end of the process the driver frees it.
 
     Args:
-        device: where it lies.
-        nbytes: its size.
-        handle: of memory of another process; default: memory is allocated.
+        device: GPU of the memory.
+        nbytes: Size in bytes.
+        handle: Handle of another process's memory; default: new memory is allocated.
 
     Attributes:
-        address: where it begins; 0 once it is closed.
-        nbytes: its size.
+        address: Start address; 0 after `close`.
+        nbytes: Size in bytes.
 
     Raises:
-        CudaError: there is not as much memory, or the handle cannot be opened.
+        CudaError: The GPU has too little memory, or the handle cannot be opened.
     """
 
     def __init__(self, device: CudaDevice, nbytes: int, handle: bytes = b"") -> None:
@@ -37,34 +37,35 @@ class DeviceMemory:
 
     @property
     def handle(self) -> bytes:
-        """Its name for other processes of this host."""
+        """The CUDA IPC handle of the memory, for other processes of this host."""
         return self._device.handle_of(self.address)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype, start: int = 0) -> ExportedArray:
-        """Return an array in this memory, for a framework to import.
+        """Return an array in this memory, for import by a framework.
 
         Args:
-            shape: of the array.
-            dtype: of its elements.
-            start: the byte where it begins.
+            shape: Shape of the array.
+            dtype: Dtype of its elements.
+            start: Offset of the array in bytes.
         """
         return ExportedArray(self.address + start, shape, dtype, self._device.place)
 
     def close(self) -> None:
-        """Give it back; what frameworks have imported of it must not be used any more."""
+        """Free the memory. Arrays that frameworks have imported from it must not be used afterwards."""
         self.address = 0
         self._give_back()
 
 
 class PageLocked:
-    """Memory of the host whose pages are locked as long as this object lives.
+    """Host memory whose pages are locked until `close`, or until this object is garbage-collected.
 
     Args:
-        device: the GPU whose driver locks them.
-        array: contiguous; kept alive until `close`.
+        device: GPU whose driver locks the pages.
+        array: Contiguous array; kept alive until `close`.
 
     Raises:
-        CudaError: the driver refuses: the limit on locked memory is too low, say, or the pages are locked already.
+        CudaError: The driver refuses, e.g. because the limit of locked memory is too low or the pages are locked
+            already.
     """
 
     def __init__(self, device: CudaDevice, array: np.ndarray) -> None:

@@ -1,30 +1,32 @@
-"""Memory of a GPU that several processes map by CUDA IPC, in which frameworks compute."""
+"""GPU memory that several processes map by CUDA IPC, for computations of frameworks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import final
 
+from typing_extensions import override
+
 from collectives.cuda.device import CudaDevice
 from collectives.cuda.memory import DeviceMemory
 from collectives.mapped import Copied, MappedMemory, Region
 
-_BLOCK_BYTES = 1 << 21  # the driver cuts smaller allocations from a block, all of which a handle would show
+_BLOCK_BYTES = 1 << 21  # the driver packs smaller allocations into one block, and a handle would expose all of it
 
 
 @final
 class CudaMemory(MappedMemory):
-    """Memory of a GPU; a handle is one of CUDA IPC.
+    """Memory of a GPU, shared by CUDA IPC handles.
 
     Args:
-        device: the GPU on which this process computes. Others may compute on the same one, or on one that reaches it.
+        device: GPU of this process. Other processes may use the same GPU, or one that can access it.
     """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
 
+    @override
     def make(self, nbytes: int) -> tuple[Region, bytes]:
-        """See `MappedMemory`."""
         memory = DeviceMemory(self._device, -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES)
         try:
             return memory, memory.handle
@@ -32,18 +34,19 @@ class CudaMemory(MappedMemory):
             memory.close()
             raise
 
+    @override
     def open(self, handle: bytes, nbytes: int) -> Region:
-        """See `MappedMemory`."""
         return DeviceMemory(self._device, nbytes, handle)
 
+    @override
     def settle(self) -> None:
-        """See `MappedMemory`; a handle takes nothing."""
+        """Do nothing: a CUDA IPC handle holds no resources."""
 
+    @override
     def copy(self, copied: Iterable[Copied]) -> None:
-        """See `MappedMemory`."""
         self._device.copy_all(copied)
         self._device.synchronize()
 
+    @override
     def close(self) -> None:
-        """See `MappedMemory`."""
         self._device.close()

@@ -1,1 +1,1 @@
-"""Ranks on several hosts: those of one host give each other messages through shared memory, others over a network."""
+"""Links between ranks on several hosts: shared memory within a host, a network between hosts."""

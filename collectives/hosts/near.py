@@ -1,8 +1,8 @@
-"""Messages between the ranks of one host, through memory that all of them see.
+"""Messages between the ranks of one host through shared memory.
 
-A sender copies what it sends into a pool of its own, once for all ranks that it is for, and tells each of them where it
-lies; who receives it copies it to where it is needed. Pools are small and used again and again, so they stay in the
-cache. Every word of the memory has one writer. Bells wake a rank that waits; the layout of the memory is at the end.
+A sender copies a message once, into its own pool, for all receivers, and announces its place to each receiver. A
+receiver copies it to its destination. Pools are small and reused, so they stay in the cache. Every word of the shared
+memory has a single writer. Bells wake waiting ranks. The functions at the end define the memory layout.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.point_to_point.link import EXCHANGE, LANES, PARTIALS, RESULTS, Link, Transfer
 from collectives.shared_memory.segment import FENCE, LINE_BYTES
 
 POOL_BYTES = {EXCHANGE: 1 << 18, PARTIALS: 1 << 20, RESULTS: 1 << 19}
-"""What a rank may have on its way in each lane, to all others of its host together."""
+"""Size of each lane's pool: the bytes that a rank may have in transit to all other ranks of its host together."""
 
 FRAGMENT_BYTES = 1 << 16
-"""Longer messages pass in parts of this size, so that they need not fit."""
+"""Largest fragment. Longer messages are sent in fragments, so that they need not fit into the pool."""
 
 QUEUED = 12
-"""Fragments that may be on their way in a lane from one rank to another one."""
+"""Maximum number of fragments in transit on a lane from one rank to another."""
 
-# Of each lane from one rank to another one, in 8-byte units. The sender writes how many fragments it has announced so
-# far, and for the last ones where they lie, how long they are, and whether they end a message; the receiver, in a cache
-# line of its own, how many it has taken.
+# The words of a lane from one rank to another, in 8-byte units. The sender writes the number of fragments that it has
+# announced; for each of the latest fragments it writes the place, the length, and whether it ends a message. The
+# receiver writes the number of fragments that it has taken, in a cache line of its own.
 ANNOUNCED, FRAGMENTS, TAKEN = 0, 1, 40
 FRAGMENT_WORDS = 3
 QUEUE_WORDS = 48
@@ -41,16 +42,16 @@ _WAIT, _WAKE = 0, 1
 _EVERYBODY = (1 << 31) - 1
 
 CAN_RING = _SYSTEM_CALL > 0
-"""Whether this machine has bells; elsewhere waits have to poll."""
+"""Whether bells (Linux futexes) work on this machine; without bells waits have to poll."""
 
 
 class NearLink(Link):
-    """Ranks that share memory, numbered among themselves.
+    """A link between ranks that share memory, numbered among themselves.
 
     Args:
-        memory: at least `memory_bytes(size)` bytes, zeroed, the same for all ranks.
-        rank: this rank.
-        size: the number of ranks.
+        memory: Zeroed memory of at least `memory_bytes(size)` bytes, shared by all ranks.
+        rank: This rank.
+        size: Number of ranks.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int) -> None:
@@ -63,14 +64,17 @@ class NearLink(Link):
         self.pause = self.bells.wait if self.bells else None
         self._outboxes = [_Outbox(self, lane) for lane in range(LANES)]
         self._inboxes: dict[tuple[int, int], _Inbox] = {}
-        self._expected: dict[_Inbox, None] = {}  # those in which something is waited for
+        self._expected: dict[_Inbox, None] = {}  # inboxes with an awaited message
 
+    @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         return self._outboxes[lane].put(data, (to,))
 
+    @override
     def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
         return [self._outboxes[lane].put(data, tuple(to))] * len(to)
 
+    @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         inbox = self._inboxes.get((source, lane))
         if inbox is None:
@@ -81,22 +85,22 @@ class NearLink(Link):
         return received
 
     def take(self) -> None:
-        """Take whatever has come of that which is awaited: who asks for one message must not hold up another one."""
+        """Take all arrived fragments of awaited messages: waiting for one message must not delay another one."""
         for inbox in [inbox for inbox in self._expected if inbox.take()]:
             del self._expected[inbox]
 
     def channel(self, source: int, to: int, lane: int) -> memoryview:
-        """Return the words of a lane from one rank to another one."""
+        """Return the words of a lane from rank `source` to rank `to`."""
         start = queue_start(self.size, source, to, lane)
         return self._words[start : start + QUEUE_WORDS]
 
     def pool(self, source: int, lane: int) -> np.ndarray:
-        """Return the pool of a rank."""
+        """Return the pool of rank `source` for a lane."""
         return np.frombuffer(self._memory, np.uint8, POOL_BYTES[lane], pool_start(self.size, source, lane))
 
 
 class _Outgoing:
-    """A message of which fragments may still have to be copied."""
+    """A message with fragments that may not be copied yet."""
 
     __slots__ = ("_outbox", "data", "left", "to")
     received = None
@@ -114,7 +118,7 @@ class _Outgoing:
 
 
 class _Received:
-    """A message of which fragments may still have to come."""
+    """A message with fragments that may not have arrived yet."""
 
     __slots__ = ("_link", "come", "into", "is_whole", "received")
 
@@ -131,7 +135,7 @@ class _Received:
         return self.is_whole
 
     def add(self, fragment: np.ndarray, is_last: bool) -> None:
-        """Copy one more fragment."""
+        """Append a fragment to the message."""
         self.into[self.come : self.come + fragment.size] = fragment
         self.come += fragment.size
         if is_last:
@@ -140,7 +144,7 @@ class _Received:
 
 
 class _Outbox:
-    """The messages that this rank sends in one lane: fragments lie in a pool until all receivers have taken them."""
+    """The messages that this rank sends on one lane. Fragments stay in the pool until all receivers have taken them."""
 
     def __init__(self, link: NearLink, lane: int) -> None:
         self._bells = link.bells
@@ -148,19 +152,19 @@ class _Outbox:
         self._channels = [link.channel(link.rank, to, lane) for to in range(link.size)]
         self._announced = [0] * link.size
         self._waiting: deque[_Outgoing] = deque()
-        self._lying: deque[tuple[int, Sequence[tuple[int, int]]]] = deque()  # ends; receivers, with their fragments
-        self._begins = 0  # of what lies in the pool, counted in bytes from the very first one on
+        self._lying: deque[tuple[int, Sequence[tuple[int, int]]]] = deque()  # ends; receivers with fragment numbers
+        self._begins = 0  # start of the pool's used part, as a running byte count since the first fragment
         self._ends = 0
 
     def put(self, data: np.ndarray, to: tuple[int, ...]) -> _Outgoing:
-        """Send as much at once as there is room for."""
+        """Send as much of the message as there is room for."""
         sent = _Outgoing(self, data, to)
         self._waiting.append(sent)
         self.fill()
         return sent
 
     def fill(self) -> None:
-        """Copy what waits, in its order, as far as there is room."""
+        """Copy waiting messages into the pool in their order, as far as there is room."""
         while self._waiting:
             sent = self._waiting[0]
             while sent.left:
@@ -170,7 +174,7 @@ class _Outbox:
             self._waiting.popleft()
 
     def _copy(self, sent: _Outgoing, part: slice, is_last: bool) -> bool:
-        """Return whether there was room for a fragment."""
+        """Copy a fragment into the pool and announce it; return whether there was room."""
         nbytes = part.stop - part.start
         if any(self._announced[to] - self._channels[to][TAKEN] >= QUEUED for to in sent.to):
             return False
@@ -196,7 +200,7 @@ class _Outbox:
                 self._bells.ring(rank)
 
     def _announce(self, to: int, facts: tuple[int, int, bool]) -> int:
-        """Return the number of a receiver's fragments with this one."""
+        """Announce a fragment to a receiver; return the number of fragments announced to it."""
         channel, number = self._channels[to], self._announced[to]
         first = FRAGMENTS + number % QUEUED * FRAGMENT_WORDS
         channel[first], channel[first + 1], channel[first + 2] = facts
@@ -206,18 +210,18 @@ class _Outbox:
         return number + 1
 
     def _forget(self) -> None:
-        """Free the room of fragments that all have taken."""
+        """Free the room of fragments that all receivers have taken."""
         while self._lying and all(self._channels[to][TAKEN] >= number for to, number in self._lying[0][1]):
             self._begins = self._lying.popleft()[0]
 
     def _room(self, nbytes: int) -> int:
-        """Return where so many bytes lie in one part behind all others, counted as `_ends` is."""
+        """Return the start of `nbytes` contiguous bytes behind all fragments, as a running byte count like `_ends`."""
         size = self._pool.size
         return self._ends if self._ends % size + nbytes <= size else -(-self._ends // size) * size
 
 
 class _Inbox:
-    """The messages that one rank sends to this one in one lane."""
+    """The messages that one rank sends to this rank on one lane."""
 
     def __init__(self, link: NearLink, source: int, lane: int) -> None:
         self._source = source
@@ -228,7 +232,7 @@ class _Inbox:
         self.awaited: deque[_Received] = deque()
 
     def take(self) -> bool:
-        """Take all fragments that are there of messages that are awaited; whether none of these is left."""
+        """Take all arrived fragments of awaited messages; return whether no awaited message is left."""
         while self.awaited and self._channel[ANNOUNCED] > self._taken:
             if FENCE:
                 FENCE()
@@ -243,7 +247,7 @@ class _Inbox:
             if message.is_whole:
                 self.awaited.popleft()
             if self._bells is not None and nbytes > FRAGMENT_BYTES // 2:
-                self._bells.ring(self._source)  # it may wait for room
+                self._bells.ring(self._source)  # the sender may wait for room
         return not self.awaited
 
 
@@ -256,14 +260,14 @@ class _Time(ctypes.Structure):
 
 
 class Bells:
-    """Bells in shared memory, one for each rank: any rank rings one, only its owner waits for it.
+    """Bells in shared memory, one per rank, built on Linux futexes (futex(2)). Any rank rings, only the owner waits.
 
-    A ring that comes while its rank is awake ends the next wait at once. Of two that come at the same time one may be
-    lost, with a wait that lasts as long as it was given.
+    A ring while the owner is awake ends the owner's next wait at once. Of two simultaneous rings one may be lost; then
+    the wait lasts for its full time.
 
     Args:
-        memory: `LINE_BYTES` for each rank, so that no two bells share a cache line; zeroed, the same for all of them.
-        rank: this rank.
+        memory: Zeroed shared memory with `LINE_BYTES` per rank, so that no two bells share a cache line.
+        rank: This rank.
     """
 
     def __init__(self, memory: memoryview, rank: int) -> None:
@@ -275,45 +279,45 @@ class Bells:
         self._heard = 0
 
     def ring(self, rank: int) -> None:
-        """Wake a rank, after what it waits for has been written."""
+        """Wake a rank. Write the data for which it waits first."""
         place = rank * (LINE_BYTES // 4)
         self._words[place] = (self._words[place] + 1) & 0xFFFFFFFF
         self._call(_SYSTEM_CALL, ctypes.byref(self._places[rank]), _WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, seconds: float) -> None:
-        """Return when the bell of this rank has rung since the last wait, at the latest after so many seconds."""
+        """Wait until the bell of this rank has rung since the last wait, or `seconds` have passed."""
         limit, heard = _Time(int(seconds), int(seconds % 1 * 1e9)), ctypes.c_uint32(self._heard)
-        self._call(_SYSTEM_CALL, self._place, _WAIT, heard, ctypes.byref(limit), None, 0)  # whatever it returns
+        self._call(_SYSTEM_CALL, self._place, _WAIT, heard, ctypes.byref(limit), None, 0)  # every result ends the wait
         self._heard = self._words[self._own]
 
 
 def memory_bytes(size: int) -> int:
-    """Return the memory that one channel between `size` ranks takes."""
+    """Return the size of the memory of one channel between `size` ranks."""
     return pool_start(size, size, EXCHANGE)
 
 
 def words_of(size: int) -> int:
-    """Return how many words come before the pools."""
+    """Return the number of words before the bells and pools."""
     return LANES * size * size * QUEUE_WORDS
 
 
 def queue_start(size: int, source: int, to: int, lane: int) -> int:
-    """Return where the words of a lane from one rank to another one begin."""
+    """Return the index of the first word of a lane from rank `source` to rank `to`."""
     return ((lane * size + source) * size + to) * QUEUE_WORDS
 
 
 def bells_start(size: int) -> int:
-    """Return where the bells of all ranks begin, in bytes: behind the words."""
+    """Return the byte offset of the bells, which follow the words."""
     return words_of(size) * _WORD_BYTES
 
 
 def pool_start(size: int, source: int, lane: int) -> int:
-    """Return where the pool of a rank for a lane begins, in bytes."""
+    """Return the byte offset of the pool of a rank for a lane."""
     before = sum(POOL_BYTES[each] for each in range(lane))
     return bells_start(size) + size * LINE_BYTES + source * sum(POOL_BYTES.values()) + before
 
 
 def fragments(nbytes: int) -> Iterator[slice]:
-    """Yield the parts in which so many bytes pass; one even where there are none."""
+    """Yield the fragments of a message of `nbytes` bytes; an empty message has one fragment."""
     for start in range(0, max(1, nbytes), FRAGMENT_BYTES):
         yield slice(start, min(nbytes, start + FRAGMENT_BYTES))

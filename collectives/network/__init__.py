@@ -1,15 +1,15 @@
-"""Workers that share nothing but a network: who may join, the streams between them, and whether they are alive."""
+"""Workers that share only a network: admission, streams between workers, and liveness."""
 
 import logging
 import os
 
 from collectives.errors import MissingBackendError
 
-# Read when gRPC is loaded. Its core reports every connection that ends; what matters we say ourselves.
+# Read when gRPC is loaded. gRPC's core would report every connection that ends; we log the relevant ones ourselves.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-# What gRPC 1.85 does in a child that was forked while its threads are at work ends most of them by SIGABRT or SIGSEGV.
+# After a fork while gRPC's threads are busy, the fork handlers of gRPC 1.85 mostly kill the child (SIGABRT, SIGSEGV).
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)  # it logs whatever strangers send as metadata
+logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)  # it logs arbitrary metadata from strangers
 
 try:
     import grpc  # noqa: F401

@@ -1,4 +1,4 @@
-"""Addresses of workers: `host:port` (also IPv4 and `[IPv6]`) and `unix:/path`, and what lies behind them."""
+"""Addresses of workers: `host:port` (name, IPv4 or `[IPv6]`) and `unix:/path`, and their socket endpoints."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from collectives.clock import RealClock
 
 UNIX = "unix:"
 
-_HELLO_LIMIT_S = 2.0  # how long a server may take for its first bytes under TLS
+_HELLO_LIMIT_S = 2.0  # time for a server's first bytes under TLS
 _RECEIVED_BYTES = 1 << 14
-_CLOCK = RealClock()  # as the kernel keeps the time of a socket's limit, whatever clock waits have
+_CLOCK = RealClock()  # the kernel measures socket timeouts in real time, whatever clock waits use
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One socket address behind an `Address`.
+    """One socket address of an `Address`.
 
     Attributes:
         family: AF_INET, AF_INET6 or AF_UNIX.
-        location: what `socket.connect` and `socket.bind` take.
+        location: Argument of `socket.connect` and `socket.bind`.
     """
 
     family: socket.AddressFamily
@@ -36,7 +36,7 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """The target of a gRPC channel, without any further look-up."""
+        """The target of a gRPC channel, which needs no further look-up."""
         if self.family == socket.AF_UNIX:
             return self.place
         return f"{'ipv6' if self.family == socket.AF_INET6 else 'ipv4'}:{self.place}"
@@ -50,10 +50,10 @@ class Endpoint:
         return f"[{host}]:{port}" if self.family == socket.AF_INET6 else f"{host}:{port}"
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """Return a new connection; a process that is stopped accepts it too: its kernel does.
+        """Open a connection. Even a stopped process accepts it, because its kernel does.
 
         Raises:
-            OSError: it is not accepted in time.
+            OSError: The connection was not accepted in time.
         """
         connection = socket.socket(self.family, socket.SOCK_STREAM)
         try:
@@ -65,31 +65,31 @@ class Endpoint:
         return connection
 
     def shake_hands(self, timeout_s: float, tls: ssl.SSLContext, name: str) -> None:
-        """Find out over a new connection whether certificates fit.
+        """Test over a new connection whether the certificates of both sides are valid for each other.
 
         Args:
-            timeout_s: for connecting, and for the handshake.
-            tls: with our certificates.
-            name: which theirs has to carry.
+            timeout_s: Limit of connecting, and of the handshake.
+            tls: TLS context with our certificates.
+            name: Host name that the peer's certificate must carry.
 
         Raises:
-            OSError: nobody answers in time; `ssl.SSLError` if the certificates do not fit.
+            OSError: No answer comes in time. `ssl.SSLError` if a certificate is refused.
         """
         with self.connect(timeout_s) as connection:
             talk = _Talk(connection, tls, name)
             talk.go_on(talk.secured.do_handshake, timeout_s)
             greeting = b""
             with contextlib.suppress(ssl.SSLEOFError):
-                # With TLS 1.3 a refusal of our certificate comes only now, otherwise the server's greeting.
+                # With TLS 1.3 the server refuses our certificate only now; otherwise it sends its greeting.
                 greeting = talk.go_on(lambda: talk.secured.read(1), _HELLO_LIMIT_S)
             if not greeting:
                 raise ssl.SSLError(ssl.SSL_ERROR_EOF, "it ended the connection, so it does not accept our certificate")
 
 
 class _Talk:
-    """TLS over a connection that stays the caller's.
+    """TLS over a connection that the caller keeps.
 
-    `SSLContext.wrap_socket` takes it over, and leaves it open where the other side has reset it by then (Python 3.11).
+    `SSLContext.wrap_socket` would take the connection over, and in Python 3.11 leak it if the peer has just reset it.
     """
 
     def __init__(self, connection: socket.socket, tls: ssl.SSLContext, name: str) -> None:
@@ -98,14 +98,14 @@ class _Talk:
         self.secured = tls.wrap_bio(self._incoming, self._outgoing, server_hostname=name)
 
     def go_on(self, step: Callable[[], _Result], limit_s: float) -> _Result:
-        """Do a step of it, with all that it has to send and to receive for that.
+        """Run a step of TLS with all the sending and receiving that it needs.
 
         Args:
-            step: a method of `secured`.
-            limit_s: for all of it, in however many pieces what is to be received comes.
+            step: Method of `secured`.
+            limit_s: Limit of the whole step, in however many pieces data arrives.
 
         Raises:
-            OSError: it did not come in time; `ssl.SSLEOFError` if the other side has ended the connection.
+            OSError: The step did not end in time. `ssl.SSLEOFError` if the peer has closed the connection.
         """
         give_up_s = _CLOCK.now_s() + limit_s
         while True:
@@ -115,7 +115,7 @@ class _Talk:
                 self._send()
                 self._receive(give_up_s)
             except ssl.SSLError:
-                with contextlib.suppress(OSError):  # what was wrong is worth more
+                with contextlib.suppress(OSError):  # the TLS error is more informative
                     self._send()
                 raise
             else:
@@ -142,11 +142,11 @@ class Address:
     """The address at which a worker listens.
 
     Attributes:
-        text: as the cluster names it.
-        host: the name or number before the port; "" for a Unix-domain socket.
-        port: 1 to 65535; 0 for a Unix-domain socket.
-        path: of a Unix-domain socket, otherwise "".
-        found: what it was found to stand for; empty if it is to be looked up.
+        text: Address as written in the cluster.
+        host: Name or number before the port; "" for a Unix-domain socket.
+        port: Port, 1 to 65535; 0 for a Unix-domain socket.
+        path: Path of a Unix-domain socket, else "".
+        found: Endpoints of an earlier look-up; empty if each use looks the name up.
     """
 
     text: str
@@ -157,10 +157,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read `host:port`, `1.2.3.4:port`, `[::1]:port`, `unix:/path` or `unix:///path`.
+        """Parse `host:port`, `1.2.3.4:port`, `[::1]:port`, `unix:/path` or `unix:///path`.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: The text has another form.
         """
         if text.startswith(UNIX):
             path = text.removeprefix(UNIX)
@@ -179,21 +179,21 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """The name that a certificate of this worker has to carry."""
+        """The host name that a certificate of this worker must carry."""
         return self.host or "localhost"
 
     def looked_up(self) -> Address:
-        """Return this address with what its name stands for now, which stays so; unchanged if its name is unknown."""
+        """Return this address with its present endpoints, which then stay fixed; unchanged if the name is unknown."""
         try:
             return replace(self, found=tuple(self.endpoints()))
         except OSError:
             return self
 
     def endpoints(self) -> list[Endpoint]:
-        """Return what the address stands for, looked up now unless it was found before.
+        """Return the endpoints of this address, from an earlier look-up or from a new one.
 
         Raises:
-            OSError: if the name is unknown.
+            OSError: The name is unknown.
         """
         if self.found:
             return list(self.found)
@@ -204,7 +204,7 @@ class Address:
         return [Endpoint(family, location) for family, location in unique]
 
     def is_loopback(self) -> bool:
-        """Return whether only this machine can be behind it."""
+        """Return whether the address can only be on this machine."""
         if self.path:
             return True
         try:
@@ -214,10 +214,10 @@ class Address:
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     def reach(self, timeout_s: float) -> Endpoint:
-        """Return the first endpoint that accepts a connection; nothing is sent to it.
+        """Return the first endpoint that accepts a connection; no data is sent.
 
         Raises:
-            OSError: if none accepts.
+            OSError: No endpoint accepts.
         """
         refusal: OSError = OSError(f"{self.text} stands for no address")
         for endpoint in self.endpoints():
@@ -229,10 +229,10 @@ class Address:
         raise refusal
 
     def check_free(self) -> list[Endpoint]:
-        """Return the endpoints where this machine can listen.
+        """Return the endpoints at which this machine can listen.
 
         Raises:
-            OSError: if there is none, or another process listens at one of them.
+            OSError: There is no such endpoint, or another process listens at one.
         """
         free: list[Endpoint] = []
         refusal: OSError = OSError(f"{self.text} stands for no address")
@@ -241,7 +241,7 @@ class Address:
                 self._try_to_bind(endpoint)
                 free.append(endpoint)
             except OSError as error:
-                if error.errno == errno.EADDRINUSE:  # who has one of them would be taken for this worker
+                if error.errno == errno.EADDRINUSE:  # others would take the process there for this worker
                     raise
                 refusal = error
         if not free:
@@ -250,7 +250,7 @@ class Address:
 
     def _try_to_bind(self, endpoint: Endpoint) -> None:
         with socket.socket(endpoint.family, socket.SOCK_STREAM) as probe:
-            if endpoint.family == socket.AF_UNIX:  # gRPC replaces a socket that is there, in use or not
+            if endpoint.family == socket.AF_UNIX:  # gRPC would replace an existing socket, even one in use
                 try:
                     probe.connect(endpoint.location)
                 except OSError:
@@ -263,7 +263,7 @@ class Address:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return an error of the operating system in words, without numbers and brackets."""
+    """Describe an error of the operating system in words, without numbers and brackets."""
     if isinstance(error, ssl.SSLError):
         reason = getattr(error, "reason", None) or str(error.args[-1])
         return getattr(error, "verify_message", "") or reason.replace("_", " ").lower()

@@ -1,4 +1,4 @@
-"""The admission of streams: those of the other workers, each at its place and once."""
+"""The admission of streams: each other worker is admitted once, at its own rank."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from collectives.point_to_point.link import LANES
 logger = logging.getLogger(__name__)
 
 _LANES_OF_CHANNEL = {str(number) for number in range(LANES)}
-_CHANNELS_AHEAD = 1024  # which another worker may use before this one does, two for each group that it makes
+_CHANNELS_AHEAD = 1024  # channels that a peer may use before this worker does; a group has two
 _REFUSALS_LOGGED = 100
 
 
 def channel_of(lane: str) -> str:
-    """Return the channel that a lane belongs to."""
+    """Return the channel of a lane."""
     return lane.rpartition("/")[0]
 
 
 class Admission:
-    """Looks at who begins a stream to a worker.
+    """The check of peers that begin a stream to a worker.
 
     Args:
-        node: the worker.
+        node: Worker that receives the streams.
     """
 
     def __init__(self, node: Worker) -> None:
@@ -42,14 +42,14 @@ class Admission:
 
     @cached_property
     def rests_on_words(self) -> bool:
-        """Whether all workers are on this machine, and nothing but what they say tells them from other processes."""
+        """Whether only peers' own claims tell workers from other processes: all are local, without TLS or token."""
         node = self._node
         addresses = (node.address, *(peer.address for peer in node.peers.values()))
         is_open = node.security.certificates is None and not node.security.token
         return is_open and all(address.is_loopback() for address in addresses)
 
     def admit(self, context: grpc.ServicerContext) -> Hello:
-        """Return the hello of the worker that begins this stream; end the stream of anybody else."""
+        """Return the hello of the worker that begins this stream; abort the stream of any other process."""
         try:
             return self._identify(context)
         except Refusal as refusal:
@@ -60,7 +60,7 @@ class Admission:
         metadata = dict(context.invocation_metadata())
         text = metadata.get(wire.HELLO)
         if not isinstance(text, str):
-            raise Refusal("it says no hello, so it is none of our workers")
+            raise Refusal("it sent no hello, so it is not one of our workers")
         if not self._node.security.is_proof(metadata.get(wire.PROOF, ""), text):
             raise Refusal("its job token is not ours; set POPDIST_JOB_TOKEN to the same value everywhere")
         try:
@@ -76,18 +76,16 @@ class Admission:
 
     def _check(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
-            raise Refusal(f"it speaks version {hello.protocol} and we speak {PROTOCOL}; install the same everywhere")
+            raise Refusal(f"it speaks version {hello.protocol}, but we speak {PROTOCOL}; install the same everywhere")
         if hello.cluster != self._node.cluster:
-            raise Refusal(
-                f"its cluster is not ours, which is {self._node.description}; describe the same one everywhere"
-            )
+            raise Refusal(f"its cluster is not ours, which is {self._node.description}; give all workers the same one")
         if hello.source not in self._node.peers or hello.to != self._node.rank:
             raise Refusal(
                 f"it is rank {hello.source} and looks for rank {hello.to}, but this is rank {self._node.rank}"
             )
 
     def _check_host(self, source: int, context: grpc.ServicerContext) -> None:
-        """With certificates, that of the caller carries the host of its worker, as that of a called one has to."""
+        """Require, with certificates, that the caller's certificate carries the host of the caller's worker."""
         if self._node.security.certificates is None:
             return
         host, bearer = self._node.peers[source].address.authority, Bearer.of(context.auth_context())
@@ -98,7 +96,7 @@ class Admission:
             )
 
     def _check_user(self, hello: Hello) -> None:
-        """Refuse a process of another user, where nothing else tells two jobs at the same addresses apart."""
+        """Refuse a process of another user if nothing else tells two jobs at the same addresses apart."""
         ours = self._node.runner
         if self.rests_on_words and hello.user_id != ours.user_id:
             raise Refusal(
@@ -122,7 +120,7 @@ class Admission:
         peer.incoming.add(hello.lane)
 
     def _compare_programs(self, peer: Peer, runner: Runner) -> None:
-        """Workers of one job may run different programs, but where no token says that they are one job, it is said."""
+        """Warn if the peer runs another program and no token proves that both are one job; this is allowed."""
         node = self._node
         if not node.security.token and runner.program != node.runner.program:
             why = f"{node.runner.title}, and {peer.name} is {runner.title}"
@@ -133,7 +131,7 @@ class Admission:
             )
 
     def _check_lane(self, peer: Peer, lane: str) -> None:
-        """Refuse lanes beyond the few of each channel, and channels too far ahead of this worker's."""
+        """Refuse unknown lanes, and channels too far ahead of this worker's channels."""
         channel, _, number = lane.rpartition("/")
         if number not in _LANES_OF_CHANNEL:
             raise Refusal("there is no such lane")
@@ -143,14 +141,14 @@ class Admission:
                 raise Refusal("it opens too many lanes")
 
     def _refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> None:
-        """Tell both sides why; does not return."""
+        """Report the reason on both sides, and abort the stream; does not return."""
         line = f"{self._node.names[self._node.rank]} refused {context.peer()}: {refusal.reason}"
         self.log(refusal.reason, line)
         context.set_trailing_metadata(((wire.REFUSAL, "1"),))
         context.abort(wire.REFUSED if refusal.is_final else wire.NOT_YET, refusal.reason)
 
     def log(self, reason: str, line: str) -> None:
-        """Write the line, as a warning the first time that there is this reason."""
+        """Log the line, as a warning the first time that this reason occurs."""
         with self._node.changed:
             is_new = reason not in self._refused and len(self._refused) < _REFUSALS_LOGGED
             self._refused.add(reason) if is_new else None

@@ -1,4 +1,4 @@
-"""The hello of a worker at the beginning of every stream, and the reasons to refuse it."""
+"""The hello that begins every stream of a worker, and the reasons to refuse it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collectives.network.identity import Runner
 
 PROTOCOL = 2
 _LARGEST = 1 << 32
-_LONGEST = 100  # characters of a text
-_LONGEST_LANE = 4096  # which names all members of its group
-CONTROL = ""  # the lane of the stream that says no more than that its sender lives
+_LONGEST = 100  # maximum length of a text
+_LONGEST_LANE = 4096  # maximum length of a lane, which names all members of its group
+CONTROL = ""  # the lane of the control stream, which only carries beats
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,18 @@ class Hello:
     """The sender of a stream.
 
     Attributes:
-        protocol: the version of what follows.
-        cluster: digest of the cluster as the sender sees it.
-        source: its rank.
-        to: the rank that it means to reach.
-        incarnation: drawn at random by its process for the one that it means to reach, and told to nobody else.
-        lane: what the stream carries: CONTROL or "group/channel/lane".
-        heard: on a lane, what the receiver has drawn for the sender, and told only who listens at its address.
-        program: what the sender runs, see `Runner`.
-        user: who runs it.
-        user_id: and the number of that user.
-        process: its number.
-        host: where it runs.
+        protocol: Version of the protocol.
+        cluster: Digest of the cluster as the sender sees it.
+        source: Rank of the sender.
+        to: Rank that the sender wants to reach.
+        incarnation: Random nonce of the sender's process, sent only to this receiver.
+        lane: Content of the stream: CONTROL or "group/channel/lane".
+        heard: On a lane, the receiver's nonce for the sender, which only the process at the sender's address has heard.
+        program: Program of the sender, as in `Runner`.
+        user: Name of the sender's user.
+        user_id: Number of that user.
+        process: Process id of the sender.
+        host: Host of the sender.
     """
 
     protocol: int
@@ -51,20 +51,20 @@ class Hello:
 
     @property
     def runner(self) -> Runner:
-        """The runner that says it."""
+        """The sender's process, with its texts made safe to print."""
         texts = [foreign(text) for text in (self.program, self.user, self.host)]
         return Runner(texts[0], texts[1], self.user_id, self.process, texts[2])
 
     def encode(self) -> str:
-        """Return one line of text."""
+        """Encode the hello as one line of text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def decode(cls, text: str) -> Hello:
-        """Read what `encode` wrote.
+        """Decode the text of `encode`.
 
         Raises:
-            ValueError: for any other text.
+            ValueError: The text is not a hello.
         """
         try:
             values = json.loads(text)
@@ -86,17 +86,17 @@ def _check_text(name: str, text: str) -> None:
     longest = _LONGEST_LANE if name == "lane" else _LONGEST
     if len(text) > longest:
         raise ValueError(f"{name} has {len(text)} characters, and {longest} at most are allowed")
-    if any("\ud800" <= each <= "\udfff" for each in text):  # cannot be encoded
-        raise ValueError(f"{name} has half a character")
+    if any("\ud800" <= each <= "\udfff" for each in text):  # surrogates cannot be encoded
+        raise ValueError(f"{name} has an unpaired surrogate")
 
 
 @dataclass(frozen=True)
 class Refusal(Exception):
-    """The reason why a stream is not accepted.
+    """The reason why a stream is refused.
 
     Attributes:
-        reason: in words, for both sides.
-        is_final: whether it is useless to ask again soon.
+        reason: Reason in words, for both sides.
+        is_final: Whether asking again soon is useless.
     """
 
     reason: str
@@ -104,5 +104,5 @@ class Refusal(Exception):
 
 
 def digest_cluster(addresses: Sequence[str], description: str) -> str:
-    """Return the same for workers that were given the same addresses in the same order, and the same description."""
+    """Return a digest that is equal for workers with equal addresses, in equal order, and equal descriptions."""
     return hashlib.sha256(json.dumps([list(addresses), description]).encode()).hexdigest()[:16]

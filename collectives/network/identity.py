@@ -1,4 +1,4 @@
-"""The identity of a worker: the user who runs it, and the hosts that its certificate names."""
+"""The identity of a worker: its user, and the hosts that its certificate names."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_FIRST_OF_PEOPLE = 1000  # user numbers below are those of services, see login.defs(5)
+_FIRST_OF_PEOPLE = 1000  # smaller user numbers belong to services, see login.defs(5)
 _NOBODY = 65534
 _WITHOUT_LOGIN = ("nologin", "false", "sync", "shutdown", "halt")
-_MOST = 60  # characters of a name
-_DNS, _IP, _ANY, _COMMON = "peer_dns", "peer_ip", "x509_subject_alternative_name", "x509_common_name"  # of gRPC
+_MOST = 60  # maximum length of a name
+_DNS, _IP, _ANY, _COMMON = "peer_dns", "peer_ip", "x509_subject_alternative_name", "x509_common_name"  # keys of gRPC
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A process as people know it.
+    """A process in the words of its users.
 
     Attributes:
-        program: the file's name, without its folder.
-        user: whose it is, by name.
-        user_id: and by number.
-        process: its number.
-        host: where it runs.
+        program: File name of the program, without its folder.
+        user: Name of its user.
+        user_id: Number of that user.
+        process: Process id.
+        host: Name of its host.
     """
 
     program: str
@@ -39,7 +39,7 @@ class Runner:
 
     @property
     def title(self) -> str:
-        """`train.py of alice, process 4711 on node-a`."""
+        """The description of the process: `train.py of alice, process 4711 on node-a`."""
         return f"{self.program} of {self.user}, process {self.process} on {self.host}"
 
 
@@ -58,17 +58,17 @@ def _name_of(user_id: int) -> str:
 
 
 def other_users() -> list[str]:
-    """People besides the one who runs this process, by name: who has an account with a login here, or a process."""
+    """Return the names of other people on this machine: with a login account or a running process."""
     return people(pwd.getpwall(), _owners(), os.getuid())
 
 
 def people(accounts: Sequence[pwd.struct_passwd], owners: Iterable[int], own: int) -> list[str]:
-    """Return the names of all people but one.
+    """Return the names of all people except one.
 
     Args:
-        accounts: as in passwd(5); those without a login are of services.
-        owners: user numbers of running processes, which need not have an account here.
-        own: the one who does not count. The administrator never does, who may do anything anyway.
+        accounts: Accounts as in passwd(5). Accounts without a login belong to services.
+        owners: User numbers of running processes; they may lack an account here.
+        own: User number to leave out. root is always left out, because root can do anything anyway.
     """
     services = {account.pw_uid for account in accounts if Path(account.pw_shell).name in _WITHOUT_LOGIN}
     names = {account.pw_uid: account.pw_name for account in accounts}
@@ -81,18 +81,18 @@ def _owners() -> set[int]:
     with contextlib.suppress(OSError), os.scandir("/proc") as entries:
         for entry in entries:
             if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # it has ended meanwhile
+                with contextlib.suppress(OSError):  # the process has just ended
                     owners.add(entry.stat().st_uid)
     return owners
 
 
 @dataclass(frozen=True)
 class Bearer:
-    """The bearer of a certificate that an authority of ours has signed.
+    """The bearer of a certificate that one of our authorities has signed.
 
     Attributes:
-        names: the names of hosts that it carries; the first label may be `*`.
-        numbers: and their addresses.
+        names: Host names in the certificate; the first label may be `*`.
+        numbers: IP addresses in the certificate.
     """
 
     names: tuple[str, ...] = ()
@@ -100,20 +100,20 @@ class Bearer:
 
     @classmethod
     def of(cls, context: Mapping[str, Sequence[bytes]]) -> Bearer:
-        """Return what gRPC knows of a caller; a certificate without alternative names may have a common name instead.
+        """Read the bearer from gRPC's authentication context.
 
-        So the side that calls reads the one of the side that is called.
+        Without alternative names the common name counts, as it does when gRPC's client checks the server's certificate.
         """
         names = context.get(_DNS, ()) if context.get(_ANY) else context.get(_COMMON, ())
         return cls(*(tuple(each.decode(errors="replace") for each in every) for every in (names, context.get(_IP, ()))))
 
     @property
     def hosts(self) -> str:
-        """All of them, for people."""
+        """All names and addresses, for messages."""
         return ", ".join((*self.names, *self.numbers)) or "no host"
 
     def is_for(self, host: str) -> bool:
-        """Return whether a worker at this host, a name or an address, may show it (RFC 9525, section 6)."""
+        """Return whether the certificate covers a worker at this host, a name or address (RFC 9525, section 6)."""
         number = _number(host)
         if number is not None:
             return number in map(_number, self.numbers)
@@ -130,6 +130,6 @@ def _number(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _fits(name: str, host: str) -> bool:
     name, host = (each.rstrip(".").lower() for each in (name, host))
     label, _, rest = name.partition(".")
-    if label == "*":  # two labels at least behind it: nobody has all of a top-level domain
+    if label == "*":  # at least two labels must follow, so it never covers a top-level domain
         return "." in rest and rest == host.partition(".")[2] and bool(host.partition(".")[0])
     return bool(name) and name == host

@@ -1,4 +1,4 @@
-"""One-way lanes of messages between two workers, each in a gRPC stream of its own so that none blocks another."""
+"""One-way lanes of messages between two workers, each on its own gRPC stream, so that no lane blocks another."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from queue import SimpleQueue
 
 import numpy as np
 
-HELD = 2  # messages that wait for their receiver; more wait in the network
-SMALL_BYTES = 1 << 17  # copied at once, so that the sender need not wait
+HELD = 2  # received messages that are kept for a lane; further ones wait in the network
+SMALL_BYTES = 1 << 17  # up to this size a message is copied at once, so that the sender need not wait
 
 
 class Bell:
-    """Wakes the one thread that waits for something to happen."""
+    """A signal to a single waiting thread; a binary semaphore."""
 
     def __init__(self) -> None:
         self._is_silent = threading.Lock()
         self._is_silent.acquire()
 
     def ring(self) -> None:
-        """Something has happened; may be called from any thread."""
+        """Signal an event; any thread may call it."""
         try:
             self._is_silent.release()
         except RuntimeError:
-            return  # it rings already
+            return  # it is ringing already
 
     def wait(self, limit_s: float) -> None:
-        """Return when the bell rings, or has rung since the last time, at the latest after `limit_s`."""
+        """Wait until the bell rings, has rung since the last wait, or `limit_s` has passed."""
         self._is_silent.acquire(timeout=limit_s)
 
 
 class Inbox:
-    """Messages that have come on one lane from one worker and were not taken yet.
+    """The messages received on one lane from one worker and not taken yet.
 
     Args:
-        bell: rung for every message.
+        bell: Bell to ring for every message.
     """
 
     def __init__(self, bell: Bell) -> None:
@@ -46,7 +46,7 @@ class Inbox:
         self._is_closed = False
 
     def put(self, message: bytes) -> None:
-        """Add a message; waits while too many have not been taken."""
+        """Add a message; wait while too many messages have not been taken."""
         self._room.acquire()
         if self._is_closed:
             self._room.release()
@@ -55,7 +55,7 @@ class Inbox:
         self._bell.ring()
 
     def take(self) -> bytes | None:
-        """Return the next message, if it has come."""
+        """Return the next message, or None if none has arrived."""
         try:
             message = self._messages.popleft()
         except IndexError:
@@ -64,19 +64,19 @@ class Inbox:
         return message
 
     def close(self) -> None:
-        """Forget the messages, and those that will come."""
+        """Drop the present and all future messages."""
         self._is_closed = True
         self._messages.clear()
         self._room.release(HELD)
 
 
 class Received:
-    """A message that is expected on a lane; lanes keep their order, so ask the first one first.
+    """An expected message on a lane. Lanes keep their order, so poll earlier messages first.
 
     Args:
-        inbox: where it will be.
-        into: memory for it.
-        complain: told what is wrong with a message that does not fit.
+        inbox: Inbox of the lane.
+        into: Memory for the message.
+        complain: Function to call with the reason if the message does not fit.
     """
 
     __slots__ = ("_complain", "_inbox", "_into", "_is_done", "received")
@@ -89,14 +89,14 @@ class Received:
         self._is_done = False
 
     def done(self) -> bool:
-        """Return whether the message is in its place."""
+        """Return whether the message is in `into`."""
         if self._is_done:
             return True
         message = self._inbox.take()
         if message is None:
             return False
         if len(message) > self._into.size:
-            self._complain(f"it sent {len(message)} bytes where {self._into.size} at most were expected")
+            self._complain(f"it sent {len(message)} bytes, but {self._into.size} at most were expected")
             return False
         self._into[: len(message)] = np.frombuffer(message, np.uint8)
         self.received = len(message)
@@ -105,12 +105,12 @@ class Received:
 
 
 class Fetched:
-    """A message that is expected on a lane and stays where gRPC has put it.
+    """An expected message on a lane that stays in gRPC's memory.
 
     Args:
-        inbox: where it will be.
-        size: how many bytes it must have.
-        complain: told what is wrong with a message that has not.
+        inbox: Inbox of the lane.
+        size: Required size in bytes.
+        complain: Function to call with the reason if the size differs.
     """
 
     __slots__ = ("_complain", "_inbox", "_size", "message")
@@ -123,21 +123,21 @@ class Fetched:
         self.message = np.empty(0, np.uint8)
 
     def done(self) -> bool:
-        """Return whether it has come."""
+        """Return whether the message has arrived."""
         if self.message.size:
             return True
         message = self._inbox.take()
         if message is None:
             return False
         if len(message) != self._size:
-            self._complain(f"it sent {len(message)} bytes where {self._size} were expected")
+            self._complain(f"it sent {len(message)} bytes, but {self._size} were expected")
             return False
         self.message = np.frombuffer(message, np.uint8)
         return True
 
 
 class Sent:
-    """A message on its way; done as soon as it has been copied."""
+    """A message to send; done as soon as it has been copied."""
 
     __slots__ = ("_data", "_is_done")
     received = None
@@ -147,11 +147,11 @@ class Sent:
         self._data: np.ndarray | bytes = data.tobytes() if self._is_done else data
 
     def done(self) -> bool:
-        """Return whether the array may be used again."""
+        """Return whether the array may be reused."""
         return self._is_done
 
     def take(self) -> bytes:
-        """Return the message as gRPC wants it."""
+        """Return the message as bytes for gRPC."""
         data = self._data
         if isinstance(data, bytes):
             return data
@@ -162,12 +162,12 @@ class Sent:
 
 
 class Outbox:
-    """Messages to send on one lane to one worker; iterating over it waits for the next one.
+    """The messages to send on one lane to one worker, as an iterator that waits for the next message.
 
-    gRPC asks for a message when it has taken the one before, so those that the network cannot take yet stay here.
+    gRPC requests a message after it has taken the previous one, so messages that the network cannot take yet stay here.
 
     Args:
-        bell: rung whenever a sent array may be used again.
+        bell: Bell to ring whenever a sent array may be reused.
     """
 
     def __init__(self, bell: Bell) -> None:
@@ -175,11 +175,11 @@ class Outbox:
         self._queue: SimpleQueue[Sent | None] = SimpleQueue()
 
     def put(self, sent: Sent) -> None:
-        """Send it after all the others."""
+        """Append a message."""
         self._queue.put(sent)
 
     def end(self) -> None:
-        """Note that nothing more will follow."""
+        """Note that no further messages will follow."""
         self._queue.put(None)
 
     def __iter__(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Whether silent workers live: a stopped process still has a kernel that answers, a lost one has not."""
+"""The detection of lost workers: a stopped process has a kernel that still answers, a lost one has not."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collectives.network.addresses import describe_os_error
 from collectives.network.peer import Peer
 from collectives.network.worker import Worker
 
-BEAT_S = 0.5  # how often each worker tells all the others that it is there
-LOST_AFTER_S = 6.0  # silent, and nobody answers at its address
-FAILURES = 3  # attempts, all of which have to fail; this worker may have been stopped itself
+BEAT_S = 0.5  # interval of the beats that each worker sends to all others
+LOST_AFTER_S = 6.0  # a worker with a longer silence is lost if its address does not answer either
+FAILURES = 3  # number of attempts that must fail, because this worker may have been stopped itself
 _ANSWER_LIMIT_S = 1.0
 
 
 class PeerWatch:
-    """Watches over the other workers in a thread of its own.
+    """A thread that watches the other workers.
 
-    A broken connection tells of itself. A cut network does not: nothing comes any more, as from a process that is
-    stopped by a debugger, by SIGSTOP or by too little memory. To tell them apart a new connection is tried, which
-    the kernel of a stopped process accepts.
+    A broken connection reports itself; a cut network does not. Then nothing arrives, as from a process that is stopped
+    by a debugger, by SIGSTOP or by lack of memory. To tell these cases apart, a new connection is tried: the kernel of
+    a stopped process accepts it.
     """
 
     def __init__(self, node: Worker) -> None:
         self._node = node
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         threading.Thread(target=self._watch, name="collectives-liveness", daemon=True).start()
 
     def _watch(self) -> None:
@@ -40,7 +40,7 @@ class PeerWatch:
     def _probe(self, peer: Peer) -> None:
         """Try connections until the worker is heard again or is known to be lost.
 
-        Its name is not looked up again: whoever answers that may be behind the same cut.
+        Its name is not looked up again: another machine that answers could be behind the same cut.
         """
         assert peer.endpoint is not None
         silence = Silence(peer.heard_at)
@@ -63,7 +63,7 @@ class Silence:
     """The results of attempts to reach a silent worker.
 
     Args:
-        since: when it was last heard, in seconds of any clock, which all times are of.
+        since: Time when the worker was last heard, in seconds of any clock; all times use that clock.
     """
 
     def __init__(self, since: float) -> None:
@@ -72,12 +72,12 @@ class Silence:
         self._failures = 0
 
     def was_answered(self, now: float) -> None:
-        """Note that the kernel of its machine has taken a connection, so the worker may be stopped, but is not lost."""
+        """Note that the worker's kernel has accepted a connection: it may be stopped, but is not lost."""
         self._seen_at = max(self._seen_at, now)
         self._failures = 0
 
     def was_not_answered(self, now: float) -> float | None:
-        """Note that an attempt has failed; return the seconds without a sign of the worker, if it is lost by that."""
+        """Note a failed attempt; if the worker is now lost, return the seconds without any sign of it, else None."""
         self._failures += 1
         silent_s = now - self._seen_at
         return silent_s if silent_s > LOST_AFTER_S and self._failures >= FAILURES else None

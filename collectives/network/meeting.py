@@ -1,4 +1,4 @@
-"""The meeting of workers, in whatever order they start."""
+"""The meeting of workers, which may start in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.network.worker import Worker
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_S = 1.0
-_ANSWER_LIMIT_S = 10.0  # of the machine's time, as for an attempt; who is only slow is asked again
+_ANSWER_LIMIT_S = 10.0  # real time; a peer that is only slow is called again
 _PAUSE_S = 0.1
 _FIRST_NEWS_S = 2.0
 _NEWS_EVERY_S = 10.0
@@ -25,10 +25,10 @@ _LINGER_S = 1.0
 
 
 class Meeting:
-    """Calls all the others again and again, until streams lead both ways.
+    """The repeated calls to all other workers, until streams lead both ways.
 
-    Who is refused by a worker that was there before has come to the wrong place and ends. Who was there first stays,
-    says what it has seen, and waits for the right one; so does who is answered by something that is no worker.
+    A worker that is refused by an earlier one is in the wrong place and ends. The earlier one logs the event and waits
+    for the right worker. It also goes on waiting if a process that is no worker answers at an address.
     """
 
     def __init__(self, node: Worker) -> None:
@@ -38,11 +38,11 @@ class Meeting:
         self._told: set[tuple[int, str]] = set()
 
     def hold(self) -> None:
-        """Return when all have met.
+        """Wait until all workers have met.
 
         Raises:
-            PeerRefusedError: this worker has come to the wrong place.
-            CollectiveTimeoutError: after `connect_timeout_s`.
+            PeerRefusedError: This worker is in the wrong place.
+            CollectiveTimeoutError: `connect_timeout_s` have passed.
         """
         for peer in self._node.peers.values():
             name = f"collectives-call-{peer.rank}"
@@ -50,7 +50,7 @@ class Meeting:
         try:
             self._await_all()
         except PeerRefusedError:
-            self._node.clock.wait(self._over, _LINGER_S)  # those who call this worker are to hear of it too
+            self._node.clock.wait(self._over, _LINGER_S)  # so that callers of this worker learn of the refusal
             raise
         finally:
             self._over.set()
@@ -119,9 +119,9 @@ class Meeting:
         welcome = _answer_of(call)
         if wire.WELCOME not in welcome:
             if call.cancelled():
-                peer.trouble = f"what listens there has not answered for {_ANSWER_LIMIT_S:g} s"
+                peer.trouble = f"the process there has not answered for {_ANSWER_LIMIT_S:g} s"
             elif wire.REFUSAL not in dict(call.trailing_metadata() or ()):
-                peer.trouble = f"what listens there does not answer as a worker: {foreign(call.details() or '')}"
+                peer.trouble = f"the process there does not answer as a worker: {foreign(call.details() or '')}"
             elif call.code() is wire.REFUSED:
                 self._refused(peer, foreign(call.details() or ""))
             else:
@@ -131,14 +131,14 @@ class Meeting:
         proof = welcome.get(wire.PROOF, "")
         if not node.security.is_proof(proof, f"{digest} welcomes {peer.drawn}"):
             call.cancel()
-            # A worker without a token shows no proof; one with another token would have refused our hello.
-            self._refused(peer, "what listens there does not know our job token", is_worker=not proof)
+            # A worker without a token sends no proof. A worker with another token would have refused our hello.
+            self._refused(peer, "the process there does not know our job token", is_worker=not proof)
             return
         node.take_answer(peer, digest, call)
         node.watch_control(peer)
 
     def _refused(self, peer: Peer, reason: str, is_worker: bool = True) -> None:
-        """Handle a refusal between this worker and what listens at the address of `peer`."""
+        """Handle a refusal between this worker and the process at the address of `peer`."""
         peer.trouble = reason
         facts = f"{self._node.names[self._node.rank]} was refused by {peer.name}: {reason}"
         if peer.was_there_first and is_worker:
@@ -151,7 +151,7 @@ class Meeting:
 
 
 def _answer_of(call: Any) -> dict[str, Any]:
-    """Return what the other side says first; cancel the call where nothing comes, as from a host that has vanished."""
+    """Return the peer's initial metadata. Cancel the call if none comes in time, e.g. from a host that has vanished."""
     limit = threading.Timer(_ANSWER_LIMIT_S, call.cancel)
     limit.daemon = True
     limit.start()
@@ -162,7 +162,7 @@ def _answer_of(call: Any) -> dict[str, Any]:
 
 
 def _describe(missing: list[Peer]) -> str:
-    """Return who has not come, and why: `worker 1 at localhost:3738 (connection refused)`."""
+    """List the missing workers with reasons: `worker 1 at localhost:3738 (connection refused)`."""
     return ", ".join(f"{peer.name} ({_state(peer)})" for peer in missing)
 
 

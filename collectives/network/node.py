@@ -1,4 +1,4 @@
-"""One worker among the others: its server, the streams to and from all of them, and who is lost."""
+"""One worker: its server, the streams from and to all other workers, and the detection of losses."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from collectives.network.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-LEAVE_LIMIT_S = 10.0  # how long others may take to receive what was sent to them
-GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; why follows
-_AWAY_S = 5.0  # nobody waits, when leaving, for a worker that has been silent for so long
-_CLOSE_LIMIT_S = 0.5  # how long the connections may take to close
-_FIRST_STREAMS_LIMIT_S = 1.0  # how long the first lanes are waited for, without which it goes on too
+LEAVE_LIMIT_S = 10.0  # time for the others to receive the last messages
+GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; the reason follows
+_AWAY_S = 5.0  # a leaving worker does not wait for a worker that has been silent this long
+_CLOSE_LIMIT_S = 0.5  # time for the connections to close
+_FIRST_STREAMS_LIMIT_S = 1.0  # time for the first lanes to open; afterwards the worker continues without them
 _LANES_PER_PEER = 4096
 _USERS_NAMED = 3
 _FAREWELL_BYTES = 2048
-_STRANGERS = 64  # streams, and connections, beyond those of the other workers, all of them soon refused
-_CONNECTIONS_PER_PEER = 4  # the one that stays, one that tries whether anybody is there, one for certificates, a probe
+_STRANGERS = 64  # additional streams, and connections, for processes that are no workers; they are soon refused
+_CONNECTIONS_PER_PEER = 4  # the lasting one, an attempt to reach the peer, a test of certificates, a liveness probe
 
 
 class Node(Worker):
-    """This worker, with all of its parts; call `join` first.
+    """A worker of this process with all of its parts. Call `join` first.
 
     Attributes:
-        admission: looks at who begins a stream.
+        admission: Check of peers that begin streams.
     """
 
     admission: Admission
@@ -53,12 +53,14 @@ class Node(Worker):
     # ---- the beginning
 
     def join(self) -> None:
-        """Listen, and return when streams lead to and from all the others.
+        """Listen, and return when streams connect this worker with all others, both ways.
+
+        If it fails, the worker has left and its resources are released.
 
         Raises:
-            SecurityError: plaintext would leave this machine.
-            PeerRefusedError: another worker refuses this one, or this machine refuses the address.
-            CollectiveTimeoutError: not all have come within `connect_timeout_s`.
+            SecurityError: Plaintext would leave this machine.
+            PeerRefusedError: Another worker refuses this one, or this machine cannot use the address.
+            CollectiveTimeoutError: Some workers did not come within `connect_timeout_s`.
         """
         self._bells: dict[str, Bell] = {}
         self._inboxes: dict[tuple[int, str], Inbox] = {}
@@ -101,19 +103,19 @@ class Node(Worker):
     # ---- lanes
 
     def bell(self, channel: str) -> Bell:
-        """Return what is rung when something happens on any lane of a channel, which this worker uses from now on."""
+        """Return the bell of a channel's lanes; from now on this worker uses the channel."""
         with self.changed:
             self.channels.add(channel)
             return self._bells.setdefault(channel, Bell())
 
     def inbox(self, rank: int, lane: str) -> Inbox:
-        """Return what comes from another worker on one lane."""
+        """Return the inbox of one lane from another worker."""
         with self.changed:
             bell = self._bells.setdefault(channel_of(lane), Bell())
             return self._inboxes.setdefault((rank, lane), Inbox(bell))
 
     def outbox(self, rank: int, lane: str) -> Outbox:
-        """Return what goes to another worker on one lane; its stream begins now."""
+        """Return the outbox of one lane to another worker, and open its stream."""
         peer = self.peers[rank]
         outbox = Outbox(self.bell(channel_of(lane)))
         call = self._begin(peer, wire.LANE_METHOD, outbox, lane)
@@ -122,7 +124,7 @@ class Node(Worker):
         return outbox
 
     def await_streams(self, lanes: set[str]) -> None:
-        """Wait until all the others that are there have begun to send on these lanes, but not for long."""
+        """Wait a limited time until all present workers have begun to send on these lanes."""
 
         def have_begun() -> bool:
             return all(lanes <= peer.incoming or peer.has_left or peer.is_lost for peer in self.peers.values())
@@ -140,7 +142,7 @@ class Node(Worker):
         return call
 
     def begin_control(self, peer: Peer) -> grpc.Future:
-        """Tell a worker that this one is there, from now on again and again."""
+        """Open the control stream to a worker, which sends beats from now on."""
         return self._begin(peer, wire.CONTROL_METHOD, self._beats(), CONTROL)
 
     def _beats(self) -> Iterator[bytes]:
@@ -150,7 +152,7 @@ class Node(Worker):
         yield GOODBYE + self.loss.encode()[:_FAREWELL_BYTES]
 
     def end_lanes(self, prefix: str, limit_s: float = LEAVE_LIMIT_S) -> None:
-        """Send what is left on the lanes of a group, then no more."""
+        """Send the remaining messages of a group's lanes, then end the lanes."""
         calls = []
         for peer in self.peers.values():
             for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
@@ -177,7 +179,7 @@ class Node(Worker):
     # ---- the end
 
     def leave(self) -> None:
-        """Send what is left, say goodbye, and close everything; waits a little, for those who are there."""
+        """Send remaining messages, say goodbye, and close everything; wait a limited time for present workers."""
         if self.is_leaving.is_set():
             return
         give_up = self.clock.now_s() + LEAVE_LIMIT_S
@@ -190,9 +192,9 @@ class Node(Worker):
         self._close_channels()
 
     def _close_channels(self) -> None:
-        """Close the connections, in threads: gRPC waits until the network has taken what is being written to it.
+        """Close the connections, in threads: gRPC waits until the network has taken all data.
 
-        A network that is cut never does, nor does a worker that is stopped; what is not closed by then ends with the
+        A cut network or a stopped worker never takes it. Connections that are still open after the limit end with the
         process.
         """
         closings = [
@@ -203,18 +205,18 @@ class Node(Worker):
         try:
             for closing in closings:
                 closing.start()
-        except RuntimeError:  # the interpreter ends, and Python 3.12.0 and 3.12.1 start no threads then
+        except RuntimeError:  # at interpreter exit, Python 3.12.0 and 3.12.1 start no threads
             return
         give_up = self.clock.now_s() + _CLOSE_LIMIT_S
         for closing in closings:
             closing.join(max(0.0, give_up - self.clock.now_s()))
 
     def lost(self, awaited: Iterable[int], members: Iterable[int]) -> str:
-        """Return why it is useless to wait, or "".
+        """Return why waiting is useless, or "".
 
         Args:
-            awaited: the ranks that are waited for.
-            members: the ranks without which the group cannot go on.
+            awaited: Ranks for which the caller waits.
+            members: Ranks without which the group cannot continue.
         """
         if self.loss and any(member in self.peers and self.peers[member].is_lost for member in members):
             return self.loss
@@ -225,7 +227,7 @@ class Node(Worker):
         return ""
 
     def lose(self, peer: Peer, why: str) -> None:
-        """Note that a worker is gone, or does what no worker does."""
+        """Note that a worker is lost or violates the protocol."""
         with self.changed:
             if peer.is_lost or peer.has_left or self.is_leaving.is_set():
                 return
@@ -235,10 +237,10 @@ class Node(Worker):
         logger.debug("%s: %s is lost: %s", self.names[self.rank], peer.name, why)
         self._ring_all()
 
-    # ---- what comes in
+    # ---- incoming streams
 
     def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
-        """Note that the worker at the address of `peer` has welcomed this one; another one may have used its name."""
+        """Note the welcome of the worker at the address of `peer`; send away a different process with its name."""
         with self.changed:
             peer.control = control
             is_wrong = peer.claim.answer(digest)
@@ -248,11 +250,11 @@ class Node(Worker):
             self.changed.notify_all()
         if is_wrong and cancel is not None and runner is not None:
             why = f"{runner.title} said hello as rank {peer.rank}, and another process listens at its address"
-            self.admission.log(why, f"{self.names[self.rank]} sent somebody away: {why}")
+            self.admission.log(why, f"{self.names[self.rank]} sent a process away: {why}")
             cancel()
 
     def listen_to(self, peer: Peer, incarnation: str, beats: Iterator[bytes], welcome: Callable[[], None]) -> None:
-        """Welcome a worker, and hear that it lives until it does not."""
+        """Welcome a worker and receive its beats until the stream ends."""
         last = b""
         try:
             welcome()
@@ -262,10 +264,10 @@ class Node(Worker):
                 self.changed.notify_all()
             for beat in beats:
                 if not peer.claim.is_held_by(incarnation):
-                    break  # it was sent away
+                    break  # the process was sent away
                 peer.hear()
                 last = beat
-        except Exception as error:  # whatever gRPC raises when the connection breaks; sometimes it just ends
+        except Exception as error:  # gRPC raises various errors for a broken connection, or just ends the iterator
             logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
         if not self._is_over(peer, incarnation):
             return
@@ -275,7 +277,7 @@ class Node(Worker):
             self.lose(peer, "its connection broke")
 
     def _is_over(self, peer: Peer, incarnation: str) -> bool:
-        """Return whether the worker itself has gone; who goes before all have met leaves a free place."""
+        """Return whether the worker itself is gone; if it goes before all have met, its place is free again."""
         with self.changed:
             is_worker = peer.claim.is_held_by(incarnation)
             if is_worker and self.is_met:
@@ -306,7 +308,7 @@ class Node(Worker):
             self.lose(peer, f"its connection broke ({foreign(call.details() or '')})")
 
     def watch_control(self, peer: Peer) -> None:
-        """Notice when the stream that tells a worker of this one breaks."""
+        """Detect the end of the control stream to a worker."""
         assert peer.control is not None
         peer.control.add_done_callback(lambda done: self._control_ended(peer, done))
 

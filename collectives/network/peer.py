@@ -1,4 +1,4 @@
-"""The knowledge that one worker has of another one."""
+"""The knowledge of one worker about another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives.network.claims import Claim
 from collectives.network.identity import Runner
 from collectives.network.lanes import Outbox
 
-SILENCE_S = 2.0  # workers say that they live several times in this time
+SILENCE_S = 2.0  # several times the interval of beats
 
 
 @dataclass
@@ -23,24 +23,24 @@ class Peer:
     """Another worker.
 
     Attributes:
-        rank: its rank.
-        name: what it is called in messages, with its address.
-        address: where it listens.
-        clock: of this worker.
-        drawn: the incarnation of this process for it alone, see `Claim`.
-        claim: which process it is.
-        cancel: ends the stream of who has said hello in its name.
-        runner: who that is.
-        is_here: whether that one was welcomed.
-        trouble: why the last attempt to reach it came to nothing.
-        was_there_first: whether it listened already when it was first called.
-        endpoint: what of its address has accepted the connection to it.
-        channel: the connection to it.
-        incoming: the lanes on which it has begun to send.
-        heard_at: when something last came from it, in seconds of the clock.
-        farewell: what it said when it left.
-        has_left: whether it has left in order.
-        is_lost: whether it is gone otherwise.
+        rank: Its rank.
+        name: Its name in messages, with its address.
+        address: Address at which it listens.
+        clock: Clock of this worker.
+        drawn: Nonce of this process for that worker alone, see `Claim`.
+        claim: Which process the worker is.
+        cancel: Function that ends the stream of the process that has said hello in its name.
+        runner: That process.
+        is_here: Whether that process was welcomed.
+        trouble: Reason why the last attempt to reach it failed.
+        was_there_first: Whether it was already listening when this worker first called.
+        endpoint: Endpoint of its address that has accepted the connection.
+        channel: Connection to it.
+        incoming: Lanes on which it has begun to send.
+        heard_at: Time of the last sign of it, in seconds of the clock.
+        farewell: Reason that it gave when it left.
+        has_left: Whether it has left in order.
+        is_lost: Whether it is gone without leaving in order.
     """
 
     rank: int
@@ -69,25 +69,25 @@ class Peer:
         self.hear()
 
     def hear(self) -> None:
-        """Note that something has come from it."""
+        """Note a sign of the worker."""
         self.heard_at = self.clock.now_s()
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has come for so long that it may be stopped or lost."""
+        """Whether the last sign is so old that the worker may be stopped or lost."""
         return self.silent_s > SILENCE_S
 
     @property
     def silent_s(self) -> float:
-        """The seconds since something has come."""
+        """The seconds since the last sign of the worker."""
         return self.clock.now_s() - self.heard_at
 
     @property
     def is_connected(self) -> bool:
-        """Whether streams lead both ways, to and from one process."""
+        """Whether streams to and from one and the same process are open."""
         return self.is_here and self.claim.is_settled
 
     @property
     def has_welcomed(self) -> bool:
-        """Whether what listens at its address has welcomed this process."""
+        """Whether the process at the worker's address has welcomed this process."""
         return bool(self.claim.answered)

@@ -1,4 +1,4 @@
-"""The right to join: certificates for the connections and a token for the job, as the environment gives them."""
+"""The right to join: certificates for connections and a token for the job, read from the environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
 
 @dataclass(frozen=True)
 class Certificates:
-    """The PEM files of one worker: its certificate, the key, and the authority that signed those of all workers."""
+    """The PEM files of one worker: its certificate and key, and the authority that signed all workers' certificates."""
 
     certificate: Path
     key: Path
@@ -31,10 +31,10 @@ class Certificates:
 
     @cached_property
     def client_context(self) -> ssl.SSLContext:
-        """For connections to other workers; making it checks that the files belong together.
+        """The TLS context for connections to other workers; its creation checks that the files match.
 
         Raises:
-            SecurityError: they cannot be read, or the key is not that of the certificate.
+            SecurityError: A file cannot be read, or the key does not belong to the certificate.
         """
         for name, path in zip(TLS_VARIABLES, (self.certificate, self.key, self.authority), strict=True):
             if not path.is_file():
@@ -55,12 +55,12 @@ class Certificates:
 
 @dataclass(frozen=True)
 class Security:
-    """The certificates and the token by which workers know each other.
+    """The certificates and the token with which workers identify themselves.
 
     Attributes:
-        certificates: for mutual TLS; None for plaintext.
-        token: of the job; "" for none.
-        allows_plaintext: whether plaintext may leave this machine.
+        certificates: Certificates for mutual TLS; None for plaintext.
+        token: Secret token of the job; "" for none.
+        allows_plaintext: Whether plaintext may leave this machine.
     """
 
     certificates: Certificates | None = None
@@ -80,8 +80,8 @@ class Security:
         """Read POPDIST_TLS_CERT, POPDIST_TLS_KEY, POPDIST_TLS_CA, POPDIST_JOB_TOKEN and POPDIST_GRPC_INSECURE.
 
         Raises:
-            SecurityError: only some of the files are named, the token is empty or no UTF-8, or the last one is neither
-                0 nor 1.
+            SecurityError: Some of the files are not named, the token is empty or not UTF-8, or
+                POPDIST_GRPC_INSECURE is not 0 or 1.
         """
         named = [name for name in TLS_VARIABLES if environ.get(name)]
         if named and len(named) < len(TLS_VARIABLES):
@@ -95,18 +95,18 @@ class Security:
             raise SecurityError(f"{INSECURE}={insecure!r}; use 1 to allow plaintext between machines, or unset it")
         certificates = Certificates(*(Path(environ[name]) for name in TLS_VARIABLES)) if named else None
         if not environ.get(TOKEN, "unset").strip():
-            raise SecurityError(f"{TOKEN} is set and empty, which keeps nobody out; give it a secret, or unset it")
+            raise SecurityError(f"{TOKEN} is set but empty, so it protects nothing; give it a secret, or unset it")
         return cls(certificates, environ.get(TOKEN, ""), insecure == "1")
 
     def check(self, addresses: Sequence[Address]) -> list[Address]:
         """Refuse plaintext that would leave this machine.
 
         Returns:
-            The addresses. Those that are safe because they stand for this machine will stand for it, whatever a
-            server of names says later; others are looked up when they are called, since a worker may yet move.
+            The addresses. An address that is safe because it is on this machine stays fixed, whatever a name server
+            says later. Others are looked up at each call, because a worker may still move.
 
         Raises:
-            SecurityError: an address is not on the loopback interface, and there are no usable certificates.
+            SecurityError: An address is not a loopback address, and there are no usable certificates.
         """
         if self.certificates is not None:
             _ = self.certificates.client_context
@@ -131,21 +131,21 @@ class Security:
         return used
 
     def prove(self, statement: str) -> str:
-        """Return a proof that the writer of `statement` knows the token, without showing the token; "" without one."""
+        """Return an HMAC of `statement` with the token, which proves knowledge of the token; "" without one."""
         return hmac.new(self.token.encode(), statement.encode(), "sha256").hexdigest() if self.token else ""
 
     def is_proof(self, proof: str | bytes, statement: str) -> bool:
-        """Return whether `proof`, which is anything that somebody sends, was made of `statement` with the same token.
+        """Return whether `proof`, arbitrary input from a peer, is the HMAC of `statement` with our token.
 
-        Always true without one.
+        Always true without a token.
         """
         return not self.token or is_same(self.prove(statement), proof)
 
 
 def is_same(known: str, given: str | bytes) -> bool:
-    """Return whether somebody has given what we know, in a time that does not tell how much of it was right.
+    """Compare a secret with given input in constant time.
 
-    What is given may have any characters; gRPC makes bytes above 0x7f some of them.
+    The input may have any characters; bytes above 0x7f can reach us as such through gRPC.
     """
     sent = given if isinstance(given, bytes) else given.encode(errors="surrogatepass")
     return bool(known) and hmac.compare_digest(known.encode(), sent)

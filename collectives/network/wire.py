@@ -1,4 +1,4 @@
-"""Channels and servers of gRPC for streams of bytes, with limits on both sides."""
+"""gRPC channels and servers for streams of bytes, with limits on both sides."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from collectives.network.security import Certificates
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 1 << 21
-"""The largest message. gRPC refuses what announces more before it makes room for it."""
+"""The size of the largest message. gRPC refuses a larger announced size before it allocates memory."""
 
 SERVICE = "/popdist.Collectives/"
 CONTROL_METHOD, LANE_METHOD = f"{SERVICE}Control", f"{SERVICE}Lane"
 HELLO, PROOF, WELCOME = "popdist-hello", "popdist-proof", "popdist-welcome"
 
 REFUSAL = "popdist-refusal"
-"""Metadata behind a status by which a worker refuses; other servers have such statuses too, but not this."""
+"""Metadata that marks a worker's refusal; other servers use the same status codes, but not this key."""
 REFUSED, NOT_YET = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION
 
-_HANDSHAKE_LIMIT_MS = 5000  # what has said nothing by then was no worker, or has to come again
-_IDLE_LIMIT_MS = 5000  # workers have a stream from their first moment
+_HANDSHAKE_LIMIT_MS = 5000  # a peer that is silent for this long is no worker, or has to call again
+_IDLE_LIMIT_MS = 5000  # workers open a stream as soon as they connect
 _ROOM_FOR_HEADERS = 1 << 10
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
     ("grpc.max_receive_message_length", MESSAGE_BYTES + _ROOM_FOR_HEADERS),
-    # Otherwise gRPC estimates the bandwidth, and buffers as much of what nobody reads yet: up to 16 MiB more in one
-    # all-reduce, and no faster. While a message is being read its size is the window anyway.
+    # The bandwidth probe would enlarge the flow-control window. An all-reduce then took up to 16 MiB more memory for
+    # unread data and was not faster. While a message is read, its size is the window anyway.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 1 << 18),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is announced is what it takes
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # no compression, so the announced size is the memory needed
 ]
 
 
 @dataclass(frozen=True)
 class Room:
-    """The room that a server has for callers.
+    """The limits of a server for its callers.
 
     Attributes:
-        streams: at once.
-        connections: at once; more are closed as they come, so that strangers do not use up all descriptors.
+        streams: Maximum number of concurrent streams.
+        connections: Maximum number of connections. Further ones are closed at once, so that strangers cannot use up all
+            file descriptors.
     """
 
     streams: int
@@ -57,10 +58,10 @@ class Room:
 
 
 class DaemonThreads(Executor):
-    """A thread for each stream, which does not keep the interpreter from ending."""
+    """An executor with one daemon thread per stream, so that streams do not keep the interpreter from exiting."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run it at once."""
+        """Start the function in a new thread."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -72,20 +73,20 @@ class DaemonThreads(Executor):
         future.set_running_or_notify_cancel()
         try:
             threading.Thread(target=run, name="collectives-stream", daemon=True).start()
-        except RuntimeError as error:  # no more threads, or the interpreter ends: what gRPC does besides must go on
+        except RuntimeError as error:  # no thread can start (limit, or interpreter exit); gRPC itself must continue
             logger.warning("a stream is left unanswered: %s", error)
             future.set_exception(error)
         return future
 
 
 def open_channel(endpoint: Endpoint, address: Address, certificates: Certificates | None) -> grpc.Channel:
-    """Return a connection of its own to one worker; it is made when the first stream needs it."""
+    """Return a separate channel to one worker; it connects when the first stream needs it."""
     options = [
         *_OPTIONS,
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
-        # A stream that a closing connection has not sent would be tried again on that same connection, for ever and
-        # without a pause: some hundred MB of memory a second (seen in 1.85). Who meets tries again with another one.
+        # gRPC 1.85 would retry an unsent stream of a closing connection on that same connection, endlessly and without
+        # pause, at some hundred MB of memory per second. The meeting of workers retries with a new connection.
         ("grpc.enable_retries", 0),
     ]
     if certificates is None:
@@ -100,14 +101,14 @@ def open_channel(endpoint: Endpoint, address: Address, certificates: Certificate
 def open_server(
     address: Address, certificates: Certificates | None, handlers: grpc.GenericRpcHandler, room: Room
 ) -> grpc.Server:
-    """Return a server that listens at `address` only; not started yet.
+    """Return a server for `address` only, not started yet.
 
     Raises:
-        OSError: if it cannot listen there.
+        OSError: This machine cannot listen at the address.
     """
     options = [
         *_OPTIONS,
-        ("grpc.so_reuseport", 0),  # a port belongs to one worker
+        ("grpc.so_reuseport", 0),  # one worker per port
         ("grpc.max_allowed_incoming_connections", room.connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_LIMIT_MS),
         ("grpc.max_connection_idle_ms", _IDLE_LIMIT_MS),
@@ -123,7 +124,7 @@ def open_server(
         except RuntimeError as error:
             raise OSError(str(error)) from error
         if address.path:
-            Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)  # whoever may write to it can connect
+            Path(address.path).chmod(stat.S_IRUSR | stat.S_IWUSR)  # write permission is the permission to connect
     return server
 
 

@@ -17,24 +17,24 @@ from collectives.waiting import Limits
 
 
 class Worker(ABC):
-    """The identity of a worker, the others, and how far they have got; `Node` is the whole of it.
+    """The identity and state of a worker, as its parts see it; `Node` is the implementation.
 
     Args:
-        addresses: of all workers, in rank order.
-        names: what they are called in messages.
-        rank: this one's.
-        description: what else all workers have to agree on.
-        security: how they know each other.
-        limits: how long to wait for them, and by what clock.
+        addresses: Addresses of all workers in rank order.
+        names: Names of all workers in messages.
+        rank: Rank of this worker.
+        description: Further facts on which all workers must agree.
+        security: Certificates and token.
+        limits: Limits of waits, with their clock.
 
     Attributes:
-        clock: what its limits are measured with.
-        peers: the others, by their ranks.
-        changed: held while what is known of them changes, and notified then.
-        channels: those that this worker uses.
-        is_met: whether all have met.
-        is_leaving: set when this worker leaves.
-        loss: why the group cannot go on; "" while it can.
+        clock: Clock of the limits.
+        peers: Other workers by rank.
+        changed: Condition that guards the state of peers and is notified of changes.
+        channels: Channels that this worker uses.
+        is_met: Whether all workers have met.
+        is_leaving: Event that is set when this worker leaves.
+        loss: Reason why the group cannot continue; "" while it can.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class Worker(ABC):
 
     @abstractmethod
     def begin_control(self, peer: Peer) -> grpc.Future:
-        """Tell another worker that this one is there, from now on again and again."""
+        """Open the control stream to another worker, which sends beats from now on."""
 
     @abstractmethod
     def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
-        """Note that the worker at the address of `peer` has welcomed this one; another one may have used its name."""
+        """Note the welcome of the worker at the address of `peer`; send away a different process with its name."""
 
     @abstractmethod
     def watch_control(self, peer: Peer) -> None:
-        """Notice when the stream that tells another worker of this one breaks."""
+        """Detect the end of the control stream to another worker."""
 
     @abstractmethod
     def lose(self, peer: Peer, why: str) -> None:
-        """Note that a worker is gone, or does what no worker does."""
+        """Note that a worker is lost or violates the protocol."""

@@ -1,1 +1,1 @@
-"""Reduction plans: which messages flow and what is added where, decided as data before anything moves."""
+"""Reduction plans: the messages and additions of a reduction, decided as data before anything moves."""

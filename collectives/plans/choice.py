@@ -1,4 +1,4 @@
-"""The choice of the quickest plan, by the costs of messages."""
+"""The choice of the fastest plan, by the costs of messages."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _CACHED = 1024
 
 @dataclass(frozen=True)
 class Width:
-    """The number of bytes of an element on its way.
+    """The number of bytes per element that travels.
 
     Attributes:
-        leaf: as the contribution of one replica, and as the result.
-        partial: as the sum of several replicas.
+        leaf: Bytes of an element of one replica's contribution, and of the result.
+        partial: Bytes of an element of a partial sum.
     """
 
     leaf: int
     partial: int
 
     def of(self, node: TreeNode, replicas: int) -> int:
-        """Return the bytes for a node of so many replicas."""
+        """Return the bytes per element of a node, given the total number of replicas."""
         return self.leaf if node.is_leaf or node == root_of(replicas) else self.partial
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of the busiest rank in a round.
+    """The work of the busiest rank or host in a round.
 
     Attributes:
-        messages: sent and received by a rank, to and from other hosts.
-        local_messages: the same inside of its host.
-        link_bytes: of an element, through the link of a host, in the direction that has more.
-        local_bytes: of an element, to others of the host.
-        added: how many of the array's elements a rank reads while it adds.
+        messages: Messages to and from other hosts that a rank sends and receives.
+        local_messages: Messages within a host that a rank sends and receives.
+        link_bytes: Bytes per array element on the link of a host, in the busier direction.
+        local_bytes: Bytes per array element that a rank sends within its host.
+        added: Elements that a rank reads for additions, per array element.
     """
 
     messages: int
@@ -54,13 +54,13 @@ class Load:
 
 @lru_cache(_CACHED)
 def loads_of(plan: Plan, width: Width) -> tuple[Load, ...]:
-    """Return the loads of all rounds."""
+    """Return the load of each round of a plan."""
     return tuple(_load_of(plan, width, each.additions, each.messages) for each in plan.rounds)
 
 
 @lru_cache(_CACHED)
 def whole_load_of(plan: Plan, width: Width) -> Load:
-    """Return the load of all rounds together: of the one who has most to do in all of them."""
+    """Return the load of all rounds together."""
     additions = [addition for each in plan.rounds for addition in each.additions]
     return _load_of(plan, width, additions, list(plan.messages()))
 
@@ -86,10 +86,10 @@ def _load_of(plan: Plan, width: Width, additions: Sequence[Addition], messages: 
 
 
 def estimated_s(plan: Plan, elements: int, width: Width, network: Network, pieces: int = 1) -> float:
-    """Return how long a plan takes, one round after another, with every round as slow as its busiest rank and link.
+    """Estimate the duration of a plan: its rounds run in sequence, each as slow as its busiest rank and link.
 
-    Further pieces come behind the first one as soon as the busiest rank and the busiest link have done with the one
-    before, but no more than `UNDER_WAY` of them go their way at once.
+    With several pieces, each further piece follows when the busiest rank and the busiest link have finished with the
+    piece before it. At most `UNDER_WAY` pieces are in progress at once.
     """
     in_piece = elements / pieces
     first_s = sum(
@@ -106,7 +106,7 @@ def estimated_s(plan: Plan, elements: int, width: Width, network: Network, piece
 
 
 def _rank_s(load: Load, elements: float, width: Width, network: Network) -> float:
-    """Return what a rank spends on sums and messages."""
+    """Return the time that the busiest rank spends on sums and messages."""
     return (
         elements * load.added * width.partial / network.memory_bytes_per_s
         + load.messages * network.message_s
@@ -116,7 +116,7 @@ def _rank_s(load: Load, elements: float, width: Width, network: Network) -> floa
 
 
 def _link_s(load: Load, elements: float, network: Network) -> float:
-    """Return how long the link of a host is busy."""
+    """Return the time that the busiest link is occupied."""
     return elements * load.link_bytes / network.bytes_per_s
 
 
@@ -129,15 +129,15 @@ def quickest(
     ways: Sequence[str] = (),
     columns: int = 0,
 ) -> Plan:
-    """Return the plan that is estimated to be the quickest; of equals the first of `ways`.
+    """Return the plan with the shortest estimated duration; of equal plans the first one in `ways`.
 
     Args:
-        spread: who owns what.
-        elements: of the array.
-        width: of its elements.
-        network: what messages and sums cost.
-        ways: the names of those to choose from; default: all that are possible.
-        columns: in how many the array goes, see `plan_for`.
+        spread: Spread of replicas over ranks and hosts.
+        elements: Number of elements of the array.
+        width: Bytes per element.
+        network: Costs of messages and sums.
+        ways: Names of the ways to consider; default: all possible ways.
+        columns: Number of columns, as for `plan_for`.
     """
     plans = [plan_for(spread, way, columns) for way in ways or possible_ways(spread)]
     return min(plans, key=lambda plan: estimated_s(plan, elements, width, network))

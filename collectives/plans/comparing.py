@@ -1,8 +1,8 @@
-"""The comparison of calls before data move: at the end every rank knows what each of the others calls.
+"""The comparison of calls before data moves: afterwards every rank knows the calls of all ranks.
 
-First the ranks of a host tell each other. Then one rank of each host tells one of each other host what all of its ranks
-have said: in one round where hosts are few, else in as many as their number has bits (Bruck et al., Efficient
-algorithms for all-to-all communications in multiport message-passing systems, 1997). At last these tell the others of
+First the ranks of a host exchange their calls. Then one rank of each host exchanges whole hosts' calls with the other
+hosts. Few hosts do that in one round, more hosts in a logarithmic number of rounds (Bruck et al., Efficient algorithms
+for all-to-all communications in multiport message-passing systems, 1997). Finally these ranks inform the others of
 their host.
 """
 
@@ -15,16 +15,16 @@ from typing import NamedTuple
 _CACHED = 64
 
 MOST_AT_ONCE = 8
-"""Up to so many hosts tell each other everything in one round: each then sends to seven others at most."""
+"""Largest number of hosts that exchange calls in one round; each host then sends to at most seven others."""
 
 
 class Relay(NamedTuple):
-    """A message with what some ranks have said.
+    """A message that forwards the calls of some ranks.
 
     Attributes:
-        source: who sends it.
-        to: who receives it.
-        ranks: what whom has said, in the order in which it lies in the message.
+        source: Sending rank.
+        to: Receiving rank.
+        ranks: Ranks whose calls the message has, in the order of the message.
     """
 
     source: int
@@ -37,8 +37,8 @@ def relays(hosts: tuple[int, ...], at_once: int = MOST_AT_ONCE) -> tuple[tuple[R
     """Return the messages of each round.
 
     Args:
-        hosts: the number of the host of each rank.
-        at_once: up to how many hosts tell each other everything in one round.
+        hosts: Host number of each rank.
+        at_once: Largest number of hosts that exchange everything in one round.
     """
     ranks_of = [[rank for rank, of in enumerate(hosts) if of == host] for host in range(max(hosts) + 1)]
     inside = tuple(Relay(one, other, (one,)) for ranks in ranks_of for one in ranks for other in ranks if one != other)
@@ -53,7 +53,7 @@ def relays(hosts: tuple[int, ...], at_once: int = MOST_AT_ONCE) -> tuple[tuple[R
 
 
 def _distances(hosts: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield each round's sends as (distance, number of hosts whose messages are forwarded)."""
+    """Yield each round's sends as (distance, number of hosts whose calls are forwarded)."""
     if hosts <= at_once:
         yield [(distance, 1) for distance in range(1, hosts)]
         return

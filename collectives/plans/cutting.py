@@ -1,4 +1,4 @@
-"""The places of a plan's slices in an array, and the pieces into which a long array is cut before."""
+"""The positions of a plan's slices in an array, and the pieces into which a long array is cut first."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from collectives.plans.plan import Plan
 
 UNDER_WAY = 4
-"""So many pieces of an array go through a plan at once."""
+"""Maximum number of pieces of an array that go through a plan at once."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The places of the slices of one piece.
+    """The positions of the slices of one piece.
 
     Attributes:
-        starts: for each slice its first element, from the piece's on.
-        lengths: how many elements it has.
+        starts: First element of each slice, relative to the piece.
+        lengths: Number of elements of each slice.
     """
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
 
     def runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Neighbouring slices that neighbour each other in memory too, as (first, stop); what is empty is left out."""
+        """Yield runs of slices that are adjacent in memory, as (first, stop), without empty ones."""
         begun = first
         for number in range(first + 1, stop + 1):
             if number == stop or self.starts[number] != self.starts[number - 1] + self.lengths[number - 1]:
@@ -34,17 +34,17 @@ class Table:
                 begun = number
 
     def elements(self, first: int, stop: int) -> int:
-        """Return how many elements some slices have."""
+        """Return the number of elements in slices `first` to `stop` - 1."""
         return sum(self.lengths[first:stop])
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an array that goes through a plan by itself.
+    """A part of an array that goes through a plan separately.
 
     Attributes:
-        offset: its first element.
-        table: where its slices lie, from there on.
+        offset: First element of the piece.
+        table: Positions of its slices, relative to `offset`.
     """
 
     offset: int
@@ -52,12 +52,12 @@ class Piece:
 
 
 def pieces_of(plan: Plan, size: int, longest: int) -> list[Piece]:
-    """Return the pieces of an array of which everybody gets everything.
+    """Cut an array whose result goes to all ranks into pieces.
 
     Args:
-        plan: in whose order slices lie.
-        size: in elements.
-        longest: the elements of a piece.
+        plan: Plan that defines the order of slices.
+        size: Number of elements of the array.
+        longest: Maximum number of elements in a piece.
     """
     pieces = []
     for offset in range(0, size, longest):
@@ -69,12 +69,12 @@ def pieces_of(plan: Plan, size: int, longest: int) -> list[Piece]:
 
 
 def pieces_of_blocks(plan: Plan, block: int, longest: int) -> list[Piece]:
-    """Return the pieces of an array of which every rank gets its block, one of equal ones in rank order.
+    """Cut an array into pieces if every rank gets one of equal blocks of the result, in rank order.
 
     Args:
-        plan: which scatters.
-        block: the elements of a block.
-        longest: the elements of a slice in a piece.
+        plan: Scattering plan.
+        block: Number of elements of a block.
+        longest: Maximum number of elements of a slice in a piece.
     """
     owned, seen = Counter(plan.owners), Counter[int]()
     borders = []

@@ -1,4 +1,4 @@
-"""A reduction plan: rounds of additions and messages. It says what flows, and nothing of how or how fast."""
+"""A reduction plan: rounds of additions and messages, independent of how and how fast they are executed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from collectives.tree import TreeNode, root_of
 
 
 class Addition(NamedTuple):
-    """A rank adds what it has of some neighbouring slices, in the order of the tree.
+    """An addition of one rank: it adds values of a run of slices, in the order of the tree.
 
     Attributes:
-        rank: which one.
-        first: the first slice.
-        stop: the one behind the last slice.
-        nodes: what is added, in order; one only where there is one replica, whose contribution is to be finished.
-        into: what they come to; the sum of all replicas is the result, and finished.
+        rank: Rank that adds.
+        first: First slice.
+        stop: Slice after the last one.
+        nodes: Nodes that are added, in order. A single node occurs only with one replica in all, whose contribution
+            has to be finished.
+        into: Node of the sum. If it is the root, the sum is finished into the result.
     """
 
     rank: int
@@ -29,14 +30,14 @@ class Addition(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A rank sends another one what it has of some neighbouring slices.
+    """A message: one rank sends another rank its values of a run of slices.
 
     Attributes:
-        source: who sends.
-        to: who receives.
-        first: the first slice.
-        stop: the one behind the last slice.
-        node: the sum of which replicas; of all replicas: the finished result.
+        source: Sending rank.
+        to: Receiving rank.
+        first: First slice.
+        stop: Slice after the last one.
+        node: Node of the values; the root stands for the finished result.
     """
 
     source: int
@@ -48,11 +49,13 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """The work of a rank at once: it adds, then sends, then has what others sent it. The next round is its next one.
+    """One round of all ranks: each rank adds, then sends, then has received the messages to it.
+
+    A rank begins its next round without waiting for other ranks to end theirs.
 
     Attributes:
-        additions: of all ranks.
-        messages: of all ranks. Between two ranks they keep this order.
+        additions: Additions of all ranks.
+        messages: Messages of all ranks. Messages between two ranks keep this order.
     """
 
     additions: tuple[Addition, ...]
@@ -61,17 +64,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """A reduction of all contributions; all ranks have the whole result at the end.
+    """A reduction of all contributions, at whose end all ranks have the whole result.
 
-    Until the result of a slice is known nothing of it travels but partial sums, and afterwards nothing but results. In
-    one direction two ranks exchange partial sums in one round only, and results in one: so several pieces of an array
-    can be under way, each in another round, while messages of one kind between two ranks keep the order of the pieces.
+    Only partial sums of a slice travel before its result is known, and only results afterwards. In one direction two
+    ranks exchange partial sums in only one round, and results in only one round. So several pieces of an array can be
+    in progress, each in another round: messages of one kind between two ranks still keep the order of the pieces.
 
     Attributes:
-        name: of the way in which it goes.
-        spread: who owns what.
-        owners: for each slice who finishes it, in the order in which slices lie in memory; all ranks for -1.
-        rounds: see `Round`.
+        name: Name of the way.
+        spread: Spread of replicas over ranks and hosts.
+        owners: Rank that finishes each slice, in memory order; -1 if all ranks finish it.
+        rounds: Rounds of additions and messages.
     """
 
     name: str
@@ -86,14 +89,14 @@ class Plan:
 
     @property
     def is_scattering(self) -> bool:
-        """Whether each slice is finished by one rank, so that the first half is a reduce-scatter."""
+        """Whether a single rank finishes each slice, so that the first half of the plan is a reduce-scatter."""
         return -1 not in self.owners
 
     @property
     def scattering(self) -> Plan:
-        """Its first half: every rank has the results of its own slices only."""
+        """The first half of the plan, after which every rank has the results of its own slices only."""
         if not self.is_scattering:
-            raise ValueError(f"{self.name} has every slice finished by all ranks; it has no half that scatters")
+            raise ValueError(f"in plan {self.name} all ranks finish every slice; it has no reduce-scatter half")
         root = root_of(self.spread.replicas)
         rounds = [
             Round(each.additions, tuple(message for message in each.messages if message.node != root))
@@ -105,7 +108,7 @@ class Plan:
 
     @property
     def most_slices_leaving(self) -> int:
-        """The number of slices of the longest message from host to host; 1 where there is none."""
+        """The number of slices in the longest message between hosts, or 1 without such messages."""
         hosts = self.spread.hosts
         leaving = (each for each in self.messages() if hosts[each.source] != hosts[each.to])
         return max((each.stop - each.first for each in leaving), default=1)

@@ -1,14 +1,15 @@
-"""Makes reduction plans: columns of ranks add between hosts, after each host has added what it owns.
+"""The construction of reduction plans: each host adds its own, then columns of ranks add between hosts.
 
-An array is cut into columns, and in each column one rank works for each host. First it gets what the other ranks of its
-host own of the column; then the ranks of the column add between hosts, in one of several ways; at last each gives the
-results to the ranks of its host. So a host's link carries what one rank would send, however many ranks sit behind it.
-Where there is one host, nothing is left between hosts; where each rank has a host to itself, nothing is left inside.
-With one column the first rank of each host works for all of it, and hosts exchange as few messages as they can.
+An array is cut into columns. In each column one rank works for each host. First it receives the column's partial sums
+from the other ranks of its host. Then the ranks of the column add between hosts, in one of several ways. Finally
+each of them sends the results to the other ranks of its host. So a host's link carries the bytes of a single rank,
+however many ranks the host has. With one host nothing is left between hosts; with one rank per host nothing is left
+inside hosts. With one column the first rank of each host works for all of it, and hosts exchange as few messages as
+possible.
 
-A way to add between hosts sees one column: one rank of each host, which has all that its host owns. It is a function of
-the nodes that the rank of each host begins with, and of the number of replicas. It gives who finishes which slice of
-the column (-1: all), and rounds, in which hosts stand for those ranks.
+A way to add between hosts sees one column, with one rank per host that has all of the host's values. It is a function
+of each host's nodes and of the number of replicas. It returns the finishing host of each slice of the column (-1: all
+hosts), and rounds with hosts in place of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CACHED = 256
 
 Held = Sequence[tuple[TreeNode, ...]]
 Column = tuple[tuple[int, ...], list[Round]]
-Run = tuple[int, int, int]  # slices from the first on, up to the second, and the place in a group that has them
+Run = tuple[int, int, int]  # first slice, slice after the last one, and the place in a group that is responsible
 Way = Callable[[Held, int], Column]
 
 
@@ -36,9 +37,9 @@ def plan_for(spread: Spread, way: str, columns: int = 0) -> Plan:
     """Return the plan of a reduction.
 
     Args:
-        spread: who owns which replicas, on which host.
-        way: one of `possible_ways`.
-        columns: into how many the array is cut; default: as many as the largest host has ranks.
+        spread: Spread of replicas over ranks and hosts.
+        way: Name of the way, one of `possible_ways`.
+        columns: Number of columns of the array; default: the number of ranks of the largest host.
     """
     columns = columns or max(map(len, spread.ranks_of))
     owners: list[int] = []
@@ -56,7 +57,7 @@ def plan_for(spread: Spread, way: str, columns: int = 0) -> Plan:
 
 
 def possible_ways(spread: Spread) -> tuple[str, ...]:
-    """Return the names of the ways that there are for a spread."""
+    """Return the names of the ways that are possible for a spread."""
     workers = tuple(ranks[0] for ranks in spread.ranks_of)
     if len(workers) > 1 and pairs_up(_held(spread, workers), spread.replicas):
         return tuple(WAYS)
@@ -64,7 +65,7 @@ def possible_ways(spread: Spread) -> tuple[str, ...]:
 
 
 def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[TreeNode, ...]]:
-    """Return what each worker begins with: its own contributions, and the sums of the others of its host."""
+    """Return each worker's initial nodes: its own contributions, and the partial sums of the others of its host."""
     held = []
     for ranks, worker in zip(spread.ranks_of, workers, strict=True):
         nodes = [*spread.leaves(worker), *(node for rank in ranks if rank != worker for node in spread.sums[rank])]
@@ -73,7 +74,7 @@ def _held(spread: Spread, workers: tuple[int, ...]) -> list[tuple[TreeNode, ...]
 
 
 def _gathering(spread: Spread, workers: tuple[int, ...], first: int, stop: int) -> Round:
-    """Return the round in which the other ranks of each host add up what they own of the column, and send it."""
+    """Return the first round: the other ranks of each host add up their column values and send them."""
     additions, messages = [], []
     for ranks, worker in zip(spread.ranks_of, workers, strict=True):
         for rank in ranks:
@@ -85,7 +86,7 @@ def _gathering(spread: Spread, workers: tuple[int, ...], first: int, stop: int) 
 
 
 def _spreading(spread: Spread, workers: tuple[int, ...], first: int, stop: int) -> Round:
-    """Each worker gives the results of the column to the other ranks of its host."""
+    """Return the last round: each worker sends the column's results to the other ranks of its host."""
     root = root_of(spread.replicas)
     messages = [
         Message(worker, rank, first, stop, root)
@@ -97,7 +98,7 @@ def _spreading(spread: Spread, workers: tuple[int, ...], first: int, stop: int) 
 
 
 def _moved(each: Round, workers: tuple[int, ...], start: int) -> Round:
-    """Return a round of a column with its ranks instead of hosts, and its slices behind those of other columns."""
+    """Translate a round of one column: hosts become ranks, and slices follow those of earlier columns."""
     additions = [
         Addition(workers[host], start + first, start + stop, nodes, into)
         for host, first, stop, nodes, into in each.additions
@@ -114,10 +115,10 @@ def _joined(one: Round, other: Round) -> Round:
 
 
 def direct(held: Held, replicas: int) -> Column:
-    """Every host sends its sums of each slice to the one that finishes it, which sends the result to all.
+    """Send all partial sums of each slice to the host that finishes it; that host sends the result to all.
 
-    Two rounds, whatever the hosts own. Hosts that own one node each send 2 (n - 1) / n of the array. In turn every host
-    begins with the one behind it, so that not all of them send to one.
+    It takes two rounds for any spread. If hosts own one node each, each sends 2 (n - 1) / n of the array. Every host
+    begins with the next host, so that they do not all send to the same one.
     """
     count, root = len(held), root_of(replicas)
     sums = [merged(nodes, replicas) for nodes in held]
@@ -139,11 +140,11 @@ def direct(held: Held, replicas: int) -> Column:
 
 
 def halving(held: Held, replicas: int) -> Column:
-    """Neighbours exchange halves, then pairs of them quarters, and so on; the results go back the same way.
+    """Exchange halves with a neighbour, then quarters between pairs, and so on; return the results on the same paths.
 
-    Recursive halving and doubling, beginning with the nearest (Thakur, Rabenseifner and Gropp, Optimization of
-    Collective Communication Operations in MPICH, 2005). 2 log2(n) rounds, and every host sends 2 (n - 1) / n of the
-    array, also where n is no power of two. See `pairs_up` for where it is possible.
+    This is recursive halving and doubling, nearest neighbours first (Thakur, Rabenseifner and Gropp, Optimization of
+    Collective Communication Operations in MPICH, 2005). It takes 2 log2(n) rounds, and every host sends 2 (n - 1) / n
+    of the array, also if n is no power of two. It is possible if `pairs_up` holds.
     """
     groups = Groups(held)
     owners = groups.owners
@@ -171,9 +172,10 @@ def halving(held: Held, replicas: int) -> Column:
 
 
 def doubling(held: Held, replicas: int) -> Column:
-    """Neighbours exchange all, then pairs of them, and so on: log2(n) rounds, each with the whole array.
+    """Exchange everything with a neighbour, then between pairs, and so on: log2(n) rounds with the whole array.
 
-    Every rank finishes everything. See `pairs_up` for where it is possible.
+    This is recursive doubling (Thakur, Rabenseifner and Gropp, 2005). Every rank finishes everything. It is possible if
+    `pairs_up` holds.
     """
     groups = Groups(held)
     rounds: list[tuple[list[Addition], list[Message]]] = []
@@ -194,7 +196,7 @@ def doubling(held: Held, replicas: int) -> Column:
 
 
 def pairs_up(held: Held, replicas: int) -> bool:
-    """Return whether hosts, but for the last one, own equal nodes of a power of two replicas: so pairs own nodes."""
+    """Return whether each host owns one node of 2^k replicas, the last host perhaps fewer, so pairs own nodes."""
     size = sum(node.stop - node.first for node in held[0])
     return size & (size - 1) == 0 and all(
         merged(nodes, replicas) == (TreeNode(host * size, min(replicas, (host + 1) * size)),)
@@ -203,14 +205,13 @@ def pairs_up(held: Held, replicas: int) -> bool:
 
 
 class Groups:
-    """Hosts in groups of 1, 2, 4, ... neighbours, of which the last may be smaller.
+    """Hosts in groups of 1, 2, 4, ... neighbours; the last group may be smaller.
 
-    In a group each slice has one responsible host, which has the group's sum of it. That is the one whose place in the
-    group has the same low bits as the number of the slice's owner; where the group is too small to have that place,
-    leading bits are dropped.
+    In each group one host is responsible for each slice: it has the group's sum of the slice. Its place in the group is
+    the low bits of the slice owner's number. If the group is too small for that place, leading bits are dropped.
 
     Args:
-        held: the nodes that each host begins with; they pair up, and there are several hosts.
+        held: Initial nodes of each host; there are several hosts, and they pair up.
     """
 
     def __init__(self, held: Held) -> None:
@@ -221,31 +222,31 @@ class Groups:
         self.owners = tuple(sorted(range(self._count), key=self._reversed_bits))
 
     def paired(self, level: int) -> Iterator[int]:
-        """Yield the hosts whose groups of 2^level are joined with another one."""
+        """Yield the hosts whose groups of 2^level are joined with another group."""
         return (host for host in range(self._count) if self.sibling(host, level) < self._count)
 
     def sibling(self, host: int, level: int) -> int:
-        """Return the first host of the group with which that of a host is joined; that may be behind all hosts."""
+        """Return the first host of the group that is joined with the host's group; it may be beyond the last host."""
         return ((host >> level) ^ 1) << level
 
     def counterpart(self, host: int, level: int) -> int:
-        """Return the one of that group from which a host has its sum, where all of a group have it."""
+        """Return the host of the sibling group that sends its sum to `host`, if all hosts of a group have the sum."""
         first, size = self._group(self.sibling(host, level), level)
         return first + _place(host, level, size)
 
     def node(self, host: int, level: int) -> TreeNode:
-        """Return what a host's group of 2^level owns."""
+        """Return the node of a host's group of 2^level."""
         first = host >> level << level
         last = min(self._count, first + (1 << level)) - 1
         return TreeNode(self._held[first][0].first, self._held[last][-1].stop)
 
     def parts(self, host: int, level: int) -> tuple[TreeNode, ...]:
-        """Return what a host has of its group's sum before the group is joined: until then it has added nothing."""
+        """Return the nodes that a host holds of its group's sum before the group is joined."""
         own = self.node(host, level)
         return self._held[host] if own == self.node(host, 0) else (own,)
 
     def destinations(self, host: int, level: int) -> Iterator[tuple[int, int, int]]:
-        """Runs of the slices for which a host is responsible, and who is in the group that is joined next."""
+        """Yield runs of slices for which `host` is responsible, each with the responsible host of the joined group."""
         first, size = self._group(host, level)
         joined, joined_size = self._group(host, level + 1)
         others, _ = self._responsible(level + 1, joined_size)
@@ -258,7 +259,7 @@ class Groups:
                 yield max(start, begun), min(stop, ended), joined + to
 
     def _responsible(self, level: int, size: int) -> tuple[list[Run], dict[int, list[Run]]]:
-        """Return the responsible hosts in a group of 2^level: all runs, and those of each place."""
+        """Return the responsible places in a group of 2^level: all runs in order, and the runs of each place."""
         if (level, size) not in self._runs:
             places = groupby(range(self._count), lambda number: _place(self.owners[number], level, size))
             every, of_places = [], defaultdict(list)
@@ -270,7 +271,7 @@ class Groups:
         return self._runs[level, size]
 
     def _group(self, host: int, level: int) -> tuple[int, int]:
-        """Return the first host of a host's group of 2^level, and how many there are."""
+        """Return the first host of a host's group of 2^level, and the number of hosts in it."""
         first = host >> level << level
         return first, min(self._count - first, 1 << level)
 
@@ -279,7 +280,7 @@ class Groups:
 
 
 def _place(owner: int, level: int, size: int) -> int:
-    """Return the place with the low bits of an owner in a group of 2^level, of which so many are there."""
+    """Return the place of an owner's low bits in a group of 2^level that has `size` hosts."""
     place = owner & ((1 << level) - 1)
     while place >= size:
         place ^= 1 << (place.bit_length() - 1)
@@ -287,7 +288,7 @@ def _place(owner: int, level: int, size: int) -> int:
 
 
 def inside(nodes: Iterable[TreeNode], whole: TreeNode) -> tuple[TreeNode, ...]:
-    """Return those of some nodes that are parts of another one."""
+    """Return the nodes that lie inside `whole`."""
     return tuple(node for node in nodes if whole.covers(node))
 
 
@@ -296,4 +297,4 @@ def _rounds(*rounds: tuple[Sequence[Addition], Sequence[Message]]) -> list[Round
 
 
 WAYS: dict[str, Way] = {"direct": direct, "halving": halving, "doubling": doubling}
-"""All of them, by name."""
+"""All ways, by name."""

@@ -12,14 +12,14 @@ from collectives.tree import TreeNode, subtrees
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of replicas over ranks: each has those behind the ones of the rank before.
+    """The spread of replicas over ranks: contiguous blocks in rank order.
 
     Attributes:
-        counts: the replicas of each rank.
-        hosts: the number of the host of each rank; hosts are numbered from 0.
+        counts: Number of replicas of each rank.
+        hosts: Host number of each rank; hosts are numbered from 0.
 
     Raises:
-        ValueError: for a rank without replicas or without a host, or a host without ranks.
+        ValueError: A rank has no replicas or no host, or a host has no ranks.
     """
 
     counts: tuple[int, ...]
@@ -30,17 +30,17 @@ class Spread:
             raise ValueError(f"ranks have {list(self.counts)} replicas; each needs at least one")
         if len(self.hosts) != len(self.counts) or set(self.hosts) != set(range(max(self.hosts) + 1)):
             raise ValueError(
-                f"{len(self.counts)} ranks are on hosts {list(self.hosts)}; name one for each, and number them from 0"
+                f"{len(self.counts)} ranks are on hosts {list(self.hosts)}; give one host per rank, numbered from 0"
             )
 
     @classmethod
     def apart(cls, counts: Sequence[int]) -> Spread:
-        """Ranks that share no host."""
+        """Return the spread of ranks that are each on a host of their own."""
         return cls(tuple(counts), tuple(range(len(counts))))
 
     @classmethod
     def together(cls, counts: Sequence[int]) -> Spread:
-        """Ranks of one host."""
+        """Return the spread of ranks that share one host."""
         return cls(tuple(counts), (0,) * len(counts))
 
     @property
@@ -55,7 +55,7 @@ class Spread:
 
     @cached_property
     def blocks(self) -> tuple[TreeNode, ...]:
-        """The replicas of each rank; such a block need not be a node of the tree."""
+        """The replicas of each rank; a block need not be a node of the tree."""
         stops = list(accumulate(self.counts))
         return tuple(TreeNode(stop - count, stop) for stop, count in zip(stops, self.counts, strict=True))
 
@@ -73,12 +73,12 @@ class Spread:
         return tuple(map(tuple, ranks))
 
     def leaves(self, rank: int) -> tuple[TreeNode, ...]:
-        """Return the contributions of a rank."""
+        """Return the leaves of a rank: its contributions."""
         first, stop = self.blocks[rank]
         return tuple(TreeNode(replica, replica + 1) for replica in range(first, stop))
 
 
 def host_numbers(hosts: Sequence[Hashable]) -> tuple[int, ...]:
-    """Hosts, one for each rank and called whatever they are, as numbers from 0 on."""
+    """Assign numbers from 0 to the hosts, in order of appearance; `hosts` has one entry per rank."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return tuple(numbers[host] for host in hosts)

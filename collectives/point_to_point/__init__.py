@@ -1,1 +1,1 @@
-"""Collectives by messages: reduction plans, carried out over a link."""
+"""Collectives by messages: reduction plans, executed over a link."""

@@ -1,4 +1,4 @@
-"""The exchange before every collective: all ranks see what all others call, and the small arrays that go with it."""
+"""The exchange before every collective: all ranks see the calls of all ranks, and receive small arrays with them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from collectives.waiting import Watch
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _WORDS = 3
-_PLANS = 256  # cached layouts
+_PLANS = 256  # maximum number of cached layouts
 _TOO_LARGE = (1 << 64) - 1
-_OPENED = _TOO_LARGE - 1  # too large as well, and with the first messages of a reduction behind it
-_MOST_ARRAYS = 1 << 20  # that one rank contributes
+_OPENED = _TOO_LARGE - 1  # too large as well, but the first messages of the reduction follow the block
+_MOST_ARRAYS = 1 << 20  # maximum number of arrays from one rank
 
 Opening = Callable[[], OpeningLink]
-"""Does what comes before the first messages that leave the host."""
+"""Runs the part of a reduction that precedes the first messages to other hosts."""
 
 Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
 
 
 class LinkExchange:
-    """The exchange between the ranks of a link, each with a block of its own: a header, and arrays.
+    """The exchange between the ranks of a link. Each rank's block consists of a header and its arrays.
 
     Args:
-        link: how messages travel.
-        watch: says where this rank is, in errors.
-        complete: waits for transfers, each with the rank of the same place.
+        link: Link between the ranks.
+        watch: Watch whose names and call appear in errors.
+        complete: Function that waits for transfers; its second argument has the rank of each transfer.
 
     Attributes:
-        away: the ranks of other hosts from which something comes.
-        pairs: those between whom messages leave a host, if all of them do in one round.
-        has_delivered: whether the last exchange began the reduction too.
+        away: Ranks of other hosts that send to this rank.
+        pairs: Pairs (sender, receiver) whose messages leave a host, if all these messages are in one round; else empty.
+        has_delivered: Whether the last exchange also began the reduction.
     """
 
     def __init__(self, link: Link, watch: Watch, complete: Complete) -> None:
@@ -64,23 +64,23 @@ class LinkExchange:
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
         self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
         self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
-        self._received: dict[int, int | None] = {}  # how long messages of one block were, where the link can tell
-        self._behind: dict[int, np.ndarray] = {}  # what came behind the blocks of others
+        self._received: dict[int, int | None] = {}  # lengths of messages with one block, if the link knows
+        self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
 
     def run(
         self, fingerprint: int, arrays: Sequence[np.ndarray], count: int, opening: Opening | None = None
     ) -> tuple[bool, Parts]:
-        """As `Transport.exchange`.
+        """Exchange as `Transport.exchange` does.
 
         Args:
-            fingerprint: see there.
-            arrays: see there.
-            count: see there.
-            opening: begins the reduction of the arrays, if they are too large to travel along; called only where all
-                ranks of this host say the same, which then all call theirs.
+            fingerprint: 64-bit hash of the call.
+            arrays: Arrays of one dtype and size that may travel with the exchange.
+            count: Number of arrays that this rank contributes.
+            opening: Function that begins the reduction of arrays that are too large to travel with the exchange. It is
+                called only if all ranks of this host agree, and then on all of them.
         """
-        # Two sets of blocks: the arrays of one exchange stay readable until the next but one has begun.
+        # Two sets of blocks: the arrays of one exchange stay readable until the next exchange but one.
         parity = self._parity = 1 - self._parity
         blocks, headers = self._blocks[parity], self._headers[parity]
         header = headers[self._rank]
@@ -125,7 +125,7 @@ class LinkExchange:
     def _tell(
         self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
     ) -> OpeningLink | None:
-        """Have all blocks everywhere; what this rank has opened meanwhile."""
+        """Send all blocks to all ranks; return the link of a reduction that was opened meanwhile, or None."""
         opened: OpeningLink | None = None
         for each in self._rounds:
             if opening is not None and each.leaves and self._is_agreed_here(headers):
@@ -152,14 +152,14 @@ class LinkExchange:
         return opened
 
     def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
-        """Return whether all ranks of this host say the same."""
+        """Return whether all ranks of this host have equal headers."""
         own = headers[self._rank][:_WORDS].tolist()
         return all(headers[rank][:_WORDS].tolist() == own for rank in self._beside)
 
     def _unpack(
         self, ranks: Sequence[int], room: np.ndarray, blocks: Sequence[np.ndarray], headers: Sequence[memoryview]
     ) -> int:
-        """Put the blocks of a message where they belong, unless they are there; how many bytes they have."""
+        """Copy the blocks of a message to their places, if they are not there yet; return their total length."""
         if len(ranks) == 1:
             return self._bytes_of(headers[ranks[0]])
         start = 0
@@ -171,16 +171,16 @@ class LinkExchange:
         return start
 
     def _bytes_of(self, header: memoryview) -> int:
-        """Return the length of a block; of what no rank of ours would say, the header alone."""
+        """Return the length of a block. If the header is invalid, that is the length of the header alone."""
         nbytes = header[_NBYTES]
         return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
 
     def _check_header(
         self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], alike: bool
     ) -> None:
-        """Refuse what no rank of ours would send: a faulty one must not take this one's memory or spoil its sums.
+        """Refuse an invalid header: a faulty rank could exhaust memory or spoil sums.
 
-        Where headers are not alike nothing says who has begun to reduce, nor with how many bytes.
+        If headers differ between ranks, it is unknown which ranks have begun to reduce, and with how many bytes.
         """
         count, nbytes = theirs[_COUNT], theirs[_NBYTES]
         each = arrays[0].nbytes if arrays else 0
@@ -196,7 +196,7 @@ class LinkExchange:
             )
 
     def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Views of all blocks for arrays like `like`, `count` from each rank, for both parities."""
+        """Return views of all blocks for `count` arrays like `like` from each rank, for odd and even exchanges."""
         if len(self._inline) > _PLANS:
             self._inline.clear()
         counts = (count,) * self._size
@@ -220,11 +220,11 @@ class _Round:
     """The messages that one rank sends and receives in a round.
 
     Attributes:
-        leaves: whether messages leave their hosts.
-        sent: the ranks of whose blocks a message consists, and to whom it goes.
-        receivers: to whom messages go, one for each.
-        sources: from whom messages come.
-        rooms: the ranks of whose blocks each consists, and where it is received if it is more than one.
+        leaves: Whether messages leave their hosts.
+        sent: Ranks whose blocks make up a message, with the receivers of the message.
+        receivers: Receiver of each message.
+        sources: Sender of each received message.
+        rooms: Ranks whose blocks make up each received message, and a buffer for it if it has several blocks.
     """
 
     def __init__(self, messages: Sequence[Relay], rank: int, block: int, opening_bytes: int, leaves: bool) -> None:
@@ -245,7 +245,7 @@ class _Round:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return one message; of one part no copy."""
+    """Join parts into one message; a single part is not copied."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part.view(np.uint8) for part in parts])

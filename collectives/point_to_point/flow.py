@@ -1,4 +1,4 @@
-"""A piece of an array on its way through a plan, as one rank sees it."""
+"""The execution of a plan for one piece of an array, on one rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Arrays:
     """The arrays of a reduction.
 
     Attributes:
-        contributions: of this rank.
-        out: receives the result; may be one of the contributions.
-        begins: the element of the contributions that belongs to the first one of `out`.
-        reduction: the arithmetic.
-        replicas: the contributions of all ranks.
+        contributions: Arrays of this rank.
+        out: Array for the result; may be one of the contributions.
+        begins: Index in the contributions of the first element of `out`.
+        reduction: Arithmetic of the reduction.
+        replicas: Number of contributions of all ranks.
     """
 
     contributions: Sequence[np.ndarray]
@@ -33,31 +33,31 @@ class Arrays:
 
 
 class PartialSums:
-    """Room for partial sums: fresh pages cost more than the sums, so it is kept."""
+    """Scratch memory for partial sums, kept because fresh pages would cost more than the sums."""
 
     def __init__(self) -> None:
         self._bytes = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def rows(self, number: int, rows: int, nbytes: int) -> list[np.ndarray]:
-        """Return so many rows of so many bytes, valid until the next call with the same number."""
+        """Return `rows` rows of `nbytes` bytes, valid until the next call with the same `number`."""
         if self._bytes[number].size < rows * nbytes:
             self._bytes[number] = np.empty(rows * nbytes, np.uint8)
         return [self._bytes[number][row * nbytes : (row + 1) * nbytes] for row in range(rows)]
 
 
 class PieceFlow:
-    """The work of one rank for a piece: turn by turn it adds, sends, and waits for what comes.
+    """The work of one rank for one piece: in each turn it adds, sends, and waits for messages.
 
-    Pieces begin one after another, and none overtakes the one before it: so messages of two ranks keep their order.
+    Pieces begin in sequence and never overtake each other, so messages between two ranks keep their order.
 
     Args:
-        link: how messages travel.
-        program: what this rank does.
-        arrays: what is reduced.
-        offset: the first element of the piece.
-        room: memory for partial sums that come.
-        added: memory for those that this rank adds.
-        before: the piece before this one.
+        link: Link between the ranks.
+        program: Work of this rank.
+        arrays: Arrays of the reduction.
+        offset: First element of the piece.
+        room: Memory for received partial sums.
+        added: Memory for partial sums that this rank computes.
+        before: Piece before this one, or None.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class PieceFlow:
         return self._next == len(self._program.turns) and not (self._coming or self._parts or self._results)
 
     def has_sent(self) -> bool:
-        """Return whether the partial sums that it has sent so far are on their way."""
+        """Return whether all sent partial sums have been handed to the network."""
         return drain(self._parts)
 
     def waits_for(self) -> list[int]:
-        """Return the ranks without which this piece cannot go on."""
+        """Return the ranks whose transfers this piece awaits."""
         return [rank for _, rank in self._coming or (*self._parts, *self._results)]
 
     def advance(self, turns: int | None = None) -> bool:
-        """Do what can be done at once, of so many turns if that is given; whether anything was."""
+        """Do everything that is possible without waiting, up to turn `turns`; return whether anything was done."""
         moved = False
         drain(self._parts)
         drain(self._results)
@@ -107,7 +107,7 @@ class PieceFlow:
         return moved
 
     def _has_all_come(self) -> bool:
-        """Return whether all of the last turn has come. A link has to be asked for the first message first."""
+        """Return whether all messages of the last turn have come. A link must be polled for earlier messages first."""
         if self._before is not None:
             if self._before.is_over:
                 self._before = None
@@ -123,11 +123,11 @@ class PieceFlow:
         return not self._program.turns[self._next].overwrites or drain(self._parts)
 
     def has_entered(self, turn: int) -> bool:
-        """Return whether it has come to the turn with this number."""
+        """Return whether the piece has entered the turn with this number."""
         return self._next > turn
 
     def has_ended(self, turn: int) -> bool:
-        """Return whether it has all that comes in the turn with this number."""
+        """Return whether the piece has received everything of the turn with this number."""
         return self._next > turn + 1 or (self._next == turn + 1 and not self._coming)
 
     def _enter(self, turn: RankRound) -> None:
@@ -173,7 +173,7 @@ class PieceFlow:
 
 
 def drain(transfers: deque[tuple[Transfer, int]]) -> bool:
-    """Forget the transfers at the front that are done; whether none is left."""
+    """Remove finished transfers at the front; return whether none is left."""
     while transfers and transfers[0][0].done():
         transfers.popleft()
     return not transfers

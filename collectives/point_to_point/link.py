@@ -1,4 +1,4 @@
-"""A link: what plans need from a network."""
+"""The interface of a link: the messages that plans need from a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collectives.plans.network import Network
 CHUNK_BYTES = 1 << 18
 LANES = 3
 EXCHANGE, PARTIALS, RESULTS = range(LANES)
-"""What a channel has between two ranks."""
+"""The lanes of a channel between two ranks: exchanges, partial sums, results."""
 USUAL_COSTS = Network(
     latency_s=50e-6,
     message_s=20e-6,
@@ -24,21 +24,22 @@ USUAL_COSTS = Network(
     local_bytes_per_s=1e9,
     memory_bytes_per_s=5e9,
 )
-"""Where nobody has measured any."""
+"""Assumed costs for networks without measured costs."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes into which arrays are best cut for a link; the same on all ranks.
+    """The best sizes of messages for a link; the same on all ranks.
 
     Attributes:
-        inline_bytes: how much each rank may send to every other one along with an exchange.
-        whole_bytes: up to this size arrays go through a plan in one piece.
-        chunk_bytes: the largest message where they go in several.
-        smallest_chunk_bytes: and the smallest, but for what is left at the end.
-        pieces_at_least: into how many pieces arrays are cut that allow it; several are under way at each rank.
-        opening_bytes: how much of the first messages of a plan goes to another host along with an exchange, at most.
-        one_column_bytes: up to this size one rank of each host sends and receives for all, if it has them nearby.
+        inline_bytes: Limit of the arrays that each rank sends along with an exchange.
+        whole_bytes: Largest array that goes through a plan in one piece.
+        chunk_bytes: Largest message of an array in several pieces.
+        smallest_chunk_bytes: Smallest message of an array in several pieces, except for the last one.
+        pieces_at_least: Minimum number of pieces of arrays that are large enough; a rank has several in progress.
+        opening_bytes: Limit of a plan's first messages to another host that travel with an exchange.
+        one_column_bytes: Largest array for one column, i.e. one rank per host sends and receives for its host. Only for
+            links with `nearby` ranks.
     """
 
     inline_bytes: int = 1 << 16
@@ -51,39 +52,41 @@ class Sizes:
 
     @property
     def longest_message_bytes(self) -> int:
-        """The bytes that surely travel at once, as where two ranks exchange an array in one piece."""
+        """The largest message that a link always takes at once, e.g. if two ranks exchange an array in one piece."""
         return max(self.chunk_bytes, self.whole_bytes // 2)
 
     def chunk_of(self, nbytes: int) -> int:
-        """Return the size of the messages in which so many bytes travel."""
+        """Return the message size for an array of `nbytes` bytes."""
         return min(self.chunk_bytes, max(self.smallest_chunk_bytes, nbytes // self.pieces_at_least))
 
 
 class Transfer(Protocol):
-    """A message on its way.
+    """A message in transit.
 
     Attributes:
-        received: how many bytes came, once it is done; None where the network itself sees to it that all of them do.
+        received: Number of bytes received, once the transfer is done; None if the network guarantees completeness.
     """
 
     @property
     def received(self) -> int | None:
-        """The number of bytes that came, or None."""
+        """The number of bytes received, or None."""
 
     def done(self) -> bool:
-        """Return whether it has arrived, or its buffer may be used again; asking also drives the transfer on.
+        """Return whether the message has arrived, or its buffer may be reused. The call also drives the transfer.
+
+        Once true, the answer stays true.
 
         Raises:
-            PeerLostError: where the other rank is gone.
+            PeerLostError: The other rank is gone.
         """
 
 
 class Fetch(Transfer, Protocol):
-    """A message on its way, for a receiver who does not mind where it lies."""
+    """A message in transit whose receiver accepts it in any memory."""
 
     @property
     def message(self) -> np.ndarray:
-        """It, of dtype uint8, once it has arrived."""
+        """The message, of dtype uint8, after it has arrived."""
 
 
 class FetchedInto:
@@ -98,24 +101,25 @@ class FetchedInto:
 
 
 Pause = Callable[[float], None]
-"""Returns when something may have happened, at the latest after so many seconds."""
+"""Function that returns when something may have happened, at the latest after the given seconds."""
 
 
 class Link(ABC):
-    """Connects one rank with all the others; messages keep their order within a lane between two ranks.
+    """A connection of one rank with all other ranks.
 
-    Lanes are small numbers that both sides agree on. Buffers are contiguous, one-dimensional and of dtype uint8;
-    they belong to the link until the transfer is done.
+    Between two ranks, messages on the same lane keep their order. Lanes are small numbers on which both sides agree.
+    Buffers are contiguous, one-dimensional and of dtype uint8. A buffer belongs to the link until its transfer is done.
+    No method waits for other ranks. After a `PeerLostError` the caller only calls `close`.
 
     Attributes:
-        rank: this rank.
-        size: the number of ranks.
-        hosts: the number of the host of each rank, from 0 on; nothing where every rank counts as a host.
-        nearby: the same, where ranks of a host reach each other much sooner than those of others.
-        sizes: how arrays are best cut.
-        costs: what messages and sums cost, for the choice among plans; the same on all ranks.
-        are_costs_measured: whether they are those of this network; else some plans are not considered.
-        pause: returns when a transfer may have ended; None where the link cannot tell.
+        rank: This rank.
+        size: Number of ranks.
+        hosts: Host number of each rank, from 0; empty if every rank counts as a host of its own.
+        nearby: The same as `hosts`, if ranks of one host reach each other much faster than ranks of others; else empty.
+        sizes: Best sizes of messages.
+        costs: Costs of messages and sums for the choice among plans; the same on all ranks.
+        are_costs_measured: Whether `costs` were measured on this network; otherwise some plans are not considered.
+        pause: Function that returns when a transfer may have ended; None if the link cannot notify.
     """
 
     rank: int
@@ -129,23 +133,23 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
-        """Begin to send `data`; never waits for the receiver."""
+        """Start to send `data`, without waiting for the receiver."""
 
     def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
-        """Begin to send `data` to several ranks; a transfer for each of them."""
+        """Start to send `data` to several ranks; return one transfer per rank."""
         return [self.send(data, each, lane) for each in to]
 
     @abstractmethod
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
-        """Begin to receive the next message of `source` into the beginning of `into`, which is large enough."""
+        """Start to receive the next message of `source` into the beginning of `into`, which must be large enough."""
 
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
-        """Begin to receive the next message of `source` to be read only: into `room`, or wherever the link has it."""
+        """Start to receive the next message of `source` for reading only: into `room`, or into memory of the link."""
         return FetchedInto(self.receive(room, source, lane), room)
 
     def pausing(self) -> Pause | None:
-        """Return how a wait that begins now pauses: `pause`, where the link can tell of all that is under way."""
+        """Return the pause function for a wait that begins now: `pause` if it covers all pending transfers."""
         return self.pause
 
     def close(self) -> None:  # noqa: B027 - most links hold nothing
-        """Give back what the link holds; never waits for other ranks."""
+        """Release the resources of the link, without waiting for other ranks."""

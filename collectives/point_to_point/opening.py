@@ -1,6 +1,6 @@
 """The first messages of a reduction between hosts, which travel with the comparison of calls.
 
-What others send is kept apart until all ranks are known to call the same: only then it is added to anything.
+Received partial sums are not used until all ranks are known to make the same call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collectives.tree import root_of
 
 
 def opening_round(plan: Plan) -> int:
-    """Return the first round in which messages leave hosts; -1 where there is none, or it has results."""
+    """Return the first round with messages that leave hosts; -1 if there is none or its messages are results."""
     hosts, root = plan.spread.hosts, root_of(plan.spread.replicas)
     for number, each in enumerate(plan.rounds):
         leaving = [message for message in each.messages if hosts[message.source] != hosts[message.to]]
@@ -26,7 +26,7 @@ def opening_round(plan: Plan) -> int:
 
 
 class _Gone:
-    """A message that needs no waiting for."""
+    """A transfer that is done from the beginning."""
 
     received = None
 
@@ -35,7 +35,7 @@ class _Gone:
 
 
 class _Delivered:
-    """A partial sum that comes with the comparison."""
+    """A partial sum that arrives with the comparison of calls."""
 
     received = None
 
@@ -49,11 +49,11 @@ class _Delivered:
 
 
 class OpeningLink(Link):
-    """A link of which partial sums to some ranks are held back, and those of some are delivered by hand.
+    """A link that holds back partial sums to some ranks, and receives partial sums from them by `deliver`.
 
     Args:
-        link: for everything else.
-        away: the ranks of other hosts.
+        link: Link for all other messages.
+        away: Ranks of other hosts.
     """
 
     def __init__(self, link: Link, away: frozenset[int]) -> None:
@@ -65,22 +65,22 @@ class OpeningLink(Link):
         self._awaited: dict[int, deque[_Delivered]] = {}
 
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
-        """As `Link.send`, but for what is held back; that must not change until `held_for` is asked."""
+        """Send as `Link.send`, or hold a partial sum back; held data must not change before `held_for` is called."""
         if lane != PARTIALS or to not in self._away:
             return self._link.send(data, to, lane)
         self._held.setdefault(to, []).append(data)
         return _Gone()
 
     def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
-        """As `Link.send_all`: results are not held back."""
+        """Send as `Link.send_all`: results are not held back."""
         return self._link.send_all(data, to, lane)
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
-        """As `Link.receive`: results come as always."""
+        """Receive as `Link.receive`: results travel as usual."""
         return self._link.receive(into, source, lane)
 
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
-        """As `Link.fetch`, but for what is delivered."""
+        """Receive as `Link.fetch`, or await a partial sum from `deliver`."""
         if lane != PARTIALS or source not in self._away:
             return self._link.fetch(room, source, lane)
         awaited = _Delivered(room.size)
@@ -88,15 +88,15 @@ class OpeningLink(Link):
         return awaited
 
     def held_for(self, rank: int) -> list[np.ndarray]:
-        """Return what is to be delivered to a rank."""
+        """Return the held partial sums for a rank."""
         return self._held.get(rank, [])
 
     def nbytes_from(self, rank: int) -> int:
-        """Return how many bytes a rank is to deliver."""
+        """Return the number of bytes that a rank has to deliver."""
         return sum(each.nbytes for each in self._awaited.get(rank, ()))
 
     def deliver(self, source: int, payload: np.ndarray) -> None:
-        """Let a rank's partial sums come: `nbytes_from` of it."""
+        """Hand over a rank's partial sums: the first `nbytes_from(source)` bytes of `payload`."""
         start = 0
         for each in self._awaited.get(source, ()):
             each.message = payload[start : start + each.nbytes]

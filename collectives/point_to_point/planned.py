@@ -1,4 +1,4 @@
-"""The plan and the pieces in which an array goes, and the work of one rank for each of them."""
+"""The choice of a plan and of pieces for an array, and the work of one rank for each piece."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from collectives.point_to_point.program import RankProgram, program_of
 from collectives.reduction import Reduction
 
 _CACHED = 256  # layouts
-_FEW = (1, 2, UNDER_WAY)  # pieces; where more of them are to follow each other, estimates are too good
+_FEW = (1, 2, UNDER_WAY)  # numbers of pieces to consider; for more pieces the estimates are too optimistic
 
 
 @dataclass(frozen=True)
 class _Sought:
-    """The request for a plan, by which plans are cached.
+    """The properties of a reduction that determine its plan.
 
     Attributes:
-        spread: who contributes how many arrays.
-        width: of their elements.
-        elements: of one.
-        scatters: whether each rank keeps a block of the result.
+        spread: Spread of contributions over ranks and hosts.
+        width: Bytes per element.
+        elements: Number of elements of one array.
+        scatters: Whether each rank keeps a block of the result.
     """
 
     spread: Spread
@@ -39,23 +39,23 @@ class _Sought:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a sum of all replicas."""
+        """The size of a sum of all replicas in bytes."""
         return self.elements * self.width.partial
 
     @property
     def widest(self) -> int:
-        """The bytes of the widest elements that travel."""
+        """The size of the widest elements that travel, in bytes."""
         return self.width.leaf if max(self.spread.counts) == 1 else self.width.partial
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The work of one rank.
+    """The work of one rank in a reduction.
 
     Attributes:
-        plan: of what all do.
-        programs: for each piece its first element, and what is done for it.
-        opens_in: the turn of the first piece whose messages may travel with the comparison of calls; -1 for none.
+        plan: Plan of all ranks.
+        programs: First element and program of each piece.
+        opens_in: Turn of the first piece whose messages may travel with the comparison of calls; -1 for none.
     """
 
     plan: Plan
@@ -64,22 +64,22 @@ class Planned:
 
     @cached_property
     def room(self) -> int:
-        """The room for received partial sums, in elements, of the largest piece."""
+        """The memory that the largest piece needs for received partial sums, in elements."""
         return max(program.room for _, program in self.programs)
 
     @cached_property
     def added(self) -> int:
-        """The same for those that this rank adds."""
+        """The memory that the largest piece needs for partial sums of this rank, in elements."""
         return max(program.added for _, program in self.programs)
 
 
 class Planner:
-    """Plans reductions of one rank, each layout once.
+    """The planner of one rank's reductions; it plans each layout once.
 
     Args:
-        link: how messages travel.
-        pairs: between whom the comparison of calls has messages that leave a host, all in one round; empty if it has
-            more rounds of such.
+        link: Link between the ranks.
+        pairs: Pairs of ranks whose messages of the comparison of calls leave a host; empty if these messages take
+            several rounds.
     """
 
     def __init__(self, link: Link, pairs: Collection[tuple[int, int]]) -> None:
@@ -90,13 +90,13 @@ class Planner:
         self._planned: dict[tuple[object, ...], Planned] = {}
 
     def planned(self, reduction: Reduction, counts: tuple[int, ...], size: int, scatters: bool) -> Planned:
-        """Return what this rank does.
+        """Return the work of this rank.
 
         Args:
-            reduction: the arithmetic.
-            counts: how many arrays each rank contributes.
-            size: the elements of the result on this rank.
-            scatters: whether that is one of equal blocks.
+            reduction: Arithmetic of the reduction.
+            counts: Number of arrays that each rank contributes.
+            size: Number of elements of the result on this rank.
+            scatters: Whether that result is one of equal blocks.
         """
         key = reduction.dtype, reduction.accumulator, counts, size, scatters
         found = self._planned.get(key)
@@ -118,14 +118,14 @@ class Planner:
         return Planned(plan, of_pieces, opens_in)
 
     def _usual(self, sought: _Sought) -> tuple[Plan, int]:
-        """Return a plan, and the elements of a slice in a piece, for networks whose costs nobody has measured."""
+        """Choose a plan, and the elements of a slice per piece, for a network with unknown costs."""
         ways = self._ways(sought) if self._is_whole(sought) else ("direct",)
         columns = 1 if self._may_have_one_column(sought) else 0
         plan = quickest(sought.spread, sought.elements, sought.width, self._link.costs, ways, columns)
         return plan.scattering if sought.scatters else plan, self._longest(plan, sought)
 
     def _cheapest(self, sought: _Sought) -> tuple[Plan, int]:
-        """Return the same: what costs least of all ways, and of all columns and pieces in which the array may go."""
+        """Choose the cheapest plan, columns and pieces, for a network with measured costs; same result as `_usual`."""
         columns = (1, 0) if self._may_have_one_column(sought) else (0,)
         pieces = _FEW if self._is_whole(sought) else (1,)
         plans = [plan_for(sought.spread, way, number) for way in self._ways(sought) for number in columns]
@@ -137,29 +137,29 @@ class Planner:
         return min(cuts, key=lambda cut: self._estimated_s(cut[0], cut[1], sought))
 
     def _may_have_one_column(self, sought: _Sought) -> bool:
-        """Return whether one rank of each host may send and receive for all."""
+        """Return whether one rank of each host may send and receive for all its ranks."""
         return bool(self._link.nearby) and not sought.scatters and sought.nbytes <= self._sizes.one_column_bytes
 
     def _is_whole(self, sought: _Sought) -> bool:
-        """Return whether it may go in one piece."""
+        """Return whether the array may go in one piece."""
         return sought.nbytes <= self._sizes.whole_bytes
 
     def _ways(self, sought: _Sought) -> tuple[str, ...]:
-        """Return the names of all ways there are; where everybody sends everything, that is one message."""
+        """Return the possible ways, without "doubling" if the result is scattered or needs several messages."""
         is_long = sought.scatters or sought.nbytes > self._sizes.chunk_bytes
         return tuple(way for way in possible_ways(sought.spread) if way != "doubling" or not is_long)
 
     def _longest(self, plan: Plan, sought: _Sought) -> int:
-        """Return how many elements of a slice are in a piece, of as few pieces as it may go in."""
+        """Return the number of elements of a slice per piece, for the smallest possible number of pieces."""
         in_slice, widest = -(-sought.elements // plan.slices), sought.widest
         if self._is_whole(sought):
             return in_slice
         at_once = self._sizes.longest_message_bytes // plan.most_slices_leaving
         longest = max(1, min(self._sizes.chunk_of(in_slice * widest), at_once) // widest)
-        return -(-in_slice // -(-in_slice // longest))  # pieces are equal: a short one costs as much as a long one
+        return -(-in_slice // -(-in_slice // longest))  # equal pieces, because a short one costs as much as a long one
 
     def _estimated_s(self, plan: Plan, longest: int, sought: _Sought) -> float:
-        """Return the seconds that it takes; the first round of a whole array may go with the comparison of calls."""
+        """Estimate the duration; the first round of a whole array may travel with the comparison of calls."""
         costs, in_slice = self._link.costs, -(-sought.elements // plan.slices)
         pieces = -(-in_slice // longest)
         took = estimated_s(plan, sought.elements, sought.width, costs, pieces)
@@ -169,7 +169,10 @@ class Planner:
         return took - costs.latency_s * self._opens(plan, _cut(plan, size, longest, sought.scatters)[0], sought.width)
 
     def _opens(self, plan: Plan, piece: Piece, width: Width) -> bool:
-        """Return whether the first messages that leave hosts are between ranks that compare calls, and short enough."""
+        """Return whether the first messages that leave hosts may travel with the comparison of calls.
+
+        They must be between the same ranks, and short enough.
+        """
         number = opening_round(plan)
         if number < 0:
             return False
@@ -181,5 +184,5 @@ class Planner:
 
 
 def _cut(plan: Plan, size: int, longest: int, scatters: bool) -> list[Piece]:
-    """Return the pieces of a result of so many elements, with so many of each slice."""
+    """Cut a result of `size` elements into pieces with at most `longest` elements of each slice."""
     return pieces_of_blocks(plan, size, longest) if scatters else pieces_of(plan, size, longest * plan.slices)

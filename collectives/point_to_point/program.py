@@ -16,7 +16,7 @@ _ALIGNMENT = 16  # elements
 
 
 class Area(Enum):
-    """The memory in which something lies."""
+    """A kind of memory for values."""
 
     OWN = "in the contribution with this number"
     RESULT = "in the result"
@@ -28,9 +28,9 @@ class BufferPart(NamedTuple):
     """A place in memory.
 
     Attributes:
-        kind: where.
-        number: see `Area`; otherwise 0.
-        start: the first element there.
+        kind: Kind of memory.
+        number: Number of the contribution or of the received partial sum (see `Area`); otherwise 0.
+        start: First element in that memory.
     """
 
     kind: Area
@@ -38,18 +38,18 @@ class BufferPart(NamedTuple):
     start: int
 
     def behind(self, elements: int) -> BufferPart:
-        """Return the place so many elements further on."""
+        """Return the place `elements` elements further on."""
         return BufferPart(self.kind, self.number, self.start + elements)
 
 
 class Sum(NamedTuple):
-    """Neighbours in the tree are added.
+    """An addition of neighbours in the tree.
 
     Attributes:
-        sources: where they are.
-        nodes: what they are.
-        into: where their sum goes; in the result it is finished.
-        elements: of each.
+        sources: Places of the operands.
+        nodes: Nodes of the operands.
+        into: Place of the sum; in the result area the sum is finished.
+        elements: Number of elements of each.
     """
 
     sources: tuple[BufferPart, ...]
@@ -59,13 +59,13 @@ class Sum(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """A message.
+    """A message of one rank.
 
     Attributes:
-        other: to whom it goes, or from whom it comes.
-        place: where it is.
-        elements: its length.
-        node: what it is.
+        other: Receiver or sender.
+        place: Place of the data.
+        elements: Number of elements.
+        node: Node of the values.
     """
 
     other: int
@@ -75,12 +75,12 @@ class Parcel(NamedTuple):
 
 
 class SharedResult(NamedTuple):
-    """A result that others are given.
+    """A result that is sent to several ranks.
 
     Attributes:
-        others: who.
-        place: where it is.
-        elements: its length.
+        others: Receivers.
+        place: Place of the data.
+        elements: Number of elements.
     """
 
     others: tuple[int, ...]
@@ -90,15 +90,15 @@ class SharedResult(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRound:
-    """The work of a rank in one round: it adds, then sends, then needs what comes.
+    """The work of a rank in one round: it adds, then sends, then waits for messages.
 
     Attributes:
-        sums: what it adds.
-        parts: partial sums that it sends.
-        results: results that it sends.
-        fetched: the numbers of the partial sums that come.
-        received: results that come.
-        overwrites: whether results are written where partial sums may still be leaving from.
+        sums: Additions.
+        parts: Partial sums to send.
+        results: Results to send.
+        fetched: Numbers of the partial sums to receive.
+        received: Results to receive.
+        overwrites: Whether results overwrite memory of partial sums that may still be in transit.
     """
 
     sums: tuple[Sum, ...]
@@ -114,10 +114,10 @@ class RankProgram:
     """The work of a rank in a plan.
 
     Attributes:
-        turns: in their order.
-        fetches: all partial sums that others send.
-        room: for all of them together, in elements.
-        added: the elements of memory for partial results.
+        turns: Work of each round, in order.
+        fetches: All partial sums to receive.
+        room: Memory for all of `fetches` together, in elements.
+        added: Memory for partial sums of this rank, in elements.
     """
 
     turns: tuple[RankRound, ...]
@@ -127,12 +127,12 @@ class RankProgram:
 
 
 def program_of(plan: Plan, rank: int, table: Table) -> RankProgram:
-    """Return what a rank does of a plan whose slices lie as the table says."""
+    """Return the work of a rank in a plan, for the slice positions of `table`."""
     return _Compiler(plan, rank, table).compiled()
 
 
 class _Compiler:
-    """Follows a rank through a plan, and notes where everything is."""
+    """The translation of a plan for one rank, which tracks the place of every value."""
 
     def __init__(self, plan: Plan, rank: int, table: Table) -> None:
         self._plan = plan
@@ -188,11 +188,11 @@ class _Compiler:
     def _send(self, message: Message) -> Iterator[Parcel]:
         _, to, first, stop, node = message
         for begun, ended in self._table.runs(first, stop):
-            ((one, other),) = self._together(begun, ended, (node,))  # else the receiver would not know the parts
+            ((one, other),) = self._together(begun, ended, (node,))  # one part: the receiver does not know any others
             yield Parcel(to, self._held[one][node], self._table.elements(one, other), node)
 
     def _receive(self, message: Message) -> Iterator[Parcel]:
-        """Results; partial sums are noted among those to be fetched."""
+        """Yield results; note partial sums among the fetches."""
         source, _, first, stop, node = message
         for begun, ended in self._table.runs(first, stop):
             elements = self._table.elements(begun, ended)
@@ -210,7 +210,7 @@ class _Compiler:
             self._held[number][node] = place.behind(self._table.starts[number] - self._table.starts[first])
 
     def _together(self, first: int, stop: int, nodes: Sequence[TreeNode]) -> Iterator[tuple[int, int]]:
-        """Parts of a run in which everything that is needed lies together too."""
+        """Yield parts of a run with contiguous operands."""
         begun, last = -1, -1
         for number in range(first, stop):
             if not self._table.lengths[number]:
@@ -227,7 +227,7 @@ class _Compiler:
 
 
 def _delivered(parcels: Iterable[Parcel]) -> tuple[SharedResult, ...]:
-    """Neighbours of one place together; between two ranks parcels keep their order."""
+    """Group neighbouring parcels of the same place; between two ranks parcels keep their order."""
     together = groupby(parcels, lambda parcel: (parcel.place, parcel.elements))
     return tuple(SharedResult(tuple(parcel.other for parcel in same), *what) for what, same in together)
 

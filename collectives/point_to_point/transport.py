@@ -1,7 +1,8 @@
-"""Reductions by messages: what `collectives.plans` decides, carried out over a link.
+"""Collectives by messages over a link; reductions follow the plans of `collectives.plans`.
 
-Small arrays travel with the exchange that precedes every collective, from every rank to every other one, and each rank
-adds all of them itself. Larger ones go through a plan; long ones in pieces, of which several are under way at once.
+Small arrays travel with the exchange before every collective, from every rank to every other rank, and each rank adds
+all of them itself. Larger arrays go through a plan. Long arrays go in pieces, several of which are in progress at once.
+Broadcast is a pipelined chain of ranks, and all-gather is a ring (Thakur, Rabenseifner and Gropp, 2005).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.arrays import aligned_empty
 from collectives.plans.cutting import UNDER_WAY
@@ -24,11 +26,11 @@ from collectives.waiting import Watch
 
 
 class PointToPointTransport(Transport):
-    """Ranks that are connected by a link.
+    """A transport between ranks that are connected by a link.
 
     Args:
-        link: how messages travel.
-        watch: how to wait.
+        link: Link between the ranks.
+        watch: Limits and messages of waits.
     """
 
     opens_reductions = True
@@ -49,6 +51,7 @@ class PointToPointTransport(Transport):
 
     # ---- exchange
 
+    @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         announced, self._announced, self._opened = self._announced, None, None
         if announced is not None and arrays[0].nbytes * count > self._sizes.inline_bytes:
@@ -61,11 +64,12 @@ class PointToPointTransport(Transport):
                 return equal, parts
         return self._exchange.run(fingerprint, arrays, count)
 
+    @override
     def announce(self, reducing: Reducing) -> None:
         self._announced = reducing
 
     def _open(self, reducing: Reducing, planned: Planned) -> OpeningLink:
-        """Begin to reduce as if all ranks had as many contributions, up to the first messages that leave this host."""
+        """Begin to reduce as if all ranks had equally many contributions, up to the first messages to other hosts."""
         link = OpeningLink(self.link, self._exchange.away)
         flow = self._new_flow(reducing, planned, 0, None, link)
         self._opened = flow
@@ -78,13 +82,13 @@ class PointToPointTransport(Transport):
         return link
 
     def _give_up(self) -> None:
-        """Wait until a reduction that is of no use any more needs its memory no longer."""
+        """Wait until an abandoned reduction no longer needs its memory."""
         flow, self._opened = self._opened, None
         if flow is not None:
             self._watch.wait(flow.has_sent, flow.waits_for)
 
     def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
-        """Wait until all transfers, each with the rank of the same place, are done."""
+        """Wait until all transfers are done; `ranks` has the rank of each transfer, for messages."""
         for transfer in transfers:
             for _ in range(self._watch.spins):
                 if transfer.done():
@@ -99,24 +103,24 @@ class PointToPointTransport(Transport):
         return self._planner.planned(reducing.reduction, counts, reducing.out.size, reducing.scatters)
 
     def _complete_all(self, transfers: Sequence[tuple[Transfer, int]]) -> None:
-        """Wait until all transfers, each named with its rank, are done."""
+        """Wait until all transfers are done; each comes with its rank, for messages."""
         pending = deque(transfers)
 
         def missing() -> list[int]:
-            """Return the ranks whose transfers are not done; one lost since then is not waited for."""
+            """Return the ranks whose transfers are pending; a finished transfer of a lost rank does not count."""
             return sorted({rank for transfer, rank in pending if not transfer.done()})
 
         self._watch.wait(lambda: drain(pending), missing)
 
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
-        """Go through the pieces, several at the same time, from where it was begun."""
+        """Execute the plan piece by piece, several at once, continuing a piece that the exchange has opened."""
         planned = self._planned_for(reducing, parts.counts)
         flows: deque[PieceFlow] = deque()
         last, self._opened = self._opened, None
         if last is not None:
             flows.append(last)
         waiting = deque(range(len(flows), len(planned.programs)))
-        is_long = self._is_between_hosts and len(planned.programs) > UNDER_WAY  # what counts is that links are busy
+        is_long = self._is_between_hosts and len(planned.programs) > UNDER_WAY  # then busy links matter, not latency
         wait = self._watch.wait_calmly if is_long else self._watch.wait
         while flows or waiting:
             while waiting and len(flows) < UNDER_WAY:
@@ -130,7 +134,7 @@ class PointToPointTransport(Transport):
     def _new_flow(
         self, reducing: Reducing, planned: Planned, number: int, before: PieceFlow | None, link: Link
     ) -> PieceFlow:
-        """Return a piece that begins now."""
+        """Return the flow of a piece that begins now."""
         contributions, out, reduction, scatters, _ = reducing
         begins = self.rank * out.size if scatters else 0
         arrays = Arrays(contributions, out, begins, reduction, planned.plan.spread.replicas)
@@ -142,6 +146,7 @@ class PointToPointTransport(Transport):
 
     # ---- copies
 
+    @override
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         sends: deque[tuple[Transfer, int]] = deque()
@@ -153,6 +158,7 @@ class PointToPointTransport(Transport):
         if sends:
             self._watch.wait(lambda: drain(sends), lambda: [after])
 
+    @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[self.rank], block)
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
@@ -164,6 +170,7 @@ class PointToPointTransport(Transport):
                 send = self.link.send(outgoing[chunk], after, RESULTS)
                 self._complete([receive, send], [before, after])
 
+    @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
         if out is not None:
             np.copyto(out[self.rank], block)
@@ -176,20 +183,22 @@ class PointToPointTransport(Transport):
 
     # ---- memory
 
+    @override
     def allocate(self, nbytes: int) -> np.ndarray:
         return aligned_empty(nbytes)
 
+    @override
     def close(self) -> None:
         self.link.close()
 
 
 def _advance(flows: Sequence[PieceFlow]) -> bool:
-    """Do what can be done at once; whether anything was, or the first piece is through."""
+    """Advance all pieces as far as possible; return whether anything was done or the first piece is over."""
     return any([flow.advance() for flow in flows]) or flows[0].is_over
 
 
 def _awaited(flows: Iterable[PieceFlow]) -> list[int]:
-    """Return the ranks without which none of the pieces can go on."""
+    """Return the ranks for which the pieces wait."""
     return sorted({rank for flow in flows for rank in flow.waits_for()})
 
 

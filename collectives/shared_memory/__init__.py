@@ -1,1 +1,1 @@
-"""Ranks that share memory: each adds up a part of what lies there."""
+"""Collectives through shared memory: each rank of a host reduces one slice."""

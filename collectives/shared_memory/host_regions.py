@@ -1,4 +1,4 @@
-"""Memory of the host that several processes map, in which frameworks compute on CPUs."""
+"""Host memory that several processes map, for computations of frameworks on CPUs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.dlpack import CPU, ExportedArray
 from collectives.mapped import Copied, MappedMemory, Region
@@ -18,11 +19,11 @@ from collectives.shared_memory.segment import SHARED_MEMORY_DIR, create_segment,
 
 @final
 class HostRegion:
-    """A segment, as this process maps it; unmapped when nothing reads it any more.
+    """A shared memory segment as this process maps it; unmapped when no array refers to it any more.
 
     Attributes:
-        address: see `Region`.
-        nbytes: see `Region`.
+        address: Start address in this process; 0 after `close`.
+        nbytes: Size in bytes.
     """
 
     def __init__(self, segment: mmap.mmap) -> None:
@@ -32,47 +33,47 @@ class HostRegion:
 
     @property
     def memory(self) -> np.ndarray:
-        """All of it as uint8; what holds a part of this keeps it mapped."""
+        """The whole segment as uint8; an array that refers to it keeps it mapped."""
         assert self._bytes is not None, "the region has been closed"
         return self._bytes
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype, start: int = 0) -> ExportedArray:
-        """See `Region`."""
+        """Return an array in this memory, for import by a framework; `start` is its offset in bytes."""
         return ExportedArray(self.address + start, shape, dtype, (CPU, 0))
 
     def close(self) -> None:
-        """See `Region`."""
+        """Release the segment. Arrays in it must not be used afterwards."""
         self._bytes, self.address = None, 0
 
 
 @final
 class HostMemory(MappedMemory):
-    """Memory of the host; a handle is the path of a segment.
+    """Host memory; a handle is the path of a segment.
 
     Args:
-        directory: where segments are made.
+        directory: Directory of the segments.
     """
 
     def __init__(self, directory: Path = SHARED_MEMORY_DIR) -> None:
         self._directory = directory
         self._paths: list[Path] = []
 
+    @override
     def make(self, nbytes: int) -> tuple[Region, bytes]:
-        """See `MappedMemory`."""
         segment, path = create_segment(nbytes, self._directory)
         self._paths.append(path)
         return HostRegion(segment), os.fsencode(path)
 
+    @override
     def open(self, handle: bytes, nbytes: int) -> Region:
-        """See `MappedMemory`."""
         return HostRegion(open_segment(Path(os.fsdecode(handle)), nbytes))
 
+    @override
     def settle(self) -> None:
-        """See `MappedMemory`."""
         while self._paths:
             self._paths.pop().unlink()
 
+    @override
     def copy(self, copied: Iterable[Copied]) -> None:
-        """See `MappedMemory`."""
         for to, source, nbytes in copied:
             ctypes.memmove(to, source, nbytes)

@@ -1,7 +1,7 @@
-"""Reductions through shared memory: in chunks, or staged at once where there is one chunk.
+"""Reductions through shared memory: in chunks, or staged in advance if one chunk is enough.
 
-Each rank reduces one slice. For that the others pass their sums of it: the largest nodes inside of their blocks of
-replicas, which are one where blocks are aligned (`collectives.tree`).
+Each rank reduces one slice. The other ranks pass their partial sums of it: the largest nodes of the tree inside their
+blocks of replicas (`collectives.tree`). If the blocks are aligned, that is one node per rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collectives.tree import TreeNode
 
 
 class ChunkedReduction:
-    """One reduction on its way through the window, chunk by chunk."""
+    """One reduction in progress through the window, chunk by chunk."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ChunkedReduction:
         self.steps = -(-longest // self._chunk)
 
     def run(self, own: np.ndarray | None, everything: np.ndarray | None) -> None:
-        """Reduce; the own slice goes into `own`, or all slices into `everything`."""
+        """Run the reduction; store this rank's slice in `own`, or all slices in `everything`."""
         window = self._window
         base = window.chunks
         for step in range(self.steps):
@@ -76,19 +76,19 @@ class ChunkedReduction:
         window.catch_up()
 
     def _chunk_elements(self) -> int:
-        """Return the largest chunk of which every rank's contributions fit the pipe, within the given size."""
+        """Return the largest chunk whose contributions fit into every rank's pipe, within the given size."""
         per_element = max(sum(dtype.itemsize for dtype in dtypes) for dtypes in self._dtypes)
         of_pipe = PIPE_BYTES // DEPTH // (max(1, self._window.size - 1) * per_element)
         elements = min(of_pipe, self._chunk_bytes // self._reduction.dtype.itemsize)
         return max(1, elements // LINE_BYTES * LINE_BYTES)
 
     def range_of(self, rank: int, step: int) -> tuple[int, int]:
-        """Return the elements of a rank's slice that are reduced in one step."""
+        """Return the element range of a rank's slice that is reduced in one step."""
         start = self._bounds[rank] + step * self._chunk
         return start, max(start, min(self._bounds[rank + 1], start + self._chunk))
 
     def _piped(self, rank: int, owner: int, chunk: int, length: int) -> list[np.ndarray]:
-        """Return the places in the pipe of `rank` for what `owner` will reduce: its sums, in order."""
+        """Return the arrays in the pipe of `rank` that hold its partial sums for `owner`, in order."""
         dtypes = self._dtypes[rank]
         steps = [self._chunk * dtype.itemsize for dtype in dtypes]
         place = owner - (owner > rank)
@@ -99,12 +99,12 @@ class ChunkedReduction:
         ]
 
     def places_for(self, owner: int, step: int, chunk: int) -> list[np.ndarray]:
-        """Return where this rank puts what `owner` reduces."""
+        """Return the arrays into which this rank writes its partial sums for `owner`."""
         start, stop = self.range_of(owner, step)
         return self._piped(self._window.rank, owner, chunk, stop - start)
 
     def places_of(self, rank: int, step: int, chunk: int) -> list[np.ndarray]:
-        """Return where `rank` has put what this rank reduces."""
+        """Return the arrays into which `rank` has written its partial sums for this rank."""
         start, stop = self.range_of(self._window.rank, step)
         return self._piped(rank, self._window.rank, chunk, stop - start)
 
@@ -154,13 +154,13 @@ class ChunkedReduction:
 
 
 class StagedReduction:
-    """A reduction into shared memory that takes one chunk: all its places are known before the ranks agree.
+    """A reduction of one chunk into shared memory: all its places are known before the ranks agree.
 
     Attributes:
-        is_possible: whether it fits one chunk.
-        elements: the size of the arrays for which it was planned.
-        count: how many arrays each rank contributes.
-        counts: the same for all ranks, in rank order.
+        is_possible: Whether one chunk is enough.
+        elements: Size of the arrays that were planned.
+        count: Number of arrays that each rank contributes.
+        counts: Number of arrays of all ranks, in rank order.
     """
 
     def __init__(self, window: Window, reduction: Reduction, elements: int, count: int) -> None:
@@ -195,7 +195,7 @@ class StagedReduction:
             self._sources.append((before, after))
 
     def put(self, contributions: Sequence[np.ndarray], chunk: int) -> None:
-        """Put what the other ranks reduce into the pipe."""
+        """Write this rank's partial sums for all other ranks into the pipe."""
         for part, places in self._puts[chunk % DEPTH]:
             if len(contributions) == 1:
                 places[0][...] = contributions[0][part]
@@ -207,7 +207,7 @@ class StagedReduction:
                 put_sums(self._reduction, self._spread, self._window.rank, mine, places)
 
     def reduce(self, contributions: Sequence[np.ndarray], out: np.ndarray, chunk: int) -> None:
-        """Reduce the own slice."""
+        """Reduce this rank's slice into `out`."""
         before, after = self._sources[chunk % DEPTH]
         own = self._own
         if len(contributions) == 1:
@@ -218,7 +218,7 @@ class StagedReduction:
 
 
 def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
-    """Return the borders of one slice per rank, as equal as whole cache lines allow."""
+    """Return the bounds of one slice per rank, as equal as whole cache lines allow."""
     lines = -(-elements // alignment)
     lengths = [lines // size + (rank < lines % size) for rank in range(size)]
     return [min(elements, lines * alignment) for lines in accumulate(lengths, initial=0)]
@@ -226,13 +226,13 @@ def slice_bounds(elements: int, size: int, alignment: int) -> list[int]:
 
 @lru_cache(256)
 def spread_of(counts: tuple[int, ...]) -> Spread:
-    """Ranks of one host that contribute so many arrays each."""
+    """Return the spread of ranks on one host with the given numbers of contributions."""
     return Spread.together(counts)
 
 
 @lru_cache(1024)
 def nodes_seen_by(spread: Spread, rank: int) -> tuple[TreeNode, ...]:
-    """Return what a rank adds: the sums of the ranks before it, its own contributions, the sums of those behind it."""
+    """Return the nodes that a rank adds, in order: its own leaves, and the other ranks' partial sums around them."""
     others = [spread.sums[other] for other in range(spread.size)]
     others[rank] = spread.leaves(rank)
     return tuple(node for nodes in others for node in nodes)
@@ -241,7 +241,7 @@ def nodes_seen_by(spread: Spread, rank: int) -> tuple[TreeNode, ...]:
 def put_sums(
     reduction: Reduction, spread: Spread, rank: int, contributions: Sequence[np.ndarray], places: Sequence[np.ndarray]
 ) -> None:
-    """Add up the largest nodes that a rank has all replicas of, each into its place."""
+    """Add up the largest nodes inside this rank's block, each into its place."""
     if len(contributions) == 1:
         np.copyto(places[0], contributions[0])
         return

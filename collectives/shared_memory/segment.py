@@ -1,6 +1,6 @@
-"""Memory that several processes of one host share, and the words in it by which they tell each other how far they are.
+"""Shared memory of processes on one host, with words that announce their progress.
 
-A segment is a file in /dev/shm, mapped by all and unlinked at once.
+A segment is a file in /dev/shm. It is unlinked as soon as all processes have mapped it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY_DIR = Path("/dev/shm")
 
-INLINE_BYTES = 1 << 17  # per rank: what travels with an exchange; the ranks divide it
-PIPE_BYTES = 1 << 20  # per rank: contributions on their way to the ranks that reduce them
-RESULT_BYTES = 1 << 19  # per rank: finished chunks on their way to the other ranks
-DEPTH = 2  # chunks that may be under way at once
+INLINE_BYTES = 1 << 17  # room per rank for arrays that travel with an exchange; it may use 1 / size of it
+PIPE_BYTES = 1 << 20  # per rank: partial sums for the ranks that reduce them
+RESULT_BYTES = 1 << 19  # per rank: finished chunks for the other ranks
+DEPTH = 2  # number of chunks that may be in progress at once
 LINE_BYTES = 64
 
-# The words of a rank, in 8-byte units: one writer, many readers. Those of an exchange exist twice, by parity; the
-# others say behind which chunk the rank stands, and only grow.
+# The words of a rank, in 8-byte units: one writer, many readers. The words of an exchange exist twice, for odd and even
+# exchanges. Each other word is the number of chunks that the rank has passed; it only grows.
 SEQUENCE, FINGERPRINT, COUNT, NBYTES = 0, 2, 4, 6
 PRODUCED, CONSUMED, REDUCED, FETCHED = 8, 9, 10, 11
 WORDS = 16
 
 
 def create_segment(nbytes: int, directory: Path = SHARED_MEMORY_DIR) -> tuple[mmap.mmap, Path]:
-    """Make a segment, filled with zeros, whose memory is reserved for good.
+    """Create a segment of zeros, with its memory reserved.
 
-    The caller hands the path to the other processes, waits until they have mapped it, and unlinks it; the memory
-    then lives until the last mapping goes, whatever happens to the processes.
+    The caller hands the path to the other processes, waits until they have mapped it, and unlinks it. The memory then
+    lives until the last mapping is gone, even if processes are killed.
 
     Raises:
-        OSError: where the directory is missing or too small (nothing stays behind).
+        OSError: The directory is missing or has too little room. No file is left behind.
     """
     path = directory / f"popdist-{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Without the reservation a full file system shows up only as SIGBUS at the first write.
+        # Without the reservation a full file system would raise SIGBUS at the first write.
         os.posix_fallocate(descriptor, 0, nbytes)
         return mmap.mmap(descriptor, nbytes), path
     except OSError:
@@ -58,10 +58,10 @@ def create_segment(nbytes: int, directory: Path = SHARED_MEMORY_DIR) -> tuple[mm
 
 
 def open_segment(path: Path, nbytes: int) -> mmap.mmap:
-    """Map a segment that another process of this host has made.
+    """Map a segment that another process of this host has created.
 
     Raises:
-        OSError: where the file is not there: the other process lives on another host or in another container.
+        OSError: The file does not exist: the other process is on another host or in another container.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -73,16 +73,16 @@ def open_segment(path: Path, nbytes: int) -> mmap.mmap:
 def share_segment(
     transport: Transport, nbytes: int, directory: Path = SHARED_MEMORY_DIR, hosts: Sequence[int] = ()
 ) -> mmap.mmap | None:
-    """Make one segment for all ranks of `transport`, or one for each host; a collective call.
+    """Create one segment for all ranks of `transport`, or one per host; a collective call.
 
     Args:
-        transport: between the ranks.
-        nbytes: the size of this rank's segment.
-        directory: where it is made.
-        hosts: the number of the host of each rank; default: all are on one.
+        transport: Transport between the ranks.
+        nbytes: Size of this rank's segment.
+        directory: Directory of the segment's file.
+        hosts: Host number of each rank; default: all ranks are on one host.
 
     Returns:
-        The segment, or `None` on all ranks where one of them cannot have it.
+        The segment, or None on all ranks if any rank cannot create or map its segment.
     """
     segment: mmap.mmap | None = None
     path: Path | None = None
@@ -107,12 +107,12 @@ def share_segment(
 
 
 def _make_fence() -> Callable[[], None] | None:
-    """Return what keeps a processor from reordering stores around a flag; nothing on x86, which does not."""
+    """Return a memory fence, which keeps the processor from reordering stores around a flag; None on x86."""
     if platform.machine() in ("x86_64", "AMD64", "i686"):
         return None
     lock = threading.Lock()
 
-    def fence() -> None:  # an atomic read-modify-write with acquire, then one with release semantics
+    def fence() -> None:  # an atomic read-modify-write with acquire semantics, then one with release semantics
         with lock:
             pass
 
@@ -126,16 +126,16 @@ class Window:
     """The shared memory of one channel, as one rank uses it.
 
     Args:
-        memory: at least `channel_bytes(size)` bytes, zeroed, the same for all ranks.
-        rank: this rank.
-        size: the number of ranks.
-        watch: how to wait.
+        memory: Zeroed memory of at least `channel_bytes(size)` bytes, shared by all ranks.
+        rank: This rank.
+        size: Number of ranks.
+        watch: Limits and messages of waits.
 
     Attributes:
-        words: those of all ranks.
-        mine: where this rank's words begin.
-        others: where those of the other ranks begin.
-        chunks: how many chunks have gone through the window so far.
+        words: Words of all ranks.
+        mine: Index of this rank's first word.
+        others: Index of the first word of each other rank.
+        chunks: Number of chunks that have passed through the window.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, watch: Watch) -> None:
@@ -149,13 +149,13 @@ class Window:
         self._watch = watch
 
     def announce(self, word: int, value: int) -> None:
-        """Give one of the own words a value, behind everything that was written before."""
+        """Set one of this rank's words, after all earlier writes are visible."""
         if FENCE:
             FENCE()
         self.words[self.mine + word] = value
 
     def await_all(self, word: int, value: int) -> None:
-        """Wait until the given word of every other rank has reached `value`."""
+        """Wait until the word of every other rank has reached `value`."""
         words = self.words
         for other in self.others:
             if words[other + word] < value:
@@ -164,7 +164,7 @@ class Window:
             FENCE()
 
     def await_rank(self, rank: int, word: int, value: int) -> None:
-        """Wait until the given word of a rank has reached `value`."""
+        """Wait until the word of one rank has reached `value`."""
         index = rank * WORDS + word
         if self.words[index] < value:
             self.spin(index, value, lambda: [rank])
@@ -172,7 +172,7 @@ class Window:
             FENCE()
 
     def spin(self, index: int, value: int, missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until the word at an index has reached `value`; `missing` says whom that is about."""
+        """Wait until the word at `index` has reached `value`; `missing` returns the ranks that are awaited."""
         words = self.words
         for _ in range(self._watch.spins):
             if words[index] >= value:
@@ -184,7 +184,7 @@ class Window:
         return [other // WORDS for other in self.others if self.words[other + word] < value]
 
     def catch_up(self) -> None:
-        """Put all the words of this rank behind the last chunk."""
+        """Set all progress words of this rank to the number of passed chunks."""
         if FENCE:
             FENCE()
         words, mine, chunks = self.words, self.mine, self.chunks
@@ -194,20 +194,20 @@ class Window:
         words[mine + REDUCED] = chunks
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         self.words.release()
 
 
 def channel_bytes(size: int) -> int:
-    """Return the memory that one channel between `size` ranks takes."""
+    """Return the size of the memory of one channel between `size` ranks."""
     return pipe_start(size, size)
 
 
 def inline_start(size: int, rank: int, parity: int) -> int:
-    """Return where a rank's contributions to an exchange begin."""
+    """Return the byte offset of a rank's contributions to an odd or even exchange."""
     return size * WORDS * 8 + (rank * 2 + parity) * INLINE_BYTES
 
 
 def pipe_start(size: int, rank: int) -> int:
-    """Return where the pipe of a rank begins; its results follow."""
+    """Return the byte offset of a rank's pipe; its results follow."""
     return inline_start(size, size, 0) + rank * (PIPE_BYTES + RESULT_BYTES)

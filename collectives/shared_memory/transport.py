@@ -1,11 +1,11 @@
-"""Collectives through shared memory: the ranks of one host reduce straight from memory that all of them see.
+"""Collectives through shared memory: the ranks of one host reduce data that all of them can read.
 
-The elements are cut into one slice per rank. Rank j reduces slice j over all replicas, in the order of the tree; for
-that the others put what they can add up of slice j, chunk by chunk, into a small pipe in the window, which stays in
-the cache, and read the finished slice in place where `out` lies in shared memory itself. A replica's gradient is so
-read once from where XLA left it, and its sum with its neighbours written only as far as another rank needs it.
+The elements are cut into one slice per rank. Rank j reduces slice j over all replicas, in the order of the tree. The
+other ranks write their partial sums of slice j into small pipes in the window, chunk by chunk, so that the data stays
+in the cache. If `out` is shared memory, all ranks read the finished slices in place. So a replica's gradient is read
+once from XLA's buffer, and partial sums are written only for other ranks.
 
-Ranks agree through words that each has for itself in the window: one writer, many readers, values that only grow.
+Ranks agree through words in the window. Each word has one writer and many readers, and its value only grows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.arrays import aligned_empty
 from collectives.reduction import Reduction
@@ -44,18 +45,18 @@ from collectives.waiting import Watch
 _TO_COUNT, _TO_NBYTES = COUNT - FINGERPRINT, NBYTES - FINGERPRINT
 _TOO_LARGE = (1 << 64) - 1
 _NO_PARTS = Parts((), ())
-_PLANS = 256  # cached layouts
+_PLANS = 256  # maximum number of cached layouts
 
 
 class SharedMemoryTransport(Transport):
-    """Ranks that share memory.
+    """A transport between ranks that share memory.
 
     Args:
-        memory: at least `channel_bytes(size)` bytes, zeroed, the same for all ranks.
-        rank: this rank.
-        size: the number of ranks.
-        watch: how to wait.
-        directory: where shared memory for results is made.
+        memory: Zeroed memory of at least `channel_bytes(size)` bytes, shared by all ranks.
+        rank: This rank.
+        size: Number of ranks.
+        watch: Limits and messages of waits.
+        directory: Directory of the shared memory for results.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class SharedMemoryTransport(Transport):
         self._staged: StagedReduction | None = None
         self.shares_memory = True
         self.window_bytes = memory.nbytes
-        self._is_pipe_free = True  # whether all other ranks are known to have read what lies in this rank's pipe
+        self._is_pipe_free = True  # whether all other ranks are known to have read this rank's pipe
 
     # ---- exchange
 
+    @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         window, words, mine = self._window, self._words, self._mine
         sequence = self._sequence + 1
@@ -129,7 +131,7 @@ class SharedMemoryTransport(Transport):
         return parts
 
     def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Views of all slots for arrays like `like`, `count` from each rank, for both parities."""
+        """Return views of all slots for `count` arrays like `like` from each rank, for odd and even exchanges."""
         if len(self._inline) > _PLANS:
             self._inline.clear()
         plan = []
@@ -147,7 +149,7 @@ class SharedMemoryTransport(Transport):
         return [np.ndarray(like.size, like.dtype, memory, start + replica * step) for replica in range(count)]
 
     def _gather_parts(self, arrays: Sequence[np.ndarray], parity: int) -> Parts:
-        """Return what the ranks contributed where they did not all contribute as many arrays as this one."""
+        """Return the contributions if the ranks' numbers or sizes of arrays differ."""
         words = self._words
         ranks = range(self.size)
         counts = tuple(words[rank * WORDS + COUNT + parity] for rank in ranks)
@@ -160,7 +162,7 @@ class SharedMemoryTransport(Transport):
     # ---- reductions
 
     def stage(self, contributions: Sequence[np.ndarray], reduction: Reduction) -> None:
-        """Put what the other ranks reduce into the pipe at once, if all of it fits into one chunk."""
+        """Write the partial sums for other ranks into the pipe before the exchange, if they fit into one chunk."""
         elements, count = contributions[0].size, len(contributions)
         plan = self._staging.get(reduction)
         if plan is None or plan.count != count or plan.elements != elements:
@@ -174,6 +176,7 @@ class SharedMemoryTransport(Transport):
                 self._is_pipe_free = True
             plan.put(contributions, self._window.chunks)
 
+    @override
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
         contributions, out, reduction, scatters, is_shared = reducing
         if scatters:
@@ -198,6 +201,7 @@ class SharedMemoryTransport(Transport):
 
     # ---- copies
 
+    @override
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         for chunk, part in self._stream(buffer.size):
             if self.rank == root:
@@ -209,6 +213,7 @@ class SharedMemoryTransport(Transport):
                 np.copyto(buffer[part], self._pipe(root, chunk, part.stop - part.start))
                 self._window.announce(CONSUMED, chunk + 1)
 
+    @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[self.rank], block)
         for chunk, part in self._stream(block.size):
@@ -222,6 +227,7 @@ class SharedMemoryTransport(Transport):
                     np.copyto(out[rank, part], self._pipe(rank, chunk, length))
             self._window.announce(CONSUMED, chunk + 1)
 
+    @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
         for chunk, part in self._stream(block.size):
             length = part.stop - part.start
@@ -237,7 +243,7 @@ class SharedMemoryTransport(Transport):
             self._window.announce(CONSUMED, chunk + 1)
 
     def _stream(self, nbytes: int) -> Iterator[tuple[int, slice]]:
-        """Chunk numbers and byte ranges; afterwards all the words of this rank stand behind the last chunk."""
+        """Yield chunk numbers and byte ranges; afterwards set all progress words to the number of passed chunks."""
         step = PIPE_BYTES // DEPTH
         for start in range(0, nbytes, step):
             self._is_pipe_free = False
@@ -251,13 +257,15 @@ class SharedMemoryTransport(Transport):
 
     # ---- memory
 
+    @override
     def allocate(self, nbytes: int) -> np.ndarray:
         segment = share_segment(self, max(1, nbytes), self._directory) if self.shares_memory else None
-        if segment is None:  # no room: every rank gets private memory, and so does every later call
+        if segment is None:  # no room: from now on every rank gets private memory
             self.shares_memory = False
             return aligned_empty(nbytes)
         return np.frombuffer(segment, np.uint8)[:nbytes]
 
+    @override
     def close(self) -> None:
         self._inline.clear()
         self._staging.clear()

@@ -1,4 +1,4 @@
-"""A simulated network: what reductions cost on hosts that are not there, by a virtual clock."""
+"""A simulated network: the costs of reductions on any number of hosts, measured by a virtual clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The command `poprun simulate`: what an all-reduce costs on hosts that are not there.
+"""The command `poprun simulate`: the costs of an all-reduce on simulated hosts.
 
-`all-reduce`, `plot` and `measure` say with `--help` what they take.
+Its subcommands `all-reduce`, `plot` and `measure` describe their options with `--help`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit status: 1 if the disk of the output is full, 141 if nobody reads the output, as with `| true`.
+        The exit status: 1 if the output cannot be written (disk full), 141 if its reader is gone, as with `| true`.
     """
     try:
         try:
             return _run(arguments)
         finally:
-            print(end="", flush=True)  # also what --help says; at the end of Python an error would be a traceback
+            print(end="", flush=True)  # flushes --help as well; at exit Python would print an error as a traceback
     except BrokenPipeError:
         _drop_output()
         return 128 + signal.SIGPIPE
@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let Python's last flush succeed (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
+    """Redirect standard output, so that Python's last flush succeeds.
+
+    See https://docs.python.org/3/library/signal.html#note-on-sigpipe.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -58,10 +61,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def bytes_of(text: str) -> int:
-    """Return a size: `100M` are 10^8 bytes, `64KiB` or `64Ki` are 65,536.
+    """Parse a size: `100M` is 10^8 bytes, `64KiB` or `64Ki` is 65,536.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The text is not a size.
     """
     upper = text.upper().removesuffix("B")
     number = upper.rstrip("KMGI")
@@ -74,14 +77,14 @@ def bytes_of(text: str) -> int:
 def command_line_parser() -> argparse.ArgumentParser:
     """Return the parser of the words after `poprun simulate`."""
     parser = argparse.ArgumentParser(
-        prog="poprun simulate", description="What an all-reduce costs on hosts that are not there."
+        prog="poprun simulate", description="Simulate an all-reduce on any number of hosts, and measure its costs."
     )
     commands = parser.add_subparsers(required=True)
     job = argparse.ArgumentParser(add_help=False)
     job.add_argument("--instances-per-host", type=int, default=1)
     job.add_argument("--replicas-per-instance", type=int, default=1)
-    job.add_argument("--size", type=bytes_of, default=bytes_of("100M"), help="of the array: 100M, 64KiB")
-    job.add_argument("--network", type=Path, help="a file of `measure`, or by hand; default: 25 Gbit/s and 10 us")
+    job.add_argument("--size", type=bytes_of, default=bytes_of("100M"), help="size of the array: 100M, 64KiB")
+    job.add_argument("--network", type=Path, help="file of costs, see `measure`; default: 25 Gbit/s and 10 us")
     reduction = commands.add_parser("all-reduce", parents=[job], help="time, bytes and critical path of each way")
     reduction.add_argument("--hosts", type=int, required=True)
     reduction.set_defaults(run=_all_reduce)
@@ -89,12 +92,12 @@ def command_line_parser() -> argparse.ArgumentParser:
         "plot", parents=[job], help="times over numbers of hosts, as PNG and SVG; needs matplotlib"
     )
     curves.add_argument("--most-hosts", type=int, default=4096)
-    curves.add_argument("--output", type=Path, required=True, help="without .png and .svg")
+    curves.add_argument("--output", type=Path, required=True, help="file name without .png and .svg")
     curves.set_defaults(run=_plot)
-    measure = commands.add_parser("measure", help="what messages and sums cost here, into a file")
+    measure = commands.add_parser("measure", help="measure the costs of messages and sums here, into a file")
     measure.add_argument("--over", choices=("loopback", "grpc", "mpi", "memory"), default="loopback")
-    measure.add_argument("--local", action="store_true", help="what is measured is inside of a host, not between hosts")
-    measure.add_argument("--network", type=Path, help="where the other numbers come from")
+    measure.add_argument("--local", action="store_true", help="costs within a host are measured, not between hosts")
+    measure.add_argument("--network", type=Path, help="file with the costs that are not measured")
     measure.add_argument("--output", type=Path, required=True)
     measure.set_defaults(run=_measure)
     return parser

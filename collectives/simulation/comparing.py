@@ -1,4 +1,4 @@
-"""The reductions that are compared, for a number of hosts."""
+"""The reductions to compare for a number of hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collectives.plans.spread import Spread
 from collectives.simulation.run import Outcome, simulate
 from collectives.simulation.traffic import Traffic, chain, of_plan, ring
 
-_MOST_MESSAGES = 200_000  # of a plan that is looked at
+_MOST_MESSAGES = 200_000  # plans with more messages are left out
 _PIECES = (1, 8, 32)
 _SMALLEST_CHUNK_BYTES = 1 << 15
 _CHUNKS_PER_RANK = 48
@@ -22,13 +22,13 @@ _CHUNKS_PER_RANK = 48
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """The arrays that are reduced.
+    """The spread and the size of a reduction.
 
     Attributes:
-        hosts: how many there are.
-        instances_per_host: of each.
-        replicas_per_instance: of each.
-        nbytes: of the array, in float32.
+        hosts: Number of hosts.
+        instances_per_host: Number of instances of each host.
+        replicas_per_instance: Number of replicas of each instance.
+        nbytes: Size of the float32 array in bytes.
     """
 
     hosts: int
@@ -39,7 +39,7 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         for name in ("hosts", "instances_per_host", "replicas_per_instance", "nbytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
     @property
     def host_of_ranks(self) -> np.ndarray:
@@ -48,12 +48,12 @@ class SimulatedJob:
 
     @property
     def spread(self) -> Spread:
-        """The spread of the replicas."""
+        """The spread of the replicas over ranks and hosts."""
         hosts = tuple(self.host_of_ranks.tolist())
         return Spread((self.replicas_per_instance,) * len(hosts), hosts)
 
     def least_s(self, network: Network) -> float:
-        """No all-reduce is quicker: a host sends 2 (h - 1) / h of the array, or a rank reads all that is added."""
+        """Return a lower bound of the time: a host sends 2 (h - 1) / h of the array, or a rank reads all operands."""
         on_links = 2 * (self.hosts - 1) / self.hosts * self.nbytes / network.bytes_per_s
         ranks = self.hosts * self.instances_per_host
         read = 2 * (ranks - 1) / ranks * self.nbytes / network.memory_bytes_per_s
@@ -61,12 +61,12 @@ class SimulatedJob:
 
 
 def compared(job: SimulatedJob, network: Network, names: str | tuple[str, ...] = "") -> Iterator[tuple[str, Outcome]]:
-    """Yield the chain, the ring, and the plans of the tree, each in the number of pieces that suits it best.
+    """Yield the chain, the ring, and the tree's plans, each with its best number of pieces.
 
     Args:
-        job: what is reduced.
-        network: on what.
-        names: only those that begin like this, or like one of these; default: all.
+        job: Spread and size of the reduction.
+        network: Costs of the network.
+        names: Prefixes of the names to yield; default: all.
     """
     hosts = job.host_of_ranks
     chunk = max(_SMALLEST_CHUNK_BYTES, job.nbytes / _CHUNKS_PER_RANK / hosts.size)

@@ -1,4 +1,4 @@
-"""Measures what messages and sums cost on this machine, or between the ranks of a job that mpirun has started."""
+"""The measurement of message and sum costs on this machine, or between the ranks of an mpirun job."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _MEMORY_ELEMENTS = 1 << 22
 
 
 def measured(network: Network, over: str, local: bool) -> Network | None:
-    """Return a network with numbers of this machine in place of some of another one.
+    """Return a network with some costs replaced by measurements.
 
     Args:
-        network: that one.
-        over: "loopback" (TCP), "grpc" (two workers on this machine), "memory" (two processes as ranks of a host among
-            others), or "mpi" (pairs of ranks of this job, all at once).
-        local: whether what is measured is inside of a host.
+        network: Network with the other costs.
+        over: Medium to measure: "loopback" (TCP), "grpc" (two workers on this machine), "memory" (two processes as
+            ranks of one host among others), or "mpi" (pairs of ranks of this job, all at the same time).
+        local: Whether the results are costs within a host.
 
     Returns:
-        The network; None on the rank of a job that only helps.
+        The network, or None on a rank that only helps to measure.
 
     Raises:
-        ValueError: for a job of one rank.
+        ValueError: The job has a single rank.
     """
     found = {"loopback": _loopback, "grpc": _grpc, "mpi": _mpi, "memory": _memory}[over]()
     if found is None:
@@ -54,7 +54,7 @@ def measured(network: Network, over: str, local: bool) -> Network | None:
 
 
 def memory_bytes_per_s() -> float:
-    """Return how many bytes a rank reads in a second while it adds two arrays in float32 that are in no cache."""
+    """Return the rate at which a rank reads while it adds two float32 arrays that are in no cache."""
     one, other = (np.ones(_MEMORY_ELEMENTS, np.float32) for _ in range(2))
     out = np.empty_like(one)
     seconds = []
@@ -72,14 +72,14 @@ def _costs(
     streams: bool = True,
     meet: Callable[[], None] = lambda: None,
 ) -> tuple[float, float, float]:
-    """Latency, the cost of a message, and bytes per second, as one of two sees it who do the same.
+    """Measure latency, time per message, and bytes per second, between two ranks that both call this.
 
     Args:
-        send: so many bytes to the other one.
-        receive: so many bytes.
-        leads: which of the two this is.
-        streams: whether bytes per second are measured: where several pairs share a link one of them does it alone.
-        meet: returns when all pairs have called it.
+        send: Function that sends a number of bytes to the other rank.
+        receive: Function that receives a number of bytes.
+        leads: Which of the two ranks this is.
+        streams: Whether to measure bytes per second; if pairs share a link, a single pair does so.
+        meet: Function that returns when all pairs have called it.
     """
 
     def there_and_back(nbytes: int) -> float:
@@ -153,7 +153,7 @@ def _over_grpc(addresses: list[str], rank: int) -> tuple[float, float, float]:
 
 
 def _mpi() -> tuple[float, float, float] | None:
-    """Half of the ranks have one of the other half each; all pairs at once, since ranks may share cores."""
+    """Measure between pairs of ranks, one from each half; all pairs at the same time, because ranks may share cores."""
     with connect("mpi", Settings(mechanism="ring", spins=0)) as communicator:
         pairs = communicator.size // 2
         if not pairs:
@@ -168,7 +168,7 @@ def _mpi() -> tuple[float, float, float] | None:
 
 
 def _memory() -> tuple[float, float, float]:
-    """Two processes of this machine, as ranks of one host among others."""
+    """Measure between two processes of this machine that act as ranks of one host among others."""
     nbytes = memory_bytes(2)
     segment, path = create_segment(nbytes)
     helper = multiprocessing.get_context("spawn").Process(target=_help_memory, args=(path, nbytes))

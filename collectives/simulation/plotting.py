@@ -1,4 +1,4 @@
-"""Curves over numbers of hosts, drawn by matplotlib."""
+"""Curves over the number of hosts, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
-"""Numbers of hosts, and milliseconds."""
+"""Pairs of a number of hosts and milliseconds."""
 
 
 def check_matplotlib() -> None:
@@ -17,12 +17,12 @@ def check_matplotlib() -> None:
 
 
 def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
-    """Write curves as SVG and as PNG, with both axes logarithmic.
+    """Write curves as SVG and PNG, with logarithmic axes.
 
     Args:
-        title: stands above the curves.
-        curves: by the names in the legend.
-        output: the file's name; its suffix is replaced.
+        title: Title of the plot.
+        curves: Points of each curve, by the name in the legend.
+        output: File name; its suffix is replaced.
 
     Returns:
         The two files.
@@ -33,7 +33,7 @@ def plot(title: str, curves: Mapping[str, Points], output: Path) -> list[Path]:
     axes = figure.add_subplot(title=title, xlabel="hosts", ylabel="ms")
     for number, (name, points) in enumerate(curves.items()):
         hosts, times = zip(*points, strict=True)
-        axes.plot(hosts, times, label=name, linewidth=2 * (len(curves) - number))  # none hides an earlier one
+        axes.plot(hosts, times, label=name, linewidth=2 * (len(curves) - number))  # no curve hides an earlier one
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

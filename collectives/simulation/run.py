@@ -1,7 +1,7 @@
-"""Runs traffic on a virtual clock.
+"""The execution of traffic on a virtual clock.
 
-A rank adds and sends one thing after another, and receives beside that. Links are taken in the order in which messages
-come to them, in each direction by one at a time; the first byte of a message is at the other end after the latency.
+A rank adds and sends one thing after another, and receives concurrently. A link carries messages in order of arrival,
+one at a time in each direction. The first byte of a message reaches the other end after the latency.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collectives.simulation.traffic import Traffic, Wave
 
 PARTS = ("adding", "messages", "latency", "bytes", "busy links and ranks")
 _ADDING, _MESSAGES, _LATENCY, _BYTES, _BUSY = range(len(PARTS))
-_STEADY = 6  # waves that take equally long, after which the next ones do
+_STEADY = 6  # number of equally long waves after which the following ones are extrapolated
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The time and the bytes of a reduction.
+    """The duration and traffic of a reduction.
 
     Attributes:
-        seconds: until the last rank has the result.
-        link_bytes: what leaves each host.
-        critical: how long the last rank's way there took, by `PARTS`.
+        seconds: Time until the last rank has the result.
+        link_bytes: Bytes that leave each host.
+        critical: Duration of each of `PARTS` on the critical path, which ends at the last rank.
     """
 
     seconds: float
@@ -37,16 +37,16 @@ class Outcome:
 
 
 def simulate(traffic: Traffic, network: Network) -> Outcome:
-    """Let all pieces flow."""
+    """Run all pieces of the traffic."""
     run = _Run(traffic, network)
     run.flow_all(traffic)
     return run.outcome()
 
 
 def steady_s(calls: Sequence[Traffic], network: Network, times: int = 12) -> float:
-    """Return what calls that follow each other take together, when they have been repeated for a while.
+    """Return the time of one pass of successive calls in the steady state.
 
-    A rank begins the next one as soon as it has ended the one before.
+    A rank begins a call as soon as it has finished the call before it.
     """
     run = _Run(calls[0], network)
     ends = []
@@ -64,22 +64,22 @@ class _Run:
         hosts = int(traffic.hosts.max()) + 1
         self._network = network
         self._hosts = traffic.hosts
-        self._ready = np.zeros((traffic.pieces, traffic.ranks))  # when ranks have what they wait for
-        self._spent = np.zeros((traffic.pieces, traffic.ranks, len(PARTS)))  # and how
-        self._busy = np.zeros(traffic.ranks)  # until when ranks add or send
+        self._ready = np.zeros((traffic.pieces, traffic.ranks))  # when each rank has everything that it waits for
+        self._spent = np.zeros((traffic.pieces, traffic.ranks, len(PARTS)))  # the parts of that time
+        self._busy = np.zeros(traffic.ranks)  # until when each rank adds or sends
         self._receiving = np.zeros(traffic.ranks)
-        self._out = np.zeros(hosts)  # until when links carry something
+        self._out = np.zeros(hosts)  # until when each link carries earlier messages
         self._into = np.zeros(hosts)
         self._link_bytes = np.zeros(hosts)
 
     def begin(self, traffic: Traffic) -> None:
-        """Go on with something else on the same ranks, each when it has ended what was before."""
+        """Continue with other traffic on the same ranks, each rank when it has finished the earlier traffic."""
         ended = self._ready.max(0)
         self._ready = np.tile(ended, (traffic.pieces, 1))
         self._spent = np.zeros((traffic.pieces, traffic.ranks, len(PARTS)))
 
     def flow_all(self, traffic: Traffic) -> None:
-        """Let all waves flow, for all pieces."""
+        """Run all waves for all pieces."""
         if traffic.pieces == 1:
             for wave in traffic.waves():
                 self.repeat(wave)
@@ -87,7 +87,7 @@ class _Run:
             self.overlap(list(traffic.waves()))
 
     def repeat(self, wave: Wave) -> None:
-        """Let equal waves flow; from when on they take equally long, only the first ones are looked at."""
+        """Run equal waves; once their duration is constant, extrapolate the others."""
         took: list[np.ndarray] = []
         for number in range(wave.times):
             before = self._state()
@@ -110,7 +110,7 @@ class _Run:
             part[...], state = state[: part.size].reshape(part.shape), state[part.size :]
 
     def overlap(self, waves: Sequence[Wave]) -> None:
-        """Let pieces flow of which some are under way at once: next is the one whose ranks are ready first."""
+        """Run several pieces at once; the next wave is that of the piece whose ranks are ready first."""
         reached = [0] * len(self._ready)
         while under_way := [piece for piece, number in enumerate(reached) if number < len(waves)][:UNDER_WAY]:
             free = [piece for piece in under_way if piece == under_way[0] or reached[piece - 1] > reached[piece]]
@@ -122,7 +122,7 @@ class _Run:
             reached[piece] += 1
 
     def flow(self, wave: Wave, piece: int) -> None:
-        """Let the messages of a wave flow."""
+        """Run the messages of one wave."""
         ready, spent = self._ready[piece], self._spent[piece]
         if wave.added is not None:
             self._add(wave.added, ready, spent)
@@ -139,7 +139,7 @@ class _Run:
         carried = np.where(is_local, 0, wave.nbytes / network.bytes_per_s)
         remote = np.flatnonzero(~is_local)
         if remote.size:
-            saved = network.burst_bytes / network.bytes_per_s  # tokens of a pause; without them links take their time
+            saved = network.burst_bytes / network.bytes_per_s  # seconds of traffic that a full token bucket lets pass
             gone = _served(from_host[remote], left[remote], carried[remote], self._out)
             begun = np.maximum(left[remote], gone - carried[remote] - saved) + network.latency_s
             come = _served(to_host[remote], begun, carried[remote], self._into)
@@ -163,10 +163,10 @@ class _Run:
         done: np.ndarray,
         parts: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> None:
-        """Ranks go on when their last message is there; its way is theirs."""
+        """Let ranks continue when their last message has arrived; its path becomes their critical path."""
         order = np.argsort(done, kind="stable")
         last = np.full(ready.size, -1)
-        last[wave.to[order]] = order  # of several assignments the last one counts
+        last[wave.to[order]] = order  # NumPy keeps the last of several assignments
         ranks = np.flatnonzero((last >= 0) & (np.where(last >= 0, done[last], 0) > ready))
         messages = last[ranks]
         way = spent[wave.source[messages]].copy()
@@ -182,20 +182,20 @@ class _Run:
 
 
 def _served(places: np.ndarray, comes: np.ndarray, takes: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return the times at which each has been served, where those at one place are served as they come.
+    """Return the time at which each item has been served; items at one place are served in order of arrival.
 
     Args:
-        places: where each comes to.
-        comes: when.
-        takes: how long it takes.
-        free: from when on each place serves; afterwards, when it has served the last one.
+        places: Place of each item.
+        comes: Arrival time of each item.
+        takes: Service time of each item.
+        free: Time from which each place is free; updated to the end of its last item.
     """
     order = np.lexsort((comes, places))
     place, took = places[order], takes[order]
     starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]])
     group = np.repeat(np.arange(starts.size), np.diff(np.r_[starts, place.size]))
     before = np.cumsum(took) - took
-    before -= before[starts][group]  # what is served earlier at the same place
+    before -= before[starts][group]  # service time of earlier items at the same place
     earliest = np.maximum(comes[order], free[place]) - before
     apart = float(earliest.max() - earliest.min()) + 1.0
     earliest = np.maximum.accumulate(earliest + group * apart) - group * apart

@@ -1,4 +1,4 @@
-"""Traffic: waves of messages, each as columns of numbers; those of a plan, of the chain, and of a ring."""
+"""Traffic as waves of messages in columns of numbers: of a plan, of the chain, and of a ring."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collectives.plans.plan import Plan, Round
 
 @dataclass(frozen=True)
 class Wave:
-    """Messages that ranks send when they have all that the wave before has brought them.
+    """Messages that ranks send when they have received everything of the wave before.
 
     Attributes:
-        source: the rank that sends each message.
-        to: the rank that receives it.
-        nbytes: its size.
-        added: for each rank the bytes that it reads for its sums before it sends; None: nobody adds.
-        times: how many such waves follow each other.
+        source: Sending rank of each message.
+        to: Receiving rank of each message.
+        nbytes: Size of each message.
+        added: Bytes that each rank reads for its sums before it sends; None: no rank adds.
+        times: Number of successive waves like this.
     """
 
     source: np.ndarray
@@ -33,13 +33,13 @@ class Wave:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A reduction.
+    """The traffic of a reduction.
 
     Attributes:
-        name: what it is called in tables.
-        hosts: for each rank the number of its host.
-        pieces: how many times the waves are gone through, one piece close behind the other.
-        waves: of one piece; called for each time that they are needed.
+        name: Name in tables.
+        hosts: Host number of each rank.
+        pieces: Number of pieces that pass the waves, one closely after the other.
+        waves: Function that returns the waves of one piece; called each time they are needed.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Traffic:
 
 
 def of_plan(plan: Plan, elements: int, width: Width, pieces: int = 1) -> Traffic:
-    """Return what a plan sends.
+    """Return the traffic of a plan.
 
     Args:
-        plan: of one piece.
-        elements: of the whole array.
-        width: of its elements.
-        pieces: into how many it is cut.
+        plan: Plan of one piece.
+        elements: Number of elements of the whole array.
+        width: Bytes per element.
+        pieces: Number of pieces of the array.
     """
     made = [_wave(each, plan, elements / pieces / plan.slices, width) for each in plan.rounds]
     cut = f", {pieces} pieces" if pieces > 1 else ""
@@ -79,12 +79,12 @@ def _wave(each: Round, plan: Plan, elements_of_slice: float, width: Width) -> Wa
 
 
 def of_comparison(hosts: np.ndarray, rounds: Sequence[Sequence[Relay]], block_bytes: int) -> Traffic:
-    """Return what ranks tell each other before data move.
+    """Return the traffic of the comparison of calls.
 
     Args:
-        hosts: the host of each rank.
-        rounds: who tells whom what whom has said.
-        block_bytes: what one rank says.
+        hosts: Host number of each rank.
+        rounds: Messages of each round.
+        block_bytes: Size of one rank's call.
     """
     made = []
     for each in rounds:
@@ -95,7 +95,7 @@ def of_comparison(hosts: np.ndarray, rounds: Sequence[Sequence[Relay]], block_by
 
 
 def ring(hosts: np.ndarray, nbytes: float) -> Traffic:
-    """Return the traffic of the ring of Patarasuk and Yuan (2009): 2 (n - 1) steps with 1 / n of the array."""
+    """Return the traffic of a ring all-reduce (Patarasuk and Yuan, 2009): 2 (n - 1) steps with 1 / n of the array."""
     ranks = hosts.size
     here = np.arange(ranks)
     part = np.full(ranks, nbytes / ranks)
@@ -105,7 +105,7 @@ def ring(hosts: np.ndarray, nbytes: float) -> Traffic:
 
 
 def chain(hosts: np.ndarray, nbytes: float, chunk_bytes: float) -> Traffic:
-    """((g0 + g1) + g2) + ...: partial sums go from the first rank to the last, in chunks, and results once round."""
+    """Return the traffic of ((g0 + g1) + g2) + ...: chunks of partial sums go along all ranks, results once around."""
     ranks = hosts.size
     chunks = max(1, round(nbytes / chunk_bytes))
     hops = 2 * (ranks - 1)
@@ -113,7 +113,7 @@ def chain(hosts: np.ndarray, nbytes: float, chunk_bytes: float) -> Traffic:
     source = np.where(places < ranks, places, places - ranks) % ranks
 
     def waves() -> Iterator[Wave]:
-        """Chunk c makes its hop h in wave c + h."""
+        """Yield the waves; chunk c makes its hop h in wave c + h."""
         for number in range(chunks + hops - 1):
             under_way = slice(max(0, number - chunks + 1), min(hops, number + 1))
             senders = source[under_way]

@@ -1,6 +1,6 @@
-"""The identity of a process: which instance it is, one file per launcher.
+"""Detection of the instance that this process is: one file per launcher.
 
-Nothing here imports numpy, MPI or JAX.
+This package does not import NumPy, MPI or JAX.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     SlurmWithoutPMIxEnvironment(),
     SingleEnvironment(),
 )
-"""The known environments in the order in which they are tried: the first active one is asked."""
+"""All environments in detection order: the first active environment describes the instance."""
 
 
 def detect_instance(environ: Mapping[str, str], num_replicas: int | None = None) -> Instance:
-    """Return the instance that this process is.
+    """Detect which instance of the job this process is.
 
     Args:
-        environ: the variables of the process; programs pass `os.environ`.
-        num_replicas: the replicas of all instances that the program asks for. None: what the launcher says,
-            otherwise one per instance.
+        environ: Environment variables of the process; programs pass `os.environ`.
+        num_replicas: Total number of replicas that the program asks for. None: the launcher's number, or one replica
+            per instance if the launcher gives none.
 
     Raises:
-        EnvironmentMismatchError: the variables are incomplete, unreadable, or contradict each other or
+        EnvironmentMismatchError: The variables are incomplete or unreadable, or they contradict each other or
             `num_replicas`.
     """
     active = next(environment for environment in ENVIRONMENTS if environment.is_active(environ))

@@ -11,31 +11,32 @@ from popdist.instance import Instance, Launcher
 
 
 class Environment(ABC):
-    """One way in which a process can learn which instance it is.
+    """A launcher's convention of telling a process which instance it is.
 
-    `describe` is called only where `is_active` is true for the same variables. Neither changes anything.
+    The caller asks `is_active` first. If the answer is true, it calls `describe` with the same variables. Both methods
+    are pure: they change nothing and may be called again, also after an error.
     """
 
     @abstractmethod
     def is_active(self, environ: Mapping[str, str]) -> bool:
-        """Return whether this launcher, or a hand in its place, started the process."""
+        """Return whether the variables of this launcher are set, by the launcher or by hand."""
 
     @abstractmethod
     def describe(self, environ: Mapping[str, str], num_replicas: int | None) -> Instance:
         """Return the instance that the variables describe.
 
         Args:
-            environ: the variables of the process.
-            num_replicas: the replicas of all instances that the program asks for; None: what is set.
+            environ: Environment variables of the process.
+            num_replicas: Total number of replicas that the program asks for. None: the number in the variables.
 
         Raises:
-            EnvironmentMismatchError: variables are missing, unreadable or contradict; they are quoted.
+            EnvironmentMismatchError: Variables are missing, unreadable or contradictory. The message quotes them.
         """
 
 
 @dataclass(frozen=True)
 class LaunchedProcess:
-    """The place of a process among those that a launcher has started, each of which is one instance."""
+    """A process of a launched job: its rank, the number of ranks, its rank on its host. A rank is one instance."""
 
     rank: int
     size: int
@@ -43,7 +44,7 @@ class LaunchedProcess:
 
     @classmethod
     def read(cls, environ: Mapping[str, str], rank: str, size: str, local_rank: str) -> LaunchedProcess:
-        """Return the process that the variables of these names describe."""
+        """Read the process from the variables with the names `rank`, `size` and `local_rank`."""
         return cls(
             rank=read_whole_number(environ, rank, 0),
             size=read_whole_number(environ, size, 1),
@@ -51,15 +52,15 @@ class LaunchedProcess:
         )
 
     def instance(self, num_replicas: int | None, said: str, launcher: Launcher) -> Instance:
-        """Return the instance with its even share of the replicas: one, unless the program asks.
+        """Return the instance with its even share of the replicas.
 
         Args:
-            num_replicas: the replicas of all instances that the program asks for.
-            said: the variable that holds the number of instances, for messages.
-            launcher: the name of the launcher.
+            num_replicas: Total number of replicas that the program asks for. None: one per instance.
+            said: Variable that holds the number of instances, quoted in messages.
+            launcher: Name of the launcher.
 
         Raises:
-            EnvironmentMismatchError: the replicas cannot be divided evenly.
+            EnvironmentMismatchError: The replicas cannot be divided evenly.
         """
         total = self.size if num_replicas is None else num_replicas
         if total < 1 or total % self.size:
@@ -80,12 +81,16 @@ class LaunchedProcess:
 
 
 def quote(environ: Mapping[str, str], names: Iterable[str]) -> str:
-    """Return the variables as `A=1, B unset`, for messages."""
+    """Format variables for messages: `A=1, B unset`."""
     return ", ".join(f"{name}={environ[name]}" if name in environ else f"{name} unset" for name in names)
 
 
 def read_whole_number(environ: Mapping[str, str], name: str, at_least: int) -> int:
-    """Return the value of a variable that must hold a whole number of at least `at_least`."""
+    """Read a variable that must hold a whole number of at least `at_least`.
+
+    Raises:
+        EnvironmentMismatchError: The value is something else.
+    """
     try:
         number = int(environ[name])
     except ValueError:
@@ -99,7 +104,7 @@ def read_whole_number(environ: Mapping[str, str], name: str, at_least: int) -> i
 
 
 def require_all(environ: Mapping[str, str], names: Iterable[str], launcher: str) -> None:
-    """Refuse a set of variables of which some are missing."""
+    """Raise EnvironmentMismatchError if some of the variables are missing."""
     names = tuple(names)
     missing = [name for name in names if name not in environ]
     if missing:
@@ -110,6 +115,6 @@ def require_all(environ: Mapping[str, str], names: Iterable[str], launcher: str)
 
 
 def nearest_multiples(number: int, divisor: int) -> str:
-    """Return the positive multiples of `divisor` on both sides of `number`, for messages: `4 or 8`."""
+    """Return the multiples of `divisor` nearest to `number`, for messages: `4 or 8`."""
     below = number // divisor * divisor
     return f"{below} or {below + divisor}" if below else f"{divisor}"

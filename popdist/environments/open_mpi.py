@@ -1,4 +1,4 @@
-"""Instances started by Open MPI's own mpirun: one rank is one instance."""
+"""Instances started by Open MPI's mpirun without poprun: one rank is one instance."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def is_set(environ: Mapping[str, str]) -> bool:
 
 
 def read_process(environ: Mapping[str, str]) -> LaunchedProcess:
-    """Return the process that Open MPI's variables describe.
+    """Read the process from Open MPI's variables.
 
     Raises:
-        EnvironmentMismatchError: they are incomplete or not numbers, or the rank is not below the size.
+        EnvironmentMismatchError: The variables are incomplete or not numbers, or a rank is not below the size.
     """
     require_all(environ, VARIABLES, "Open MPI")
     process = LaunchedProcess.read(environ, RANK, SIZE, LOCAL_RANK)
@@ -35,7 +35,7 @@ def read_process(environ: Mapping[str, str]) -> LaunchedProcess:
 
 
 class OpenMPIEnvironment(Environment):
-    """Bare mpirun. The replicas are divided evenly among the ranks; one per rank unless the program asks."""
+    """mpirun without poprun. The ranks share the replicas evenly; by default there is one per rank."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return is_set(environ)

@@ -1,4 +1,4 @@
-"""Instances started by poprun: POPDIST_* names the replicas, Open MPI's variables the processes."""
+"""Instances started by poprun: POPDIST_* variables describe the replicas, Open MPI's variables the processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
 OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
 DEVICE = "POPDIST_DEVICE_ID"
-"""Set beside the others when the job runs on a simulated V-IPU partition."""
+"""Device of the instance. Set in addition if the job runs on a simulated V-IPU partition."""
 
 SHRINKS_VARIABLE = "POPDIST_SHRINKS"
-"""Set where the job goes on without instances that are lost."""
+"""Set if the job continues without lost instances (`--on-failure shrink`)."""
 
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
-"""Every variable that poprun always sets, in the order in which its command names them."""
+"""Variables that poprun always sets, in the order of its command line."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Replicas:
 
 
 class PopRunEnvironment(Environment):
-    """poprun, or POPDIST_* set by hand for a single process that drives all replicas."""
+    """A job of poprun, or one process that drives all replicas with POPDIST_* set by hand."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return any(name in environ for name in VARIABLES)
@@ -51,7 +51,7 @@ class PopRunEnvironment(Environment):
         replicas = _read(environ)
         if num_replicas is not None and num_replicas != replicas.total:
             raise EnvironmentMismatchError(
-                f"the program asks for {num_replicas} replicas, poprun started {replicas.total} "
+                f"the program asks for {num_replicas} replicas, but poprun started {replicas.total} "
                 f"({quote(environ, [TOTAL])}); give both the same number"
             )
         if is_started_by_open_mpi(environ):
@@ -88,8 +88,8 @@ def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:
     if replicas.total != replicas.local or replicas.offset or replicas.local_instance:
         raise EnvironmentMismatchError(
-            "the variables of poprun describe one instance of several, those of Open MPI are unset: "
-            f"{quote(environ, VARIABLES)}; start the program with poprun or unset them"
+            "the variables of poprun describe one of several instances, but the variables of Open MPI are unset: "
+            f"{quote(environ, VARIABLES)}; start the program with poprun or unset POPDIST_*"
         )
     return _instance(replicas, index=0, count=1)
 

@@ -1,4 +1,4 @@
-"""A process that nobody launched: one instance that drives every replica."""
+"""Processes without a launcher: a single instance drives every replica."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
 ALONE_VARIABLE = "POPDIST_ALONE"
-"""Set to 1 for a process that an instance starts, and that is to run by itself."""
+"""Set to 1 by an instance for a child process that runs on its own, outside the job."""
 
 
 class SingleEnvironment(Environment):
-    """No launcher: always active, hence the last that is tried. One replica, unless the program asks."""
+    """A process without a launcher. Always active, hence last in detection order. Default: one replica."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return True
@@ -25,7 +25,7 @@ class SingleEnvironment(Environment):
 
 
 class AloneEnvironment(Environment):
-    """A process that an instance started with POPDIST_ALONE=1, whatever the variables of the launcher say."""
+    """A child process that an instance started with POPDIST_ALONE=1; the launcher's variables are ignored."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return environ.get(ALONE_VARIABLE) == "1"

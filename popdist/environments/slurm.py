@@ -1,7 +1,7 @@
 """Instances started by Slurm's srun: one task of a job step is one instance, and PMIx connects them.
 
-What the variables mean: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. What Slurm sets where
-was recorded with 22.05; tests/slurm_records.py has the records.
+The variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. Their values under srun, sbatch
+and salloc were recorded with Slurm 22.05; see tests/slurm_records.py.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ HOST = "SLURM_NODEID"
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 STEP_HOSTS = "SLURM_STEP_NUM_NODES"
 VARIABLES = (JOB, STEP, RANK, SIZE, LOCAL_RANK, HOST, STEP_SIZE, STEP_HOSTS)
-"""What srun sets for every task, in the order in which messages name it."""
+"""Variables that srun sets for every task, in the order of messages."""
 
 PMIX_RANK = "PMIX_RANK"
 PMIX_VARIABLES = (PMIX_RANK, "PMIX_NAMESPACE")
 
 _SHELL_STEPS = frozenset(("4294967290", "4294967291", "4294967292", "interactive", "batch", "extern"))
-"""The steps of a shell with the allocation around it (slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, ...)."""
+"""Step ids of the shell of an allocation (slurm.h: SLURM_INTERACTIVE_STEP, SLURM_BATCH_SCRIPT, ...)."""
 
 _TASKS, _STEP_TASKS = "SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process, rather than sbatch or salloc the shell around it.
+    """Return whether srun started this process; false for the shell that sbatch or salloc started.
 
-    A job that is submitted from within a step inherits the step's variables, and is known by what sbatch replaced.
+    A job submitted from inside a step inherits the step's variables. sbatch replaces SLURM_TASKS_PER_NODE, so a
+    difference from SLURM_STEP_TASKS_PER_NODE reveals the inheritance.
     """
     if STEP not in environ:
         return environ.get(RANK, "0") != "0"
@@ -44,10 +45,10 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def read_task(environ: Mapping[str, str]) -> LaunchedProcess:
-    """Return the task that Slurm's variables describe.
+    """Read the task from Slurm's variables.
 
     Raises:
-        EnvironmentMismatchError: they are incomplete, not numbers, or contradict each other.
+        EnvironmentMismatchError: The variables are incomplete, not numbers, or contradict each other.
     """
     require_all(environ, VARIABLES, "Slurm")
     task = LaunchedProcess.read(environ, RANK, SIZE, LOCAL_RANK)
@@ -65,7 +66,7 @@ def read_task(environ: Mapping[str, str]) -> LaunchedProcess:
 
 
 class SlurmEnvironment(Environment):
-    """`srun --mpi=pmix`. The replicas are divided evenly among the tasks; one per task unless the program asks."""
+    """A task of `srun --mpi=pmix`. The tasks share the replicas evenly; by default there is one per task."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return is_task(environ) and any(name in environ for name in PMIX_VARIABLES)
@@ -82,7 +83,7 @@ class SlurmEnvironment(Environment):
 
 
 class SlurmWithoutPMIxEnvironment(Environment):
-    """srun without PMIx: a single task is one instance; several cannot find each other and are refused."""
+    """A task of srun without PMIx. A single task is one instance; several tasks are refused: nothing connects them."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return is_task(environ)
@@ -92,7 +93,7 @@ class SlurmWithoutPMIxEnvironment(Environment):
         if task.size > 1:
             raise EnvironmentMismatchError(
                 f"srun started {task.size} tasks ({quote(environ, (RANK, SIZE, 'SLURM_MPI_TYPE'))}) without PMIx "
-                f"({quote(environ, [PMIX_RANK])}), so each of them would be alone; "
+                f"({quote(environ, [PMIX_RANK])}), so each task would run alone; "
                 "start them with `srun --mpi=pmix`, or use poprun without srun"
             )
         return task.instance(num_replicas, f"{SIZE}={task.size}", "slurm")

@@ -1,6 +1,6 @@
-"""Workers that TF_CONFIG describes: each task of the cluster is one instance, and no launcher is needed.
+"""Workers described by TF_CONFIG: each task of the cluster is one instance; no launcher is needed.
 
-What the variable means is TensorFlow's: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG.
+TensorFlow defines the variable: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from popdist.instance import Instance
 
 VARIABLE = "TF_CONFIG"
 REPLICAS = "num_replicas"
-"""A key of it that TensorFlow does not know: the replicas of all tasks, where the program does not say."""
+"""Our own key in TF_CONFIG, unknown to TensorFlow: the total number of replicas, unless the program gives it."""
 _WORKERS = '"worker":["localhost:3737","localhost:3738"]'
 _TASK = '"type":"worker","index":0'
 EXAMPLE = f"""TF_CONFIG='{{"cluster":{{{_WORKERS}}},"task":{{{_TASK}}}}}'"""
 
 JOBS = ("chief", "worker")
-"""The jobs that train, in the order of their ranks."""
+"""Names of the jobs that train, in rank order."""
 
 _OTHER_JOBS = {
     "evaluator": "evaluators are not supported; evaluate on a worker, or in a program started without TF_CONFIG",
     "ps": "parameter servers are not supported; leave them out, every worker holds the variables",
-    "master": 'which is an old name; call it "chief"',
+    "master": 'the old name of the chief; write "chief"',
 }
-_LONGEST_SOCKET_PATH_BYTES = 107  # unix(7): sun_path has 108 bytes, one of them ends it
+_LONGEST_SOCKET_PATH_BYTES = 107  # unix(7): sun_path has 108 bytes; the last one is the terminating zero
 _HOST_NAME = re.compile(r"[\w-]+(\.[\w-]+)*\.?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """All tasks that train together, and which of them this process is.
+    """The tasks that train together, and the task of this process.
 
     Attributes:
-        chief: the address of the chief, if there is one.
-        worker: the addresses of the workers.
-        task_type: the job of this task, `chief` or `worker`.
-        task_id: its position in that job.
-        rpc_layer: the protocol that was asked for; None where nobody did.
+        chief: Address of the chief; empty without a chief.
+        worker: Addresses of the workers.
+        task_type: Job of this task: `chief` or `worker`.
+        task_id: Position of this task in its job.
+        rpc_layer: Protocol that the user asked for, or None.
 
     Raises:
-        EnvironmentMismatchError: an address is faulty or given twice, or there is no such task.
+        EnvironmentMismatchError: An address is invalid or listed twice, or the task does not exist.
     """
 
     chief: tuple[str, ...]
@@ -61,13 +61,14 @@ class Cluster:
         if len(self.chief) > 1:
             _refuse(
                 f"TF_CONFIG lists {len(self.chief)} chiefs, {_shown(self.chief)}",
-                'keep one, list the others as "worker"',
+                'keep one and list the others as "worker"',
             )
         _require_different_places(self.addresses)
         self._require_task()
         if self.rpc_layer not in (None, "grpc"):
             _refuse(
-                f"the rpc_layer is {_shown(self.rpc_layer)}, workers speak only gRPC", 'write "grpc" or leave it out'
+                f"the rpc_layer is {_shown(self.rpc_layer)}, but workers speak only gRPC",
+                'write "grpc" or leave it out',
             )
 
     def _require_task(self) -> None:
@@ -76,24 +77,24 @@ class Cluster:
         tasks = self.jobs.get(self.task_type, ())
         if not tasks:
             _refuse(
-                f"the task type is {_shown(self.task_type)}, the cluster has only the job {', '.join(self.jobs)}",
+                f"the task type is {_shown(self.task_type)}, but the cluster has only the job {', '.join(self.jobs)}",
                 "add the job to the cluster or change the type",
             )
         if not 0 <= self.task_id < len(tasks):
             _refuse(
-                f"the task index is {self.task_id}, the cluster lists {len(tasks)} of type {self.task_type}: "
+                f"the task index is {self.task_id}, but the cluster lists {len(tasks)} of type {self.task_type}: "
                 f"{_shown(tasks)}",
                 "use 0" if len(tasks) == 1 else f"use one of 0..{len(tasks) - 1}",
             )
 
     @property
     def jobs(self) -> dict[str, tuple[str, ...]]:
-        """The addresses of each job that has tasks."""
+        """The addresses of each job that has at least one task."""
         return {job: tasks for job, tasks in (("chief", self.chief), ("worker", self.worker)) if tasks}
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The address of every task, as it was written, in the order of the ranks: the chief, then the workers."""
+        """The addresses of all tasks as written in TF_CONFIG, in rank order: the chief, then the workers."""
         return self.chief + self.worker
 
     @property
@@ -103,27 +104,27 @@ class Cluster:
 
     @property
     def local_index(self) -> int:
-        """The number of tasks of lower rank on the same machine, as far as the addresses tell."""
+        """The number of tasks with a lower rank on the same machine, judged by the addresses."""
         machines = [_place_of(address).machine for address in self.addresses]
         return machines[: self.rank].count(machines[self.rank])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of each task in messages, in the order of the ranks."""
+        """The name of each task in messages, in rank order."""
         return tuple(f"{job} {number}" for job, tasks in self.jobs.items() for number in range(len(tasks)))
 
     def instance(self, num_replicas: int | None = None) -> Instance:
-        """Return this task as an instance with its even share of the replicas; by default one per task.
+        """Return this task as an instance with its even share of the replicas; default: one replica per task.
 
         Raises:
-            EnvironmentMismatchError: the replicas cannot be divided evenly.
+            EnvironmentMismatchError: The replicas cannot be divided evenly.
         """
         task = LaunchedProcess(self.rank, len(self.addresses), self.local_index)
         return task.instance(num_replicas, f"TF_CONFIG lists {_shown(self.addresses)}", "tf_config")
 
 
 class TFConfigEnvironment(Environment):
-    """One task is one instance. The replicas are divided evenly; one per task unless the program asks."""
+    """A task of a TF_CONFIG cluster. The tasks share the replicas evenly; by default there is one per task."""
 
     def is_active(self, environ: Mapping[str, str]) -> bool:
         return bool(environ.get(VARIABLE))
@@ -134,7 +135,7 @@ class TFConfigEnvironment(Environment):
             _refuse(f'"{REPLICAS}" in TF_CONFIG is {_shown(said)}, not a whole number of at least 1', "correct it")
         if None not in (said, num_replicas) and said != num_replicas:
             _refuse(
-                f'the program asks for {num_replicas} replicas, "{REPLICAS}" in TF_CONFIG is {said}',
+                f'the program asks for {num_replicas} replicas, but "{REPLICAS}" in TF_CONFIG is {said}',
                 "give both the same number",
             )
         return cluster.instance(said if num_replicas is None else num_replicas)
@@ -146,16 +147,16 @@ def read_cluster(
     task_id: int | None = None,
     rpc_layer: str | None = None,
 ) -> Cluster:
-    """Return the cluster that TF_CONFIG describes; keys of it that are not named here are ignored.
+    """Read the cluster from TF_CONFIG. Unknown keys are ignored.
 
     Args:
-        environ: the variables of the process.
-        task_type: takes the place of what TF_CONFIG says.
-        task_id: takes the place of what TF_CONFIG says.
-        rpc_layer: takes the place of what TF_CONFIG says.
+        environ: Environment variables of the process.
+        task_type: Type of this task; default: from TF_CONFIG.
+        task_id: Index of this task; default: from TF_CONFIG.
+        rpc_layer: Protocol; default: from TF_CONFIG.
 
     Raises:
-        EnvironmentMismatchError: TF_CONFIG is unset or faulty; the faulty part is quoted.
+        EnvironmentMismatchError: TF_CONFIG is unset or invalid. The message quotes the invalid part.
     """
     if not environ.get(VARIABLE):
         _refuse(
@@ -179,7 +180,7 @@ def _refuse(facts: str, way_out: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """Return a part of TF_CONFIG as it is written there, for messages."""
+    """Format a part of TF_CONFIG as JSON, for messages."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -197,7 +198,7 @@ def _load(text: str) -> dict[str, Any]:
             f"TF_CONFIG is not JSON, {error.msg} at {where} near {around!r}; "
             f"write it with double quotes inside single ones: {EXAMPLE}"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of open brackets
         raise EnvironmentMismatchError(f"TF_CONFIG cannot be read, {error}: {text[:60]!r}...; use {EXAMPLE}") from error
     if not isinstance(config, dict):
         _refuse(f"TF_CONFIG is {_shown(config)}, not an object", f"write {EXAMPLE}")
@@ -205,7 +206,7 @@ def _load(text: str) -> dict[str, Any]:
 
 
 def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object; without this the last of several equal keys would win in silence."""
+    """Build a JSON object, and refuse duplicate keys: by default json.loads keeps the last one without a warning."""
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
@@ -245,19 +246,19 @@ def _read_addresses(job: str, tasks: object) -> tuple[str, ...]:
         )
     for address in tasks:
         if not isinstance(address, str):
-            _refuse(f'the job "{job}" in TF_CONFIG lists {_shown(address)}, not a text', 'write "host:port"')
+            _refuse(f'the job "{job}" in TF_CONFIG lists {_shown(address)}, not a string', 'write "host:port"')
     return tuple(tasks)
 
 
 def _read_task_type(task: dict[str, object]) -> str:
     task_type = _read(task, "type", '"worker"', inside="task")
     if not isinstance(task_type, str):
-        _refuse(f"the task type in TF_CONFIG is {_shown(task_type)}, not a text", 'write "worker" or "chief"')
+        _refuse(f"the task type in TF_CONFIG is {_shown(task_type)}, not a string", 'write "worker" or "chief"')
     return task_type
 
 
 def _whole_number(index: object) -> int:
-    """Return the index of a task; TensorFlow takes it from a text of digits, too."""
+    """Return the index of a task. Like TensorFlow, accept a string of digits as well."""
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         return int(index)
     if not isinstance(index, int) or isinstance(index, bool):
@@ -276,14 +277,14 @@ def _refuse_job(job: str, where: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place at which a task listens, the same for all spellings of an address."""
+    """The place where a task listens; equal for all spellings of an address."""
 
     host: str
     port: str
 
     @property
     def machine(self) -> str:
-        """The host; `localhost` for all that only this machine can reach."""
+        """The host, or `localhost` for every address that only this machine can reach."""
         ip = _ip_of(self.host)
         return "localhost" if ip is not None and ip.is_loopback else self.host
 
@@ -294,9 +295,7 @@ def _require_different_places(addresses: tuple[str, ...]) -> None:
         place = _place_of(address)
         if place in taken:
             same = "" if taken[place] == address else f", once as {_shown(taken[place])}"
-            _refuse(
-                f"TF_CONFIG lists the address {_shown(address)} twice{same}", "give each task an address of its own"
-            )
+            _refuse(f"TF_CONFIG lists the address {_shown(address)} twice{same}", "give each task its own address")
         taken[place] = address
 
 
@@ -314,7 +313,7 @@ def _place_of(address: str) -> _Place:
 
 
 def _split(address: str) -> tuple[str, str]:
-    """Return the host, with its brackets, and the port."""
+    """Split an address into its host, with any brackets, and its port."""
     host, colon, port = address.rpartition(":")
     if "://" in address:
         _refuse_address(address, "begins with a scheme", "leave it out and write host:port")
@@ -345,12 +344,12 @@ def _socket_path(address: str) -> str:
     path = address.removeprefix("unix:")
     path = path.removeprefix("//") if path.startswith("///") else path
     if not path.startswith("/") or path.startswith("//") or path.endswith("/"):
-        _refuse_address(address, "is no absolute path of a file", "write unix:/path/to/socket")
+        _refuse_address(address, "is not an absolute path of a file", "write unix:/path/to/socket")
     if len(path.encode()) > _LONGEST_SOCKET_PATH_BYTES:
         _refuse_address(
             address,
-            f"has a path of {len(path.encode())} bytes, a socket's has at most {_LONGEST_SOCKET_PATH_BYTES}",
-            "use a shorter one",
+            f"has a path of {len(path.encode())} bytes; a socket path has at most {_LONGEST_SOCKET_PATH_BYTES}",
+            "use a shorter path",
         )
     return os.path.normpath(path)
 

@@ -1,1 +1,1 @@
-"""Example programs; `python -m popdist.examples.digits` starts the first of them."""
+"""Example programs; start with `python -m popdist.examples.digits`."""

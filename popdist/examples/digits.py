@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits with R replicas, on any number of instances.
+"""A program that trains a small network on handwritten digits with R replicas, on any number of instances.
 
     python -m popdist.examples.digits --strategy ipu --replicas 4
     poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.digits
@@ -7,10 +7,11 @@
     poprun --num-instances 2 --num-replicas 4 --ipus-per-replica 2 python -m popdist.examples.digits \
         --pipeline-stages 2 --schedule grouped
 
-All but the last, for which Horovod adds up the gradients in an order of its own, print the same fingerprint of the
-variables.
+The first three print the same fingerprint of the variables. Horovod adds gradients in its own order, and the pipeline
+accumulates the gradients of several micro-batches per update.
 
-With --checkpoint-dir it goes on where the last run with that folder ended, to the same bits on any number of instances.
+With --checkpoint-dir the program continues where its last run with that folder ended. The bits do not depend on the
+number of instances.
 """
 
 import argparse
@@ -43,27 +44,27 @@ DEFAULT_CHECKPOINT_EVERY = 100
 
 
 class UsageError(Exception):
-    """The arguments cannot be used; nothing has been trained."""
+    """Unusable arguments; nothing has been trained."""
 
 
 def make_ipu(replicas: int | None, stages: int) -> strategies.Strategy:
-    """All replicas in this process, each with a device for each stage."""
+    """Make a strategy with all replicas in this process, each with one device per stage."""
     return strategies.IPUStrategy(num_replicas=replicas or 1, ipus_per_replica=stages)
 
 
 def make_popdist(replicas: int | None, stages: int) -> strategies.Strategy:
-    """The replicas of all instances that the launcher started."""
+    """Make a strategy with the replicas of all instances that the launcher has started."""
     popdist.init(replicas)
     return strategies.PopDistStrategy(ipus_per_replica=devices_for(stages))
 
 
 def devices_for(stages: int) -> int | None:
-    """A device of each replica for each stage, where poprun has not said how many there are."""
+    """Return one device per stage for each replica, or None if poprun has fixed the number of devices."""
     return stages if popdist.getNumIpusPerReplica() == 1 else None
 
 
 def make_multi_worker(replicas: int | None, stages: int) -> strategies.Strategy:
-    """The replicas of all workers that TF_CONFIG names."""
+    """Make a strategy with the replicas of all workers of TF_CONFIG."""
     resolver = popdist.TFConfigClusterResolver()
     workers = len(resolver.cluster.addresses)
     local, rest = divmod(replicas or workers, workers)
@@ -77,7 +78,7 @@ def make_multi_worker(replicas: int | None, stages: int) -> strategies.Strategy:
 
 
 def make_horovod(replicas: int | None, stages: int) -> strategies.Strategy:
-    """The same instances, whose sums Horovod adds up."""
+    """Make a strategy like `make_popdist`, but with sums by Horovod."""
     popdist.init(replicas)
     return strategies.IPUHorovodStrategy(ipus_per_replica=devices_for(stages))
 
@@ -92,22 +93,22 @@ STRATEGIES: dict[str, Callable[[int | None, int], strategies.Strategy]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What `--json` writes.
+    """The result that `--json` writes.
 
     Attributes:
-        strategy: its name on the command line.
-        model: its name on the command line.
-        instances: processes.
-        replicas: R, of all instances.
-        epochs: epochs begun.
-        steps: updates of the variables.
-        effective_batch_size: images for one update: micro-batch x gradient accumulation count x replicas.
-        final_loss: mean over all replicas, in the last step; null when none was left to do.
-        final_accuracy: likewise, on the training data.
-        test_accuracy: fraction of the test set.
-        seconds_per_step: mean without the first step, which compiles; null when there was only that one.
-        samples_per_second: of all replicas, in the same time.
-        variables_sha256: fingerprint of the final variables.
+        strategy: Name of the strategy on the command line.
+        model: Name of the model on the command line.
+        instances: Number of instances.
+        replicas: Number of replicas of all instances, R.
+        epochs: Number of epochs begun.
+        steps: Number of updates of the variables.
+        effective_batch_size: Images per update: micro-batch x gradient accumulation count x replicas.
+        final_loss: Mean over all replicas in the last step; null if no step was left.
+        final_accuracy: Mean accuracy on the training data in the last step; null if no step was left.
+        test_accuracy: Fraction of the test set that the model gets right.
+        seconds_per_step: Mean without the first step, which compiles; null if there was no other step.
+        samples_per_second: Images of all replicas per second, in the same time.
+        variables_sha256: Fingerprint of the final variables.
     """
 
     strategy: str
@@ -125,7 +126,7 @@ class Result:
     variables_sha256: str
 
     def __str__(self) -> str:
-        each, left_over = divmod(self.replicas, self.instances)  # some are left over where instances were lost
+        each, left_over = divmod(self.replicas, self.instances)  # after a loss, replicas may not divide evenly
         layout = f"{self.instances} x {each} replicas"
         if left_over:
             layout = f"{self.replicas} replicas in {self.instances} instances"
@@ -138,7 +139,7 @@ class Result:
 
 
 def main() -> int:
-    """Runs the program; the exit status is 2 when its arguments cannot be used."""
+    """Run the program; the exit status is 2 if its arguments cannot be used."""
     options = read_options()
     try:
         data = load_digits(options.data)
@@ -157,7 +158,7 @@ def main() -> int:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; exits with status 2 and a message when it cannot be used."""
+    """Parse the command line; exit with status 2 and a message if it cannot be used."""
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.", allow_abbrev=False)
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default="popdist", help="how replicas are distributed (%(default)s)")
@@ -169,53 +170,53 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="MNIST as a directory of IDX files or an npz file",
     )
     add("--epochs", type=count, metavar="N", help=f"passes over the data ({described(DEFAULT_EPOCHS)})")
-    add("--max-steps", type=count, metavar="N", help="stop after so many steps")
+    add("--max-steps", type=count, metavar="N", help="stop after N steps")
     add("--batch-size", type=count, default=16, metavar="N", help="images per replica and step (%(default)s)")
     add(
         "--gradient-accumulation-count",
         type=count,
         metavar="N",
-        help="micro-batches per update (1; with a pipeline two for each stage)",
+        help="micro-batches per update (default: 1; with a pipeline 2 per stage)",
     )
-    add("--pipeline-stages", type=stages, metavar="2|3", help="cut the network into stages, on devices of a replica")
-    add("--schedule", metavar="NAME", help="of the pipeline: grouped, interleaved, sequential, ... (grouped)")
-    add("--compute-dtype", choices=("bfloat16", "float16"), help="in which the network computes; default: float32")
-    add("--loss-scaling", type=scaling, metavar="X|dynamic", help="the scale of the loss, for float16")
-    add("--gradient-transfer-dtype", choices=("bfloat16", "float16", "int8"), help="in which gradients travel")
-    add("--shard-optimizer-state", action="store_true", help="every replica keeps its part of it")
-    add("--learning-rate", type=rate, metavar="X", help=f"of Adam ({described(DEFAULT_LEARNING_RATE)})")
+    add("--pipeline-stages", type=stages, metavar="2|3", help="cut the network into stages on devices of a replica")
+    add("--schedule", metavar="NAME", help="pipeline schedule: grouped, interleaved, sequential, ... (grouped)")
+    add("--compute-dtype", choices=("bfloat16", "float16"), help="dtype of the network's computation (float32)")
+    add("--loss-scaling", type=scaling, metavar="X|dynamic", help="scale of the loss, for float16")
+    add("--gradient-transfer-dtype", choices=("bfloat16", "float16", "int8"), help="dtype of gradients in transit")
+    add("--shard-optimizer-state", action="store_true", help="shard the optimizer state over replicas")
+    add("--learning-rate", type=rate, metavar="X", help=f"learning rate of Adam ({described(DEFAULT_LEARNING_RATE)})")
     add(
         "--seed",
         type=natural,
         default=0,
         metavar="N",
-        help="of variables and order of the data (%(default)s)",
+        help="seed of the variables and of the order of the data (%(default)s)",
     )
-    add("--replicas", type=count, metavar="N", help="of all instances; default: what poprun says, else one each")
+    add("--replicas", type=count, metavar="N", help="replicas of all instances; default: from poprun, else one each")
     add("--check-numerics", action="store_true", help="stop at the first gradient that is not finite")
-    add("--checkpoint-dir", type=Path, metavar="DIR", help="save there, and go on from the newest checkpoint in it")
+    add("--checkpoint-dir", type=Path, metavar="DIR", help="save here, and continue from the newest checkpoint here")
     add("--checkpoint-every", type=count, metavar="K", help=f"save every K steps ({DEFAULT_CHECKPOINT_EVERY})")
-    add("--json", metavar="PATH", help="write the result there; '-' is the standard output")
+    add("--json", metavar="PATH", help="write the result to this file; '-' is standard output")
     options = parser.parse_args(arguments)
     if options.epochs is None:
         options.epochs = DEFAULT_EPOCHS[options.model]
     if options.learning_rate is None:
         options.learning_rate = DEFAULT_LEARNING_RATE[options.model]
     if options.schedule and not options.pipeline_stages:
-        parser.error("argument --schedule: of what? Give --pipeline-stages as well")
+        parser.error("argument --schedule: there is no pipeline; give --pipeline-stages as well")
     if options.gradient_accumulation_count is None:
         options.gradient_accumulation_count = 2 * options.pipeline_stages if options.pipeline_stages else 1
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         parser.error(f"argument --json: {Path(options.json).absolute().parent} is no directory")
     if options.checkpoint_every and not options.checkpoint_dir:
-        parser.error("argument --checkpoint-every: where? Give --checkpoint-dir as well")
+        parser.error("argument --checkpoint-every: there is no folder; give --checkpoint-dir as well")
     return options
 
 
 def distribute(
     strategy: strategies.Strategy, data: Digits, options: argparse.Namespace
 ) -> strategies.DistributedDataset:
-    """The training data, dealt out to the replicas."""
+    """Distribute the training data over the replicas."""
     total = strategy.num_replicas_in_sync
     images, micro_batches = len(data.train_images), options.gradient_accumulation_count
     if options.batch_size * micro_batches * total > images:
@@ -234,13 +235,13 @@ def distribute(
 
 @dataclass(frozen=True)
 class Training:
-    """What came out of it.
+    """The outcome of the training.
 
     Attributes:
-        state: after the last step.
-        metrics: of the last step; None when none was left to do.
-        seconds_per_step: mean without the first step; None when there was only that one.
-        test_accuracy: the fraction of the test set that the model gets right.
+        state: State after the last step.
+        metrics: Metrics of the last step; None if no step was left.
+        seconds_per_step: Mean without the first step; None if there was no other step.
+        test_accuracy: Fraction of the test set that the model gets right.
     """
 
     state: strategies.TrainState
@@ -255,7 +256,7 @@ def train(
     data: Digits,
     options: argparse.Namespace,
 ) -> Training:
-    """Trains, and tests the variables; a collective call."""
+    """Train, and evaluate the variables on the test set; a collective call."""
     model = MODELS[options.model]
     trainer = strategies.Trainer(
         strategy,
@@ -296,7 +297,7 @@ def result_of(
     dataset: strategies.DistributedDataset,
     options: argparse.Namespace,
 ) -> Result:
-    """What is reported."""
+    """Return the result to report."""
     metrics, seconds, steps = training.metrics, training.seconds_per_step, training.state.step
     effective_batch_size = options.batch_size * options.gradient_accumulation_count * strategy.num_replicas_in_sync
     return Result(
@@ -319,7 +320,7 @@ def result_of(
 def checkpoints_of(
     trainer: strategies.Trainer, dataset: strategies.DistributedDataset, options: argparse.Namespace
 ) -> AbstractContextManager[strategies.Checkpoints | None]:
-    """The checkpoints of the training; None where none are wanted."""
+    """Return the checkpoints of the training, or None without --checkpoint-dir."""
     if options.checkpoint_dir is None:
         return nullcontext()
     every = options.checkpoint_every or DEFAULT_CHECKPOINT_EVERY
@@ -333,7 +334,7 @@ def resumed(
     is_first: bool,
     options: argparse.Namespace,
 ) -> strategies.TrainState:
-    """The state of the newest checkpoint, if there is one."""
+    """Restore the state of the newest checkpoint, if there is one."""
     if checkpoints is None:
         return state
     state = checkpoints.restore(state)
@@ -345,7 +346,7 @@ def resumed(
 
 
 def batches(dataset: strategies.DistributedDataset, steps: int) -> Iterator[Any]:
-    """The batches up to the end of step `steps`, from where the data set is, over as many epochs as that takes."""
+    """Yield the batches up to the end of step `steps`, from the data set's position, over as many epochs as needed."""
     begin = dataset.position()
     for epoch in range(begin.epoch, -(-steps // len(dataset))):
         done = epoch * len(dataset) + (begin.step if epoch == begin.epoch else 0)
@@ -354,7 +355,7 @@ def batches(dataset: strategies.DistributedDataset, steps: int) -> Iterator[Any]
 
 
 def pipeline_of(strategy: strategies.Strategy, options: argparse.Namespace) -> strategies.Pipelining | None:
-    """The stages on the devices of a replica in turn; None without a pipeline."""
+    """Assign the stages to the devices of a replica in turn; return None without a pipeline."""
     if not options.pipeline_stages:
         return None
     devices = strategy.replicas.grid.ipus_per_replica
@@ -365,7 +366,7 @@ def pipeline_of(strategy: strategies.Strategy, options: argparse.Namespace) -> s
 
 
 def loss_of(model: Model, stages: int = 1) -> Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
-    """The loss of one replica's micro-batch: mean cross-entropy; and the fraction it gets right."""
+    """Return a loss function for one replica's micro-batch: mean cross-entropy, and the accuracy."""
 
     def loss_fn(variables: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits = model.apply(variables, batch["image"], stages)
@@ -376,14 +377,14 @@ def loss_of(model: Model, stages: int = 1) -> Callable[[Any, Any, jax.Array], tu
 
 
 def test_set(strategy: strategies.Strategy, data: Digits) -> strategies.DistributedDataset:
-    """All of the test data, dealt out to the replicas."""
+    """Distribute the whole test set over the replicas."""
     arrays = {"image": data.test_images, "label": data.test_labels}
     size = max(1, TEST_BATCH_SIZE // strategy.num_replicas_in_sync)
     return strategy.distribute_dataset(arrays, size, shuffle=False, remainder="pad")
 
 
 def accuracy_of(model: Model) -> Callable[[Any, Any, jax.Array, jax.Array], dict[str, strategies.Mean]]:
-    """The fraction of images that the model gets right, without those that only fill a batch."""
+    """Return a function that computes the accuracy without padding."""
 
     def metrics_fn(variables: Any, batch: Any, mask: jax.Array, key: jax.Array) -> dict[str, strategies.Mean]:
         is_right = model.apply(variables, batch["image"]).argmax(-1) == batch["label"]
@@ -393,21 +394,21 @@ def accuracy_of(model: Model) -> Callable[[Any, Any, jax.Array, jax.Array], dict
 
 
 class Stopwatch:
-    """Times all steps but the first, which compiles."""
+    """A stopwatch for all steps except the first, which compiles."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._begin = 0.0
 
     def step(self, variables: Any) -> None:
-        """Call after each step, with the variables it made."""
+        """Note the end of a step, with the variables that it made."""
         if self._steps == 0:
             wait_for(variables)
             self._begin = time.perf_counter()
         self._steps += 1
 
     def seconds_per_step(self, variables: Any) -> float | None:
-        """Mean until `variables` are ready; None before the second step."""
+        """Return the mean time per step until `variables` are ready; None before the second step."""
         wait_for(variables)
         if self._steps < 2:
             return None
@@ -415,19 +416,19 @@ class Stopwatch:
 
 
 def wait_for(variables: Any) -> None:
-    """Returns when all variables are computed."""
+    """Wait until all variables are computed."""
     for leaf in jax.tree.leaves(variables):
         leaf.block_until_ready()
 
 
 class Progress:
-    """On stderr: a progress bar on a terminal, one line per epoch elsewhere; means of the epoch so far.
+    """The progress on stderr: a progress bar on a terminal, else one line per epoch; with means of the present epoch.
 
     Args:
-        steps: of the whole training.
-        steps_per_epoch: after so many there is a line.
-        done: where the training begins.
-        is_shown: whether this instance writes it; asked after every step, since others may be lost.
+        steps: Number of steps of the whole training.
+        steps_per_epoch: Number of steps between lines.
+        done: Number of steps made before.
+        is_shown: Whether this instance prints; called after every step, because instances may be lost.
     """
 
     def __init__(self, steps: int, steps_per_epoch: int, done: int = 0, *, is_shown: Callable[[], bool]) -> None:
@@ -436,7 +437,7 @@ class Progress:
         self._is_shown = is_shown
         self._done = done
         self._counted = 0
-        self._sums = dict.fromkeys(("loss", "accuracy"), 0.0)  # of the epoch so far
+        self._sums = dict.fromkeys(("loss", "accuracy"), 0.0)  # of the present epoch
         self._bar = self._make_bar() if is_shown() and sys.stderr.isatty() and sys.stdout.isatty() else None
 
     def _make_bar(self) -> Any:
@@ -456,7 +457,7 @@ class Progress:
             self._bar.close()
 
     def update(self, metrics: strategies.Metrics) -> None:
-        """Call after each step."""
+        """Note the end of a step."""
         if self._done % self._steps_per_epoch == 0:
             self._counted, self._sums = 0, dict.fromkeys(self._sums, 0.0)
         self._done += 1
@@ -474,7 +475,7 @@ class Progress:
 
 
 def report(result: Result, json_path: str | None) -> None:
-    """Prints the result, and writes it as JSON where that was asked for."""
+    """Print the result, and write it as JSON if --json asks for it."""
     if json_path != "-":
         print(result, flush=True)
     if json_path is not None:
@@ -486,26 +487,26 @@ def report(result: Result, json_path: str | None) -> None:
 
 
 def count(text: str) -> int:
-    """An integer above zero."""
+    """Parse an integer above zero."""
     return whole(text, at_least=1)
 
 
 def stages(text: str) -> int:
-    """As many stages as a network can have."""
+    """Parse a number of stages, at most the number of layers of every network."""
     number = whole(text, at_least=2)
     most = min(len(model.layers) for model in MODELS.values())
     if number > most:
-        raise argparse.ArgumentTypeError(f"{text} stages, and the networks have {most} layers")
+        raise argparse.ArgumentTypeError(f"{text} stages are too many; the networks have {most} layers")
     return number
 
 
 def natural(text: str) -> int:
-    """An integer that is not negative."""
+    """Parse an integer that is not negative."""
     return whole(text, at_least=0)
 
 
 def whole(text: str, at_least: int) -> int:
-    """An integer; ArgumentTypeError when it is none or too small."""
+    """Parse an integer; raise ArgumentTypeError if the text is none or the number is too small."""
     number = int(text) if text.lstrip("+-").isdecimal() else None
     if number is None or number < at_least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {at_least}")
@@ -513,12 +514,12 @@ def whole(text: str, at_least: int) -> int:
 
 
 def scaling(text: str) -> float | str:
-    """A finite number above zero, or "dynamic"."""
+    """Parse a finite number above zero, or "dynamic"."""
     return text if text == "dynamic" else rate(text)
 
 
 def rate(text: str) -> float:
-    """A finite number above zero."""
+    """Parse a finite number above zero."""
     try:
         number = float(text)
     except ValueError:
@@ -529,7 +530,7 @@ def rate(text: str) -> float:
 
 
 def described(defaults: dict[str, Any]) -> str:
-    """The defaults of each model, for the help text."""
+    """Format the defaults of each model, for the help text."""
     return ", ".join(f"{name}: {value}" for name, value in defaults.items())
 
 

@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 class DataError(Exception):
-    """A data set cannot be used; the message names the file and what was expected of it."""
+    """A data set that cannot be used; the message names the file and its expected content."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Digits:
 
 
 def load_digits(data: str) -> Digits:
-    """Loads `"digits"` (scikit-learn's), an npz file, or a directory with the four IDX files of MNIST.
+    """Load `"digits"` (scikit-learn's set), an npz file, or a directory with the four IDX files of MNIST.
 
     Raises:
-        DataError: when a file is missing, unreadable or not what its name says.
+        DataError: A file is missing, unreadable, or has unexpected content.
     """
     if data == "digits":
         return load_scikit_learn()
@@ -58,7 +58,7 @@ def load_digits(data: str) -> Digits:
 
 
 def load_scikit_learn() -> Digits:
-    """The 1797 digits of scikit-learn, split once and for all into 1438 to train on and 359 to test on."""
+    """Load the 1797 digits of scikit-learn, with a fixed split into 1438 for training and 359 for testing."""
     table = _read_scikit_learn()
     order = np.argsort(np.random.PCG64(SPLIT_SEED).random_raw(len(table)), kind="stable")
     train, test = np.split(order, [math.ceil(len(order) * (1 - TEST_FRACTION))])
@@ -68,9 +68,9 @@ def load_scikit_learn() -> Digits:
 
 
 def _read_scikit_learn() -> Array:
-    """A row for each digit: 64 values from 0 to 16, and the label.
+    """Return one row per digit: 64 values from 0 to 16, and the label.
 
-    The file of scikit-learn is read without it: to import it takes each instance a second.
+    The file is read without importing scikit-learn, because the import would take each instance a second.
     """
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
@@ -80,12 +80,12 @@ def _read_scikit_learn() -> Array:
         return np.loadtxt(path, delimiter=",")
     from sklearn.datasets import load_digits as load
 
-    bunch = load()  # of a version that keeps its file elsewhere
+    bunch = load()  # a version of scikit-learn that keeps its file elsewhere
     return np.column_stack([bunch.data, bunch.target])
 
 
 def load_npz(path: Path) -> Digits:
-    """An npz file with `x_train`, `y_train`, `x_test` and `y_test`, as Keras publishes MNIST."""
+    """Load an npz file with `x_train`, `y_train`, `x_test` and `y_test`, as Keras publishes MNIST."""
     names = ("x_train", "y_train", "x_test", "y_test")
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path}: not an npz file, or a truncated one; it should hold {', '.join(names)}")
@@ -111,7 +111,7 @@ def load_npz(path: Path) -> Digits:
 
 
 def load_idx_directory(directory: Path) -> Digits:
-    """MNIST's four files, `train-images-idx3-ubyte` and so on; also with `.` before `idx`, and gzipped."""
+    """Load MNIST's four files, `train-images-idx3-ubyte` etc.; also with `.` before `idx`, and gzipped."""
     arrays = []
     for part in ("train", "t10k"):
         images = _find_idx(directory, f"{part}-images", dimensions=3)
@@ -122,13 +122,13 @@ def load_idx_directory(directory: Path) -> Digits:
 
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """Reads an IDX file of unsigned bytes, gzipped or not.
+    """Read an IDX file of unsigned bytes, gzipped or not.
 
     The format: two zero bytes, the type (8: unsigned byte), the number of dimensions, each dimension as a
     big-endian 32-bit number, then the values (http://yann.lecun.com/exdb/mnist).
 
     Raises:
-        DataError: when the file is not that, or shorter or longer than it says.
+        DataError: The file has another format, or another length than its header says.
     """
     content = _read(path)
     expected = bytes([0, 0, 8, dimensions])
@@ -166,7 +166,7 @@ def _read(path: Path) -> bytes:
 
 
 def _scaled(name: str, images: Array) -> Images:
-    """Images as float32 `[N, height, width, 1]`; bytes are divided by 255, floats taken as they are."""
+    """Return images as float32 `[N, height, width, 1]`; bytes are divided by 255, floats are not changed."""
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4 or images.shape[-1] != 1:

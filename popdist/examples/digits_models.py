@@ -28,21 +28,21 @@ class Model:
     """A model as pure functions.
 
     Attributes:
-        init: `(seed, image_shape)` to variables: float32, named by layer; `image_shape` is
-            (height, width, channels). NumPy draws them, for which nothing is compiled.
-        layers: each takes the variables, and what the one before returns; the first one takes images.
+        init: Function from `(seed, image_shape)` to float32 variables by layer. `image_shape` is (height, width,
+            channels). NumPy draws the variables, so nothing is compiled.
+        layers: Functions of the variables and the output of the layer before; the first one takes images.
     """
 
     init: Callable[[int, ImageShape], Variables]
     layers: tuple[Callable[[Variables, jax.Array], jax.Array], ...]
 
     def apply(self, variables: Variables, images: jax.Array, stages: int = 1) -> jax.Array:
-        """Logits `[N, 10]`, computed in so many stages of a pipeline.
+        """Compute logits `[N, 10]`, in several stages of a pipeline.
 
         Args:
-            variables: what `init` has made.
-            images: float32 `[N, height, width, channels]`.
-            stages: at most as many as layers.
+            variables: Variables from `init`.
+            images: Images, float32 `[N, height, width, channels]`.
+            stages: Number of stages, at most the number of layers.
         """
         values = images
         for number, layer in enumerate(self.layers):
@@ -52,10 +52,10 @@ class Model:
 
 
 def init_cnn(seed: int, image_shape: ImageShape) -> Variables:
-    """Variables of: convolution 3x3 with 8 filters, relu, max-pool 2x2, dense 8, relu, dense 10.
+    """Draw the variables of: convolution 3x3 with 8 filters, relu, max-pool 2x2, dense 8, relu, dense 10.
 
-    With only 8 hidden units none may die early: their biases begin at one and the last kernel at zero, which
-    makes the first updates small. Without that half of the seeds stay below 90 % on the 8x8 digits.
+    None of the 8 hidden units may die early. So their biases begin at one and the last kernel at zero, which makes the
+    first updates small. Without this, half of the seeds stay below 90 % on the 8x8 digits.
     """
     height, width, channels = image_shape
     pooled = ((height - KERNEL + 1) // POOL, (width - KERNEL + 1) // POOL)
@@ -72,7 +72,7 @@ def init_cnn(seed: int, image_shape: ImageShape) -> Variables:
 
 
 def convolution_of_cnn(variables: Variables, images: jax.Array) -> jax.Array:
-    """Images to features `[N, height, width, filters]`, smaller ones."""
+    """Map images to smaller features `[N, height, width, filters]`."""
     layer = variables["conv"]
     features = convolve(layer["kernel"], images.transpose(3, 1, 2, 0))
     features = max_pool(jax.nn.relu(features + layer["bias"][:, None, None, None]))
@@ -80,17 +80,17 @@ def convolution_of_cnn(variables: Variables, images: jax.Array) -> jax.Array:
 
 
 def hidden_of_cnn(variables: Variables, features: jax.Array) -> jax.Array:
-    """Features to 8 hidden units."""
+    """Map features to 8 hidden units."""
     return jax.nn.relu(dense(variables["hidden"], flatten(features)))
 
 
 def logits_of(variables: Variables, hidden: jax.Array) -> jax.Array:
-    """Hidden units to logits."""
+    """Map hidden units to logits."""
     return dense(variables["logits"], hidden)
 
 
 def init_mlp(seed: int, image_shape: ImageShape) -> Variables:
-    """Variables of: dense 1024, relu, dense 1024, relu, dense 10."""
+    """Draw the variables of: dense 1024, relu, dense 1024, relu, dense 10."""
     random = np.random.default_rng(seed)
     return {
         "hidden1": init_layer(random, (math.prod(image_shape), MLP_HIDDEN)),
@@ -100,17 +100,17 @@ def init_mlp(seed: int, image_shape: ImageShape) -> Variables:
 
 
 def first_of_mlp(variables: Variables, images: jax.Array) -> jax.Array:
-    """Images to 1024 hidden units."""
+    """Map images to 1024 hidden units."""
     return jax.nn.relu(dense(variables["hidden1"], flatten(images)))
 
 
 def second_of_mlp(variables: Variables, hidden: jax.Array) -> jax.Array:
-    """Hidden units to others."""
+    """Map the first hidden units to the second ones."""
     return jax.nn.relu(dense(variables["hidden2"], hidden))
 
 
 def init_layer(random: np.random.Generator, kernel_shape: tuple[int, ...]) -> Layer:
-    """A kernel drawn as He et al. (2015) propose for relu, and a bias of zeros."""
+    """Draw a kernel as He et al. (2015) propose for relu, with a bias of zeros."""
     deviation = np.float32(math.sqrt(2 / math.prod(kernel_shape[:-1])))
     return {
         "kernel": random.standard_normal(kernel_shape, np.float32) * deviation,
@@ -119,27 +119,27 @@ def init_layer(random: np.random.Generator, kernel_shape: tuple[int, ...]) -> La
 
 
 def dense(layer: dict[str, Any], inputs: jax.Array) -> jax.Array:
-    """`[N, inputs]` to `[N, outputs]`."""
+    """Map `[N, inputs]` to `[N, outputs]`."""
     return inputs @ layer["kernel"] + layer["bias"]
 
 
 def flatten(images: jax.Array) -> jax.Array:
-    """`[N, ...]` to `[N, product of the rest]`."""
+    """Reshape `[N, ...]` to `[N, product of the rest]`."""
     return images.reshape(images.shape[0], -1)
 
 
 def convolve(kernel: jax.Array, images: jax.Array) -> jax.Array:
-    """A convolution without padding as one product of matrices.
+    """Compute a convolution without padding as one matrix product.
 
-    On CPUs XLA takes more than twice as long for its own convolution and the gradient of it: the product runs over all
-    images at once, which lie next to each other in memory.
+    On CPUs XLA takes more than twice as long for its own convolution and the gradient of it. Here the product covers
+    all images at once, which are contiguous in memory.
 
     Args:
-        kernel: `[kernel height, kernel width, channels, filters]`.
-        images: `[channels, height, width, N]`.
+        kernel: Kernel `[kernel height, kernel width, channels, filters]`.
+        images: Images `[channels, height, width, N]`.
 
     Returns:
-        `[filters, height - kernel height + 1, width - kernel width + 1, N]`.
+        Features `[filters, height - kernel height + 1, width - kernel width + 1, N]`.
     """
     rows, columns, channels, filters = kernel.shape
     height, width = images.shape[1] - rows + 1, images.shape[2] - columns + 1
@@ -149,7 +149,7 @@ def convolve(kernel: jax.Array, images: jax.Array) -> jax.Array:
 
 
 def max_pool(images: jax.Array) -> jax.Array:
-    """The maximum of every 2x2 window of the two axes in the middle; an odd last row or column is left out."""
+    """Return the maximum of every 2x2 window of the two middle axes; an odd last row or column is dropped."""
     first, height, width, last = images.shape
     height, width = height // POOL, width // POOL
     whole = images[:, : height * POOL, : width * POOL]

@@ -1,4 +1,4 @@
-"""Trains a small network of Keras on handwritten digits with R replicas, on any number of instances.
+"""A program that trains a small Keras network on handwritten digits with R replicas, on any number of instances.
 
     python -m popdist.examples.keras_digits --strategy ipu --replicas 4
     poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.keras_digits
@@ -26,10 +26,10 @@ SEED = 7
 
 
 def make_strategy(name: str, replicas: int | None) -> strategies.Strategy:
-    """The strategy of that name.
+    """Make the strategy with this name.
 
     Raises:
-        ValueError: if there are not equally many replicas for each worker.
+        ValueError: The replicas cannot be divided evenly among the workers.
     """
     if name == "ipu":
         return strategies.IPUStrategy(num_replicas=replicas or 1)
@@ -65,7 +65,7 @@ def make_model(digits: Digits) -> keras.Model:
 
 
 def train(strategy: strategies.Strategy, digits: Digits, arguments: argparse.Namespace) -> str:
-    """Train, test, and say what came of it: the line that all ways to start this print alike."""
+    """Train and test; return the line that is the same for all ways to start the program."""
     keras.utils.set_random_seed(SEED)
     with strategy.scope():
         model = make_model(digits)
@@ -85,14 +85,14 @@ def train(strategy: strategies.Strategy, digits: Digits, arguments: argparse.Nam
 
 
 def main() -> int:
-    """Train as the command line says; the exit status."""
+    """Train with the options of the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--strategy", choices=("ipu", "popdist", "multi-worker"), default="popdist")
-    parser.add_argument("--replicas", type=int, help="of all instances; poprun tells it")
+    parser.add_argument("--replicas", type=int, help="replicas of all instances; default: from poprun")
     parser.add_argument("--data", default="digits", help="'digits', an npz file or a directory of IDX files")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each replica")
-    parser.add_argument("--save", help="a .keras file, which stock Keras loads")
+    parser.add_argument("--batch-size", type=int, default=16, help="rows per replica")
+    parser.add_argument("--save", help="save a .keras file, which stock Keras can load")
     arguments = parser.parse_args()
     try:
         digits = load_digits(arguments.data)

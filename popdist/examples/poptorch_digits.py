@@ -17,36 +17,36 @@ import strategies.torch.poptorch as poptorch
 from popdist.examples.digits_data import load_digits
 from popdist.examples.listings.poptorch_network import TrainingNetwork, accuracy_of
 
-SIZE = 28  # pixels, which the network needs; smaller images are stretched
-SMALL = 4000  # images: a call of the tutorial takes as many
+SIZE = 28  # pixels that the network needs; smaller images are enlarged
+SMALL = 4000  # images in one call of the tutorial; smaller data sets use smaller calls
 
 
 def parse_arguments():
-    """The tutorial's arguments; what a call takes is less where there are fewer images."""
+    """Parse the tutorial's arguments; the defaults are smaller for small data sets."""
     parser = argparse.ArgumentParser(description="Train in a pipeline of four simulated devices.")
     parser.add_argument("--data", default="digits", help="digits, an npz file, or a directory of IDX files of MNIST")
-    parser.add_argument("--batch-size", type=int, help="rows of a micro-batch (40, or 4)")
-    parser.add_argument("--device-iterations", type=int, help="updates of a call (10, or 2)")
-    parser.add_argument("--gradient-accumulation", type=int, default=10, help="micro-batches of an update")
+    parser.add_argument("--batch-size", type=int, help="rows per micro-batch (40; 4 for small data)")
+    parser.add_argument("--device-iterations", type=int, help="updates per call (10; 2 for small data)")
+    parser.add_argument("--gradient-accumulation", type=int, default=10, help="micro-batches per update")
     parser.add_argument("--test-batch-size", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=0.001)
-    parser.add_argument("--profile", action="store_true", help="write what the devices did, for ui.perfetto.dev")
+    parser.add_argument("--profile", action="store_true", help="write a trace of the devices, for ui.perfetto.dev")
     parser.add_argument("--profile-dir", type=Path, default=Path("profile"))
     parser.add_argument("--strategy", choices=["pipelined", "sharded"], default="pipelined")
-    parser.add_argument("--debug", action="store_true", help="a log with more in it")
+    parser.add_argument("--debug", action="store_true", help="log in more detail")
     parser.add_argument("--offload-optimiser", action="store_true", help="shard the optimizer's state over replicas")
     return parser.parse_args()
 
 
 def tensors_of(images, labels):
-    """A data set of images [N, 1, 28, 28]."""
+    """Return a data set of images [N, 1, 28, 28] with labels."""
     stretched = F.interpolate(torch.from_numpy(images).permute(0, 3, 1, 2), size=(SIZE, SIZE))
     return torch.utils.data.TensorDataset(stretched, torch.from_numpy(labels.astype(np.int64)))
 
 
 def new_options(arguments, is_small):
-    """Those of training."""
+    """Return the options of training."""
     options = popdist.poptorch.Options()
     options.deviceIterations(arguments.device_iterations or (2 if is_small else 10))
     options.Training.gradientAccumulation(arguments.gradient_accumulation)
@@ -61,7 +61,7 @@ def new_options(arguments, is_small):
 
 
 def test_accuracy(model, options, dataset, batch_size):
-    """The fraction of the test images that is right, of those that this instance reads."""
+    """Return the accuracy on the test images that this instance reads."""
     options = options.clone()
     options.Training.gradientAccumulation(1)
     options.deviceIterations(4)

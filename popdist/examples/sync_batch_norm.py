@@ -1,4 +1,4 @@
-"""Trains a network with synchronised batch normalisation: statistics are those of a group of replicas.
+"""A program that trains with synchronised batch normalisation: each group of replicas shares its statistics.
 
     python -m popdist.examples.sync_batch_norm --replicas 8
     poprun --num-instances 4 --num-replicas 8 python -m popdist.examples.sync_batch_norm
@@ -29,17 +29,17 @@ def batch_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normalise activations by the mean and the variance over all micro-batches of a group of replicas.
 
-    Called inside `strategy.run` or a loss function. The gradient of x accounts for the other replicas' share in the
-    statistics; those of scale and offset are this replica's own.
+    Call it inside `strategy.run` or a loss function. The gradient of `x` includes the other replicas' share in the
+    statistics; the gradients of `scale` and `offset` are those of this replica.
 
     Args:
-        x: activations [batch, ..., channels], the same shape on all replicas.
-        scale: [channels].
-        offset: [channels].
-        replica_group_size: how many neighbouring replicas share statistics; None for all.
+        x: Activations [batch, ..., channels], with the same shape on all replicas.
+        scale: Scale [channels].
+        offset: Offset [channels].
+        replica_group_size: Number of neighbouring replicas that share statistics; None for all.
 
     Returns:
-        What has become of x, in its dtype; mean and variance, float32 [channels], the same throughout the group.
+        The normalised activations, in the dtype of `x`; and mean and variance, float32 [channels], equal in the group.
     """
     wide = x.astype(jnp.float32)  # squares of 16-bit floats overflow
     axes = tuple(range(x.ndim - 1))
@@ -50,7 +50,7 @@ def batch_norm(
 
 
 def main(words: Sequence[str] | None = None) -> str:
-    """Train, and print the fingerprint of the variables on instance 0; it is returned."""
+    """Train; print the fingerprint of the variables on instance 0, and return it."""
     options = read_options(words)
     popdist.init(options.replicas)
     strategy = strategies.PopDistStrategy()
@@ -87,13 +87,13 @@ def main(words: Sequence[str] | None = None) -> str:
 
 
 def read_options(words: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--replicas", type=int, metavar="R", help="without a launcher that says how many (1)")
+    add("--replicas", type=int, metavar="R", help="number of replicas, if no launcher gives it (1)")
     add("--group-size", type=int, default=2, metavar="K", help="replicas that share statistics (%(default)s)")
-    add("--batch-size", type=int, default=4, metavar="N", help="of a replica (%(default)s)")
-    add("--epochs", type=int, default=3, metavar="N", help="(%(default)s)")
+    add("--batch-size", type=int, default=4, metavar="N", help="rows per replica (%(default)s)")
+    add("--epochs", type=int, default=3, metavar="N", help="number of epochs (%(default)s)")
     return parser.parse_args(words)
 
 

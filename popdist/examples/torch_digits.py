@@ -1,4 +1,4 @@
-"""Trains a module of PyTorch on handwritten digits, on any number of instances with the same bits.
+"""A program that trains a PyTorch module on handwritten digits, with the same bits on any number of instances.
 
 python -m popdist.examples.torch_digits
 poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.torch_digits
@@ -19,7 +19,7 @@ REPLICAS = 4
 
 
 def new_module(pixels):
-    """A network with batch norm and dropout, whose first parameters are the same in every process."""
+    """Make a network with batch norm and dropout, with the same initial parameters in every process."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Flatten(),
@@ -32,14 +32,14 @@ def new_module(pixels):
 
 
 def loss_fn(module, batch):
-    """The loss of one replica's micro-batch, and the fraction of its images that the network gets right."""
+    """Return the loss of one replica's micro-batch, and the accuracy."""
     logits = module(batch["image"])
     accuracy = (logits.argmax(1) == batch["label"]).float().mean()
     return F.cross_entropy(logits, batch["label"]), {"accuracy": accuracy}
 
 
 def accuracy_of(module, images, labels):
-    """The fraction of images that it gets right."""
+    """Return the fraction of images that the module gets right."""
     module.eval()
     with torch.no_grad():
         found = (module(images).argmax(1) == labels).float().mean().item()
@@ -48,12 +48,12 @@ def accuracy_of(module, images, labels):
 
 
 def main():
-    """Train for some epochs; the first instance says how well it goes."""
+    """Train for some epochs; the first instance prints the progress."""
     parser = argparse.ArgumentParser(description="Train a module of PyTorch on handwritten digits.")
     parser.add_argument("--data", default="digits", help="digits, an npz file, or a directory of IDX files")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16, help="rows per replica")
-    parser.add_argument("--checkpoints", help="a folder; the training goes on from what is there")
+    parser.add_argument("--checkpoints", help="folder of checkpoints; training continues from the newest one")
     arguments = parser.parse_args()
 
     popdist.init(REPLICAS)

@@ -1,4 +1,4 @@
-"""The program that tutorial.md explains: trains on handwritten digits, validates, stops early, keeps the best.
+"""The program of tutorial.md: it trains on handwritten digits, validates, stops early, and keeps the best variables.
 
 python -m popdist.examples.tutorial
 poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.tutorial
@@ -13,7 +13,7 @@ import popdist
 import strategies
 from popdist.examples.digits_data import load_digits
 
-popdist.init(4)  # replicas of all instances; poprun --num-replicas has to say the same
+popdist.init(4)  # replicas of all instances; poprun --num-replicas must be equal
 strategy = strategies.PopDistStrategy()
 
 digits = load_digits("digits")
@@ -22,7 +22,7 @@ dataset = strategy.distribute_dataset({"image": images[:1200], "label": labels[:
 
 
 def init(key):
-    """The variables of a network with one hidden layer."""
+    """Draw the variables of a network with one hidden layer."""
     keys = jax.random.split(key)
     return {
         "hidden": {"kernel": jax.random.normal(keys[0], (64, 64)) / 8, "bias": jnp.zeros(64)},
@@ -31,19 +31,19 @@ def init(key):
 
 
 def apply(variables, images):
-    """The logits of images."""
+    """Return the logits of images."""
     hidden, logits = variables["hidden"], variables["logits"]
     features = jax.nn.relu(images.reshape(len(images), 64) @ hidden["kernel"] + hidden["bias"])
     return features @ logits["kernel"] + logits["bias"]
 
 
 def losses_of(variables, batch):
-    """The loss of each image."""
+    """Return the loss of each image."""
     return optax.softmax_cross_entropy_with_integer_labels(apply(variables, batch["image"]), batch["label"])
 
 
 def loss_fn(variables, batch, key):
-    """The loss of one replica's micro-batch, with noise of its own for each replica and step."""
+    """Return the loss of one replica's micro-batch, with different noise for each replica and step."""
     noise = 0.1 * jax.random.normal(key, batch["image"].shape)
     return losses_of(variables, batch | {"image": batch["image"] + noise}).mean()
 
@@ -57,7 +57,7 @@ validation = strategy.distribute_dataset(
 
 
 def found_in(variables, batch, key):
-    """What is validated, without noise: the loss, and the fraction of images that the network gets right."""
+    """Return the validated values, without noise: the loss and the accuracy."""
     is_right = apply(variables, batch["image"]).argmax(-1) == batch["label"]
     return losses_of(variables, batch).mean(), {"accuracy": is_right.mean()}
 
@@ -80,7 +80,7 @@ for epoch in range(100):
 
 
 def report():
-    """Predict other digits with the best variables, and keep them."""
+    """Predict other digits with the best variables, and save these."""
     np.savez("best.npz", **{f"{layer}/{name}": best[layer][name] for layer in best for name in best[layer]})
     predicted = jax.jit(apply)(best, digits.test_images).argmax(-1)
     accuracy = np.mean(predicted == digits.test_labels)

@@ -1,6 +1,6 @@
-"""Notes of an instance about itself for others, and what they ask of it.
+"""An instance's records for its supervisor and tools, and their requests to the instance.
 
-Nothing here imports numpy, MPI or JAX.
+This package does not import NumPy, MPI or JAX.
 """
 
 from popdist.records.faults import FaultInjector, due_faults

@@ -1,4 +1,4 @@
-"""Faults that a user injects into an instance, to see what becomes of the job.
+"""Faults that a user injects into an instance to test the job's reaction.
 
 `kill:instance=2,step=7,phase=all_reduce` kills instance 2 by SIGKILL when it begins its all-reduce in step 7.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VARIABLE = "POPDIST_INJECT"
 """The faults of all instances, separated by semicolons."""
 ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
-"""How often the job has been started again."""
+"""The number of restarts of the job before this attempt."""
 
 KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
 DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"
@@ -28,28 +28,28 @@ COLLECTIVES = ("all_reduce", "all_gather", "gather", "reduce_scatter", "broadcas
 PHASES = (DATA, FORWARD, *COLLECTIVES, WAITING, UPDATE, CHECKPOINT)
 _EXIT_STATUS = 3
 CUT_LIMIT_S = 10.0
-"""How long an instance that is cut off waits for its supervisor to end it."""
+"""Limit of a cut-off instance's wait for its supervisor to end it."""
 
 
 class InjectedError(RuntimeError):
-    """The error that a fault of kind `raise` raises."""
+    """The error raised by a fault of kind `raise`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is to go wrong once.
+    """A failure that happens once.
 
     Attributes:
         kind: `kill` (SIGKILL), `exit` (at once, with status 3), `raise` (an exception), `stop` (SIGSTOP), `delay`,
-            `cut` (its connections break, while it lives), or `flip-bit` (in a variable, before the step; its phase is
+            `cut` (its connections break while it lives), or `flip-bit` (in a variable, before the step; its phase is
             always `forward`).
-        instance: the one in which it happens.
-        phase: `data`, when a batch has been read; `forward`, when a step begins; a collective, when it begins;
-            `waiting`, when in one the wait for others has become long, some milliseconds; `update`, when a step has
-            the mean gradients and is about to apply them; `checkpoint`, when one is about to be saved.
-        step: in which it happens; None: in the first that comes to the phase.
-        attempt: how often the job has been started again before.
-        seconds: how long a delay takes.
+        instance: Index of the failing instance.
+        phase: `data`: a batch has been read; `forward`: a step begins; a collective: it begins; `waiting`: a collective
+            has waited for others for some milliseconds; `update`: a step is about to apply the mean gradients;
+            `checkpoint`: a checkpoint is about to be saved.
+        step: Step of the failure; None: the first step that reaches the phase.
+        attempt: Number of restarts of the job before the failure.
+        seconds: Duration of a delay.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Fault:
     seconds: float = 1.0
 
     def strike(self) -> None:
-        """Let it happen."""
+        """Make the fault happen now."""
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "exit":
@@ -76,9 +76,9 @@ class Fault:
 
 
 def break_connections() -> None:
-    """Shut down all TCP sockets of this process, those that listen too: the other ends see a connection that broke."""
+    """Shut down all TCP sockets of this process, also listening ones, so that the peers see a broken connection."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it was open for this list only, or is not connected
+        with suppress(OSError):  # the descriptor of this listing is closed by now; other sockets may be unconnected
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 _break_connection(int(name))
 
@@ -90,10 +90,10 @@ def _break_connection(descriptor: int) -> None:
 
 
 def parse_fault(text: str) -> Fault:
-    """Return the fault in `KIND:instance=I[,step=S][,phase=P][,attempt=A][,seconds=X]`.
+    """Parse a fault: `KIND:instance=I[,step=S][,phase=P][,attempt=A][,seconds=X]`.
 
     Raises:
-        ValueError: it is none; the message says what is wrong and what is possible.
+        ValueError: The text is not a fault. The message names the mistake and the valid choices.
     """
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
@@ -113,9 +113,9 @@ def parse_fault(text: str) -> Fault:
     if phase not in PHASES:
         raise ValueError(f"{phase!r} is not a phase; use one of {', '.join(PHASES)}")
     if kind == "flip-bit" and phase != FORWARD:
-        raise ValueError(f"a bit is flipped before a step, its phase is {FORWARD} and not {phase}")
+        raise ValueError(f"a bit is flipped before a step, so its phase is {FORWARD} and not {phase}")
     if kind != "delay" and "seconds" in given:
-        raise ValueError(f"seconds= is how long a delay takes, and this is {kind}; leave it out, or use delay")
+        raise ValueError(f"seconds= is the duration of a delay, but this fault is {kind}; leave it out, or use delay")
     step = given.get("step")
     return Fault(
         kind,
@@ -128,7 +128,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def due_faults(environ: Mapping[str, str], instance: int) -> list[Fault]:
-    """Return the faults that the environment names for an instance, of those that are to happen in this attempt."""
+    """Return the faults of an instance in this attempt of the job, read from the environment."""
     faults = [parse_fault(text) for text in environ.get(VARIABLE, "").split(";") if text]
     attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
     return [fault for fault in faults if (fault.attempt, fault.instance) == (attempt, instance)]
@@ -140,14 +140,14 @@ def _nobody() -> bool:
 
 @final
 class FaultInjector:
-    """An instrument that lets faults happen when it sees what they are meant for.
+    """An instrument that makes faults happen when their phase and step come.
 
     Args:
-        faults: of this instance.
-        cut_off: has the supervisor lose its connection; whether there is one.
+        faults: Faults of this instance.
+        cut_off: Function that tells the supervisor to lose its connection, and returns whether there is a supervisor.
 
     Attributes:
-        is_armed: whether there were any faults at all.
+        is_armed: Whether there were any faults at the beginning.
     """
 
     def __init__(self, faults: Sequence[Fault] = (), cut_off: Callable[[], bool] = _nobody) -> None:
@@ -172,12 +172,12 @@ class FaultInjector:
             self._strike(phase)
 
     def phase_ends(self, phase: str) -> None:
-        # data are read for the step that comes next
+        # a batch is read for the next step
         if phase == DATA:
             self._strike(phase, step=self._step + 1)
 
     def take_flip(self) -> bool:
-        """Return whether a bit of this instance's variables is to be changed before the step that begins; said once."""
+        """Return, once, whether a bit of this instance's variables has to be flipped before the step that begins."""
         flips_bit, self._flips_bit = self._flips_bit, False
         return flips_bit
 
@@ -188,9 +188,9 @@ class FaultInjector:
             self._flips_bit |= fault.kind == "flip-bit"
             is_to_end = fault.kind == "cut" and self._cut_off()
             fault.strike()
-            if is_to_end:  # shared memory cannot be cut: nothing more may come from here
+            if is_to_end:  # shared memory cannot be cut, so this instance must stop by itself
                 time.sleep(CUT_LIMIT_S)
-                raise InjectedError(f"instance {fault.instance} is cut off, and nobody ended it")
+                raise InjectedError(f"instance {fault.instance} is cut off, but its supervisor has not ended it")
 
 
 def _number(given: Mapping[str, str], name: str) -> int:

@@ -1,4 +1,4 @@
-"""The destinations of metrics, in the words of `poprun --metrics` and POPDIST_METRICS; loads nothing."""
+"""The destinations of metrics as words of `poprun --metrics` and POPDIST_METRICS; loads no library."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from popdist.errors import EnvironmentMismatchError
 
 VARIABLE = "POPDIST_METRICS"
-"""Words, separated by commas; every instance of a job has to have it."""
+"""Words separated by commas; every instance of a job must have the same value."""
 RUN_VARIABLE = "POPDIST_METRICS_RUN"
-"""A name that all instances and restarts of a job share, and no other job has: of its run in MLflow or W&B."""
+"""A name shared by all instances and restarts of one job, and unique to it: of its run in MLflow or W&B."""
 
 CSV, JSON_LINES, TENSORBOARD, PROMETHEUS, MLFLOW, WANDB = "csv", "jsonl", "tensorboard", "prometheus", "mlflow", "wandb"
 FORMS = {
@@ -25,7 +25,7 @@ FORMS = {
     MLFLOW: "mlflow[:URI]",
     WANDB: "wandb[:PROJECT]",
 }
-"""What each kind of word looks like."""
+"""The syntax of each kind of word."""
 FILES = (CSV, JSON_LINES)
 _MAY_BE_BARE = (MLFLOW, WANDB)
 LIBRARIES = {
@@ -34,20 +34,20 @@ LIBRARIES = {
     MLFLOW: ("mlflow", "mlflow-skinny"),
     WANDB: ("wandb", "wandb"),
 }
-"""Which module a kind needs, and what to install for it."""
+"""The module for a kind, and the distribution to install for it."""
 LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class MetricWord:
-    """One word: where metrics are to go.
+    """A destination of metrics.
 
     Attributes:
-        kind: one of `FORMS`.
-        target: a file, a folder, an address, a URI or a project.
+        kind: Kind of destination, one of `FORMS`.
+        target: File, folder, address, URI or project.
 
     Raises:
-        ValueError: there is no such kind, or it needs another target.
+        ValueError: The kind is unknown, or it needs another target.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class MetricWord:
         if self.kind not in FORMS:
             raise ValueError(f"{self}: there is no {self.kind!r}; use one of {', '.join(FORMS.values())}")
         if not self.target and self.kind not in _MAY_BE_BARE:
-            raise ValueError(f"{self}: it does not say where; write {FORMS[self.kind]}")
+            raise ValueError(f"{self}: the target is missing; write {FORMS[self.kind]}")
         if self.kind == PROMETHEUS:
             _ = self.address
 
@@ -66,10 +66,10 @@ class MetricWord:
 
     @classmethod
     def parse(cls, text: str) -> MetricWord:
-        """Return what a word means.
+        """Parse a word.
 
         Raises:
-            ValueError: it means nothing.
+            ValueError: The word is invalid.
         """
         kind, _, target = text.strip().partition(":")
         return cls(kind, target)
@@ -81,32 +81,32 @@ class MetricWord:
 
     @property
     def path(self) -> Path:
-        """The file or folder."""
+        """The absolute path of the file or folder."""
         return Path(self.target).expanduser().absolute()
 
     @property
     def address(self) -> tuple[str, int]:
-        """The host, this one only unless another is named, and the port.
+        """The host (default: this host only) and the port.
 
         Raises:
-            ValueError: it is none.
+            ValueError: The target is no address.
         """
         host, _, port = self.target.rpartition(":")
         if not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-            raise ValueError(f"{self}: {port!r} is no port, which are 0 to 65535; write {FORMS[PROMETHEUS]}")
+            raise ValueError(f"{self}: {port!r} is no port; write {FORMS[PROMETHEUS]} with a port of 0 to 65535")
         return host.removeprefix("[").removesuffix("]") or LOCALHOST, int(port)
 
     @property
     def absolute(self) -> MetricWord:
-        """The same, wherever a process is that reads it."""
+        """The same word with an absolute path, so that it does not depend on the working directory."""
         return MetricWord(self.kind, str(self.path)) if self.is_path else self
 
 
 def parse_words(texts: Sequence[str]) -> tuple[MetricWord, ...]:
-    """Return the words in texts, each of which may have several, separated by commas.
+    """Parse words from several texts, each with words separated by commas.
 
     Raises:
-        ValueError: one of them means nothing, or two mean the same.
+        ValueError: A word is invalid, or two words name the same destination.
     """
     words = tuple(MetricWord.parse(part) for text in texts for part in text.split(",") if part.strip())
     targets = [word.absolute for word in words]
@@ -116,10 +116,10 @@ def parse_words(texts: Sequence[str]) -> tuple[MetricWord, ...]:
 
 
 def words_in(environ: Mapping[str, str]) -> tuple[MetricWord, ...]:
-    """Return what the environment asks for; nothing where it does not.
+    """Read the words from the environment; the result may be empty.
 
     Raises:
-        EnvironmentMismatchError: it cannot be read.
+        EnvironmentMismatchError: A word is invalid.
     """
     try:
         return parse_words([environ.get(VARIABLE, "")])
@@ -128,17 +128,17 @@ def words_in(environ: Mapping[str, str]) -> tuple[MetricWord, ...]:
 
 
 def fault_of(word: MetricWord) -> str:
-    """Return why metrics cannot go there from this process, and the way out; empty if nothing is known against it."""
+    """Return why this process cannot write metrics there, with advice; "" if no obstacle is known."""
     return fault_of_library(word) or fault_of_place(word)
 
 
 def fault_of_place(word: MetricWord) -> str:
-    """Return the same of the file, the folder or the address."""
+    """Return why the file, folder or address cannot be used, with advice; "" if no obstacle is known."""
     return _fault_of_path(word) if word.is_path else _fault_of_address(word)
 
 
 def fault_of_library(word: MetricWord) -> str:
-    """Return the same of what has to be installed."""
+    """Return which library is missing, with advice; "" if all are installed."""
     module, distribution = LIBRARIES.get(word.kind, ("", ""))
     if not module or importlib.util.find_spec(module) is not None:
         return ""
@@ -146,7 +146,7 @@ def fault_of_library(word: MetricWord) -> str:
 
 
 def _fault_of_path(word: MetricWord) -> str:
-    """Return what keeps a file from being made; special files, as pipes, are taken as they are."""
+    """Return what keeps the file or folder from being made, or ""; special files such as pipes are accepted."""
     path = word.path
     is_folder = word.kind == TENSORBOARD
     if path.exists() and path.is_dir() != is_folder:

@@ -1,4 +1,4 @@
-"""Files and folders of one user: refused where others can write, where they are links, or where another job writes."""
+"""Files and folders of one user: checks of owner, rights and links, and locks against a second writer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone; those that are there stay as they are.
+    """Make a folder and its missing parents, accessible to this user only. Existing folders are not changed.
 
     Raises:
-        OSError: if that is impossible.
+        OSError: A folder cannot be made.
     """
     missing = [path for path in folder.parents if not path.exists()]
     for each in (*reversed(missing), folder):
@@ -28,25 +28,25 @@ def make_private(folder: Path) -> None:
 
 
 def close_to_others(path: Path) -> None:
-    """Take from a file or folder all rights of others; this user's own stay as they are.
+    """Remove all rights of others from a file or folder; this user's own rights are not changed.
 
     Raises:
-        OSError: if that is impossible.
+        OSError: The rights cannot be changed.
     """
     path.chmod(path.stat().st_mode & stat.S_IRWXU)
 
 
 def fault_of(folder: Path) -> str:
-    """Return who else can change what lies in a folder, and what to do; empty where only this user and root can.
+    """Return who else can change the content of a folder, with advice; "" if only this user and root can.
 
-    The rules are those of OpenSSH for keys: the folder and all above it belong to this user or to root, and nobody else
-    can write to them. Above it, a sticky bit will do, as that of /tmp, and so will a group that is this user's own.
+    The rules are those of OpenSSH for keys. The folder and its parents belong to this user or to root. No other user
+    can write to them. Exceptions for parents: a sticky bit, as /tmp has, or a group with this user as its only member.
 
     Args:
-        folder: an absolute path without symbolic links.
+        folder: Absolute path without symbolic links.
 
     Raises:
-        OSError: if it cannot be looked at.
+        OSError: A folder cannot be examined.
     """
     for path in (folder, *folder.parents):
         status = path.stat()
@@ -58,10 +58,12 @@ def fault_of(folder: Path) -> str:
 
 
 def fault_of_entries(folder: Path) -> str:
-    """Return the same of the entries of a folder, which may be older than its present rights.
+    """Return who else can change the entries of a folder, with advice; "" if only this user and root can.
+
+    Entries may be older than the folder's present rights.
 
     Raises:
-        OSError: if it cannot be looked at.
+        OSError: The folder cannot be examined.
     """
     is_closed = not folder.stat().st_mode & _OTHERS_ENTER
     for path in folder.iterdir():
@@ -81,14 +83,14 @@ def _fault_of_owner(path: Path, status: os.stat_result) -> str:
 
 
 def _is_safe_above(status: os.stat_result) -> bool:
-    """Return whether others who can write to a folder can still not replace what this user has in it."""
+    """Return whether other users with write access to a folder still cannot replace this user's entries in it."""
     if status.st_mode & stat.S_ISVTX:
         return True
     return not status.st_mode & stat.S_IWOTH and _is_own_group(status.st_gid)
 
 
 def _is_own_group(group: int) -> bool:
-    """Return whether nobody but this user is in a group: distributions make one for each user."""
+    """Return whether this user is the only member of a group; many distributions make such a group for each user."""
     user = os.geteuid()
     try:
         names = {pwd.getpwuid(user).pw_name}
@@ -99,38 +101,38 @@ def _is_own_group(group: int) -> bool:
 
 
 def fault_of_file(descriptor: int) -> str:
-    """Return who else can change an open file, and what to do about it; empty where only this user and root can.
+    """Return who else can change an open file, with advice; "" if only this user and root can.
 
-    A file belongs to one of them, and nobody else can write to it but a group that is this user's own. Pipes and
-    terminals only have to belong to them.
+    The file must belong to this user or to root. Nobody else may write to it, except for a group with this user as its
+    only member. For pipes and terminals only the owner is checked.
 
     Raises:
-        OSError: if it cannot be looked at.
+        OSError: The file cannot be examined.
     """
     status, user = os.fstat(descriptor), os.geteuid()
     if status.st_uid not in (0, user):
-        return f"it belongs to user {status.st_uid}, and this is user {user}; read it, and if it is good, copy it"
+        return f"it belongs to user {status.st_uid}, and this is user {user}; check its content, then copy it"
     others_write = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
     if stat.S_ISREG(status.st_mode) and others_write:
         mode = f"{stat.S_IMODE(status.st_mode):04o}"
-        return f"others can write to it (mode {mode}); read it, and if it is good, take their right by chmod go-w"
+        return f"others can write to it (mode {mode}); check its content, then remove their right by chmod go-w"
     return ""
 
 
 def open_unless_linked(path: Path | str, flags: int, mode: int = 0o666) -> int:
-    """Open a file, unless its path goes through a symbolic link of another user, and return its descriptor.
+    """Open a file and return its descriptor, unless its path goes through a symbolic link of another user.
 
-    A link in a folder that others can write to, as /tmp, could turn the writer against any file of its user. Links
-    of this user and of root are followed. Also an `opener` of `open`.
+    In a folder that others can write to, such as /tmp, a link could redirect the writer to any file of its user. Links
+    of this user and of root are followed. The function is also an `opener` for `open`.
 
     Args:
-        path: of the file.
-        flags: those of `os.open`; the descriptor is closed in programs that are started.
-        mode: of a file that is made.
+        path: Path of the file.
+        flags: Flags of `os.open`; the descriptor is always closed on exec.
+        mode: Mode of a new file.
 
     Raises:
-        PermissionError: another user has made the path, or a folder above it, a symbolic link.
-        OSError: the file cannot be opened.
+        PermissionError: The path, or a folder above it, is a symbolic link of another user.
+        OSError: The file cannot be opened.
     """
     follow = 0 if _is_own_link(Path(path)) else os.O_NOFOLLOW
     return os.open(path, flags | follow | os.O_CLOEXEC, mode)
@@ -140,7 +142,7 @@ def _is_own_link(path: Path) -> bool:
     """Return whether the path itself is a link that may be followed.
 
     Raises:
-        PermissionError: it, or a folder above it, is one that may not.
+        PermissionError: The path, or a folder above it, is a link that may not be followed.
     """
     at = path.absolute()
     links = [each for each in (at, *at.parents) if each.is_symlink()]
@@ -154,13 +156,13 @@ def _is_own_link(path: Path) -> bool:
 
 
 def open_recording(path: Path) -> BinaryIO:
-    """Return the file, empty, without a buffer, and this process's own until it ends or closes it.
+    """Open an empty, unbuffered file that only this process writes until it closes the file or ends.
 
     Args:
-        path: of the file. Where another process writes to that, its name gets the number of this one.
+        path: Path of the file. If another process writes to it, this process's number is added to the name.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The file cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _open(path)
@@ -174,10 +176,10 @@ def open_recording(path: Path) -> BinaryIO:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether another process, where file systems tell, has opened it by `open_recording`, and lives.
+    """Return whether a living process has opened the file by `open_recording`, if the file system has locks.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: The file cannot be opened.
     """
     with path.open("ab", buffering=0) as file:
         return not _lock(file)
@@ -188,7 +190,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Lock it: by POSIX, which network file systems know, and which processes that are forked do not inherit."""
+    """Lock the file by a POSIX lock: these work on network file systems and are not inherited by forked processes."""
     with suppress(OSError):  # some file systems have no locks
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

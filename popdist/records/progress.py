@@ -1,8 +1,8 @@
-"""The progress record: one page of shared memory in which an instance notes what it is doing.
+"""The progress record: one page of shared memory with an instance's current activity.
 
-The page is a memory file that the supervisor of the instance makes and the instance inherits. Writing is a
-few stores to mapped memory, so it can be done around every collective; the supervisor reads the page without
-asking, also after the instance has died.
+The supervisor makes the page as a memory file (memfd), and the instance inherits it. A note is a few stores to mapped
+memory, cheap enough for every collective. The supervisor reads the page without the instance's help, also after the
+instance has died.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
 PAGE_BYTES = 4096
-MAGIC = 0x32_4E55_5250_4F50  # "POPRUN2" as it lies in little-endian memory; the number is that of the layout
+MAGIC = 0x32_4E55_5250_4F50  # "POPRUN2" in little-endian memory; 2 is the version of the layout
 CUT_SIGNAL = signal.SIGRTMIN + 1
-"""Asks the supervisor, whose process the page names, to lose its connection; that of an injected fault."""
+"""Signal of an injected fault: it asks the supervisor, whose pid is in the page, to lose its connection."""
 
 _LABEL_OFFSET = 3072
 _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
@@ -37,7 +37,7 @@ _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
 
 PHASES = ("", "data", "compile", "forward and backward", "exchange", "update", "checkpoint", "recovery")
-"""What the number of a phase in the page stands for: none, or one of `collectives.instruments.PHASES`."""
+"""The phases by their numbers in the page: none, or one of `collectives.instruments.PHASES`."""
 
 
 class State(IntEnum):
@@ -52,11 +52,11 @@ class State(IntEnum):
     LEAVING = 3
     """In its exit handlers, waiting for the others."""
     LEAVING_INSIDE = 4
-    """The same, but the collective that the record names was never completed."""
+    """In its exit handlers, after the collective that the record names did not complete."""
     FINISHED = 5
     """All instances have agreed that the work is done."""
     JOINING = 6
-    """In `popdist.init`, where MPI connects it with the others as soon as all of them have come."""
+    """In `popdist.init`; MPI connects the instances as soon as all of them are here."""
 
 
 _STATES = frozenset(map(int, State))
@@ -68,19 +68,19 @@ _now_ns = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Made:
-    """The results of the steps of an instance.
+    """The steps that an instance has made, and their results.
 
-    What is timed begins with the end of the first step, which has compiled programs and waited for others to do so.
+    Timing begins with the end of the first step, which includes compilation and waiting for other compilations.
 
     Attributes:
-        steps: how many it has made.
-        samples: how many rows of data it had in them.
-        timed_steps: those of them behind the first.
-        timed_samples: the rows in these.
-        from_s: when the first one ended, on the clock of `time.monotonic` of its host; 0 before.
-        to_s: the same of the last one.
-        waited_s: how long it has waited in between, in collectives, until all other instances had come to them.
-        loss: the mean loss over all replicas in a step not long ago; None: it is not known.
+        steps: Number of steps made.
+        samples: Number of rows of data in these steps.
+        timed_steps: Number of steps after the first one.
+        timed_samples: Number of rows in the timed steps.
+        from_s: End of the first step, on the host's `time.monotonic` clock; 0 before.
+        to_s: End of the last step, on the same clock.
+        waited_s: Time since `from_s` spent in collectives before all other instances had come.
+        loss: Mean loss over all replicas in a recent step; None if unknown.
     """
 
     steps: int = 0
@@ -94,7 +94,7 @@ class Made:
 
     @property
     def timed_s(self) -> float:
-        """The time of the timed steps, with what was between them."""
+        """The duration of the timed steps, including the time between them."""
         return max(self.to_s - self.from_s, 0.0)
 
 
@@ -103,17 +103,17 @@ class ProgressRecord:
     """The latest note of an instance.
 
     Attributes:
-        step: the training step, 0 before the first.
-        number: how many collectives it has entered; the number of the present or last one.
-        label: what that collective is, such as `all_reduce 'gradients'`.
-        state: what the instance is doing.
-        since_s: when it began that, on the clock of `time.monotonic` of its host.
-        waiting_for: the instances that a long wait is for.
-        grace_s: how long it may take to end after SIGTERM, because it has something to save.
-        heeded: what it has last seen to be said by the supervisor about waiting being of no use; 0: nothing.
-        phase: of the step, one of `PHASES`.
-        made: what has come of its steps.
-        fault: why nothing else is known: what the page says that nobody can have noted.
+        step: Training step; 0 before the first.
+        number: Number of the present or last collective, counted from 1.
+        label: Operation and name of that collective, e.g. `all_reduce 'gradients'`.
+        state: Activity of the instance.
+        since_s: Begin of that activity, on the host's `time.monotonic` clock.
+        waiting_for: Instances for which it has waited long.
+        grace_s: Time that it may take to end after SIGTERM, because it has something to save.
+        heeded: Latest release from waiting by the supervisor that the instance has seen; 0: none.
+        phase: Phase of the step, one of `PHASES`.
+        made: Steps made, and their results.
+        fault: Reason why the page is invalid, or "".
     """
 
     step: int = 0
@@ -135,12 +135,12 @@ class ProgressRecord:
 
     @property
     def is_joining(self) -> bool:
-        """Whether it waits in `popdist.init` for the others."""
+        """Whether the instance waits for the others in `popdist.init`."""
         return self.state is State.JOINING
 
     @property
     def is_inside(self) -> bool:
-        """Whether a collective was entered and not completed."""
+        """Whether a collective was entered and has not completed."""
         return self.state in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
 
     @property
@@ -150,9 +150,10 @@ class ProgressRecord:
 
 
 class Progress(ABC):
-    """The line to the supervisor of an instance: how far it is in its life, and what the supervisor wants of it.
+    """The connection of an instance with its supervisor: the stage of its life, and the supervisor's requests.
 
-    What it works at meanwhile its instruments see. Not for several threads at once.
+    The instance's work is observed by instruments instead. One thread at a time calls the methods. The notes come in
+    the order `joining`, `joined`, `leaving`, `finished`; some may be left out. No note waits for the supervisor.
     """
 
     __slots__ = ()
@@ -160,24 +161,24 @@ class Progress(ABC):
     @property
     @abstractmethod
     def is_supervised(self) -> bool:
-        """Whether somebody reads the notes, and ends this process when another instance fails."""
+        """Whether a supervisor reads the notes, and ends this process when another instance fails."""
 
     @property
     @abstractmethod
     def is_released(self) -> bool:
-        """Whether the supervisor has said that waiting for the others is of no use any more."""
+        """Whether the supervisor has found that waiting for the others is useless."""
 
     @abstractmethod
     def joining(self) -> None:
-        """Note that the program has come to `popdist.init` and waits for the others to come too."""
+        """Note that the program is in `popdist.init` and waits for the other instances."""
 
     @abstractmethod
     def joined(self) -> None:
-        """Note that it is connected with them."""
+        """Note that the instance is connected with the others."""
 
     @abstractmethod
     def grace(self, seconds: float) -> None:
-        """Note how long the program may take to end by itself after SIGTERM; 0 is as long as any other."""
+        """Note how long the program may take to end by itself after SIGTERM; 0: the usual time."""
 
     @abstractmethod
     def leaving(self) -> None:
@@ -185,20 +186,20 @@ class Progress(ABC):
 
     @abstractmethod
     def finished(self) -> None:
-        """Note that every instance has agreed that the work is done, so that none waits for this one."""
+        """Note that all instances agree on the end of the work; no instance waits for this one."""
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that so many instances are lost without which the others carry on."""
+        """Note that `lost` instances are lost and the others continue without them."""
 
     @abstractmethod
     def cut_off(self) -> bool:
-        """Have the supervisor lose its connection, whereupon it ends this process; whether there is one."""
+        """Make the supervisor lose its connection, so that it ends this process; return whether it is supervised."""
 
 
 @final
 class NoProgress(Progress):
-    """The line of a process that nobody supervises: every note is dropped."""
+    """A process without a supervisor; all notes are dropped."""
 
     is_supervised = False
     is_released = False
@@ -221,7 +222,7 @@ class NoProgress(Progress):
 
 @final
 class ProgressPage(Progress):
-    """The writing side, and an instrument. Not for several threads at once; a note takes well under a microsecond."""
+    """The writing side of the page; also an instrument. One thread at a time; a note takes well under a microsecond."""
 
     __slots__ = (
         "_begun_ns",
@@ -252,10 +253,10 @@ class ProgressPage(Progress):
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> ProgressPage | NoProgress:
-        """Return the page that the supervisor handed to this process, or nothing to write to.
+        """Return the page that the supervisor gave to this process; without a page return `NoProgress`.
 
-        A page belongs to one process: a child of the program, which may inherit both variable and
-        descriptor, gets none.
+        A page belongs to one process. A child of the program may inherit both variable and descriptor, but gets
+        `NoProgress`.
         """
         if page_owner(environ) not in (0, os.getpid()):
             return NoProgress()
@@ -265,8 +266,8 @@ class ProgressPage(Progress):
         """Note that the `number`-th collective begins.
 
         Args:
-            number: counts the collectives of this instance, from 1.
-            call: what it is. Keep the object: its label is copied only when it is another one.
+            number: Number of the collective of this instance, counted from 1.
+            call: Call of the collective. Reuse the object: its label is copied only if the object is another one.
         """
         words = self._words
         if call is not self._call:
@@ -277,18 +278,18 @@ class ProgressPage(Progress):
         words[_STATE] = _IN_COLLECTIVE
 
     def data_moves(self, nbytes: int) -> None:
-        """Count for how long the collective has waited until all instances had come."""
+        """Add the time for which the collective has waited for other instances."""
         self._waited_ns += _now_ns() - self._begun_ns
 
     def operation_ends(self) -> None:
-        """Note that the collective is complete. Not for one that failed: then the record says where."""
+        """Note that the collective has succeeded. After a failure it is not called, so the record names the failure."""
         words = self._words
         words[_STATE] = _RUNNING
         words[_WAITING_COUNT] = 0
         words[_SINCE_NS] = _now_ns()
 
     def waiting_for(self, instances: Sequence[int]) -> None:
-        """Note that the wait inside the collective has become long, and for whom; called seldom."""
+        """Note the instances for which a collective has waited long; called rarely."""
         words = self._words
         instances = instances[:_WAITING_MOST]
         for position, instance in enumerate(instances):
@@ -296,13 +297,13 @@ class ProgressPage(Progress):
         words[_WAITING_COUNT] = len(instances)
 
     def step_begins(self, step: int) -> None:
-        """Note that the training step with this number begins."""
+        """Note that this training step begins."""
         words = self._words
         words[_STEP] = step
         words[_PHASE] = self._outer = 0
 
     def steps_made(self, steps: int, rows: int, loss: Callable[[], float | None]) -> None:
-        """Count steps that have been made, and what they took; a loss that is not known yet is asked for again."""
+        """Count steps, and note their time. If `loss` is not known yet, ask for it again at the next call."""
         words = self._words
         words[_TO_NS] = now_ns = _now_ns()
         if words[_FROM_NS]:
@@ -317,13 +318,13 @@ class ProgressPage(Progress):
         self._note_loss(loss)
 
     def phase_begins(self, phase: str) -> None:
-        """Note what a step is at; compiling may be inside of another phase."""
+        """Note the phase of the step; COMPILE may begin inside another phase."""
         words = self._words
         self._outer = words[_PHASE]
         words[_PHASE] = _PHASE_NUMBERS[phase]
 
     def phase_ends(self, phase: str) -> None:
-        """Note that it is over."""
+        """Note that the phase is over."""
         self._words[_PHASE] = self._outer
         self._outer = 0
 
@@ -334,7 +335,7 @@ class ProgressPage(Progress):
         self._set_state(State.JOINING)
 
     def joined(self) -> None:
-        self.operation_ends()  # from here on the record has the time since which the instance does what it does
+        self.operation_ends()  # sets the time since which the instance is in its present state
 
     def leaving(self) -> None:
         inside = self._words[_STATE] in (State.IN_COLLECTIVE, State.LEAVING_INSIDE)
@@ -346,7 +347,7 @@ class ProgressPage(Progress):
 
     @property
     def is_released(self) -> bool:
-        """Whether more instances are lost than those without which the others carry on already."""
+        """Whether the supervisor counts more lost instances than those without which the others already continue."""
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
@@ -362,7 +363,7 @@ class ProgressPage(Progress):
         return bool(supervisor)
 
     def _note_loss(self, loss: Callable[[], float | None]) -> None:
-        """Write it, or that of an earlier step that is known by now; of what is not known the oldest is kept."""
+        """Write the loss, or an earlier loss that is known by now; of several unknown losses keep the oldest."""
         pending = self._pending
         known = loss()
         if known is not None:
@@ -385,12 +386,12 @@ class ProgressPage(Progress):
 
 
 def new_page() -> bytes:
-    """Return the content of a page that nobody has written to."""
+    """Return the content of an unused page."""
     return MAGIC.to_bytes(8, "little") + bytes(PAGE_BYTES - 8)
 
 
 def parse_progress(page: bytes) -> ProgressRecord:
-    """Return the record in a copy of a page; an empty record where there is no page."""
+    """Parse a copy of a page; return an empty record if it is not a page."""
     if len(page) < PAGE_BYTES:
         return ProgressRecord()
     words = memoryview(page)[:PAGE_BYTES].cast("Q")
@@ -424,14 +425,14 @@ def parse_progress(page: bytes) -> ProgressRecord:
 
 
 def _printable(text: str) -> str:
-    """Return the text on one line, with nothing in it that a terminal obeys."""
+    """Escape control characters, so that the text is safe to print on one line."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def page_owner(environ: Mapping[str, str]) -> int:
-    """Return the pid of the living process that writes to the page of this instance; 0: none, -1: there is no page."""
+    """Return the pid of the living process that writes to this instance's page; 0: none; -1: there is no page."""
     try:
         head = os.pread(int(environ.get(DESCRIPTOR_VARIABLE, "")), 16, 0)
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""The recording that `poprun verify` asks of the Trainer of each instance, and how it asks.
+"""The recording of each instance's Trainer for `poprun verify`, and the variables that request it.
 
-An instance writes lines of JSON into a file of its own in the folder that POPDIST_VERIFY_RECORD names: first what
-decides its bits besides the program, then one line for each step, at once, so that an instance that is killed leaves
-what it had.
+An instance writes JSON lines into a file of its own in the folder POPDIST_VERIFY_RECORD. The first line has everything
+besides the program that decides its bits. Then comes one line per step, written at once, so that a killed instance
+leaves a usable file.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 from popdist.errors import EnvironmentMismatchError
 
 FOLDER_VARIABLE = "POPDIST_VERIFY_RECORD"
-"""The folder; set where steps are to be recorded."""
+"""The folder of the recording; set if steps are to be recorded."""
 STEPS_VARIABLE = "POPDIST_VERIFY_STEPS"
-"""How many steps the program makes: it ends, with status 0, when all of them are recorded."""
+"""The number of steps after which the program ends with status 0."""
 VALUES_VARIABLE = "POPDIST_VERIFY_VALUES"
-"""`TRAINING:STEP`, of which the values are to be kept and not only their digests."""
+"""`TRAINING:STEP`: the step whose values are kept, not only their digests."""
 LEAVE_VARIABLE = "POPDIST_VERIFY_LEAVE"
-"""The step in which instance 0 gets SIGTERM."""
+"""The step at which instance 0 receives SIGTERM."""
 
 SUFFIX = ".jsonl"
 CHECKPOINTS = "checkpoints"
-"""In the folder: where the checkpoints of a program go that is verified."""
+"""Subfolder for the checkpoints of the verified program."""
 
 PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT = "process", "layout", "step", "values", "question", "checkpoint"
 """The kinds of lines."""
 
 LOSS, OPTIMIZER, ELSEWHERE = "loss", "optimizer", ""
-"""Where a program asks: while the loss function or the optimizer is compiled, or elsewhere."""
+"""The asking code: the loss function or the optimizer during compilation, or other code."""
 
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdist", "strategies"))
@@ -49,10 +49,10 @@ class Recording:
     """The options of a recording.
 
     Attributes:
-        folder: where.
-        steps: after so many the program ends; None: when it likes.
-        values_at: the training and the step of which values are kept; None: of none.
-        leave_at: the step in which instance 0 gets SIGTERM; None: none.
+        folder: Folder of the files.
+        steps: Number of steps after which the program ends; None: at its own end.
+        values_at: Training and step whose values are kept, or None.
+        leave_at: Step at which instance 0 receives SIGTERM, or None.
     """
 
     folder: Path
@@ -62,10 +62,10 @@ class Recording:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Recording | None:
-        """Return what the environment asks for; None if nothing.
+        """Read the options from the environment; return None if no recording is requested.
 
         Raises:
-            EnvironmentMismatchError: a variable holds no number.
+            EnvironmentMismatchError: A variable holds no number.
         """
         if not environ.get(FOLDER_VARIABLE):
             return None
@@ -79,7 +79,7 @@ class Recording:
         )
 
     def as_variables(self) -> dict[str, str]:
-        """Return the variables that ask for it."""
+        """Return the variables that request this recording."""
         wanted = {
             STEPS_VARIABLE: self.steps,
             VALUES_VARIABLE: None if self.values_at is None else "{}:{}".format(*self.values_at),
@@ -101,12 +101,12 @@ def _numbers(environ: Mapping[str, str], name: str, count: int) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class Question:
-    """A program has asked which instance it is, or how many there are.
+    """A use of an instance's identity: the program asked for its index, the number of instances, or similar.
 
     Attributes:
-        what: the name of what it used.
-        file: the program's file.
-        line: in that file.
+        what: Name of the function or attribute that it used.
+        file: File of the program.
+        line: Line in that file.
         where: LOSS, OPTIMIZER or ELSEWHERE.
     """
 
@@ -120,10 +120,12 @@ _questions: dict[Question, None] = {}
 
 
 def note_question(what: str) -> None:
-    """Note that a program asks, if that is recorded; called by what answers. Our own packages may ask.
+    """Record a question of the program about the instance's identity; called by the queried functions.
+
+    Does nothing without a recording. Questions of our own packages are ignored.
 
     Args:
-        what: the name of what it uses.
+        what: Name of the function or attribute in use.
     """
     if FOLDER_VARIABLE not in os.environ:
         return
@@ -137,5 +139,5 @@ def note_question(what: str) -> None:
 
 
 def questions() -> tuple[Question, ...]:
-    """Return what this process has been asked, in that order."""
+    """Return the questions asked in this process, in order."""
     return tuple(_questions)

@@ -1,4 +1,4 @@
-"""Facts about a process for its supervisor: how long it has waited for others, and its stacks."""
+"""Facts about a process for its supervisor: the time it has waited for others, and its stacks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 STACK_VARIABLE = "POPRUN_STACK"
-"""`descriptor:signal`: the memory file that gets the stack, and what asks for it."""
+"""`descriptor:signal`: the memory file for stacks, and the signal that requests them."""
 
 
 @final
 class Waits:
-    """An instrument that adds up the time from the beginning of each collective until all instances have come to it.
+    """An instrument that sums up the time from each collective's begin until all instances have come.
 
     Args:
-        now_s: a clock.
+        now_s: Clock.
 
     Attributes:
-        waited_s: the sum.
+        waited_s: Sum of these times.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -40,16 +40,16 @@ class Waits:
 
 
 def show_stack_when_asked(environ: Mapping[str, str]) -> None:
-    """Have the stacks of all threads written when the supervisor asks; nothing where there is no supervisor.
+    """Write the stacks of all threads whenever the supervisor asks for them; does nothing without a supervisor.
 
-    They are written inside the handler of the signal, so that a program shows them that never returns to Python.
+    The handler of the signal writes them, so this works even if the program never returns to the interpreter.
     """
     descriptor, _, number = environ.get(STACK_VARIABLE, "").partition(":")
     if not (descriptor.isdecimal() and number.isdecimal()):
         return
     try:
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:poprun-stack"):
-            return  # a child that did not inherit it, and has another file there
+            return  # a child without the memory file; this descriptor is another file
         faulthandler.register(int(number), file=int(descriptor), all_threads=True)
         os.write(int(descriptor), b"\n")  # tells the supervisor that the signal will not end this process
     except OSError:

@@ -1,4 +1,4 @@
-"""Records what an instance does, event by event, into a file of its own.
+"""The timeline of an instance: its events, recorded in a file of its own.
 
-`poprun timeline` puts the files of all instances together. Nothing here is loaded unless a job asks for it.
+`poprun timeline` merges the files of all instances. This package is loaded only if the job is recorded.
 """

@@ -1,4 +1,4 @@
-"""Whether this job is to be recorded, and where; loads nothing."""
+"""The request for a recording and its options; loads no library."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.timeline.profiles import WantedProfile
 
 FOLDER_VARIABLE = "POPDIST_TIMELINE"
-"""The folder that gets a file from each instance; every instance of a job has to have it."""
+"""The folder for one file per instance; every instance of a job must have the same value."""
 LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
-"""How many MB the file of an instance may have."""
+"""The size limit of an instance's file in MB."""
 PROFILE_VARIABLE = "POPDIST_PROFILE"
-"""Which profiler runs beside, and when; see `popdist.timeline.profiles`."""
+"""The profiler to run, and its steps; see `popdist.timeline.profiles`."""
 SUFFIX = ".timeline"
-"""Of the files."""
+"""Suffix of the files."""
 PROFILE_SUFFIX = ".profile"
-"""Of the folders of profiles beside them."""
+"""Suffix of the folders of profiles, which lie beside the files."""
 USUAL_LIMIT_MB = 256
 _BESIDE = ".parts"
 
 
 def folder_beside(trace: str) -> Path:
-    """Return where the files go from which this trace is made."""
+    """Return the folder of the recordings that make up `trace`."""
     return Path(f"{trace}{_BESIDE}").absolute()
 
 
@@ -33,9 +33,9 @@ class TimelineOptions:
     """The options of a timeline.
 
     Attributes:
-        folder: where the files go.
-        limit_bytes: how large one may be.
-        profile: what a profiler is to see besides.
+        folder: Folder of the files.
+        limit_bytes: Size limit of one file.
+        profile: Profile to record as well, or None.
     """
 
     folder: Path
@@ -44,10 +44,10 @@ class TimelineOptions:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> TimelineOptions | None:
-        """Return what the environment asks for; None if nothing.
+        """Read the options from the environment; return None if no recording is requested.
 
         Raises:
-            EnvironmentMismatchError: the limit is no positive whole number, or the profile none that there is.
+            EnvironmentMismatchError: The limit is not a positive whole number, or the profile is unknown.
         """
         if not environ.get(FOLDER_VARIABLE):
             _refuse_profile_alone(environ)
@@ -63,7 +63,7 @@ class TimelineOptions:
 def _refuse_profile_alone(environ: Mapping[str, str]) -> None:
     if environ.get(PROFILE_VARIABLE):
         raise EnvironmentMismatchError(
-            f"{PROFILE_VARIABLE} is set, {FOLDER_VARIABLE} is not, and a profile is a part of a timeline; set both"
+            f"{PROFILE_VARIABLE} is set but {FOLDER_VARIABLE} is not, and a profile is a part of a timeline; set both"
         )
 
 

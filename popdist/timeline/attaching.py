@@ -43,13 +43,13 @@ class Timeline:
     """The recording of this instance.
 
     Args:
-        asked: where, and how much.
-        instance: this one.
-        environ: says which attempt this is.
-        clock: of this host; None: the one that this process reads.
+        asked: Options.
+        instance: This instance.
+        environ: Environment variables, with the number of this attempt of the job.
+        clock: Clock of this host; None: this process's monotonic clock.
 
     Raises:
-        EnvironmentMismatchError: the library of the profiler that is asked for is not there.
+        EnvironmentMismatchError: The library of the requested profiler is not installed.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class Timeline:
         self._answering: Answering | None = None
         self._asking: Asking | None = None
         self._recording.start()
-        atexit.register(self.close)  # before what waits for the others at exit is registered, so it comes after that
+        atexit.register(self.close)  # registered before the handler that waits for the others, so it runs after that
 
     @property
     def instruments(self) -> tuple[Instrument, ...]:
-        """The instruments that see this instance at work: the recorder, and what starts a profiler."""
+        """The instruments of the recording: the recorder, and one that starts a profiler."""
         profiling = () if self._profiling is None else (self._profiling,)
         return (self._recording.recorder, *profiling)
 
     @property
     def writing_s(self) -> float:
-        """The time of a core that writing has taken so far."""
+        """The CPU time spent on writing so far."""
         return self._recording.writing_s
 
     def meet(self, communicator: Communicator) -> None:
-        """Find out whose clocks are others, and have the hosts compare them; a collective call of all instances."""
+        """Find the hosts with other clocks and start comparing clocks with them; a collective call of all instances."""
         answering = None
         if communicator.rank == 0 and communicator.size > 1:
             answering = Answering(self._clock.now_ns)
@@ -99,7 +99,7 @@ class Timeline:
         else:
             card = Card(self._clock.name, self._host, secrets.token_bytes(16))
         packed = np.frombuffer(card.pack(), np.uint8)
-        gathered = communicator.all_gather(packed, name="whose clocks are others (POPDIST_TIMELINE)")
+        gathered = communicator.all_gather(packed, name="comparison of clocks (POPDIST_TIMELINE)")
         cards = [Card.unpack(row.tobytes()) for row in gathered.reshape(communicator.size, CARD_BYTES)]
         self._recording.add(JOINED, {"job": cards[0].token.hex(), "clocks": [each.clock for each in cards]})
         if len({each.host for each in cards}) > 1:
@@ -115,11 +115,11 @@ class Timeline:
             self._asking.start()
 
     def renumbered(self, instance: Instance) -> None:
-        """Note that others are lost, and what this instance is now."""
+        """Note that other instances are lost, and the new identity of this instance."""
         self._recording.recorder.note(int(EventKind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
 
     def close(self) -> None:
-        """Write what is left; may be called again, and by processes that were forked, whose recording it is not."""
+        """Write the rest and end. Repeated calls do nothing; a forked process does not end its parent's recording."""
         if os.getpid() != self._process:
             return
         if self._profiling is not None:

@@ -1,9 +1,8 @@
-"""The difference between the clocks of two hosts, with bounds that hold whatever the network does. Pure.
+"""The difference between the clocks of two hosts, with bounds that hold for any network delay. Pure functions.
 
-Two messages that cross, one there and one back, bound the difference from both sides, because nothing arrives before
-it was sent; how long each of them took does not matter (Cristian, "Probabilistic clock synchronization", 1989, and
-NTP, RFC 5905, take the middle and half the round trip too). Between two exchanges the difference changes by no more
-than clocks can drift.
+Two messages, one in each direction, bound the difference from both sides, because nothing arrives before it was sent.
+The delays do not matter. Cristian ("Probabilistic clock synchronization", 1989) and NTP (RFC 5905) also use the middle
+and half of the round trip. Between two exchanges the difference changes at most by the clocks' drift.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 DRIFT = 1e-3
-"""How much faster than another a clock runs at most: Linux slews each by 5e-4 at most (adjtimex), crystals are off by
-2e-4 at most."""
+"""Maximum relative drift of two clocks: Linux slews each clock by at most 5e-4 (adjtimex), and crystals are off by at
+most 2e-4."""
 
 Exchange = tuple[int, int, int, int]
-"""Sent at this time here, received and answered at these there, returned at this here; in ns of each one's clock."""
+"""Send time here, receive time there, answer time there, return time here; each in ns of the respective clock."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much the other clock is ahead, in ns of this one.
+    """The lead of the other clock, in ns of this clock.
 
     Attributes:
-        middle_ns: the estimates, float64.
-        uncertainty_ns: the true ones differ from them by no more than that, float64.
+        middle_ns: Estimates, float64.
+        uncertainty_ns: Maximum errors of the estimates, float64.
     """
 
     middle_ns: np.ndarray
@@ -36,12 +35,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The knowledge of another clock that exchanges give.
+    """The knowledge about another clock from exchanges.
 
     Attributes:
-        when_ns: times of this clock in the middle of an exchange, int64, increasing.
-        lowest_ns: at those times the difference is this at least, float64.
-        highest_ns: and this at most.
+        when_ns: Times of this clock in the middle of each exchange, int64, increasing.
+        lowest_ns: Lower bounds of the difference at these times, float64.
+        highest_ns: Upper bounds of the difference at these times, float64.
     """
 
     when_ns: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -50,10 +49,10 @@ class Alignment:
 
     @classmethod
     def of(cls, exchanges: Sequence[Exchange] | np.ndarray) -> Alignment:
-        """Return what some exchanges say together; those that contradict clocks are left out.
+        """Combine exchanges; exchanges with times that run backwards are left out.
 
         Args:
-            exchanges: in any order.
+            exchanges: Exchanges in any order.
         """
         table = np.asarray(exchanges, np.int64).reshape(-1, 4)
         table = table[(table[:, 3] >= table[:, 0]) & (table[:, 2] >= table[:, 1])]
@@ -61,7 +60,7 @@ class Alignment:
         sent, received, answered, returned = table.T
         when = (sent + returned) // 2
         order = np.argsort(when, kind="stable")
-        slack = DRIFT * ((returned - sent) / 2 + 1)  # the bounds hold somewhere between the two ends
+        slack = DRIFT * ((returned - sent) / 2 + 1)  # the bounds hold at an unknown time between sending and return
         lowest = (answered - returned - slack)[order]
         highest = (received - sent + slack)[order]
         when = when[order]
@@ -76,13 +75,13 @@ class Alignment:
         """Return the difference at some times of this clock.
 
         Args:
-            times_ns: in any order.
+            times_ns: Times in any order.
 
         Raises:
-            ValueError: there was no exchange.
+            ValueError: There was no exchange.
         """
         if not self.is_known:
-            raise ValueError("nothing is known of the other clock")
+            raise ValueError("the difference of the clocks is unknown: there was no exchange with the other clock")
         after = np.searchsorted(self.when_ns, times_ns)
         before = np.clip(after - 1, 0, None)
         after = np.clip(after, None, len(self.when_ns) - 1)
@@ -94,7 +93,7 @@ class Alignment:
 
     @property
     def drift(self) -> tuple[float, float]:
-        """The drift of the other clock on the average, and its uncertainty; in parts of one."""
+        """The average drift of the other clock and its uncertainty, as fractions."""
         if len(self.when_ns) < 2 or self.when_ns[-1] == self.when_ns[0]:
             return 0.0, DRIFT
         ends = self.at(self.when_ns[[0, -1]])
@@ -104,7 +103,7 @@ class Alignment:
 
 
 def _nearest(when_ns: np.ndarray, highest_ns: np.ndarray) -> np.ndarray:
-    """Return the bounds, each as low as any other one allows that drifts there."""
+    """Lower each upper bound as far as any other bound plus the drift up to it allows."""
     if not len(when_ns):
         return highest_ns
     drifted = DRIFT * (when_ns - when_ns[0])

@@ -1,7 +1,7 @@
-"""Events, a few numbers each, of which one may stand for a name; and the file of an instance, which has them in blocks.
+"""Events of a few numbers, one of them a reference to a name; and the blocks of an instance's file.
 
-A block is a kind (4 bytes), the length of what follows, its CRC-32 (4 bytes each), and that: a file that ends anywhere
-is read up to there. The first is a header, in JSON; names come before the events that have them.
+A block is a kind (4 bytes), the length of the content and its CRC-32 (4 bytes each), and the content. So a file that is
+cut off anywhere can be read up to there. The first block is a header in JSON. Names precede the events that use them.
 """
 
 from __future__ import annotations
@@ -16,66 +16,66 @@ from enum import IntEnum
 import numpy as np
 
 MAIN_TRACK = 0
-"""The program's own thread; those of replicas are numbered from 1."""
+"""Track of the program's own thread; tracks of replicas are numbered from 1."""
 
 EVENT = np.dtype([("when_ns", "<i8"), ("kind", "<u2"), ("track", "<u2"), ("name", "<u4"), ("value", "<i8")])
-"""An event as readers have it: times are those of the monotonic clock of its host."""
+"""An event for readers; times are those of its host's monotonic clock."""
 
 MAGIC = b"popdist timeline 1\n"
 HEADER, NAMES, EVENTS, CLOCKS, JOINED, PROFILE, END = b"HEAD", b"NAME", b"EVNT", b"CLCK", b"JOIN", b"PROF", b"DONE"
 _KINDS = (HEADER, NAMES, EVENTS, CLOCKS, JOINED, PROFILE, END)
 MOST_RATIO = 64
-"""Bytes of events for each byte of their file, at most; recorded ones have some 5."""
+"""Maximum bytes of events per byte of their file; real recordings have about 5."""
 _HEAD = struct.Struct("<4sII")
 _COUNT = struct.Struct("<I")
 
 
 class EventKind(IntEnum):
-    """The kinds of events, and the meaning of their values."""
+    """The kinds of events; the text below each gives the meaning of its fields."""
 
     STEP_BEGINS = 1
-    """Value: the number of the step. What else happened in it may have been left out."""
+    """Value: number of the step. Other events of the step may have been left out."""
     STEP_ENDS = 2
-    """Value: the rows of data that this instance has worked on."""
+    """Value: rows of data that this instance has processed."""
     PHASE_BEGINS = 3
-    """Name: of the phase."""
+    """Name: the phase."""
     PHASE_ENDS = 4
-    """It ended well. A phase without an end has failed."""
+    """The phase succeeded. A phase without an end has failed."""
     OPERATION_BEGINS = 5
-    """Name: of a collective. Value: which one of its communicator, from 1."""
+    """Name: the collective. Value: its number in its communicator, from 1."""
     DATA_MOVES = 6
-    """All ranks have come to it. Value: how many bytes of each contribution begin to move."""
+    """All ranks have come to the collective. Value: bytes of each contribution that begin to move."""
     OPERATION_ENDS = 7
-    """It ended well."""
+    """The collective succeeded."""
     WAITS_FOR = 8
-    """Value: an instance that is waited for, and has been for some time."""
+    """Value: an instance for which this one has waited for some time."""
     MEASURED = 9
-    """Name: of what. Value: the bits of a float64."""
+    """Name: the measured quantity. Value: the bits of a float64."""
     REPLICA_BEGINS = 10
-    """Track: 1 + its stage. Name: the index of the replica."""
+    """Track: 1 + stage. Name: index of the replica."""
     REPLICA_ENDS = 11
-    """Track and name: as above. Value: which part of its gradients, or micro-batch; the next part begins now."""
+    """Track: 1 + stage. Name: index of the replica. Value: part of its gradients, or micro-batch; the next begins."""
     EVENTS_LOST = 12
-    """Value: how many events came too fast to be kept."""
+    """Value: number of events that came too fast to be kept."""
     RENUMBERED = 13
-    """Others are lost. Value: the index that this instance has now, times 2**32, plus the number of instances."""
+    """Others are lost. Value: the new index of this instance times 2**32, plus the number of instances."""
     SEEN_AT = 14
-    """Name: of a line of the program, in which its thread was between two steps, outside of phases and collectives."""
+    """Name: a line of the program at which its thread was, between two steps and outside phases and collectives."""
 
 
 def bits_of(number: float) -> int:
-    """Return the value of an event that measures so much."""
+    """Return the value of a MEASURED event for a number."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
 
 @dataclass(frozen=True)
 class EventBlock:
-    """One block.
+    """One block of a file.
 
     Attributes:
-        kind: see above.
-        content: of it.
+        kind: Kind, e.g. `EVENTS`.
+        content: Content.
     """
 
     kind: bytes
@@ -83,20 +83,20 @@ class EventBlock:
 
 
 def block(kind: bytes, content: bytes) -> bytes:
-    """Return a block as it lies in the file."""
+    """Encode a block."""
     return _HEAD.pack(kind, len(content), zlib.crc32(content)) + content
 
 
 def json_block(kind: bytes, value: object) -> bytes:
-    """Return a block of JSON."""
+    """Encode a block of JSON."""
     return block(kind, json.dumps(value).encode())
 
 
 def read_blocks(data: bytes) -> Iterator[EventBlock]:
-    """Yield the blocks of a file, up to where it is cut off.
+    """Yield the blocks of a file, up to the place at which it is cut off.
 
     Raises:
-        ValueError: the file is damaged, or no such file.
+        ValueError: The file is damaged, or is not a recording.
     """
     if not data.startswith(MAGIC[: len(data)]):
         raise ValueError("it does not begin as a recording does")
@@ -109,7 +109,7 @@ def read_blocks(data: bytes) -> Iterator[EventBlock]:
 
 
 def _block_at(data: bytes, position: int) -> EventBlock | None:
-    """Return the whole block that begins there; None if there is none."""
+    """Return the complete block at a position, or None."""
     if position + _HEAD.size > len(data):
         return None
     kind, length, checksum = _HEAD.unpack_from(data, position)
@@ -119,7 +119,7 @@ def _block_at(data: bytes, position: int) -> EventBlock | None:
 
 
 def _is_cut(data: bytes, position: int) -> bool:
-    """Return whether the file ends within the block at a position: no whole block follows."""
+    """Return whether the file ends within the block at a position, so that no complete block follows."""
     rest = data[position:]
     if len(rest) < _HEAD.size:
         return any(each.startswith(rest[:4]) for each in _KINDS)
@@ -136,9 +136,9 @@ def _places(data: bytes, sought: bytes, begin: int) -> Iterator[int]:
 
 
 def pack_events(events: np.ndarray) -> bytes:
-    """Events, of which times are differences, byte by byte: all first bytes, then all second ones, ...
+    """Compress events: times become differences, and bytes are grouped by their position in the event.
 
-    Those that are always 0 take no room then: that leaves about 5 bytes of each event.
+    Bytes that are always 0 then take no room. About 5 bytes per event remain.
     """
     apart = events.copy()
     later = apart["when_ns"][1:]
@@ -148,14 +148,14 @@ def pack_events(events: np.ndarray) -> bytes:
 
 
 def unpack_events(content: bytes, most_bytes: int | None = None) -> np.ndarray:
-    """Return what `pack_events` has packed.
+    """Decompress the events of `pack_events`.
 
     Args:
-        content: of the block.
-        most_bytes: how much memory the events may take; None: any.
+        content: Content of the block.
+        most_bytes: Memory limit of the events; None: no limit.
 
     Raises:
-        ValueError: the block has other events than it says, or more.
+        ValueError: The block has another number of events than it says, or they exceed the limit.
     """
     (count,) = _COUNT.unpack_from(content)
     nbytes = count * EVENT.itemsize
@@ -171,15 +171,15 @@ def unpack_events(content: bytes, most_bytes: int | None = None) -> np.ndarray:
 
 
 def pack_exchanges(exchanges: Sequence[tuple[int, int, int, int]]) -> bytes:
-    """Exchanges of `popdist.timeline.clocks`."""
+    """Encode exchanges of `popdist.timeline.clocks`."""
     return np.asarray(exchanges, "<i8").tobytes()
 
 
 def unpack_exchanges(content: bytes) -> np.ndarray:
-    """Return what `pack_exchanges` has packed: int64, four for each."""
+    """Decode the exchanges of `pack_exchanges`, as int64 of shape (number, 4)."""
     return np.frombuffer(content, "<i8").reshape(-1, 4)
 
 
 def names_block(names: Mapping[int, Mapping[str, object]]) -> bytes:
-    """Return the block that says what names stand for."""
+    """Encode the block that defines names."""
     return json_block(NAMES, [[number, dict(said)] for number, said in names.items()])

@@ -1,7 +1,7 @@
-"""Messages by which hosts learn how far their clocks are apart: small datagrams, sent all through the run.
+"""The comparison of the hosts' clocks by datagrams throughout a run.
 
-Instance 0 answers; of each other clock the first instance that has it asks. Instances of one host have one clock and
-send nothing. Where no answer comes, because a firewall keeps datagrams out, nothing is known of that clock.
+Instance 0 answers. For every other clock, the first instance that reads it asks. Instances of one host share a clock
+and send nothing. If no answer comes, e.g. because a firewall drops datagrams, that clock remains unknown.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Card:
     """The facts that an instance tells the others when they meet.
 
     Attributes:
-        clock: names the clock that it reads.
-        host: where it runs; the first 64 bytes count.
-        token: names the job and keeps strangers out; that of instance 0 counts.
-        port: where it answers; 0: nowhere.
-        addresses: of its host, IPv4.
+        clock: Name of the clock that it reads.
+        host: Name of its host; the first 64 bytes count.
+        token: Secret of the job, which keeps strangers out; the token of instance 0 counts.
+        port: Port at which it answers; 0: none.
+        addresses: IPv4 addresses of its host.
     """
 
     clock: str
@@ -53,14 +53,14 @@ class Card:
     addresses: tuple[str, ...] = ()
 
     def pack(self) -> bytes:
-        """As bytes, always equally many."""
+        """Encode the card as CARD_BYTES bytes."""
         addresses = [socket.inet_aton(each) for each in self.addresses[:_MOST_ADDRESSES]]
         addresses += [bytes(4)] * (_MOST_ADDRESSES - len(addresses))
         return _CARD.pack(self.clock.encode()[:32], self.host.encode()[:64], self.token, self.port, *addresses)
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:
-        """Return what `pack` has packed."""
+        """Decode a card of `pack`."""
         clock, host, token, port, *addresses = _CARD.unpack(data)
         known = tuple(socket.inet_ntoa(each) for each in addresses if any(each))
         return cls(clock.rstrip(b"\0").decode(), host.rstrip(b"\0").decode(errors="replace"), token, port, known)
@@ -71,8 +71,8 @@ class HostClock:
     """A clock that all processes of a host read.
 
     Attributes:
-        name: the same in all that read it, and no other clock's.
-        now_ns: reads it.
+        name: Name that is unique to the clock and the same in all processes that read it.
+        now_ns: Function that reads it.
     """
 
     name: str
@@ -80,7 +80,7 @@ class HostClock:
 
 
 def this_clock() -> HostClock:
-    """Return the monotonic clock of this process: processes of one boot and one time namespace share it."""
+    """Return the monotonic clock of this process; processes of one boot and one time namespace share it."""
     name = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:20]
     with suppress(OSError):
         name = f"{name}.{os.stat('/proc/self/ns/time').st_ino}"
@@ -88,18 +88,18 @@ def this_clock() -> HostClock:
 
 
 def asks(cards: Sequence[Card], index: int) -> bool:
-    """Return whether an instance asks instance 0 for the time: the first of those whose clock is another one."""
+    """Return whether an instance asks instance 0 for the time: it is the first one with its clock, and that differs."""
     clocks = [card.clock for card in cards]
     return clocks[index] != clocks[0] and clocks.index(clocks[index]) == index
 
 
 def answers(cards: Sequence[Card]) -> bool:
-    """Return whether instance 0 has anybody to answer."""
+    """Return whether any instance asks instance 0 for the time."""
     return any(card.clock != cards[0].clock for card in cards)
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Return the IPv4 addresses of this host, the loopback's last."""
+    """Return the IPv4 addresses of this host, loopback addresses last."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
@@ -111,14 +111,14 @@ def own_addresses() -> tuple[str, ...]:
 
 @final
 class Answering:
-    """Answers whoever knows the token, in a thread, until it is closed.
+    """A thread that answers askers who know the token, until it is closed.
 
     Args:
-        now_ns: the clock.
+        now_ns: Clock.
 
     Attributes:
-        token: which one has to know.
-        port: where.
+        token: Secret that an asker must know.
+        port: UDP port at which it answers.
     """
 
     def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -131,11 +131,11 @@ class Answering:
         self._thread = threading.Thread(target=self._answer, name="timeline clocks", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, if it was started; may be called again."""
+        """End the thread if it was started; repeated calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -164,14 +164,14 @@ class Answering:
 
 @final
 class Asking:
-    """Asks again and again, in a thread, until it is closed.
+    """A thread that asks for the time repeatedly, until it is closed.
 
     Args:
-        card: of instance 0.
-        now_ns: the clock of this host.
+        card: Card of instance 0.
+        now_ns: Clock of this host.
 
     Attributes:
-        exchanges: that nobody has taken yet.
+        exchanges: Exchanges that nobody has taken yet.
     """
 
     def __init__(self, card: Card, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -183,11 +183,11 @@ class Asking:
         self._thread = threading.Thread(target=self._ask, name="timeline clocks", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start to ask."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ask once more, and end."""
+        """Ask once more, and end the thread."""
         self._closing.set()
         self._thread.join(5)
 
@@ -200,7 +200,7 @@ class Asking:
             self._round(mine, _EACH_ROUND)
 
     def _round(self, mine: socket.socket, questions: int) -> None:
-        """Ask so often; not again in this round where no answer came, so that nobody waits long at the end."""
+        """Ask `questions` times, but stop at the first missing answer, so that the end of the run is not delayed."""
         for _ in range(questions):
             answering = next((each for each in self._addresses if self._exchange(mine, each)), None)
             if answering is None:
@@ -219,7 +219,7 @@ class Asking:
                 token, echoed, received, answered = _ANSWER.unpack(answer)
                 if token == self._card.token and echoed == sent:
                     break
-        except OSError:  # no answer in time, or no way there
+        except OSError:  # no answer in time, or no route
             return False
         self.exchanges.append((sent, received, answered, returned))
         return True

@@ -1,6 +1,6 @@
-"""Profiles of some steps by the profiler of JAX or PyTorch, to be drawn into the timeline of the job.
+"""Profiles of some steps, made by the profiler of JAX or PyTorch, for the timeline of the job.
 
-The library of a profiler is loaded when the profiler is made.
+A profiler's library is loaded when the profiler is made.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from popdist.errors import EnvironmentMismatchError
 logger = logging.getLogger(__name__)
 
 MARKER = "popdist marker"
-_AT_ENDS = 3  # the first one takes long
+_AT_ENDS = 3  # because the first marker takes long
 
 JAX, TORCH = "jax", "torch"
 PROFILERS = (JAX, TORCH)
 FORM = "jax or torch, then :STEPS or :all, then @FIRST, as in jax:20@100"
 USUAL_STEPS, USUAL_FIRST = 5, 2
 _ALL = "all"
-_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"  # ends of the names of files
+_OF_JAX, _OF_TORCH = ".trace.json.gz", "torch.trace.json.gz"  # suffix of JAX's file, name of PyTorch's file
 _FORM = re.compile(r"(?P<profiler>\w+)(:(?P<steps>\w+))?(@(?P<first>\d+))?")
 
 
 @dataclass(frozen=True)
 class WantedProfile:
-    """A profile.
+    """A requested profile.
 
     Attributes:
-        profiler: one of `PROFILERS`.
-        first: so many steps are made before it begins.
-        steps: of which it is; None: of all that follow.
+        profiler: Profiler, one of `PROFILERS`.
+        first: Number of steps before the profile begins.
+        steps: Number of profiled steps; None: all that follow.
     """
 
     profiler: str
@@ -46,10 +46,10 @@ class WantedProfile:
 
     @classmethod
     def parse(cls, text: str) -> WantedProfile:
-        """Parse what is written as `FORM` says; the first two steps compile, and are left out unless all are asked for.
+        """Parse a profile in the syntax `FORM`. By default the first two steps, which compile, are left out.
 
         Raises:
-            ValueError: it is not.
+            ValueError: The text does not follow the syntax.
         """
         found = _FORM.fullmatch(text)
         if found is None or found["profiler"] not in PROFILERS:
@@ -61,19 +61,21 @@ class WantedProfile:
         return cls(found["profiler"], int(first), None if steps == _ALL else int(steps))
 
     def begins_before(self, steps_made: int) -> bool:
-        """Return whether the step that begins behind so many is among them, or later."""
+        """Return whether the profile begins before the step that follows `steps_made` steps."""
         return steps_made >= self.first
 
     def ends_before(self, steps_made: int) -> bool:
-        """Return whether the step that begins behind so many is later."""
+        """Return whether the profile ends before the step that follows `steps_made` steps."""
         return self.steps is not None and steps_made >= self.first + self.steps
 
 
 class Profiler(ABC):
-    """Starts and stops once. Errors of the library come as RuntimeError, those of files as OSError.
+    """A profiler, started and stopped once: `start`, any number of `marker`s, `stop`.
+
+    Errors of the library are raised as RuntimeError, errors of files as OSError. After an error it is not used again.
 
     Args:
-        folder: of what is written; it does not exist, and is made.
+        folder: Folder of the output, which does not exist yet.
     """
 
     @abstractmethod
@@ -81,26 +83,26 @@ class Profiler(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to see what this process does."""
+        """Start to record this process."""
 
     @abstractmethod
     def marker(self, name: str) -> AbstractContextManager[object]:
-        """Return what lasts in the profile, under this name, as long as it is entered."""
+        """Return a context manager that is recorded as a span of this name."""
 
     @abstractmethod
     def stop(self) -> Path:
-        """End, and write what was seen.
+        """Stop recording, and write the profile.
 
         Returns:
-            The profile, in the format of chrome://tracing, compressed by gzip.
+            Path of the profile, in the format of chrome://tracing, compressed by gzip.
         """
 
 
 @final
 class JaxProfiler(Profiler):
-    """JAX's profiler (https://docs.jax.dev/en/latest/profiling.html), without the costly calls of Python.
+    """JAX's profiler (https://docs.jax.dev/en/latest/profiling.html), without the costly tracing of Python calls.
 
-    XLA's own file, which TensorBoard and XProf read, lies beside the one that is returned.
+    XLA's own file for TensorBoard and XProf lies beside the returned file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,7 +128,7 @@ class JaxProfiler(Profiler):
 
 @final
 class TorchProfiler(Profiler):
-    """PyTorch's profiler (https://docs.pytorch.org/docs/stable/profiler.html); it sees threads of replicas too."""
+    """PyTorch's profiler (https://docs.pytorch.org/docs/stable/profiler.html), including the threads of replicas."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -152,29 +154,29 @@ class TorchProfiler(Profiler):
 
 @final
 class Profiling:
-    """The instrument that starts a profiler and stops it. What goes wrong with it never disturbs the program.
+    """The instrument that starts and stops a profiler. Errors at its start and stop do not disturb the program.
 
-    A marker is a span of the profile. Between which two times of the recording's clock it was made is noted, in ns:
-    so it bounds the difference of both clocks, as an exchange of messages does; see `popdist.timeline.clocks`.
+    A marker is a short span in the profile. The recording's clock is read before and after it, in ns. So a marker
+    bounds the difference of the two clocks, as an exchange of messages does (`popdist.timeline.clocks`).
 
     Args:
-        wanted: which profiler, and when.
-        folder: of its files; an older one is replaced.
-        now_ns: the clock of the recording.
-        add: gets what is to be known of a profile when it is merged: first that it has begun, without a file.
+        wanted: Requested profile.
+        folder: Folder of the profiler's files; an older folder is replaced.
+        now_ns: Clock of the recording.
+        add: Function that receives facts for merging: first the begin of the profile, without a file, then its result.
 
     Raises:
-        EnvironmentMismatchError: the library of the profiler is not there.
+        EnvironmentMismatchError: The library of the profiler is not installed.
     """
 
     def __init__(
         self, wanted: WantedProfile, folder: Path, now_ns: Callable[[], int], add: Callable[[dict[str, object]], None]
     ) -> None:
-        from importlib.util import find_spec  # here, as `import popdist` and poprun load this module
+        from importlib.util import find_spec  # imported here because `import popdist` and poprun load this module
 
         if find_spec(wanted.profiler) is None:
             raise EnvironmentMismatchError(
-                f"a profile by {wanted.profiler} is asked for, which this instance cannot import; "
+                f"a profile by {wanted.profiler} was asked for, but this instance cannot import it; "
                 "install it, or leave the profile out"
             )
         self._wanted = wanted
@@ -200,7 +202,7 @@ class Profiling:
             self._mark(self._profiler)
 
     def close(self) -> None:
-        """Stop the profiler, if it runs, and write what it saw; may be called again."""
+        """Stop the profiler if it runs, and write its profile; repeated calls do nothing."""
         if self._profiler is not None and not self._is_over:
             self._try(self._stop)
         self._is_over = True

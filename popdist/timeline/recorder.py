@@ -1,4 +1,4 @@
-"""The instrument that turns what it sees into events, and the ring in memory to which it appends them."""
+"""The instrument that records events, and its ring buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collectives.calls import Call
 
 _ALWAYS = frozenset((COMPILE, CHECKPOINT, RECOVERY))
-"""Phases that are recorded also where their step is not."""
+"""Phases that are recorded even if their step is left out."""
 (
     _STEP_BEGINS,
     _STEP_ENDS,
@@ -35,7 +35,7 @@ _ALWAYS = frozenset((COMPILE, CHECKPOINT, RECOVERY))
 ) = map(int, list(EventKind)[:11])
 
 RECORD = struct.Struct("<QqHHIq")
-"""The number of the record, which is 0 where there never was one, and an event."""
+"""The number of a record (0 in an unused slot), and an event."""
 _SHIFT = 5  # records are 32 bytes long
 _NUMBER_BYTES = 8
 _WINDOW = 64
@@ -48,15 +48,15 @@ assert RECORD.size == _NUMBER_BYTES + EVENT.itemsize == 1 << _SHIFT
 
 @final
 class RingBuffer:
-    """A ring buffer of events that threads have appended and nobody has taken yet.
+    """A ring buffer of events: several threads append, one thread takes.
 
-    To draw a number, to fill a slot and to copy slots is one call into C each, which no other thread interrupts (a copy
-    by NumPy's indexing would let others run): a slot holds a whole record or another one. A thread that has a number
-    and has not filled the slot yet is waited for by `take`, once: an exception may have kept it from doing so.
+    Drawing a number, filling a slot, and copying slots are one C call each, during which no other thread runs. (NumPy's
+    indexing would release the interpreter lock.) So a slot always holds a complete record. If a
+    thread has drawn a number but not filled its slot, `take` waits one call long: an exception may have stopped it.
 
     Args:
-        slots: a power of two; more records than that between two calls of `take` are lost.
-        now_ns: the clock.
+        slots: Number of slots, a power of two; more records than that between two calls of `take` are lost.
+        now_ns: Clock.
     """
 
     def __init__(self, slots: int = 1 << 16, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -65,27 +65,27 @@ class RingBuffer:
         self._memory = bytearray(slots << _SHIFT)
         self._size = slots
         self._taken = 0
-        self._hole = 0  # the number of a record that was missing when the last call ended, though later ones were there
+        self._hole = 0  # the number of a record that was missing at the end of the last call, before later records
         self.append = self._appender(slots - 1, now_ns)
 
     def _appender(self, mask: int, now_ns: Callable[[], int]) -> Append:
         memory, pack, number_of_next = self._memory, RECORD.pack_into, count(1).__next__
 
         def append(kind: int, track: int, name: int, value: int) -> None:
-            """Append an event that happens now; from any thread."""
+            """Append an event with the present time; any thread may call it."""
             number = number_of_next()
             pack(memory, (number & mask) << _SHIFT, number, now_ns(), kind, track, name, value)
 
         return append
 
     def take(self, waits: bool = True) -> tuple[np.ndarray, int]:
-        """Return the events that have come since the last call, in order, and how many were lost; from one thread.
+        """Return the events since the last call, in order, and the number of lost events. One thread calls it.
 
         Args:
-            waits: leave what comes after a record that is still missing to the next call.
+            waits: Whether to leave events after a missing record to the next call.
 
         Returns:
-            An array of `EVENT`, and a number.
+            An array of `EVENT`, and the number of lost events.
         """
         first, window = self._taken + 1, min(_WINDOW, self._size)
         slots, numbers = self._following(first, window)
@@ -95,7 +95,7 @@ class RingBuffer:
         newest = max(numbers)
         if newest < first:
             return np.empty(0, EVENT), 0
-        if numbers[: newest - self._taken] == list(range(first, newest + 1)):  # no hole, and nothing was overwritten
+        if numbers[: newest - self._taken] == list(range(first, newest + 1)):  # complete, nothing overwritten
             self._taken, self._hole = newest, 0
             return _events(slots, newest - first + 1), 0
         hole = next((number for number, found in enumerate(numbers, first) if found < first), first + window)
@@ -105,7 +105,7 @@ class RingBuffer:
         return self._all_that_is_left(first)
 
     def _all_that_is_left(self, first: int) -> tuple[np.ndarray, int]:
-        """Return what is left, oldest first, after the ring was overtaken or a record never came."""
+        """Return the remaining events in order, after the ring has overflowed or a record is missing for good."""
         slots, _ = self._following(first, self._size)
         rows = np.frombuffer(slots, "<u8").reshape(self._size, -1)
         rows = rows[rows[:, 0] >= first]
@@ -116,10 +116,10 @@ class RingBuffer:
         return _events(rows.tobytes(), len(rows)), lost
 
     def _following(self, first: int, count: int) -> tuple[bytes | bytearray, list[int]]:
-        """Return a copy of so many slots, from that of the record with this number on, and the numbers in them.
+        """Copy `count` slots, from the slot of record `first` on; return the copy and the numbers of its records.
 
-        Numbers are a list, because a spill mostly finds a few records and cold caches, where NumPy's first calls cost
-        more than anything that is done to so few.
+        The numbers are a list: a call mostly finds a few records and cold caches, so NumPy's first calls would cost
+        more than the rest of the work.
         """
         begin = (first & (self._size - 1)) << _SHIFT
         end = begin + (count << _SHIFT)
@@ -130,17 +130,18 @@ class RingBuffer:
 
 
 def _events(slots: bytes | bytearray, count: int) -> np.ndarray:
-    """Return the first events in a copy of slots, seen there: what follows a number is an event as `EVENT` has it."""
+    """Return a view of the first `count` events in a copy of slots."""
     return np.ndarray((count,), EVENT, slots, _NUMBER_BYTES, (RECORD.size,))
 
 
 @final
 class Recorder:
-    """Appends an event to a ring for everything that an instance is seen to do; some 0.3 us each.
+    """The instrument that appends an event for each observation to a ring, in about 0.3 us.
 
     Args:
-        ring: gets the events.
-        stride: every how manieth step is recorded now, 0 for none; asked when data are read and when a step begins.
+        ring: Ring buffer for the events.
+        stride: Function that returns n if every n-th step is recorded now, or 0 for none; called when data is read and
+            when a step begins.
     """
 
     def __init__(self, ring: RingBuffer, stride: Callable[[], int] = lambda: 1) -> None:
@@ -152,20 +153,20 @@ class Recorder:
         self._phases = {phase: self._number_of(phase, {"name": phase}) for phase in PHASES}
         self._step = -1
         self._skips = False
-        self._is_in_step = True  # before the first one nothing is told
+        self._is_in_step = True  # no line of the program is recorded before the first step
         self._is_busy = False
         self._thread = 0
 
     @property
     def idle_thread(self) -> int:
-        """The thread that makes steps, while it is between two of them, in no phase and no collective; otherwise 0."""
+        """The id of the thread that makes steps if it is between steps, phases and collectives; otherwise 0."""
         return 0 if self._is_in_step or self._is_busy else self._thread
 
     def take_new_names(self) -> dict[int, Mapping[str, object]]:
-        """Return what the names stand for that events have had since the last call, and some that none has had yet."""
+        """Return the names of events since the last call, and perhaps names that no event has used yet."""
         return dict(self._new_names.popleft() for _ in range(len(self._new_names)))
 
-    # ---- what happens; see `collectives.instruments`
+    # ---- the observed events; see `collectives.instruments`
 
     def step_begins(self, step: int) -> None:
         self._is_in_step = True
@@ -180,7 +181,7 @@ class Recorder:
             self.measured("loss", loss)
 
     def phase_begins(self, phase: str) -> None:
-        # data are read for the step that comes next
+        # a batch is read for the next step
         if phase == DATA:
             self._skips = self._is_left_out(self._step + 1)
         if not self._skips or phase in _ALWAYS:
@@ -224,27 +225,27 @@ class Recorder:
             self._append(_REPLICA_ENDS, 1 + stage, replica, part)
 
     def measured(self, what: str, number: float) -> None:
-        """Note that something has this value now; from any thread."""
+        """Record that a quantity has this value now; any thread may call it."""
         name = self._names.get(what)
         if name is None:
             name = self._number_of(what, {"name": what})
         self._append(_MEASURED, MAIN_TRACK, name, bits_of(number))
 
     def seen_at(self, line: str) -> None:
-        """Note that `idle_thread` is in a line of the program; from any thread."""
+        """Record that `idle_thread` is in this line of the program; any thread may call it."""
         name = self._names.get(line)
         if name is None:
             name = self._number_of(line, {"name": line})
         self._append(int(EventKind.SEEN_AT), MAIN_TRACK, name, 0)
 
     def note(self, kind: int, track: int, value: int) -> None:
-        """Note anything else that happens now."""
+        """Record any other event that happens now."""
         self._append(kind, track, 0, value)
 
     # ---- names and steps
 
     def _number_of(self, key: object, said: Mapping[str, object]) -> int:
-        """Return a number for a name, announced before it is used; without a lock, which a fork could inherit."""
+        """Assign a number to a name, and announce it before its use; without a lock, which a fork could inherit."""
         number = self._next_number()
         self._new_names.append((number, said))
         return self._names.setdefault(key, number)

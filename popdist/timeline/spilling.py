@@ -1,6 +1,6 @@
 """The file of this instance's timeline.
 
-A thread writes it every 50 ms, decides which steps are left out, and samples the program's line.
+A thread writes it every 50 ms, decides which steps are left out, and samples the current line of the program.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 EVERY_S = 0.05
 _GAUGES_EVERY = 10
 _LAST_WORDS = 4096
-"""Bytes that are kept for what is written at the end."""
+"""Bytes reserved for the last blocks."""
 _RESERVE = 0.95
-"""Steps that are left out leave their beginning, measurements go on."""
+"""Part of the limit for complete steps. Even a step that is left out records its begin, and measurements continue."""
 _MOST_HALVINGS = 20
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -59,19 +59,19 @@ _OF_OTHERS = tuple(
 
 @final
 class TimelineFile:
-    """The file of an instance, and the thread that writes it. What goes wrong with it never disturbs the program.
+    """The file of an instance, and the thread that writes it. Errors of the file never disturb the program.
 
     Args:
-        path: of the file; one that is there is replaced, unless another process writes to it: then it is another file.
-        header: what it says first.
-        limit_bytes: how large it may be; steps are left out, so that it does not become larger, and in the end all.
-        now_ns: the clock of events.
+        path: Path of the file. An existing file is replaced; if another process writes to it, a new name is chosen.
+        header: Content of the first block.
+        limit_bytes: Size limit; steps are left out to stay below it, at the end all of them.
+        now_ns: Clock of the events.
 
     Attributes:
-        path: of the file, in the end.
-        recorder: the instrument whose events are written.
-        written_bytes: so many are in the file.
-        writing_s: so much time of a core its thread has taken.
+        path: Path that was chosen in the end.
+        recorder: Instrument whose events are written.
+        written_bytes: Size of the file so far.
+        writing_s: CPU time of the writing thread so far.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class TimelineFile:
         self.recorder = Recorder(self._ring, self._stride)
         self._take_exchanges: Callable[[], Sequence[Exchange]] = list
         self._gauges = [Gauge(read_gauges)]
-        self._lost = 0  # events that had no room in the file
+        self._lost = 0  # number of events without room in the file
         self._lock = threading.Lock()
         self._is_closed = False
-        self._running = threading.Lock()  # held until it ends: to wait for a lock is one call, for an event it is many
+        self._running = threading.Lock()  # held until the end; waiting for a lock is one call, for an event it is many
         self._running.acquire()
         self._file: BinaryIO | None = None
         self.path = path
@@ -106,7 +106,7 @@ class TimelineFile:
         self._thread = threading.Thread(target=self._spill_again_and_again, name="timeline", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start to write."""
         self._thread.start()
 
     def add(self, kind: bytes, value: object) -> None:
@@ -115,31 +115,31 @@ class TimelineFile:
             self._write(json_block(kind, value))
 
     def align_by(self, take_exchanges: Callable[[], Sequence[Exchange]]) -> None:
-        """Write, from now on, the exchanges that this returns whenever it is called."""
+        """From now on write the exchanges that `take_exchanges` returns at each call."""
         self._take_exchanges = take_exchanges
 
     def measure(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Measure, from now on, what this returns too, every half second, or more rarely if it takes long."""
+        """From now on measure what `read` returns as well: every half second, or more rarely if it takes long."""
         self._gauges.append(Gauge(read))
 
     def spill(self, is_last: bool = False) -> None:
-        """Write what is in memory now; from any thread."""
+        """Write the events in memory now; any thread may call it."""
         with self._lock:
             events, lost = self._ring.take(waits=not is_last)
             if lost:
                 events = np.append(_note_of_loss(events, lost), events)
-            names = self.recorder.take_new_names()  # after the events: those of theirs are among them
+            names = self.recorder.take_new_names()  # after taking events, so that it includes their names
             exchanges = self._take_exchanges()
             data = names_block(names) if names else b""
             data += block(EVENTS, pack_events(events)) if len(events) else b""
             data += block(CLOCKS, pack_exchanges(exchanges)) if exchanges else b""
             if self._lost or self.written_bytes + len(data) > self._limit_bytes - _LAST_WORDS:
-                self._lost += len(events)  # from here on nothing: later events may have names that had no room
+                self._lost += len(events)  # and all later events, whose names may have had no room
                 return
             self._write(data)
 
     def close(self) -> None:
-        """Write the rest and end; may be called again, and by processes that were forked, to which it is not theirs."""
+        """Write the rest and end. Repeated calls do nothing; a forked process does not end its parent's file."""
         if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
@@ -177,7 +177,7 @@ class TimelineFile:
         if self._file is None or not data:
             return
         try:
-            while data:  # a disk that is nearly full takes a part
+            while data:  # a nearly full disk accepts only a part
                 taken = self._file.write(data) or 0
                 self.written_bytes += taken
                 data = data[taken:]
@@ -191,19 +191,20 @@ class TimelineFile:
 
 
 def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndarray:
-    """Return the event that says so, at the time of those that follow."""
+    """Return an EVENTS_LOST event with the time of the following events."""
     when = following["when_ns"][0] if len(following) else when_ns
     return np.array([(when, int(EventKind.EVENTS_LOST), 0, 0, lost)], EVENT)
 
 
 def stride_of(written_bytes: int, limit_bytes: int) -> int:
-    """Every how manieth step is recorded when a file has so many bytes already.
+    """Return n if every n-th step is recorded, given the present size of the file.
 
-    Half of the limit is for all steps, a quarter for every second one, and so on: each part lasts as long as the one
-    before. Strides are powers of two, so whatever an instance leaves out, those that leave out fewer have its steps.
+    Half of the limit is for all steps, a quarter for every second step, and so on: each part lasts as long as the one
+    before. Strides are powers of two, so instances with smaller strides have all steps of an instance with a larger
+    one.
 
     Returns:
-        A power of two; 0 where nothing is recorded any more.
+        A power of two, or 0 if no further steps are recorded.
     """
     room = limit_bytes * _RESERVE
     stride = 1
@@ -215,7 +216,7 @@ def stride_of(written_bytes: int, limit_bytes: int) -> int:
 
 
 def line_of(thread: int) -> str:
-    """Return the innermost line of the program itself in a thread, as `train.py:12`; empty if there is none."""
+    """Return the innermost line of the program itself in a thread, e.g. `train.py:12`, or ""."""
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None and frame.f_code.co_filename.startswith(_OF_OTHERS):
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""The process above each instance, on its host."""
+"""The agent: the process above each instance, on the instance's host."""

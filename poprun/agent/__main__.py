@@ -1,8 +1,8 @@
-"""The script that mpirun starts in place of each instance's program, isolated, without site-packages.
+"""The script that mpirun starts in place of each instance's program, isolated and without site-packages.
 
 usage: poprun/agent/__main__.py CPUS program [arguments]
 
-Words of the program may be marked, see `poprun.ipc.wire`.
+Words of the program may be marked; `poprun.ipc.wire` explains why.
 """
 
 import os

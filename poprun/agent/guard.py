@@ -1,7 +1,7 @@
-"""The agent: runs the program of one instance, forwards its output, and leaves no process of it behind.
+"""The agent: runs the program of one instance, forwards its output, and leaves none of its processes behind.
 
-It answers to poprun over a socket. When that closes, poprun is gone and the instance is ended. It runs in an
-isolated interpreter and has to start fast, so it imports little, all of it from the standard library.
+The agent talks to poprun over a socket. If the socket closes, poprun is gone and the agent ends the instance. The agent
+runs in an isolated interpreter and has to start fast, so it imports little, all of it from the standard library.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from poprun.ipc.processes import (
 )
 from poprun.ipc.streams import InputFeed, open_outputs
 
-TYPE_CHECKING = False  # that of `typing`, which takes too long to load
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROGRESS_VARIABLE = "POPRUN_PROGRESS_FD"
 STACK_VARIABLE = "POPRUN_STACK"
 NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
-"""The folder of what warns about libraries that do not know the other instances."""
+"""The folder with the warnings about libraries that do not know the other instances."""
 ALONE_VARIABLE = "POPDIST_ALONE"
-"""A variable of popdist, which would take too long to load; it was meant for the process that started poprun."""
+"""A variable meant for poprun's parent process only. popdist defines it, but takes too long to load here."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
@@ -50,18 +50,18 @@ _NEVER = float("inf")
 
 
 def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
-    """Run a program until it and all its descendants have ended; the exit status is that of the agent, 0.
+    """Run a program until it and all its descendants have ended, and return the agent's exit status.
 
     Args:
-        cpus: what to pin the program to, such as `0-3,8`, or `any`.
-        words: the program and its arguments.
-        environ: the environment; what is meant for the agent is not passed on.
+        cpus: The CPUs to pin the program to, such as `0-3,8`, or `any`.
+        words: The program and its arguments.
+        environ: The environment; variables for the agent are removed from it, and the rest goes to the program.
     """
     daemon = os.getppid()
     control = environ.pop(wire.CONTROL_VARIABLE)
     environ.pop(ALONE_VARIABLE, None)
     if control.endswith(wire.IGNORES_HANGUP):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun starts us with its default
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun has reset it to the default
     blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly))
     wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -80,7 +80,7 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     parent = os.getpid()
 
     def prepare() -> None:
-        os.setpgid(0, 0)  # out of the reach of what mpirun sends to its own group
+        os.setpgid(0, 0)  # outside of the process group to which mpirun sends signals
         die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(127)
@@ -106,16 +106,16 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
     Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed)).run()
     if link.is_cut and parent_of(os.getppid()) == daemon:
-        # It has told mpirun of our instance, and keep-alive ends no connection on which data wait to be confirmed.
+        # The daemon has told mpirun of our instance. Keepalive does not end a connection with unconfirmed data.
         send(daemon, signal.SIGTERM)
     return 0
 
 
 def _refuse_host(meant_for: str, rank: int, link: ControlLink, token: str) -> None:
-    """Tell poprun that Open MPI has brought us to another host, in place of the program, which is not started."""
+    """Report to poprun that Open MPI has started this agent on a wrong host; the program is not started."""
     here, now_s = os.uname().nodename, time.monotonic()
     text = (
-        f"instance {rank} is meant for host {meant_for}, and Open MPI has started it on {here}, so it does not run; "
+        f"instance {rank} is meant for host {meant_for}, but Open MPI has started it on {here}, so it does not run; "
         "give the hosts names that differ before the first dot, or name them by address (--host 10.0.0.1,10.0.0.2)\n"
     )
     link.send(wire.pack_hello(rank, os.getpid(), now_s, bytes.fromhex(token), here))
@@ -127,17 +127,17 @@ def _refuse_host(meant_for: str, rank: int, link: ControlLink, token: str) -> No
 
 
 class Guard:
-    """The loop around the machine of one instance; forwards output and input.
+    """The event loop around the machine of one instance; it also forwards output and input.
 
     Args:
-        pid: of the program.
-        page: the memory file of its progress record; -1 without.
-        stack: that of its stack; -1 without.
-        link: to poprun.
-        wakeup: where the numbers of signals come.
-        outputs: the program's standard output and error.
-        feed: its standard input.
-        now_s: the clock, that of `time.monotonic`.
+        pid: The process of the program.
+        page: Descriptor of the memory file with the program's progress record; -1 without one.
+        stack: Descriptor of the memory file for the program's stack; -1 without one.
+        link: The connection to poprun.
+        wakeup: Descriptor from which the numbers of received signals are read.
+        outputs: Descriptors of the program's standard output and error.
+        feed: The program's standard input.
+        now_s: The clock, like `time.monotonic`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Guard:
             link.send(wire.pack(wire.WANT))
 
     def run(self) -> None:
-        """Serve until the instance is gone and poprun, or its end, dismisses us."""
+        """Serve until no process of the instance is left and poprun, or its end, dismisses the agent."""
         while not self._machine.is_over:
             for descriptor, _ in self._poll.poll(self._timeout_ms()):
                 self._serve(descriptor)
@@ -191,7 +191,7 @@ class Guard:
             self._obey()
 
     def _hand_over_input(self) -> None:
-        """Write what the program takes of its standard input; ask for more when it has taken all."""
+        """Write input to the program as far as it takes it; ask poprun for more when all is written."""
         if not self._feed.is_full:
             return
         descriptor = self._feed.descriptor
@@ -259,7 +259,7 @@ class Guard:
         self._do(self._machine.see_stack(size, is_stopped, self._now_s()))
 
     def _worker(self) -> int:
-        """Return the process that shows its stack: the program, or the worker that it has started."""
+        """Return the process to show the stack of: the program, or the worker that it has started."""
         worker = self._activity.worker
         return worker if worker in descendants(os.getpid()) else self._pid
 
@@ -270,7 +270,7 @@ class Guard:
         page = b""
         if self._page >= 0:
             page, again = os.pread(self._page, PAGE_BYTES, 0), b""
-            for _ in range(3):  # a writer may be at it
+            for _ in range(3):  # the program may be writing
                 again = os.pread(self._page, PAGE_BYTES, 0)
                 if again == page:
                     break
@@ -282,7 +282,7 @@ class Guard:
         self._link.send(wire.pack_progress(now_s, page, is_stopped, effort, memory))
 
     def _look_at_program(self, page: bytes, now_s: float) -> tuple[bool, float]:
-        """Return whether the program is stopped, and its effort until it has come to `popdist.init`."""
+        """Return whether the program is stopped, and its effort (0 after it has reached `popdist.init`)."""
         has_begun = page[SINCE_OFFSET : SINCE_OFFSET + 8].strip(b"\0")
         effort = 0.0 if has_begun else self._activity.effort(now_s)
         if owner := int.from_bytes(page[OWNER_OFFSET : OWNER_OFFSET + 8], "little"):
@@ -315,10 +315,10 @@ class Guard:
 
 
 def check_directory(directory: str) -> None:
-    """Refuse to run anywhere else than where poprun was started: Open MPI takes $HOME where there is no such directory.
+    """Refuse a working directory other than poprun's: if it is missing, Open MPI starts programs in $HOME.
 
     Raises:
-        OSError: this is another one.
+        OSError: The current directory is another one, or poprun's is missing.
     """
     where = f"the working directory {directory} of poprun"
     way_out = f"make it on {os.uname().nodename}, or start poprun in one that all hosts have"
@@ -337,7 +337,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def _tidy(environ: dict[str, str], was_orderly: bool) -> None:
-    """Remove what dead jobs have left on this host: the own one, or, once per host and job, those before."""
+    """Remove files of dead jobs on this host: once for each host and job, and always if the agent was killed."""
     if not was_orderly or environ.get("OMPI_COMM_WORLD_LOCAL_RANK") == "0":
         from poprun.ipc.leavings import folder_of, remove_leavings
 
@@ -345,7 +345,7 @@ def _tidy(environ: dict[str, str], was_orderly: bool) -> None:
 
 
 def _new_file(name: str, environ: dict[str, str], variable: str, content: bytes = b"", suffix: str = "") -> int:
-    """Make a memory file and name it to the program by a variable; -1 if that is impossible."""
+    """Make a memory file, and name it to the program in a variable; return its descriptor, or -1 on failure."""
     environ.pop(variable, None)
     try:
         file = os.memfd_create(name, 0)

@@ -1,4 +1,4 @@
-"""The process above an agent; each of the two ends what is left when the other is killed."""
+"""The keeper: the process above an agent. If keeper or agent is killed, the other ends what is left of the instance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from poprun.agent.guard_machine import CUT_SIGNAL, PASSED_ON, STOPPING
 from poprun.ipc import wire
 from poprun.ipc.processes import adopt_orphans, die_with_parent, end_descendants, heeded, reap, send
 
-TYPE_CHECKING = False  # that of `typing`, which takes too long to load
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load
 if TYPE_CHECKING:
     from typing import NoReturn
 
@@ -19,18 +19,19 @@ _HANDED_ON = frozenset((*STOPPING, *PASSED_ON))
 
 
 def put_keeper_above(at_the_end: Callable[[bool], None]) -> set[int | signal.Signals]:
-    """Divide the calling process: the caller goes on below as the agent, and what it was becomes the keeper.
+    """Fork the calling process: the child goes on as the agent, and the calling process becomes the keeper.
 
-    Open MPI's daemon knows the keeper only: signals, SIGKILL too, reach the agent in no other way than through it. All
-    processes of an instance descend from both. The agent ends them when the keeper is gone, which the kernel tells it
-    by CUT_SIGNAL, and the keeper when the agent is. The one is out of the reach of what is sent to the other's group.
+    Open MPI's daemon knows the keeper only, so signals, SIGKILL too, reach the agent only through the keeper. All
+    processes of an instance descend from both. If the keeper is gone, the kernel tells the agent by CUT_SIGNAL, and the
+    agent ends the processes. If the agent is gone, the keeper ends them. Each has a process group of its own, so that a
+    signal to one group does not reach the other.
 
     Args:
-        at_the_end: called in the keeper when nothing of the instance is left, with whether the agent has ended
-            by itself and what has started it is still there.
+        at_the_end: Function that the keeper calls when no process of the instance is left. Its argument is whether the
+            agent ended by itself while the keeper's parent was still there.
 
     Returns:
-        In the agent: the signals that are to be blocked again once it can take all of them.
+        In the agent: the signals to block again once the agent can take all signals.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*heeded(_HANDED_ON), CUT_SIGNAL, signal.SIGCHLD))
     die_with_parent(wire.ORPHANED)
@@ -41,7 +42,7 @@ def put_keeper_above(at_the_end: Callable[[bool], None]) -> set[int | signal.Sig
         code, is_orphaned = _keep(agent)
         if code:
             end_descendants()
-        with contextlib.suppress(Exception):  # what it does is not worth a failed job
+        with contextlib.suppress(Exception):  # a failure to tidy up must not fail the job
             at_the_end(code == 0 and not is_orphaned)
         _end_as(code)
     os.setpgid(0, 0)
@@ -52,7 +53,7 @@ def put_keeper_above(at_the_end: Callable[[bool], None]) -> set[int | signal.Sig
 
 
 def _keep(agent: int) -> tuple[int, bool]:
-    """Hand signals on until the agent has ended: its exit status, or -n after signal n; whether our parent is gone."""
+    """Pass signals on until the agent ends; return its exit status (-n after signal n) and whether our parent ended."""
     is_orphaned = False
     while True:
         number = signal.sigwaitinfo((*heeded(_HANDED_ON), signal.SIGCHLD)).si_signo
@@ -63,13 +64,13 @@ def _keep(agent: int) -> tuple[int, bool]:
         is_orphaned = is_orphaned or number == wire.ORPHANED
         send(agent, number)
         if number in STOPPING:
-            send(agent, signal.SIGCONT)  # or one that is stopped would never hear it
+            send(agent, signal.SIGCONT)  # otherwise a stopped agent would not receive the signal
 
 
 def _end_as(code: int) -> NoReturn:
-    """End as the agent has."""
+    """End this process as the agent has ended."""
     if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL has nothing to be restored
+        with contextlib.suppress(OSError):  # SIGKILL cannot be reset, and need not be
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (-code,))
         send(os.getpid(), -code)

@@ -7,17 +7,17 @@ import contextlib
 from poprun.ipc import wire
 from poprun.ipc.sockets import keep_alive
 
-TYPE_CHECKING = False  # that of `typing`, which takes too long to load
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load
 if TYPE_CHECKING:
     import socket
 
 
 class ControlLink:
-    """The socket to poprun; once it has failed, everything sent is dropped.
+    """The socket to poprun; after a failure, everything sent is dropped.
 
     Attributes:
-        is_open: whether poprun may still be there.
-        is_cut: whether it has ended because nothing came through any more, rather than by poprun's will or end.
+        is_open: Whether poprun may still be there.
+        is_cut: Whether the network broke the connection; false if poprun closed it or ended.
     """
 
     def __init__(self, address: str) -> None:
@@ -27,11 +27,11 @@ class ControlLink:
         self._reader = wire.MessageReader()
 
     def fileno(self) -> int:
-        """Return the descriptor for poll."""
+        """Return the descriptor of the socket, for poll."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send a message, waiting while poprun is behind with its reading."""
+        """Send a message; block while poprun is behind with reading."""
         if self.is_open:
             try:
                 self._socket.sendall(message)
@@ -39,7 +39,7 @@ class ControlLink:
                 self._fail(error)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have come; set `is_open` to false at the end."""
+        """Return the messages that have arrived; set `is_open` to false at the end of the connection."""
         try:
             data = self._socket.recv(65536)
         except OSError as error:
@@ -62,7 +62,7 @@ class ControlLink:
 
 def _connect(address: str) -> socket.socket:
     """Connect to poprun."""
-    import socket  # the program has been started by now, so this costs no time
+    import socket  # late, so that it does not delay the program, which runs by now
 
     scheme, _, place = address.partition(":")
     if scheme == "unix":

@@ -1,4 +1,4 @@
-"""Statistics of an instance's processes: CPU time, stops, memory, kills for lack of memory. Loads nothing slow."""
+"""Statistics of an instance's processes: CPU time, stops, memory, kills for lack of memory. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from poprun.ipc.processes import descendants, state_of
 
 LOOK_S = 1.0
-"""The interval between two looks at all processes of an instance, which takes a moment."""
+"""The interval between looks at all processes of an instance, because a look takes time."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _NEVER = float("-inf")
 
 
 class Activity:
-    """The state and the CPU time of the processes below `pid`, which the agent has started.
+    """The state and the CPU time of the processes below the process `pid`, which the agent has started.
 
-    A program may be started by others, such as `sh -c` or `numactl`: then the process that keeps the progress record is
-    the one that counts, and before there is one, whatever is at the end of the line of only children.
+    A command such as `sh -c` or `numactl` may start the actual program. So the worker is the process that keeps the
+    progress record. Before there is a record, the worker is the end of the chain of only children.
     """
 
     def __init__(self, pid: int) -> None:
@@ -28,12 +28,12 @@ class Activity:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the program; one that a debugger holds is not meant."""
+        """Whether a signal has stopped the program; a stop by a debugger does not count."""
         return b"T" in {state_of(self._pid), state_of(self._worker)}
 
     @property
     def worker(self) -> int:
-        """The process that counts."""
+        """The process that runs the actual program."""
         return self._worker
 
     def note_owner(self, pid: int) -> None:
@@ -41,9 +41,9 @@ class Activity:
         self._worker = pid
 
     def effort(self, now_s: float) -> float:
-        """Return a number that grows while processes of the program use CPU time, or wait for a core.
+        """Return a number that grows while processes of the program use CPU time or wait for a core.
 
-        It is as it was `LOOK_S` ago at the most.
+        The number is at most `LOOK_S` old.
         """
         if now_s >= self._looked_at_s + LOOK_S:
             self._looked_at_s = now_s
@@ -77,7 +77,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU time of a process and of its children that have ended; see proc(5)."""
+    """Return the CPU time of a process and of its ended children (proc(5))."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             times = file.read().rpartition(b")")[2].split()[11:15]
@@ -90,18 +90,18 @@ _KIB = 1024
 
 
 class MemoryUse:
-    """The memory of an instance's worker process, now and at most."""
+    """The memory of an instance's worker process, now and at its peak."""
 
     def __init__(self) -> None:
         self._bytes = self._peak_bytes = 0
         self._looked_at_s = _NEVER
 
     def look(self, pid: int, now_s: float) -> tuple[int, int]:
-        """Return the resident memory and the largest so far, both at most `LOOK_S` old.
+        """Return the resident memory and its peak in bytes, both at most `LOOK_S` old.
 
         Args:
-            pid: of the process; that of one which has ended leaves what was known.
-            now_s: the time.
+            pid: The process; after its end, the peak stays.
+            now_s: The time.
         """
         if now_s >= self._looked_at_s + LOOK_S:
             self._looked_at_s = now_s
@@ -111,13 +111,13 @@ class MemoryUse:
         return self._bytes, self._peak_bytes
 
     def note_end(self, most_kib: int) -> None:
-        """Note that a process has ended whose own or whose children's memory was `most_kib`; see getrusage(2)."""
+        """Note the end of a process whose own or whose children's peak memory was `most_kib` (getrusage(2))."""
         self._bytes = 0
         self._peak_bytes = max(self._peak_bytes, most_kib * _KIB)
 
 
 def _read(path: str) -> dict[bytes, int]:
-    """Read the amounts of memory in a file of /proc, in bytes; see proc(5)."""
+    """Read the amounts of memory in a file of /proc (proc(5)), in bytes."""
     try:
         with open(path, "rb") as file:
             pairs = (line.split(b":", 1) for line in file if line.startswith(b"Vm"))
@@ -127,15 +127,15 @@ def _read(path: str) -> dict[bytes, int]:
 
 
 RECENT_S = 5.0
-"""The counter may rise so long before the end of the process that was killed: it has memory to give back."""
+"""The longest time from a rise of the counter to the end of the killed process, which has memory to give back."""
 
 
 class OutOfMemory:
-    """The kernel's counter of kills for lack of memory; without a counter nothing is ever found.
+    """The kernel's counter of kills for lack of memory; without a counter, no kill is ever found.
 
     Args:
-        cgroups: what the kernel says about the cgroups of this process, see cgroups(7).
-        root: where these are mounted.
+        cgroups: Path of the file with this process's cgroups (cgroups(7)).
+        root: The folder where cgroups are mounted.
     """
 
     def __init__(self, cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> None:
@@ -144,7 +144,7 @@ class OutOfMemory:
         self._risen_at_s = _NEVER
 
     def look(self, now_s: float) -> None:
-        """Take note of the counter."""
+        """Read the counter, and note whether it has risen."""
         count = self._read()
         if count != self._count:
             self._count, self._risen_at_s = count, now_s
@@ -159,7 +159,7 @@ class OutOfMemory:
 
 
 def _candidates(cgroups: str, root: str) -> list[str]:
-    """Files that may hold the counter, first those of this process's own cgroup, then, as in a container, of all."""
+    """Return the files that may hold the counter: of this process's cgroup, then of the root, as in a container."""
     try:
         with open(cgroups) as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]

@@ -9,7 +9,7 @@ from poprun.agent.link import ControlLink
 from poprun.ipc import wire
 from poprun.ipc.streams import PIPE_BYTES, enlarge
 
-TYPE_CHECKING = False  # that of `typing`, which takes too long to load
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -17,13 +17,13 @@ _NEVER = float("inf")
 
 
 class ProgramOutput:
-    """The program's standard output and error, on their way to poprun.
+    """The program's standard output and error on their way to poprun.
 
     Args:
-        descriptors: of the two.
-        poll: wakes the agent when there is something to read; in a pause they are not in it.
-        link: to poprun.
-        now_s: the clock.
+        descriptors: The reading ends of standard output and error.
+        poll: The poll object of the agent's loop; during a pause the descriptors are not registered.
+        link: The connection to poprun.
+        now_s: The clock.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ProgramOutput:
         self._now_s = now_s
         self._pace = Pace(min(map(enlarge, descriptors)))
         self._read_bytes = 0
-        self._read_at_s = _NEVER  # in a pause: when it is over
+        self._read_at_s = _NEVER  # the end of the pause, if there is one
         for descriptor in descriptors:
             os.set_blocking(descriptor, False)
             poll.register(descriptor, select.POLLIN)
@@ -46,16 +46,16 @@ class ProgramOutput:
 
     @property
     def deadline_s(self) -> float:
-        """The time of the next call of `keep_pace` or `let_go`, whatever comes."""
+        """The time of the next call of `keep_pace` or `let_go`, even without output."""
         return min([self._read_at_s, *(lines.deadline_s() for lines in self._lines.values())])
 
     def forward(self, descriptor: int) -> None:
-        """Read what is there, and send what is whole lines of it."""
+        """Read the available output, and send its whole lines."""
         try:
             data = os.read(descriptor, PIPE_BYTES)
         except BlockingIOError:
             return
-        except OSError:  # a terminal whose last writer has gone
+        except OSError:  # a terminal that its last writer has closed
             data = b""
         if not data:
             self._close(descriptor)
@@ -64,7 +64,7 @@ class ProgramOutput:
         self._send(descriptor, self._lines[descriptor].feed(data, self._now_s()))
 
     def keep_pace(self, now_s: float) -> None:
-        """Read at the end of a pause, and begin one when readings follow each other fast."""
+        """Read at the end of a pause, and begin a pause if readings follow each other fast."""
         if now_s >= self._read_at_s:
             for descriptor in list(self._kinds):
                 self.forward(descriptor)
@@ -81,7 +81,7 @@ class ProgramOutput:
         self._read_at_s = now_s + pause_s if pause_s else _NEVER
 
     def let_go(self, now_s: float) -> None:
-        """Send pieces that have waited long enough, unless more has come while we waited for poprun to read."""
+        """Send pieces of lines that have waited long enough, unless more output has come in the meantime."""
         for descriptor, lines in list(self._lines.items()):
             if now_s >= lines.deadline_s():
                 self.forward(descriptor)
@@ -89,7 +89,7 @@ class ProgramOutput:
                     self._send(descriptor, lines.expire(now_s))
 
     def drain(self) -> None:
-        """Forward all output that is there now, and pieces of lines too."""
+        """Forward all available output, including pieces of lines."""
         ready = select.poll()
         for descriptor in list(self._kinds):
             ready.register(descriptor, select.POLLIN)
@@ -114,19 +114,19 @@ class ProgramOutput:
 
 
 PAUSE_S = 0.05
-"""At 1 MB/s 50 kB come together in this time; nobody sees the delay."""
+"""The length of a pause. At 1 MB/s, 50 kB gather in this time; the delay is not visible."""
 AT_ONCE = 20
-"""The pieces that are read without delay, so that the streams keep their order, before pauses begin."""
+"""The number of readings without delay before pauses begin, so that the two streams keep their order."""
 
 
 class Pace:
-    """Pauses between readings of the program's output.
+    """The pauses between readings of the program's output.
 
-    Every reading wakes the agent and poprun, whatever its size: thousands of lines a second, each on its own, would
+    Every reading wakes the agent and poprun, whatever its size. Thousands of lines a second, each read alone, would
     take a quarter of a core from the program (benchmarks/output.py).
 
     Args:
-        capacity_bytes: how much the program can write before it has to wait for us.
+        capacity_bytes: Bytes that the program can write before it blocks.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -135,7 +135,7 @@ class Pace:
         self._at_s = 0.0
 
     def pause_s(self, now_s: float, read_bytes: int) -> float:
-        """Return the time until the next reading; 0 for a program that would have to wait for us."""
+        """Return the time until the next reading; 0 for a program that would block otherwise."""
         left = self._left + (now_s - self._at_s) / PAUSE_S
         self._at_s = now_s
         self._left = AT_ONCE if read_bytes > self._much_bytes else min(max(left, 1.0), AT_ONCE) - 1.0
@@ -149,14 +149,13 @@ LONGEST_LINE_BYTES = 8 << 20
 
 
 class LineBuffer:
-    """Holds the last, unfinished line of one stream.
+    """The last, unfinished line of one stream.
 
-    A piece without line end is let go when nothing has been added for some time, so that a prompt appears. Of a line
-    that is redrawn with carriage returns, as progress bars do, everything but the newest state is let go after
-    `REDRAW_S` even without silence.
+    A piece of a line is released after some time without new output, so that a prompt appears. Progress bars
+    redraw a line with carriage returns. Of such a line, all but the newest state is released after `REDRAW_S`.
 
     Args:
-        silence_s: how long nothing has to be added; see the function of this name.
+        silence_s: Seconds without new output after which a piece is released; the function `silence_s` chooses them.
     """
 
     def __init__(self, silence_s: float = LONGEST_SILENCE_S) -> None:
@@ -167,7 +166,7 @@ class LineBuffer:
         self._newest_s = 0.0
 
     def feed(self, data: bytes, now_s: float) -> bytes:
-        """Add output; return the whole lines that are complete now."""
+        """Add output, and return the lines that are complete now."""
         whole_bytes = data.rfind(b"\n") + 1
         taken = self._take(len(self._held)) + data[:whole_bytes] if whole_bytes else b""
         self._hold(data[whole_bytes:], now_s)
@@ -190,7 +189,7 @@ class LineBuffer:
         return min(silent_s, self._oldest_s + REDRAW_S) if self._is_redrawn else silent_s
 
     def flush(self) -> bytes:
-        """Return everything that is held, at the end."""
+        """Return everything that is held; called at the end of the output."""
         return self._take(len(self._held))
 
     def _hold(self, data: bytes, now_s: float) -> None:
@@ -210,10 +209,10 @@ class LineBuffer:
 
 
 def silence_s(is_terminal: bool) -> float:
-    """Return how long a piece without line end is held back.
+    """Return how long a piece of a line is held back.
 
-    Python's unbuffered `print` writes a line and its end separately; on a machine with more processes than cores a
-    program may lose its core for some tenths of a second in between, and whatever has been let go is torn when
-    another instance writes. Who does not look at a terminal can wait longer for a prompt.
+    Python's unbuffered `print` writes a line and its end separately. With more processes than cores, a program may lose
+    its core for some tenths of a second in between. A piece released by then is torn if another instance writes. If
+    standard output is not a terminal, no user waits for a prompt, so pieces are held longer.
     """
     return LONGEST_SILENCE_S if is_terminal else UNSEEN_SILENCE_S

@@ -1,9 +1,10 @@
-"""Reading poprun's command line: options up to the first other word, then the program and its arguments."""
+"""The parser of poprun's command line: options up to the first other word, then the program and its arguments."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,15 +23,15 @@ _TRUE = ("yes", "on", "true", "1")
 _FALSE = ("no", "off", "false", "0")
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,4000}")
-"""A whole number; `int` would read `1_0` and digits of every script too, and none longer than 4300 digits."""
+"""A whole number. `int` would also read `1_0` and digits of every script, and it refuses more than 4300 digits."""
 
 _FRACTION = re.compile(r"[+-]?[0-9]{0,4000}[.][0-9]{1,4000}")
-"""A number of seconds may also be a fraction."""
+"""A number with a fraction, which options that take seconds accept too."""
 
 _WITHOUT_DASH = (OptionKind.TEXT, OptionKind.PATH, OptionKind.HOSTS, OptionKind.METRICS)
-"""Kinds whose values seldom begin with a dash: `--output-dir --timestamps` does not mean such a folder."""
+"""Kinds whose values seldom begin with a dash: in `--output-dir --timestamps` the value was forgotten."""
 
-_MEETS_BY_ITSELF = ": instances find each other by themselves; leave it out"
+_MEETS_BY_ITSELF = ": instances find each other without it; leave it out"
 _COUNTED_TOGETHER = "; --num-instances (-n) counts the processes of all hosts together, and --host names the hosts"
 
 _ELSEWHERE = {
@@ -45,7 +46,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), _MEETS_BY_ITSELF),
     **dict.fromkeys(("--master-addr", "--master-port", "--node-rank"), _MEETS_BY_ITSELF),
 }
-"""Options of mpirun, torchrun, horovodrun and srun, each with the option that has the same effect here."""
+"""Options of mpirun, torchrun, horovodrun and srun, each with poprun's option of the same effect."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class CommandLine:
     """The options and the program that the user wrote.
 
     Attributes:
-        values: the options that were given, by name.
-        program: the program and its arguments; may be empty.
+        values: The given options, by name.
+        program: The program and its arguments; may be empty.
     """
 
     values: dict[str, Value] = field(default_factory=dict)
@@ -64,10 +65,10 @@ class CommandLine:
 def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> CommandLine:
     """Read the words after `poprun`.
 
-    Boost.Program_options is the model: `--name value`, `--name=value`, unambiguous prefixes of long names.
+    The syntax follows Boost.Program_options: `--name value`, `--name=value`, unambiguous prefixes of long names.
 
     Raises:
-        UsageError: an option is unknown or ambiguous, or its value is missing or wrong.
+        UsageError: An option is unknown or ambiguous, or its value is missing or wrong.
     """
     values: dict[str, Value] = {}
     position = 0
@@ -89,10 +90,10 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
 
 
 def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
-    """Find the option for a word such as `--num-rep`, `-v` or `--print-topology`.
+    """Find the option that a word such as `--num-rep`, `-v` or `--print-topology` names.
 
     Raises:
-        UsageError: the word fits no option, or several; the message names the nearest ones.
+        UsageError: The word fits no option, or several; the message names the nearest options.
     """
     for option in options:
         if written == f"--{option.name}" or written in option.spellings:
@@ -108,10 +109,10 @@ def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
 
 
 def read_value(option: Option, text: str) -> Value:
-    """Read the word that follows an option.
+    """Read the value that follows an option.
 
     Raises:
-        UsageError: the word is not what the option needs.
+        UsageError: The text is not a value of the option's kind.
     """
     if option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN):
         return _read_boolean(option, text)
@@ -135,10 +136,10 @@ def read_value(option: Option, text: str) -> Value:
 
 
 def read_instance_arguments(text: str) -> tuple[int, tuple[str, ...]]:
-    """Split `<index>:-x A=1 -x B=2` into the instance and the words; quotes around all words are taken off.
+    """Split `<index>:-x A=1 -x B=2` into the instance and the words; quotes around all words are removed.
 
     Raises:
-        UsageError: there is no index or no colon, or the words cannot be split.
+        UsageError: The index or the colon is missing, or the words cannot be split.
     """
     option = find_option("--instance-mpi-local-args")
     index, colon, arguments = text.partition(":")
@@ -151,10 +152,10 @@ def read_instance_arguments(text: str) -> tuple[int, tuple[str, ...]]:
 
 
 def read_fault(text: str) -> Fault:
-    """Parse a fault of `--inject`.
+    """Parse a value of `--inject`.
 
     Raises:
-        UsageError: the text describes no fault.
+        UsageError: The text describes no fault.
     """
     try:
         return parse_fault(text)
@@ -163,41 +164,41 @@ def read_fault(text: str) -> Fault:
 
 
 def read_metrics(text: str) -> str:
-    """Return the text unchanged if it says where metrics go.
+    """Check a value of `--metrics`, and return it unchanged.
 
     Raises:
-        UsageError: it does not.
+        UsageError: The text does not name a destination for metrics.
     """
     try:
         words = parse_words([text])
     except ValueError as error:
         raise UsageError(f"--metrics {error}") from None
     if not words:
-        raise UsageError("--metrics is empty; give it where metrics go, such as csv:run.csv")
+        raise UsageError("--metrics is empty; give a destination for metrics, such as csv:run.csv")
     return text
 
 
 def check_number(option: Option, number: float) -> None:
-    """Refuse a number that is too small or too large for its option.
+    """Refuse a number outside the range of its option.
 
     Raises:
-        UsageError: it is too small or too large.
+        UsageError: The number is too small or too large.
     """
     if option.at_least is not None and number < option.at_least:
         raise UsageError(f"--{option.name} is {number}; use {option.at_least} or more")
-    if not number <= option.at_most:  # nan is neither more nor less
+    if not number <= option.at_most:  # every comparison with nan is false
         raise UsageError(f"--{option.name} is {number}; use at most {option.at_most}")
 
 
 def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyType({})) -> LaunchSettings:
-    """Return the settings of a command line; one replica for each instance unless it says how many.
+    """Return the settings of a command line; by default each instance has one replica.
 
     Args:
-        line: the user's words.
-        environ: may name a partition.
+        line: The user's words.
+        environ: Environment variables; the partition and the name of the run are read from them.
 
     Raises:
-        UsageError: the settings are impossible.
+        UsageError: The settings are impossible.
     """
     given = (option.name for option in OPTIONS if option.name in line.values)
     values: dict[str, object] = {name.replace("-", "_"): line.values[name] for name in given}
@@ -221,7 +222,7 @@ def _is_prefix(written: str, option: Option) -> bool:
 
 
 def _is_fault(words: Sequence[str]) -> bool:
-    """Return whether the next word was meant for one, not for the program."""
+    """Return whether the next word is a fault, and not the program."""
     return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
 
 
@@ -237,12 +238,12 @@ def _suggest(written: str, options: Sequence[Option]) -> str:
 
 def _next_word(words: Sequence[str], position: int, option: Option) -> str:
     if position == len(words):
-        raise UsageError(f"--{option.name} needs {option.kind.needs}, the command line ends there")
+        raise UsageError(f"--{option.name} needs {option.kind.needs}, but the command line ends there")
     word = words[position]
     if word.startswith("-") and option.kind in _WITHOUT_DASH:
         raise UsageError(
             f"--{option.name} needs {option.kind.needs}, got {word!r}; "
-            f"write --{option.name}={word} if that is not the next option"
+            f"write --{option.name}={word} if {word!r} is not the next option"
         )
     return word
 
@@ -271,11 +272,9 @@ def _read_number(option: Option, text: str) -> int | float:
 
 
 def _split(option: Option, text: str) -> tuple[str, ...]:
-    import shlex  # costs some milliseconds, needed only by those who use it
-
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(
-            f"--{option.name} cannot be split like a shell does: {error} in {text!r}; check the quotes"
+            f"--{option.name} cannot be split into words as in a shell: {error} in {text!r}; check the quotes"
         ) from None

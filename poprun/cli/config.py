@@ -1,7 +1,7 @@
 """Configuration files: the options of a launch, and optionally its program, as TOML.
 
-A file holds the options that were given, under their long names and in the order of `--help`; what is not in it has
-its default. Importing and exporting it again gives the same bytes.
+A file holds the given options under their long names, in the order of `--help`; all other options have their defaults.
+Importing and exporting a file again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import TypeGuard
 
-from popdist.records.private_files import open_unless_linked
+from popdist.records.private_files import fault_of_file, open_unless_linked
 from poprun.cli.command_line import CommandLine, Value, check_number, read_value
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
@@ -22,7 +22,7 @@ PROGRAM = "program"
 """The key of the program and its arguments."""
 
 _MOST_CHARACTERS = 1 << 28
-"""Far more than the longest certificate has."""
+"""The limit for files to read; the longest certificate is far shorter."""
 
 _EXCLUSIVE = (frozenset(("host", "hostfile")),)
 
@@ -30,9 +30,9 @@ _EXCLUSIVE = (frozenset(("host", "hostfile")),)
 def format_config(line: CommandLine) -> str:
     """Return the text of a configuration file.
 
-    Options that concern one call of poprun only (such as `--dry-run`, `--export-config`) are left out.
+    Options that concern one call of poprun only, such as `--dry-run` and `--export-config`, are left out.
     """
-    import tomli_w  # costs some milliseconds, needed only by those who export
+    import tomli_w  # takes some milliseconds to load, and few launches export
 
     table: dict[str, object] = {
         option.name: _plain(line.values[option.name])
@@ -48,13 +48,13 @@ def parse_config(text: str, path: str) -> CommandLine:
     """Read a configuration file as if its options had been written on a command line.
 
     Raises:
-        UsageError: it is not TOML, a key is unknown, or a value is wrong.
+        UsageError: The text is not TOML, a key is unknown, or a value is wrong.
     """
-    import tomllib  # costs some milliseconds, needed only by those who import
+    import tomllib  # takes some milliseconds to load, and few launches import
 
     try:
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, or thousands of brackets
         raise UsageError(f"configuration {path} is not TOML: {_one_line(error)}") from None
     program = table.pop(PROGRAM, [])
     if not isinstance(program, list) or not all(isinstance(word, str) for word in program):
@@ -64,7 +64,7 @@ def parse_config(text: str, path: str) -> CommandLine:
 
 
 def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
-    """Return the command line, with what it does not say taken from a file. Lists replace lists."""
+    """Return the command line, completed by a file. A list of the command line replaces that of the file."""
     given = set(line.values)
     displaced = {name for group in _EXCLUSIVE if group & given for name in group} | given
     kept = {name: value for name, value in imported.values.items() if name not in displaced}
@@ -72,10 +72,10 @@ def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
 
 
 def import_config(line: CommandLine) -> CommandLine:
-    """Return the command line, completed by the file that its `--import-config` names, if any.
+    """Return the command line, completed by the file that `--import-config` names, if any.
 
     Raises:
-        UsageError: the file cannot be read or understood.
+        UsageError: The file cannot be read, or is no valid configuration.
     """
     path = line.values.get("import-config")
     if path is None:
@@ -90,18 +90,20 @@ def import_config(line: CommandLine) -> CommandLine:
 
 
 def read_trusted(path: Path, what: str) -> str:
-    """Return the text of a file that says what is run.
+    """Return the text of a file whose content decides what poprun runs.
+
+    Args:
+        path: The path of the file.
+        what: The kind of file, for messages.
 
     Raises:
-        UsageError: somebody else can decide what it says.
-        OSError: it cannot be read.
-        UnicodeDecodeError: it is no text.
+        UsageError: Another user can change the file, or the file is too long.
+        OSError: The file cannot be read.
+        UnicodeDecodeError: The file is not UTF-8 text.
     """
-    from popdist.records.private_files import fault_of_file  # needed only by those who import
-
     with path.open(encoding="utf-8") as file:
         if fault := fault_of_file(file.fileno()):
-            raise UsageError(f"{what} {path} says what is run, and {fault}")
+            raise UsageError(f"{what} {path} decides what is run, and {fault}")
         text = file.read(_MOST_CHARACTERS)
         if len(text) == _MOST_CHARACTERS:
             raise UsageError(f"{what} {path} has {_MOST_CHARACTERS} characters or more; name the right file")
@@ -109,14 +111,14 @@ def read_trusted(path: Path, what: str) -> str:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file for writing that others cannot write to, and return its descriptor.
+    """Open a file for writing that no other user can write to, and return its descriptor.
 
     Args:
-        path: of the file.
-        flags: further ones than those for writing to one that is made, such as `os.O_EXCL`.
+        path: The path of the file, which is created if it does not exist.
+        flags: Flags of `os.open` besides O_WRONLY and O_CREAT, such as `os.O_EXCL`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     descriptor = open_unless_linked(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     status = os.fstat(descriptor)
@@ -126,10 +128,10 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def check_export(line: CommandLine) -> None:
-    """Refuse to replace a file while nothing has been done yet: hosts that are prepared first may take an hour.
+    """Refuse an existing `--export-config` file early: preparing hosts, which comes first, may take an hour.
 
     Raises:
-        UsageError: the file that `--export-config` names exists and may not be replaced.
+        UsageError: The file exists and may not be replaced.
     """
     path = line.values.get("export-config")
     if path is not None and Path(str(path)).exists() and not line.values.get("overwrite-config"):
@@ -140,7 +142,7 @@ def export_config(line: CommandLine) -> str | None:
     """Write the file that `--export-config` names, if any, and return its path.
 
     Raises:
-        UsageError: it exists and may not be replaced, or cannot be written.
+        UsageError: The file exists and may not be replaced, or it cannot be written.
     """
     path = line.values.get("export-config")
     if path is None:
@@ -177,7 +179,7 @@ def _find(key: str, path: str) -> Option:
     if key in settings:
         return settings[key]
     if any(option.name == key for option in OPTIONS):
-        raise UsageError(f"configuration {path}: {key} concerns one call of poprun; give it on the command line")
+        raise UsageError(f"configuration {path}: {key} applies to a single call of poprun; give it on the command line")
     nearest = name_nearest(key, [*settings, PROGRAM])
     raise UsageError(
         f"configuration {path} has an unknown key {_one_line(key)}{nearest or '; poprun --help-all lists all options'}"
@@ -192,7 +194,7 @@ def _read(option: Option, value: object, path: str) -> Value:
 
 
 def _convert(option: Option, value: object) -> Value:
-    """Convert a value of TOML; a word is read as it would be on the command line."""
+    """Convert a value of TOML; a string is read like a word of the command line."""
     if isinstance(value, bool) and option.kind in (OptionKind.FLAG, OptionKind.BOOLEAN):
         return value
     if _is_number(value, option.kind):
@@ -206,7 +208,7 @@ def _convert(option: Option, value: object) -> Value:
 
 
 def _is_number(value: object, kind: OptionKind) -> TypeGuard[int | float]:
-    is_whole = type(value) is int  # True is no number here
+    is_whole = type(value) is int  # excludes bool
     return (is_whole and kind in (OptionKind.NUMBER, OptionKind.SECONDS)) or (
         isinstance(value, float) and kind is OptionKind.SECONDS
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from popdist.version import __version__
@@ -23,20 +24,20 @@ example, 8 replicas in 2 processes:
        poprun -n 2 --num-replicas 8 python train.py"""
 
 _WORDS = (
-    "Options end at the first other word. doctor examines the hosts, and starts nothing. verify proves that the "
-    "program has the same bits however its replicas are spread; see poprun verify --help. "
-    "timeline shows what a job did that was recorded; see poprun timeline --help. "
-    "top shows what a job does that is running; see poprun top --help. "
-    "simulate says what an all-reduce costs on hosts that are not there; see poprun simulate --help."
+    "Options end at the first word that is not an option. doctor examines the hosts and starts nothing. "
+    "verify proves that the program gives the same bits however its replicas are spread; see poprun verify --help. "
+    "timeline shows the recording of a job; see poprun timeline --help. "
+    "top shows what a running job does; see poprun top --help. "
+    "simulate computes the time of an all-reduce on hosts that you describe; see poprun simulate --help."
 )
-_MORE = "poprun --help-all lists the other options, those for partitions and those without effect among them."
+_MORE = "poprun --help-all lists the other options too, such as those for partitions and those without effect."
 
 _LEFT = 26
-"""The columns of an option and what follows it; one that needs more has its explanation in the next lines."""
+"""The width of the left column; the explanation of a longer option begins on the next line."""
 
 
 def describe_options(columns: int = USUAL_COLUMNS, with_rare: bool = False) -> str:
-    """Return the text of `--help` or, with the rare options, of `--help-all`."""
+    """Return the text of `--help`, or of `--help-all` if `with_rare` is true."""
     options = [option for option in OPTIONS if with_rare or not option.is_rare]
     sections = dict.fromkeys(option.section for option in options)
     blocks = [describe_section(section, options, columns) for section in sections]
@@ -45,13 +46,13 @@ def describe_options(columns: int = USUAL_COLUMNS, with_rare: bool = False) -> s
 
 
 def describe_section(section: str, options: Sequence[Option] = OPTIONS, columns: int = USUAL_COLUMNS) -> str:
-    """Return the heading of a section and the lines of its options."""
+    """Return the heading of a section, and the lines of its options."""
     rows = [(_spell(option), _explain(option)) for option in options if option.section == section]
     return "\n".join([f"{section} options:", *(_describe(left, right, columns) for left, right in rows)])
 
 
 def options_table(section: str, options: Sequence[Option] = OPTIONS) -> str:
-    """Return the options of a section as a table in Markdown, as poprun_options.md has it."""
+    """Return the options of a section as a Markdown table for poprun_options.md."""
     rows = [_table_row(option) for option in options if option.section == section]
     return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
 
@@ -93,8 +94,7 @@ def _explain(option: Option) -> str:
 
 def describe_version(form: str) -> str:
     """Return the text of `--version` in the form `text`, `json`, `full-text` or `full-json`."""
-    import json  # this and the next: needed only by those who ask for the version
-    import platform
+    import platform  # takes some milliseconds to load, and only --version needs it
 
     versions = {"poprun": __version__}
     if form.startswith("full"):
@@ -106,7 +106,7 @@ def describe_version(form: str) -> str:
 
 
 def _installed(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError, version  # for the same reason
 
     try:
         return version(name)

@@ -1,4 +1,4 @@
-"""The options of poprun. A new option is one new field here."""
+"""The options of poprun. To add an option, add a field here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ vipu = partial(option, section=VIPU, rare=True)
 idle_vipu = partial(option, section=VIPU, without_effect=NO_SERVER)
 
 _MOST = 1_000_000
-"""The largest number of things that are counted one by one: more is a slip of the keyboard."""
+"""The largest value of options that count things; a larger number is probably a typing error."""
 
 FLAG, BOOLEAN, NUMBER, SECONDS = OptionKind.FLAG, OptionKind.BOOLEAN, OptionKind.NUMBER, OptionKind.SECONDS
 TEXT, PATH, HOSTS, ARGUMENTS = OptionKind.TEXT, OptionKind.PATH, OptionKind.HOSTS, OptionKind.ARGUMENTS
@@ -44,144 +44,153 @@ class LaunchOptions(ABC):
     """The options of poprun, each with its value for one launch.
 
     Attributes:
-        program: the program and its arguments.
-        metrics_run: a name of this job that no other job has, for services; a job that is restarted keeps it.
+        program: The program and its arguments.
+        metrics_run: A unique name of this job for metrics services; a restarted job keeps its name.
     """
 
     program: tuple[str, ...]
-    help: bool = generic(False, FLAG, "print the options that most jobs need and stop", "-h", once=True)
-    help_all: bool = generic(False, FLAG, "print all options and stop", once=True)
-    version: bool = generic(False, FLAG, "print the version and stop", once=True)
+    help: bool = generic(False, FLAG, "print the options that most jobs need, and exit", "-h", once=True)
+    help_all: bool = generic(False, FLAG, "print all options, and exit", once=True)
+    version: bool = generic(False, FLAG, "print the version, and exit", once=True)
     version_format: str = generic(
         "text",
         TEXT,
-        "how --version prints; the full forms list every dependency",
+        "the form of --version; the full forms list every dependency",
         choices=("text", "json", "full-text", "full-json"),
         rare=True,
         once=True,
     )
     import_config: str | None = generic(
-        None, PATH, "read options from a TOML file; the command line wins", once=True, see="#configuration-files"
+        None,
+        PATH,
+        "read options from a TOML file; options on the command line take precedence",
+        once=True,
+        see="#configuration-files",
     )
-    export_config: str | None = generic(None, PATH, "write the options in force to a TOML file", once=True)
+    export_config: str | None = generic(None, PATH, "write the options in effect to a TOML file", once=True)
     overwrite_config: bool = generic(False, BOOLEAN, "let --export-config replace a file", rare=True, once=True)
-    verbose: bool = generic(False, FLAG, "say what happens", "-v")
-    vv: bool = generic(False, FLAG, "say how it happens, and show the topology", "-vv")
+    verbose: bool = generic(False, FLAG, "log what happens", "-v")
+    vv: bool = generic(False, FLAG, "log more details, and show the topology", "-vv")
     dry_run: bool = generic(
-        False, FLAG, "print topology, placement and the mpirun command, run nothing", once=True, see="#dry-runs"
+        False, FLAG, "print topology, placement and the mpirun command; run nothing", once=True, see="#dry-runs"
     )
-    json: bool = generic(False, FLAG, "with --dry-run: print all of it as JSON", rare=True, once=True)
+    json: bool = generic(False, FLAG, "with --dry-run: print the same as JSON", rare=True, once=True)
     host: tuple[str, ...] = topology(
-        (), HOSTS, "hosts that run instances, e.g. 'node[0-2,4]'; default this machine", "-H", see="hosts.md"
+        (), HOSTS, "hosts to run instances on, e.g. 'node[0-2,4]'; without it, this machine", "-H", see="hosts.md"
     )
     hostfile: str | None = topology(
-        None, PATH, "a file of hosts, `name slots=N` on each line; excludes --host", see="hosts.md"
+        None, PATH, "a file with a host on each line, `name slots=N`; excludes --host", see="hosts.md"
     )
     host_subnet: str | None = topology(
-        None, TEXT, "the interface or network that hosts use, e.g. eth0 or 10.0.0.0/16", without_effect=ONE_HOST
+        None,
+        TEXT,
+        "the interface or network that connects the hosts, e.g. eth0 or 10.0.0.0/16",
+        without_effect=ONE_HOST,
     )
     num_replicas: int = topology(
-        1, NUMBER, "replicas of all instances together", shown="one for each instance", at_most=_MOST
+        1, NUMBER, "number of replicas of all instances together", shown="one for each instance", at_most=_MOST
     )
     num_instances: int = topology(
-        1, NUMBER, "processes on all hosts together; replicas are divided evenly", *("-n", "-np", "--np"), at_most=_MOST
+        1, NUMBER, "number of processes on all hosts; must divide --num-replicas", *("-n", "-np", "--np"), at_most=_MOST
     )
     ipus_per_replica: int = topology(
-        1, NUMBER, "devices that one replica spans", at_most=_MOST, rare=True, see="partitions.md"
+        1, NUMBER, "number of devices that one replica spans", at_most=_MOST, rare=True, see="partitions.md"
     )
     num_ilds: int | None = topology(
-        None, NUMBER, "IPU-Link domains; instances are divided evenly", rare=True, see="partitions.md"
+        None, NUMBER, "number of IPU-Link domains; must divide --num-instances", rare=True, see="partitions.md"
     )
     sync_type: str | None = topology(
-        None, TEXT, "how a partition synchronises, e.g. ST_POD_NATIVE_DEFAULT", without_effect=NO_SERVER
+        None, TEXT, "synchronisation of the partition, e.g. ST_POD_NATIVE_DEFAULT", without_effect=NO_SERVER
     )
     print_topology: bool = topology(False, BOOLEAN, "show which instance drives which replicas")
     vipu_server_host: str = idle_vipu("localhost", TEXT, "host of the V-IPU server")
-    vipu_server_port: int = idle_vipu(8090, NUMBER, "its port", at_most=65535)
-    vipu_server_timeout: int = idle_vipu(120, NUMBER, "seconds that a request may take")
+    vipu_server_port: int = idle_vipu(8090, NUMBER, "port of the server", at_most=65535)
+    vipu_server_timeout: int = idle_vipu(120, NUMBER, "limit in seconds for a request to the server")
     vipu_partition: str | None = vipu(
         None,
         TEXT,
-        "a simulated partition: a name, or a device map FILE.toml",
+        "a simulated partition: a name, or the path of a device map FILE.toml",
         without_effect=OFFLINE,
         see="partitions.md",
     )
-    vipu_partition_attempts: int = idle_vipu(1, NUMBER, "tries at binding to the partition")
+    vipu_partition_attempts: int = idle_vipu(1, NUMBER, "number of attempts to bind to the partition")
     vipu_cluster: str | None = idle_vipu(
-        None, TEXT, "deprecated: see --vipu-allocation", deprecated="--vipu-allocation has replaced it"
+        None, TEXT, "deprecated: use --vipu-allocation", deprecated="use --vipu-allocation"
     )
-    vipu_allocation: str | None = idle_vipu(None, TEXT, "where a partition is created")
+    vipu_allocation: str | None = idle_vipu(None, TEXT, "allocation in which to create a partition")
     update_partition: bool = vipu(
         False, BOOLEAN, "change the partition if it does not fit", without_effect=NO_PARTITION, see="partitions.md"
     )
     reset_partition: bool | None = idle_vipu(None, BOOLEAN, "reset the partition before the run")
     remove_partition: bool = idle_vipu(True, BOOLEAN, "remove a partition that poprun has created")
     executable_cache_path: str | None = execution(
-        None, PATH, "directory of compiled executables, for the programs", see="compilation.md"
+        None, PATH, "folder in which programs keep compiled executables", see="compilation.md"
     )
-    mpi_global_args: tuple[str, ...] = execution((), ARGUMENTS, "options for mpirun, given once at the front; adds up")
-    mpi_local_args: tuple[str, ...] = execution((), ARGUMENTS, "options for mpirun, given for each instance; adds up")
+    mpi_global_args: tuple[str, ...] = execution((), ARGUMENTS, "options for mpirun as a whole; may be repeated")
+    mpi_local_args: tuple[str, ...] = execution(
+        (), ARGUMENTS, "options for mpirun, for every instance; may be repeated"
+    )
     instance_mpi_local_args: tuple[tuple[int, tuple[str, ...]], ...] = execution(
-        (), OptionKind.INSTANCE_ARGUMENTS, "options for mpirun, given for one instance; adds up", rare=True
+        (), OptionKind.INSTANCE_ARGUMENTS, "options for mpirun, for one instance; may be repeated", rare=True
     )
     allow_run_as_root: bool = execution(False, BOOLEAN, "let mpirun run as root")
     process_placement: str = execution(
         "spreadnuma",
         TEXT,
-        "spreadnuma: each instance on cores of its own; cores, sockets: one for each in turn; disabled: anywhere",
+        "CPUs of each instance: spreadnuma: its own; cores, sockets: one core or socket in turn; disabled: any",
         choices=("spreadnuma", "disabled", "cores", "sockets"),
         see="#pinning",
     )
     numa_aware: bool | None = execution(
         None,
         BOOLEAN,
-        "deprecated: see --process-placement",
+        "deprecated: use --process-placement",
         deprecated="--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own",
     )
     torch_distributed_env: bool = execution(
         False,
         BOOLEAN,
-        "set RANK, WORLD_SIZE, MASTER_ADDR and others, by which torch.distributed, accelerate, Lightning meet",
+        "set RANK, WORLD_SIZE, MASTER_ADDR and others for torch.distributed, accelerate and Lightning",
         see="#other-libraries",
     )
-    offline_mode: bool = execution(False, BOOLEAN, "do not use accelerators, compute on the CPU")
+    offline_mode: bool = execution(False, BOOLEAN, "compute on CPUs, without accelerators")
     synchronise_python_venv: bool = execution(
         False, BOOLEAN, "copy the Python environment to the hosts", without_effect=ONE_HOST, see="hosts.md"
     )
-    synchronise_poplar_sdk: bool = execution(False, BOOLEAN, "would copy a Poplar SDK", without_effect=NO_SDK)
+    synchronise_poplar_sdk: bool = execution(False, BOOLEAN, "copy a Poplar SDK to the hosts", without_effect=NO_SDK)
     distribute_ssh_key: bool = execution(
         False, BOOLEAN, "install the ssh key on the hosts", rare=True, without_effect=ONE_HOST, see="hosts.md"
     )
     skip_checks: bool = execution(False, FLAG, "do not examine the hosts before the launch", without_effect=ONE_HOST)
-    start_timeout_s: float = execution(60, SECONDS, "until then every instance must have started")
-    host_timeout_s: float = execution(10, SECONDS, "the silence after which a host is lost", without_effect=ONE_HOST)
+    start_timeout_s: float = execution(60, SECONDS, "time limit for all instances to start")
+    host_timeout_s: float = execution(10, SECONDS, "silence after which a host counts as lost", without_effect=ONE_HOST)
     on_failure: str = failure(
         "stop",
         TEXT,
-        "what happens when an instance fails: stop ends the job, shrink lets the others go on, restart starts it again",
+        "if an instance fails: stop ends the job, shrink continues without it, restart starts the job again",
         choices=("stop", "shrink", "restart"),
         see="surviving.md",
     )
-    max_restarts: int = failure(3, NUMBER, "how often it is started again at most", at_least=0, without_effect=STOPS)
+    max_restarts: int = failure(3, NUMBER, "largest number of restarts", at_least=0, without_effect=STOPS)
     restart_backoff_s: float = failure(
         1,
         SECONDS,
-        "the pause before the first restart; it doubles from one to the next",
+        "pause before the first restart; each further pause is twice as long",
         at_least=0,
         rare=True,
         without_effect=STOPS,
     )
     min_instances: int = failure(
-        1, NUMBER, "the fewest instances that go on or are started again", without_effect=STOPS
+        1, NUMBER, "smallest number of instances to continue or restart with", without_effect=STOPS
     )
     stuck_timeout_s: float = failure(
         300,
         SECONDS,
-        "after so long an instance that others wait for and that does nothing is a failure; 0: never",
+        "an instance that others wait for, and that is idle for this long, has failed; 0: never",
         at_least=0,
     )
     inject: tuple[str, ...] = failure(
-        (), OptionKind.FAULT, "let something go wrong, e.g. kill:instance=1,step=7; adds up", see="faults.md"
+        (), OptionKind.FAULT, "inject a fault, e.g. kill:instance=1,step=7; may be repeated", see="faults.md"
     )
     only_output_from_instance: int | None = output(
         None, NUMBER, "show the output of this instance only", at_least=None, see="output.md"
@@ -189,10 +198,10 @@ class LaunchOptions(ABC):
     no_tags: bool = output(
         False,
         FLAG,
-        "show lines without [1,N]<stdout>: in front; so does one instance where standard output is a pipe of its own",
+        "show lines without [1,N]<stdout>: in front; the default for one instance whose standard output is a pipe",
         see="output.md",
     )
-    tag_host: bool = output(False, FLAG, "show the host in front of each line too")
+    tag_host: bool = output(False, FLAG, "also show the host in front of each line")
     timestamps: bool = output(False, FLAG, "show the time in front of each line")
     output_dir: str | None = output(
         None, PATH, "also write each instance's output to files in this directory", see="output.md"
@@ -200,46 +209,46 @@ class LaunchOptions(ABC):
     metrics: tuple[str, ...] = output(
         (),
         OptionKind.METRICS,
-        "write the metrics of every step there: csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:[HOST:]PORT, "
-        "mlflow[:URI], wandb[:PROJECT]; adds up",
+        "write the metrics of every step to csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:[HOST:]PORT, "
+        "mlflow[:URI] or wandb[:PROJECT]; may be repeated",
         see="metrics.md",
     )
     metrics_run: str = ""
     timeline: str | None = output(
-        None, PATH, "record what instances do, and write it to this file, for Perfetto", see="timelines.md"
+        None, PATH, "record what instances do, and write a timeline for Perfetto to this file", see="timelines.md"
     )
     timeline_limit: int | None = output(
-        None, NUMBER, "MB that one instance may record", shown="256", at_most=_MOST, rare=True
+        None, NUMBER, "largest recording of one instance, in MB", shown="256", at_most=_MOST, rare=True
     )
     profile: str | None = output(
         None,
         TEXT,
-        "put what the profiler of jax or torch sees of five steps into the timeline; jax:20@100: of 20, after 100",
+        "with --timeline: profiler to record five steps with, jax or torch; jax:20@100: 20 steps after step 100",
         rare=True,
         see="timelines.md",
     )
     summary: str = output(
         "",
         TEXT,
-        "what is said when the job is over: yes, no (three lines, or none), or json:FILE",
+        "summary at the end of the job: yes (three lines), no, or json:FILE",
         shown="yes on a terminal",
         see="summary.md",
     )
     top_address: str | None = output(
         None,
         TEXT,
-        "HOST:PORT where poprun top on other hosts may look at the job",
+        "HOST:PORT at which poprun listens for poprun top on other hosts",
         rare=True,
         see="progress.md",
     )
-    debug: bool = debugging(False, FLAG, "say everything: as -vv, and every setting in force", rare=True)
+    debug: bool = debugging(False, FLAG, "log everything: as -vv, and every option in effect", rare=True)
 
     @abstractmethod
     def __post_init__(self) -> None:
-        """Check each option, and what they say together.
+        """Check each option, and the options together.
 
         Raises:
-            UsageError: options are out of range, or exclude each other.
+            UsageError: An option is out of range, or options exclude each other.
         """
 
 

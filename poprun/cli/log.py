@@ -1,4 +1,4 @@
-"""poprun's own words on its standard streams: answers, and log lines `HH:MM:SS.mmm <pid> POPRUN [E] text`."""
+"""poprun's own messages: answers, and log lines of the form `HH:MM:SS.mmm <pid> POPRUN [E] text`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Level(IntEnum):
 
 
 def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
-    """Return the level that `-v` (1) and `-vv` (2), or else the variable POPRUN_LOG_LEVEL, ask for."""
+    """Return the level of `-v` (1) or `-vv` (2); with neither (0), the level that POPRUN_LOG_LEVEL names."""
     if verbosity:
         return Level.INFO if verbosity == 1 else Level.DEBUG
     name = environ.get(LEVEL_VARIABLE, "").upper()
@@ -34,39 +34,39 @@ def level_from(verbosity: int, environ: Mapping[str, str]) -> Level:
 
 
 def fault_of_level(environ: Mapping[str, str]) -> str:
-    """Return what is wrong with the variable POPRUN_LOG_LEVEL; empty if nothing is."""
+    """Describe the fault in the value of POPRUN_LOG_LEVEL; empty if the value is right."""
     name = environ.get(LEVEL_VARIABLE, "")
     if not name or name.upper() in Level.__members__:
         return ""
-    return f"{LEVEL_VARIABLE} is {name!r}, which is no level; use one of {', '.join(Level.__members__)}"
+    return f"{LEVEL_VARIABLE} is {name!r}, which is no log level; use one of {', '.join(Level.__members__)}"
 
 
 @dataclass(frozen=True)
 class Log:
-    """Writes lines, those that are wanted. While a job runs its supervisor does that, in step with the output.
+    """A writer of log lines. While a job runs, its supervisor writes the lines instead, in step with the output.
 
     Attributes:
-        level: what is shown.
-        descriptor: where to; standard error.
+        level: The least important level that is shown.
+        descriptor: The file descriptor to write to; 2 is standard error.
     """
 
     level: Level = Level.WARN
     descriptor: int = 2
 
     def error(self, text: str) -> None:
-        """Say why the command failed."""
+        """Log the reason why the command failed."""
         self._write(Level.ERROR, text)
 
     def warn(self, text: str) -> None:
-        """Say what is probably not meant."""
+        """Log something that is probably a mistake."""
         self._write(Level.WARN, text)
 
     def info(self, text: str) -> None:
-        """Say what happens, at `-v`."""
+        """Log what happens; shown with `-v`."""
         self._write(Level.INFO, text)
 
     def debug(self, text: str) -> None:
-        """Say how it happens, at `-vv`."""
+        """Log how it happens; shown with `-vv`."""
         self._write(Level.DEBUG, text)
 
     def _write(self, level: Level, text: str) -> None:
@@ -75,7 +75,7 @@ class Log:
 
 
 def format_line(level: Level, text: str) -> str:
-    """Format one log line. A line break in the text begins a new log line; control characters are escaped."""
+    """Format log lines, one for each line of the text; control characters are escaped."""
     head = f"{clock_text(time.time())} {os.getpid()} POPRUN [{level.name[0]}] "
     return "".join(f"{head}{without_controls(line)}\n" for line in text.splitlines() or [""])
 
@@ -84,13 +84,13 @@ def clock_text(now_s: float) -> str:
     """Return the local time with milliseconds.
 
     Args:
-        now_s: seconds since 1970.
+        now_s: Seconds since 1970.
     """
     return f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s * 1000) % 1000:03d}"
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write everything; give up silently where nobody reads any more."""
+    """Write all bytes; give up silently if the reader has gone."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -99,11 +99,11 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def show(text: str, descriptor: int = 1) -> None:
-    """Write a text and a line end; words of the user that are not UTF-8 come out as they are.
+    """Write a text and a line end; words of the user that are not UTF-8 are written unchanged.
 
     Raises:
-        OutputError: it cannot be written, because the disk is full.
-        SystemExit: nobody reads it any more, as with `| head`.
+        OutputError: The text cannot be written, for example because the disk is full.
+        SystemExit: The reader has gone, as with `| head`.
     """
     data = f"{text}\n".encode(errors="surrogateescape")
     try:

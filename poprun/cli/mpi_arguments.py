@@ -1,4 +1,4 @@
-"""Options for mpirun as the user gives them, and the variables that their `-x` exports. Pure."""
+"""The user's options for mpirun, and the variables that their `-x` exports. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _BINDING_OPTIONS = ("--bind-to", "--map-by", "--cpu-set", "--cpu-list", "--rankf
 
 @dataclass(frozen=True)
 class MpiArguments:
-    """Options for mpirun, read once.
+    """A list of options for mpirun, parsed.
 
     Attributes:
-        words: the options, as the user wrote them.
-        exports: for each exported variable its value, or None if mpirun forwards the variable by name.
+        words: The options, as the user wrote them.
+        exports: The exported variables with their values. None: mpirun forwards the variable by name.
     """
 
     words: tuple[str, ...] = ()
@@ -23,13 +23,13 @@ class MpiArguments:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> MpiArguments:
-        """Read `-x NAME=value` and `-x NAME`; the last one of each name counts."""
+        """Read `-x NAME=value` and `-x NAME`; the last export of a name counts."""
         pairs = zip(words, words[1:], strict=False)
         written = [value.partition("=") for option, value in pairs if option == _EXPORT]
         return cls(tuple(words), {name: value if equals else None for name, equals, value in written})
 
     def without_exports(self, names: Collection[str]) -> list[str]:
-        """Return the words, except for the exports of these variables."""
+        """Return the words without the exports of the named variables."""
         kept: list[str] = []
         rest = iter(self.words)
         for word in rest:
@@ -41,13 +41,13 @@ class MpiArguments:
 
 @dataclass(frozen=True)
 class JobArguments:
-    """All options for mpirun of a job.
+    """All options for mpirun in one job.
 
     Attributes:
-        everywhere: those that are given once, for mpirun as a whole.
-        common: those that are given for each instance.
-        instances: for each instance those of all instances, then its own.
-        words: all words, for whichever instance.
+        everywhere: The options for mpirun as a whole, given once.
+        common: The options that every instance gets.
+        instances: The options of each instance: the common ones, then its own.
+        words: All words of the three.
     """
 
     everywhere: MpiArguments
@@ -63,7 +63,7 @@ class JobArguments:
         own: Iterable[tuple[int, tuple[str, ...]]],
         num_instances: int,
     ) -> JobArguments:
-        """Read the options."""
+        """Read the options from the values of the three options of poprun."""
         words, special = everywhere + common, dict[int, tuple[str, ...]]()
         for index, more in own:
             words += more
@@ -75,17 +75,17 @@ class JobArguments:
 
     @property
     def exports(self) -> frozenset[str]:
-        """The names of all variables that are exported, to whichever instance."""
+        """The names of all variables that are exported to any instance."""
         return frozenset(self.everywhere.exports).union(*(each.exports for each in self.instances))
 
     @property
     def names_binding(self) -> bool:
-        """Whether the options say where processes run."""
+        """Whether the options decide on which CPUs or hosts processes run."""
         return any(word.partition("=")[0] in _BINDING_OPTIONS for word in self.words)
 
 
 def export_options(*groups: Mapping[str, str | None]) -> list[str]:
-    """Return the words that export the variables of each group; None forwards a variable by name."""
+    """Return `-x` options that export the variables of each group. A value of None forwards a variable by name."""
     words: list[str] = []
     for name, value in (item for group in groups for item in group.items()):
         words += [_EXPORT, name if value is None else f"{name}={value}"]

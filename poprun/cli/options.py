@@ -1,4 +1,4 @@
-"""The declaration of options: parser, help, configuration files and documentation follow from it."""
+"""The declaration of options, from which parser, help, configuration files and documentation follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 NO_SERVER = "there is no V-IPU server, partitions are simulated"
 NO_SDK = "there is no Poplar SDK"
 ALWAYS = (NO_SERVER, NO_SDK)
-"""Reasons for which an option never has an effect."""
+"""The reasons why options never have an effect."""
 
 NO_PARTITION = "there is no --vipu-partition"
 OFFLINE = "--offline-mode is on"
@@ -21,12 +21,12 @@ _Default = TypeVar("_Default")
 
 
 class OptionKind(Enum):
-    """The kind of value that follows an option.
+    """A kind of value that follows an option.
 
     Attributes:
-        needs: the kind in the words of an error message.
-        placeholder: the value in `--help`.
-        word: the value in the tables of poprun_options.md.
+        needs: The description of the kind in error messages.
+        placeholder: The value in `--help`.
+        word: The value in the tables of poprun_options.md.
     """
 
     FLAG = ("nothing", "", "")
@@ -36,11 +36,11 @@ class OptionKind(Enum):
     TEXT = ("a word", "WORD", "word")
     PATH = ("a path", "PATH", "path")
     HOSTS = ("a list of hosts such as 'node[0-2],node7'", "HOSTS", "hosts")
-    ARGUMENTS = ("one string that is split like a shell does", '"ARGS"', "one string")
-    METRICS = ("where metrics go, such as csv:run.csv", "SINK", "where they go")
+    ARGUMENTS = ("one string that is split as a shell does", '"ARGS"', "one string")
+    METRICS = ("a destination for metrics, such as csv:run.csv", "SINK", "destination")
     FAULT = ("a fault such as kill:instance=1,step=7", "FAULT", "`KIND:instance=I,...`")
     INSTANCE_ARGUMENTS = (
-        "the index of an instance, a colon and one string that is split like a shell does",
+        "the index of an instance, a colon and one string that is split as a shell does",
         'N:"ARGS"',
         '`INDEX:"..."`',
     )
@@ -51,24 +51,24 @@ class OptionKind(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option of the command line.
 
     Attributes:
-        name: the long name, without dashes.
-        kind: the kind of value that follows the name.
-        help: one line for `--help`.
-        section: the heading in `--help`.
-        spellings: other ways to write the name, with dashes.
-        choices: the words that may follow; empty for any.
-        default: as it is written in `--help`.
-        at_least: the smallest number that may follow; None: any.
-        at_most: the largest number that may follow.
-        if_bare: the value if no word follows that can be one; empty: a word has to follow.
-        rare: whether only `--help-all` shows the option.
-        once: whether the option concerns one call of poprun, so that a configuration file cannot have it.
-        without_effect: the reason why the option does nothing; empty if it always has an effect.
-        deprecated: what to use instead; empty if the option is not deprecated.
-        see: the place in docs/ that says more, such as `observability.md#metrics`.
+        name: The long name, without dashes.
+        kind: The kind of value that follows the name.
+        help: The explanation in `--help`, one line.
+        section: The heading in `--help`.
+        spellings: Other spellings of the name, with dashes.
+        choices: The allowed values; empty: any value.
+        default: The default, as `--help` shows it.
+        at_least: The smallest allowed number. None: any number.
+        at_most: The largest allowed number.
+        if_bare: The value if the next word cannot be a value. Empty: a value has to follow.
+        rare: Whether only `--help-all` shows the option.
+        once: Whether the option concerns one call of poprun, so that configuration files cannot contain it.
+        without_effect: The reason why the option does nothing. Empty: it always has an effect.
+        deprecated: The replacement of a deprecated option. Empty: the option is not deprecated.
+        see: The place in docs/ with more information, such as `observability.md#metrics`.
     """
 
     name: str
@@ -89,18 +89,18 @@ class Option:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether a second occurrence adds to the first; otherwise it replaces the first."""
+        """Whether a second occurrence adds to the first; otherwise, it replaces the first."""
         kinds = OptionKind.HOSTS, OptionKind.METRICS, OptionKind.FAULT
         return self.kind in (*kinds, OptionKind.ARGUMENTS, OptionKind.INSTANCE_ARGUMENTS)
 
     @property
     def is_rare(self) -> bool:
-        """Whether `--help` leaves the option to `--help-all`."""
+        """Whether only `--help-all` shows the option."""
         return self.rare or self.is_always_idle
 
     @property
     def is_always_idle(self) -> bool:
-        """Whether the option never has an effect, whatever the job is."""
+        """Whether the option has no effect in any job."""
         return bool(self.deprecated) or self.without_effect in ALWAYS
 
 
@@ -113,10 +113,16 @@ def option(
     shown: str | None = None,
     **details: Any,
 ) -> _Default:
-    """Declare an option as a field of a frozen dataclass, of which the option has its name.
+    """Declare an option as a field of a frozen dataclass; the field's name is the option's.
 
-    `default` is the value of the field if the option is not given, `shown` its text in `--help` where it does not
-    follow from the value. All other arguments are attributes of `Option`.
+    Args:
+        default: The value of the field if the option is not given.
+        kind: The kind of value.
+        help: The explanation in `--help`.
+        *spellings: Other spellings of the name, with dashes.
+        section: The heading in `--help`.
+        shown: The default as `--help` shows it. None: `default`, written out.
+        **details: Further attributes of `Option`.
     """
     text = _written(default, kind) if shown is None else shown
     declared = Option("", kind, help, section, spellings, default=text, **details)
@@ -125,7 +131,7 @@ def option(
 
 
 def options_of(declaring: type) -> tuple[Option, ...]:
-    """Return the options that a dataclass declares, in order."""
+    """Return the options that a dataclass declares, in the order of its fields."""
     declared = ((each.name, each.metadata.get(_DECLARATION)) for each in fields(declaring))
     return tuple(replace(each, name=name.replace("_", "-")) for name, each in declared if each is not None)
 

@@ -1,4 +1,4 @@
-"""The settings of a launch: its options, checked together, what follows from several, and remarks on idle ones."""
+"""The settings of a launch: options checked together, values that follow from several, and notes on idle options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from poprun.cli.wording import count
 from poprun.errors import UsageError
 
 PARTITION_VARIABLE = "IPUOF_VIPU_API_PARTITION_ID"
-"""Names the partition if no option does, as for the original; instances find the name of theirs in it."""
+"""The variable that names the partition if no option does, as in the original. Instances find their partition in it."""
 
 LARGEST_DOMAIN_IPUS = 64
 """The most IPUs of one IPU-Link domain."""
@@ -39,33 +39,33 @@ INSTEAD: Mapping[str, str] = {
     "--timestamp-output": "--timestamps",
     "--merge-stderr-to-stdout": "2>&1",
 }
-"""Options of mpirun for output, each with the option of poprun that has the effect: instances write to poprun."""
+"""Output options of mpirun, each with poprun's option of the same effect; instances write to poprun, not to mpirun."""
 
 
 @dataclass(frozen=True)
 class SummaryAsked:
-    """The summary that the user wants when the job is over.
+    """The summary that the user wants at the end of the job.
 
     Attributes:
-        lines: whether lines are shown; None: if standard error is a terminal.
-        file: the file that gets all of it as JSON; "": none.
+        lines: Whether to show lines. None: only if standard error is a terminal.
+        file: The JSON file for the whole summary. Empty: none.
     """
 
     lines: bool | None = None
     file: str = ""
 
     def shows_lines(self, is_terminal: bool, level: Level, environ: Mapping[str, str]) -> bool:
-        """Return whether lines are shown; by default on a terminal, unless the user has said that only errors count."""
+        """Return whether to show lines; by default on a terminal, unless the user wants to see errors only."""
         if self.lines is not None:
             return self.lines
         return is_terminal and level >= Level.WARN and environ.get("TERM", "dumb") != "dumb"
 
     @classmethod
     def read(cls, text: str) -> SummaryAsked:
-        """Read the value of `--summary`; "" if the option is not given.
+        """Read a value of `--summary`; "" if the option is not given.
 
         Raises:
-            UsageError: the text is none of the possible values.
+            UsageError: The text is no value of the option.
         """
         if not text:
             return cls()
@@ -78,12 +78,12 @@ class SummaryAsked:
 
 
 class LaunchSettings(LaunchOptions):
-    """The options of a launch, checked.
+    """The checked options of a launch.
 
-    No field is added, so the methods of the dataclass are inherited; making them again costs milliseconds.
+    The class adds no field, so it inherits the dataclass's methods; generating them again takes milliseconds.
 
     Raises:
-        UsageError: numbers are out of range, options exclude each other, or replicas or instances do not divide evenly.
+        UsageError: A number is out of range, options exclude each other, or replicas or instances do not divide evenly.
     """
 
     def __post_init__(self) -> None:
@@ -127,21 +127,21 @@ class LaunchSettings(LaunchOptions):
         wrong = [
             *([f"--only-output-from-instance is {shown}"] if shown is not None and not 0 <= shown <= last else []),
             *(f"--instance-mpi-local-args names instance {i}" for i, _ in self.instance_mpi_local_args if i > last),
-            *(f"--inject {text!r} names an instance that is none" for text in self.inject if _instance(text) > last),
+            *(f"--inject {text!r} names an unknown instance" for text in self.inject if _instance(text) > last),
         ]
         for fact in wrong:
             way_out = f"use 0 to {last}" if last else "use 0"
-            raise UsageError(f"{fact}, the job has {count(self.num_instances, 'instance')}; {way_out}")
+            raise UsageError(f"{fact}, but the job has {count(self.num_instances, 'instance')}; {way_out}")
 
     def _check_mpi_args(self) -> None:
-        """Refuse an option and its value in one word: quotes inside of quotes, or an entry of a list in TOML."""
+        """Refuse an option and its value in one word, as nested quotes or one entry of a TOML list make it."""
         lists = [("mpi-global-args", self.mpi_global_args), ("mpi-local-args", self.mpi_local_args)]
         lists += [("instance-mpi-local-args", words) for _, words in self.instance_mpi_local_args]
         for name, words in lists:
             if words and _OPTION_AND_MORE.match(words[0]):
                 raise UsageError(
-                    f"--{name} begins with {words[0]!r}, all in one word, which mpirun does not split; "
-                    "leave out the inner quotes, or make each word an entry of its own"
+                    f"--{name} begins with the single word {words[0]!r}, which mpirun does not split; "
+                    "remove the inner quotes, or make each word an entry of its own"
                 )
 
     def _check_exclusions(self) -> None:
@@ -152,10 +152,10 @@ class LaunchSettings(LaunchOptions):
             raise UsageError(f"--metrics {error}") from None
         self._check_profile()
         if self.host and self.hostfile:
-            raise UsageError("--host and --hostfile are both given, each names all hosts; give one of them")
+            raise UsageError("--host and --hostfile are both given, and each names all hosts; give one of them")
         if self.min_instances > self.num_instances:
             raise UsageError(
-                f"--min-instances is {self.min_instances}, the job has {count(self.num_instances, 'instance')}; "
+                f"--min-instances is {self.min_instances}, but the job has {count(self.num_instances, 'instance')}; "
                 f"use at most {self.num_instances}"
             )
         if self.no_tags and self.tag_host:
@@ -182,7 +182,7 @@ class LaunchSettings(LaunchOptions):
 
     @property
     def num_ipus(self) -> int:
-        """The devices of all replicas."""
+        """The number of devices of all replicas."""
         return self.num_replicas * self.ipus_per_replica
 
     @property
@@ -192,14 +192,14 @@ class LaunchSettings(LaunchOptions):
 
     @property
     def domains(self) -> int:
-        """The IPU-Link domains: what is asked for, or else as many as a partition of this size has."""
+        """The number of IPU-Link domains: as requested, or as many as a partition of this size has."""
         if self.num_ilds is None:
             return max(1, -(-self.num_ipus // LARGEST_DOMAIN_IPUS)) if self.uses_partition else 1
         return self.num_ilds
 
     @property
     def shows_topology(self) -> bool:
-        """Whether the topology table is shown."""
+        """Whether to show the topology table."""
         return self.print_topology or self.verbosity >= 2
 
     @property
@@ -215,12 +215,12 @@ class LaunchSettings(LaunchOptions):
 
 
 def _instance(fault: str) -> int:
-    """Return the instance of a fault that was checked when the option was read."""
+    """Return the instance of a fault; the fault was checked when the option was read."""
     return parse_fault(fault).instance
 
 
 def warn_of_deprecated(given: Collection[str]) -> list[str]:
-    """Return a line for each deprecated option among the names that were given."""
+    """Return a warning for each deprecated option among the given names."""
     return [
         f"--{option.name} is deprecated and has no effect; {option.deprecated}"
         for option in OPTIONS
@@ -229,7 +229,7 @@ def warn_of_deprecated(given: Collection[str]) -> list[str]:
 
 
 def warn_of_output(mpi_args: Collection[str]) -> list[str]:
-    """Return a line for each of the user's options for mpirun that concerns output, which mpirun does not see."""
+    """Return a warning for each of the user's mpirun options for output, because they have no effect."""
     given = {word.partition("=")[0] for word in mpi_args}
     return [
         f"mpirun's {name} has no effect, because instances write to poprun; use {instead}"
@@ -239,7 +239,7 @@ def warn_of_output(mpi_args: Collection[str]) -> list[str]:
 
 
 def note_without_effect(given: Collection[str], settings: LaunchOptions, leaves_this_machine: bool) -> list[str]:
-    """Return one line for each reason why options that were given have no effect."""
+    """Return a note for each reason why given options have no effect."""
     has_partition = settings.vipu_partition is not None
     is_offline = has_partition and settings.offline_mode
     lines = {

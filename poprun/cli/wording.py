@@ -1,4 +1,4 @@
-"""Numbers, names and tables as poprun writes them, and the width of the page. Pure but for `columns_of`."""
+"""The text forms of numbers, names and tables, and the width of the page. Pure but for `columns_of`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _GAP = 2
 
 
 def count(number: int, noun: str) -> str:
-    """Write a number and what is counted: `1 host`, `2 hosts`."""
+    """Write a number with its noun: `1 host`, `2 hosts`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
-    """Numbers in ascending order, as the kernel lists CPUs: `0-3,8`."""
+    """Write numbers in ascending order, as the kernel lists CPUs: `0-3,8`."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:
@@ -27,20 +27,20 @@ def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
 
 
 def cut_off(text: str, most: int = 300) -> str:
-    """Shorten a foreign text to about one line."""
+    """Shorten a text of unknown origin to about one line."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
 
 
 def name_nearest(written: str, known: Iterable[str]) -> str:
-    """Return the known names that are nearest to an unknown one, as a question to append to a message; often empty."""
-    import difflib  # costs some milliseconds, needed only on the way out
+    """Return the known names nearest to an unknown one, as a question to append to a message; often empty."""
+    import difflib  # takes some milliseconds to load, and only errors need it
 
     nearest = difflib.get_close_matches(written.replace("_", "-"), list(known), n=3, cutoff=0.6)
     return f", did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def without_controls(text: str) -> str:
-    """Return the text with all escaped that a terminal obeys; tabs, and bytes that are no UTF-8, stay."""
+    """Escape the control characters in a text; tabs, and bytes that are not UTF-8, stay unchanged."""
     if text.isprintable():
         return text
     return "".join(each if _is_harmless(each) else each.encode("unicode_escape").decode() for each in text)
@@ -51,7 +51,7 @@ def _is_harmless(character: str) -> bool:
 
 
 def share_text(share: float) -> str:
-    """Write a share: `3 %`, `0.4 %`."""
+    """Write a share as a percentage: `3 %`, `0.4 %`."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 0.95 or percent < 0.05 else f"{percent:.1f} %"
 
@@ -80,7 +80,7 @@ def duration_text(seconds: float) -> str:
 
 
 def columns_of(environ: Mapping[str, str], descriptor: int = 1) -> int | None:
-    """Return the width of the page: COLUMNS, else that of the terminal; None for a pipe or a file."""
+    """Return the width of the page: the variable COLUMNS, else the terminal's; None for a pipe or a file."""
     text = environ.get("COLUMNS", "")
     if text.isascii() and text.isdecimal() and len(text) < 6 and int(text):
         return max(int(text), _LEAST_COLUMNS)
@@ -92,7 +92,7 @@ def columns_of(environ: Mapping[str, str], descriptor: int = 1) -> int | None:
 
 
 def wrap(text: str, columns: int, indent: int = 0) -> str:
-    """Return the text in lines of at most so many columns; a longer word has a line of its own."""
+    """Break a text into lines of at most `columns` characters; a longer word gets a line of its own."""
     lines: list[str] = []
     for word in text.split():
         if lines and len(lines[-1]) + 1 + len(word) <= columns:
@@ -103,13 +103,13 @@ def wrap(text: str, columns: int, indent: int = 0) -> str:
 
 
 def draw_rows(rows: Sequence[Sequence[str]], columns: int | None = None) -> str:
-    """Rows with aligned columns, without a final newline.
+    """Return rows with aligned columns, without a final newline.
 
-    Where they do not fit, the texts in the widest columns are broken.
+    If the rows do not fit the page, the texts in the widest columns are broken.
 
     Args:
-        rows: of equally many cells each.
-        columns: of the page; None: as many as it takes.
+        rows: The cells of each row; all rows have the same number.
+        columns: The width of the page. None: no limit.
     """
     widths = _fit([max(map(len, cells)) for cells in zip(*rows, strict=True)], columns)
     lines: list[str] = []
@@ -122,7 +122,7 @@ def draw_rows(rows: Sequence[Sequence[str]], columns: int | None = None) -> str:
 
 
 def _fit(widths: list[int], columns: int | None) -> list[int]:
-    """Narrower columns, the widest first, for a page of so many."""
+    """Narrow the columns, the widest first, until they fit the page."""
     too_many = 0 if columns is None else sum(widths) + _GAP * (len(widths) - 1) - columns
     while too_many > 0 and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
@@ -131,7 +131,7 @@ def _fit(widths: list[int], columns: int | None) -> list[int]:
 
 
 def _break(text: str, width: int) -> list[str]:
-    """Return the text in pieces of this width: between words, behind a comma, or anywhere."""
+    """Split a text into pieces of at most `width` characters: between words, after a comma, or anywhere."""
     pieces: list[str] = []
     while len(text) > width:
         end = text.rfind(" ", 0, width + 1)

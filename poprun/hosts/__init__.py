@@ -1,1 +1,1 @@
-"""The hosts of a job: where they come from, what they are like, how they are reached."""
+"""The hosts of a job: their sources, their facts, and the ways to reach them."""

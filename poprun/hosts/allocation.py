@@ -1,4 +1,4 @@
-"""The hosts of a job when nobody names them: what the batch system around poprun has reserved."""
+"""The hosts of a job that the batch system around poprun has reserved, used if the user names none."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation, ReadText, 
 from poprun.hosts.schedulers.slurm import SlurmScheduler
 
 BATCH_SYSTEMS: tuple[Scheduler, ...] = (SlurmScheduler(), PbsScheduler(), LsfScheduler())
-"""Schedulers that reserve hosts for a job. If several seem to have done so, they have to agree."""
+"""Schedulers that reserve hosts for a job. If several seem to have done so, their hosts have to agree."""
 
 HOSTFILES: tuple[Scheduler, ...] = (KubernetesScheduler(), OpenMPIHostfile())
-"""Hostfiles that are read without a batch system, as mpirun does; the first one found counts."""
+"""Hostfiles that are read outside of a batch system, as mpirun does; the first one found counts."""
 
 
 def _read_text(path: str) -> str:
@@ -29,14 +29,14 @@ def _read_text(path: str) -> str:
 
 
 def find_allocation(environ: Mapping[str, str], read_text: ReadText = _read_text) -> Allocation | None:
-    """Return the hosts that were reserved for this process; None: nobody reserved any.
+    """Return the hosts that were reserved for this process, or None if none were.
 
     Args:
-        environ: the variables of the process.
-        read_text: returns the contents of a file that the variables name.
+        environ: Environment variables of the process.
+        read_text: Function that returns the contents of a file named by a variable.
 
     Raises:
-        UsageError: what is reserved cannot be read, or two batch systems contradict each other.
+        UsageError: The reserved hosts cannot be read, or two batch systems contradict each other.
     """
     reserved = list(_allocations(BATCH_SYSTEMS, environ, read_text))
     for other in reserved[1:]:
@@ -56,28 +56,28 @@ def _allocations(
 
 
 def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int = 0) -> Allocation:
-    """Return the part of an allocation that the instances use: as many hosts as take equal shares, or all.
+    """Return the hosts for the instances: the largest number that takes equal shares, or all hosts.
 
     Args:
-        allocation: what is reserved.
-        num_instances: how many there are to be.
-        num_replicas: those of all; what is advised divides them.
+        allocation: The reserved hosts.
+        num_instances: Number of instances to place.
+        num_replicas: Number of replicas of the job; an advised number of instances divides it.
 
     Raises:
-        UsageError: there are more instances than slots.
+        UsageError: The hosts have fewer slots than there are instances.
     """
     slots = allocation.slots
     if slots is not None and num_instances > slots:
         fits = most_instances(num_replicas, slots)
         raise UsageError(
-            f"{count(num_instances, 'instance')} on the {count(slots, 'slot')} of {allocation.source} "
+            f"{count(num_instances, 'instance')} do not fit on the {count(slots, 'slot')} of {allocation.source} "
             f"({describe_slots(allocation.hosts)}): use {fits} (--num-instances), {_ways_out(allocation)}"
         )
     return replace(allocation, hosts=spread(allocation.hosts, num_instances))
 
 
 def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings) -> str:
-    """Say which part of an allocation is used, and how to use more; empty if all is used."""
+    """Describe the used part of an allocation and how to use more of it; empty if all slots are used."""
     slots, instances = allocation.slots, settings.num_instances
     if slots is None or instances == slots:
         return ""
@@ -85,13 +85,13 @@ def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: Launch
     used = ", ".join(f"{host.name}: {shares.get(host.name, 0)} of {host.slots}" for host in allocation.hosts)
     said = f"{count(instances, 'instance')} on the {count(slots, 'slot')} of {allocation.source} ({used})"
     if len(hosts) < len(allocation.hosts):
-        said += f", for equal shares go before more hosts, and {instances} are equal on {len(hosts)} at most"
+        said += f": equal shares come before more hosts, and {instances} divide equally over {len(hosts)} at most"
     more = most_instances(settings.num_replicas, slots)
     return f"{said}; {more} is the most for {count(settings.num_replicas, 'replica')} (--num-instances)"
 
 
 def spread(hosts: Sequence[Host], num_instances: int) -> tuple[Host, ...]:
-    """Return the most hosts, from the first on, that take equal shares; all if only their slots fit; or none."""
+    """Return the most hosts, in order, that take equal shares; else all hosts if their slots suffice; else none."""
     for number in range(min(len(hosts), num_instances), 0, -1):
         if num_instances % number == 0:
             share = num_instances // number

@@ -1,4 +1,4 @@
-"""The copy of the Python environment: the words for each host, and the meaning of its answers. Pure."""
+"""The copy of the Python environment: shell programs and commands for each host, and readers of their answers. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from poprun.hosts.ssh import SSH_FAILED, CommandResult, HostCommand, last_line, 
 OPTION = "--synchronise-python-venv"
 
 _SAYS = "poprun-synchronise "
-_VANISHED = 24  # rsync: files that were removed here meanwhile, such as somebody's temporary ones
-_FILE_IO = 11  # rsync: the host's own words about it get lost if the connection ends before they have come
+_VANISHED = 24  # rsync: files were removed here meanwhile, such as another program's temporary files
+_FILE_IO = 11  # rsync: a file error; the host's message about it gets lost if the connection ends before it arrives
 _STALLED_S = 60
 _PROBED_BYTES = 1 << 20
 
-# Two passes, so that a host that is refused is left as it was. Making a folder is atomic, on NFS too: of the machines
-# that share a file system exactly one makes the token, this one if it is among them.
+# The first pass only looks, so that a refused host stays as it was. Making a folder is atomic, on NFS too, so
+# only one of the machines that share a file system makes the token. This machine does so before it asks the others.
 _CLAIM = f"""\
 export LC_ALL=C
 marker={MARKER}
@@ -61,11 +61,11 @@ class FolderClaim:
     """A host's answer about the folders.
 
     Attributes:
-        has_rsync: whether it has, and this machine too.
-        mine: the folders to copy there, each with the digest of what tar has copied there last.
-        shared: those that it shares with this machine, or with a host that gets them.
-        foreign: those that somebody else has filled.
-        missing: paths that the environment refers to.
+        has_rsync: Whether both the host and this machine have rsync.
+        mine: The folders to copy to this host, each with the digest of the folder that tar copied last.
+        shared: The folders that the host shares with this machine, or with a host that gets a copy.
+        foreign: The folders that poprun did not make and that are not empty.
+        missing: The paths that the environment refers to and the host lacks.
     """
 
     has_rsync: bool
@@ -77,12 +77,12 @@ class FolderClaim:
 
 @dataclass(frozen=True)
 class Copy:
-    """One tree for one host.
+    """The copy of one tree to one host.
 
     Attributes:
-        host: the host.
-        tree: only with the folders that it needs.
-        uses_rsync: whether only differences are sent.
+        host: Name of the host.
+        tree: The tree, reduced to the folders that the host needs.
+        uses_rsync: Whether rsync copies the differences only; otherwise tar copies everything.
     """
 
     host: str
@@ -91,17 +91,17 @@ class Copy:
 
     @property
     def what(self) -> str:
-        """The folders, for messages."""
+        """The folders, as messages name them."""
         return f"{self.tree.root}" + (f" ({', '.join(self.tree.names)})" if self.tree.names else "")
 
 
 def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) -> str:
-    """Return the shell program with which a host says which folders it needs, and makes them ready.
+    """Return the shell program that prepares the folders on a host and prints the needed ones.
 
     Args:
-        environment: what is copied.
-        token: the name of the empty folder that is in all folders here, so that it is seen where they are shared.
-        has_rsync: whether this machine has.
+        environment: The environment to copy.
+        token: Name of the empty folder that all folders of this machine contain, which reveals shared folders.
+        has_rsync: Whether this machine has rsync.
     """
     folders = environment.folders
     lines = [f"token={token}", "rsync=" + ("$(command -v rsync)" if has_rsync else "")]
@@ -113,11 +113,11 @@ def claim_script(environment: PythonEnvironment, token: str, has_rsync: bool) ->
 
 
 def read_claim(said: str, environment: PythonEnvironment) -> FolderClaim | None:
-    """Read the answer to `claim_script`; None if it is neither complete nor a refusal."""
+    """Read the answer to `claim_script`; None if the answer is neither complete nor a refusal."""
     words = [line.removeprefix(_SAYS).split() for line in said.splitlines() if line.startswith(_SAYS)]
     try:
         return _claim_from(words, environment)
-    except (IndexError, ValueError):  # whoever has said that, it was not our program
+    except (IndexError, ValueError):  # not an answer of our program
         return None
 
 
@@ -147,8 +147,8 @@ def claim_faults(host: str, claim: FolderClaim | None, ended: CommandResult, lat
         for path in claim.missing
     ]
     return lines + [
-        f"host {host}: {path} was not made by poprun and is not empty; if it may be replaced, remove it there, "
-        f"otherwise leave out {OPTION}"
+        f"host {host}: {path} was not made by poprun and is not empty; remove it there if it may be replaced, "
+        f"or leave out {OPTION}"
         for path in claim.foreign
     ]
 
@@ -159,10 +159,10 @@ def plan_copies(
     """Return the copies that a host needs.
 
     Args:
-        host: the host.
-        claim: its answer.
-        environment: all that there is.
-        digests: of the folders as they are here; needed only for hosts without rsync.
+        host: Name of the host.
+        claim: The host's answer.
+        environment: The environment to copy.
+        digests: Digest of each folder on this machine; needed only for hosts without rsync.
     """
     needed = {path for path, known in claim.mine.items() if claim.has_rsync or known != digests[path]}
     trees = [_without(tree, needed) for tree in environment.trees]
@@ -172,32 +172,32 @@ def plan_copies(
 def copy_command(copy: Copy, ssh: Sequence[str]) -> HostCommand:
     """Return the command that copies a tree.
 
-    rsync removes what is not here any more, in the tree's own folders only. tar removes nothing.
+    rsync also removes files that this machine no longer has, in the tree's own folders only. tar removes nothing.
     """
     root = str(copy.tree.root)
     if copy.uses_rsync:
-        # `s`: the shell of the host does not look at the path, whatever the version of rsync.
+        # `s`: the host's shell does not interpret the path, in any version of rsync.
         words = ["rsync", "-srlpt", "--omit-dir-times", "--delete", "--stats", f"--timeout={_STALLED_S}"]
-        # `p`: such a folder does not keep a package alive that was removed.
+        # `p`: a folder of this name does not keep a removed package alive.
         filters = [f"--filter=-p {name}" for name in LEFT_OUT] + [f"--filter=H {TOKEN_PREFIX}*"]
         sources = [f"{root}/{name}" for name in copy.tree.names] or [f"{root}/"]
         options = [*filters, f"--exclude={MARKER}", "-e", shlex.join(ssh)]
         return HostCommand((*words, *options, "--", *sources, f"{copy.host}:{root}/"))
     omitted = [f"--exclude={name}" for name in (*LEFT_OUT, MARKER, f"{TOKEN_PREFIX}*")]
     words = ["tar", *omitted, "-cf", "-", "--", *(copy.tree.names or ["."])]
-    # tar itself, in `-C`, takes backslashes for more than that. 1: a file has changed meanwhile
+    # A shell changes the folder: tar's own `-C` interprets backslashes. Status 1: a file changed meanwhile.
     feeder = ("sh", "-c", 'cd "$1" && shift && { "$@" || [ $? = 1 ]; }', "sh", root, *words)
     unpack = ["sh", "-c", 'cd "$1" && LC_ALL=C exec tar -xpof -', "sh", root]
     return HostCommand(tuple(remote_words(ssh, copy.host, unpack)), feeder=feeder)
 
 
 def has_lost_reason(copy: Copy, ended: CommandResult) -> bool:
-    """Return whether rsync has failed to read or write files, but the reason has not come through."""
+    """Return whether rsync failed to read or write files and the host's reason did not arrive."""
     return copy.uses_rsync and ended.status == _FILE_IO and not _known_reasons(ended.err)
 
 
 def probe_script(copy: Copy, token: str) -> str:
-    """Return the shell program with which a host says why it cannot write files there, if it cannot."""
+    """Return the shell program that writes a test file on a host; its error message explains why writing fails."""
     file = shlex.quote(f"{copy.tree.folders[0]}/{token}-probe")
     return f"""\
 export LC_ALL=C
@@ -208,14 +208,14 @@ head -c {_PROBED_BYTES} /dev/zero >"$file"
 
 
 def copy_fault(copy: Copy, ended: CommandResult, late: str) -> str | None:
-    """Return the line about a copy that failed; None if it did not."""
+    """Return the message about a failed copy, or None if the copy succeeded."""
     if ended.status == 0 or (copy.uses_rsync and ended.status == _VANISHED):
         return None
     return f"host {copy.host}: cannot copy {copy.what}: {_complain(copy.host, ended, late)}"
 
 
 def describe_copy(copy: Copy, ended: CommandResult) -> str:
-    """Return the line about a copy that succeeded."""
+    """Return the message about a successful copy."""
     if not copy.uses_rsync:
         return f"host {copy.host}: copied all of {copy.what} with tar in {ended.seconds:.1f} s"
     files, size = (_number(pattern, ended.out) for pattern in _NUMBERS.values())
@@ -225,7 +225,7 @@ def describe_copy(copy: Copy, ended: CommandResult) -> str:
 
 
 def release_script(folders: Sequence[Path], token: str, digests: Mapping[Path, str]) -> str:
-    """Return the shell program that takes the tokens away and notes what tar has copied."""
+    """Return the shell program that removes the tokens and records the digests of tar's copies."""
     lines = [f"rmdir {shlex.quote(str(folder / token))}" for folder in folders]
     lines += [f"echo {digest} >{shlex.quote(str(folder / MARKER))}" for folder, digest in digests.items()]
     return "\n".join([*lines, ""])
@@ -239,7 +239,7 @@ def _without(tree: Tree, needed: set[Path]) -> Tree | None:
 
 
 def _complain(host: str, ended: CommandResult, late: str) -> str:
-    """Fact and way out of a command that has failed; the fact is in its own words."""
+    """Return fact and way out for a failed command; the fact is the command's own message."""
     complaint = _reason(ended.err)
     if ended.status is None:
         return f"{late}; see what `ssh {host}` is busy with" + (f" ({complaint})" if complaint else "")
@@ -250,7 +250,7 @@ def _complain(host: str, ended: CommandResult, late: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return the first line with a known reason, because rsync and tar go on to sum up; otherwise the last line."""
+    """Return the first line with a known reason, because rsync and tar add a summary; otherwise the last line."""
     own = "\n".join(line for line in text.splitlines() if not line.startswith("rsync error: "))
     return next(iter(_known_reasons(text)), last_line(own))
 

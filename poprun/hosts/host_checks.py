@@ -1,4 +1,4 @@
-"""The checks of hosts before a launch, judged from their facts. Pure."""
+"""The checks of hosts before a launch, made from the facts that the hosts tell. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHM_BYTES_PER_INSTANCE = 16 << 20
 """Open MPI 5 keeps a segment of this size for each instance that shares a host with others."""
 
 COPY_IT = "or on a shared file system, or let poprun copy it (--synchronise-python-venv yes)"
-"""The ways out that all differences of the environment have in common."""
+"""The ways out that all differences between environments have in common."""
 
 _FILES_PER_INSTANCE = 32
 _NAMES = {"python": "Python", "openmpi": "Open MPI", "project": "popdist-everywhere"}
@@ -21,14 +21,14 @@ _NAMES = {"python": "Python", "openmpi": "Open MPI", "project": "popdist-everywh
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """The needs of a launch, with which the facts of each host are compared.
+    """The needs of a launch, with which each host's facts are compared.
 
     Attributes:
-        here: the facts of the machine on which poprun runs; what the others are compared with.
-        program: as the user wrote it.
-        instances: for each host, how many instances it gets.
-        network: over which they talk; None where there is one host only.
-        shm_bytes_per_instance: what each needs in /dev/shm where several share a host.
+        here: The facts of the machine that runs poprun; the other hosts are compared with them.
+        program: The program, as the user wrote it.
+        instances: Number of instances for each host.
+        network: The network that connects the hosts. None with a single host.
+        shm_bytes_per_instance: Bytes of /dev/shm that each instance needs if several share a host.
     """
 
     here: HostFacts
@@ -43,11 +43,11 @@ class Finding:
     """The result of one check of one host.
 
     Attributes:
-        check: what was looked at, one or two words.
-        host: as the user wrote it.
-        fact: what was found.
-        way_out: what to do about it; empty where all is well.
-        is_fault: whether a launch would fail or give wrong results; otherwise a way out is advice.
+        check: The subject of the check, one or two words.
+        host: The host, as the user wrote it.
+        fact: The result.
+        way_out: The advice or remedy. Empty: all is well.
+        is_fault: Whether a launch would fail or give wrong results. Otherwise a way out is only advice.
     """
 
     check: str
@@ -58,12 +58,12 @@ class Finding:
 
     @property
     def is_advice(self) -> bool:
-        """Whether the launch works, but probably not as it is meant."""
+        """Whether the launch works, but probably not as intended."""
         return bool(self.way_out) and not self.is_fault
 
     @property
     def line(self) -> str:
-        """Host, fact, way out."""
+        """The finding as a message: host, fact, way out."""
         return f"host {self.host}: {self.fact}" + (f"; {self.way_out}" if self.way_out else "")
 
 
@@ -146,8 +146,8 @@ def _check_shared_memory(facts: HostFacts, wanted: HostNeeds) -> Iterator[Findin
     if facts.shm_free_bytes >= needed:
         yield Finding("/dev/shm", facts.host, fact)
     else:
-        fact += f", {count(instances, 'instance')} need {needed >> 20} MiB"
-        way_out = "remove what is left there, or make it larger (mount -o remount,size=, docker --shm-size)"
+        fact += f", but {count(instances, 'instance')} need {needed >> 20} MiB"
+        way_out = "remove unused files there, or make it larger (mount -o remount,size=, docker --shm-size)"
         yield Finding("/dev/shm", facts.host, fact, way_out, is_fault=True)
 
 
@@ -169,12 +169,12 @@ def _check_limits(facts: HostFacts, wanted: HostNeeds) -> Iterator[Finding]:
     needed = 256 + _FILES_PER_INSTANCE * max(wanted.instances.values(), default=1) * len(wanted.instances)
     files = facts.open_files
     enough = files < 0 or files >= needed
-    fact = f"{'unlimited' if files < 0 else files} open files" + ("" if enough else f", {needed} would be safe")
+    fact = f"{'unlimited' if files < 0 else files} open files" + ("" if enough else f", but {needed} would be safe")
     yield Finding("limits", facts.host, fact, "" if enough else f"raise the limit: `ulimit -n {needed}`")
 
 
 def _check_difference(facts: Sequence[HostFacts], here: HostFacts) -> Iterator[Finding]:
-    """Open MPI 5 hangs where two hosts have the same name, and two names of one machine share its cores."""
+    """Report equal host names, because Open MPI 5 hangs, and names of one machine, because they share its cores."""
     machines: dict[str, HostFacts] = {}
     names: dict[str, HostFacts] = {} if here.identity in {each.identity for each in facts} else {here.name: here}
     for each in facts:
@@ -185,7 +185,7 @@ def _check_difference(facts: Sequence[HostFacts], here: HostFacts) -> Iterator[F
         elif namesake is not each:
             fact = f"has the host name {each.name}, as {namesake.host} has"
             yield Finding(
-                "names", each.host, fact, "Open MPI would hang: `hostnamectl set-hostname` a name of its own", True
+                "names", each.host, fact, "Open MPI would hang; name it anew with `hostnamectl set-hostname`", True
             )
         else:
             yield Finding("names", each.host, "no other host has its name")

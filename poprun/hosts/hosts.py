@@ -1,4 +1,4 @@
-"""The hosts of a job: lists of hosts and hostfiles, read and checked. Pure."""
+"""The hosts of a job: parsers for lists of hosts and hostfiles, and checks. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LIST_CHARACTERS = re.compile(r"[A-Za-z0-9_.,\[\]/ -]*")
 
 @dataclass(frozen=True)
 class Host:
-    """One machine.
+    """A machine of the job.
 
     Attributes:
-        name: as the user wrote it.
-        slots: how many instances it takes at most; None: any number.
-        is_this_machine: whether poprun runs on it.
+        name: The name, as the user wrote it.
+        slots: Largest number of instances for this host. None: any number.
+        is_this_machine: Whether poprun runs on this host.
     """
 
     name: str
@@ -32,26 +32,26 @@ class Host:
 
 
 def parse_hosts(lists: Iterable[str]) -> tuple[Host, ...]:
-    """Return the hosts in lists such as `node[0-2,4],login` in the order in which they are written.
+    """Return the hosts in lists such as `node[0-2,4],login`, in the order of the lists.
 
-    Ranges are those of ClusterShell's NodeSet (https://clustershell.readthedocs.io): several brackets, zero
-    padding, steps `[0-8/2]`; inside brackets the order is ascending.
+    Ranges follow ClusterShell's NodeSet (https://clustershell.readthedocs.io): several brackets, zero padding, steps
+    `[0-8/2]`. Inside brackets the order is ascending.
 
     Raises:
-        UsageError: a list cannot be understood, a name is not one of a host, or a host is given twice.
+        UsageError: A list cannot be understood, a word is no host name, or a host is given twice.
     """
     names = [name for text in lists for part in _split_list(text) for name in _expand(part)]
     return tuple(Host(name) for name in _check_names(names))
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
-    """Return the hosts in a hostfile as Open MPI and the MPI Operator of Kubernetes write it.
+    """Return the hosts in a hostfile in the format of Open MPI and of Kubernetes' MPI Operator.
 
-    One `name` or `name slots=N` a line; `#` begins a comment. A host on several lines has the slots of all of
-    them, one for each line that does not say.
+    Each line is `name` or `name slots=N`; `#` begins a comment. If a host stands on several lines, their slots add up,
+    and a line without `slots=` adds one.
 
     Raises:
-        UsageError: a line cannot be understood, or there is no host.
+        UsageError: A line cannot be understood, or the file names no host.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -68,11 +68,11 @@ def recognise_this_machine(hosts: Sequence[Host], is_here: Callable[[str], bool]
     """Mark the host that poprun runs on.
 
     Args:
-        hosts: all hosts.
-        is_here: whether a name is one of this machine, as `poprun.hosts.this_machine.is_this_machine` tells.
+        hosts: All hosts of the job.
+        is_here: Function that tells whether a name is one of this machine's, such as `this_machine.is_this_machine`.
 
     Raises:
-        UsageError: several of the hosts are this machine, or `localhost` is one of several.
+        UsageError: Several hosts are this machine, or `localhost` is one of several hosts.
     """
     marked = tuple(replace(host, is_this_machine=is_here(host.name)) for host in hosts)
     local = [host.name for host in marked if host.is_this_machine]
@@ -80,8 +80,8 @@ def recognise_this_machine(hosts: Sequence[Host], is_here: Callable[[str], bool]
         raise UsageError(f"hosts {' and '.join(local)} are both this machine; name each machine once")
     if len(hosts) > 1 and local and local[0] in LOCAL_NAMES:
         raise UsageError(
-            f"host {local[0]} is one of {len(hosts)} hosts, each of which takes that name for itself; "
-            "use the name by which the others know this machine"
+            f"host {local[0]} is one of {len(hosts)} hosts, and on each of them that name means itself; "
+            "use the name that this machine has for the other hosts"
         )
     return marked
 
@@ -89,7 +89,7 @@ def recognise_this_machine(hosts: Sequence[Host], is_here: Callable[[str], bool]
 def shares_of(hosts: Sequence[Host], instances: int) -> tuple[int, ...]:
     """Divide the instances over the hosts: equally, or as equally as their slots allow.
 
-    Every host gets one at least; nothing where that, or the number of slots, does not allow it.
+    Every host gets at least one instance. If that is impossible, or the slots are too few, return an empty tuple.
     """
     share, rest = divmod(instances, len(hosts))
     if not rest and share and all(host.slots is None or host.slots >= share for host in hosts):
@@ -105,10 +105,10 @@ def shares_of(hosts: Sequence[Host], instances: int) -> tuple[int, ...]:
 
 
 def check_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> None:
-    """Refuse hosts over which the instances cannot be spread: evenly, or by slots where all hosts have some.
+    """Refuse hosts that cannot share the instances evenly or, if all hosts have slots, by slots.
 
     Raises:
-        UsageError: there are too few instances, they do not divide, or hosts have too few slots.
+        UsageError: There are too few instances, they do not divide evenly, or hosts have too few slots.
     """
     instances, number = settings.num_instances, len(hosts)
     if shares_of(hosts, instances):
@@ -116,7 +116,7 @@ def check_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> None:
     slots = sum(host.slots or 0 for host in hosts)
     if all(host.slots is not None for host in hosts) and instances > slots:
         raise UsageError(
-            f"the hosts have {count(slots, 'slot')}, {count(instances, 'instance')} are asked for: "
+            f"the hosts have {count(slots, 'slot')}, but {count(instances, 'instance')} are asked for: "
             f"use {_most_fitting(settings, range(number, slots + 1))}, or give them more slots"
         )
     if instances % number:
@@ -128,34 +128,34 @@ def check_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> None:
     most = min(host.slots for host in hosts if host.slots is not None) * number
     fitting = _most_fitting(settings, range(number, most + 1, number))
     raise UsageError(
-        f"host {full.name} has {count(full.slots or 0, 'slot')}, {count(instances, 'instance')} on "
+        f"host {full.name} has {count(full.slots or 0, 'slot')}, but {count(instances, 'instance')} on "
         f"{count(number, 'host')} need {share} on each: use {fitting}, "
-        "give it more slots, or say for all hosts how many they have"
+        "give that host more slots, or give the number of slots for all hosts"
     )
 
 
 def most_instances(num_replicas: int, at_most: int) -> int:
-    """Return the most instances up to a number among which the replicas divide evenly."""
+    """Return the largest number of instances, up to a limit, among which the replicas divide evenly."""
     return next(number for number in range(at_most, 0, -1) if num_replicas % number == 0)
 
 
 def is_host_name(text: str) -> bool:
-    """Whether a word can name a host, or is an IPv4 address; mpirun and ssh may take other words for something else."""
+    """Return whether a word can name a host or is an IPv4 address; mpirun and ssh may interpret other words."""
     return _NAME.fullmatch(text) is not None
 
 
 def first_twice(names: Iterable[str]) -> str | None:
-    """Return the first of the names that is there more than once, if any."""
+    """Return the first name that occurs more than once, if any."""
     return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def _split_list(text: str) -> Iterator[str]:
-    """Return the parts between commas that are outside of brackets."""
+    """Yield the parts between the commas outside of brackets."""
     if not _LIST_CHARACTERS.fullmatch(text):
         wrong = next(character for character in text if not _LIST_CHARACTERS.fullmatch(character))
         hint = ": slots are given in a hostfile" if wrong == ":" else ""
         raise UsageError(f"--host {text!r} contains {wrong!r}{hint}; write hosts like 'node[0-2,4],login'")
-    # An opened bracket that is never closed keeps its commas, so that the message shows all of it.
+    # A bracket that is never closed keeps its commas, so that the message shows all of it.
     for part in re.sub(r"\[[^\]]*", lambda inside: inside[0].replace(",", "\0"), text).split(","):
         if not part.strip():
             raise UsageError(f"--host {text!r} has an empty name; write host0,host1 without blanks or a last comma")
@@ -165,7 +165,7 @@ def _split_list(text: str) -> Iterator[str]:
 def _expand(part: str) -> list[str]:
     if "[" not in part and "]" not in part:
         return [part]
-    # costs 70 ms, needed only for ranges
+    # takes 70 ms to load, and only ranges need it
     from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException  # type: ignore[import-untyped]
 
     try:
@@ -178,19 +178,17 @@ def _check_names(names: Sequence[str]) -> Sequence[str]:
     for name in names:
         _check_name(name, "--host")
     if (twice := first_twice(names)) is not None:
-        raise UsageError(
-            f"host {twice} is given twice; name each host once, --num-instances says how many instances run in all"
-        )
+        raise UsageError(f"host {twice} is given twice; name each host once, and set the total with --num-instances")
     return names
 
 
 def _check_name(name: str, where: str) -> None:
     if not is_host_name(name):
-        hint = "names are letters, digits, dots and dashes"
+        hint = "host names consist of letters, digits, dots and dashes"
         if "[" in name:
-            hint = "ranges are for --host, a hostfile has each host on a line of its own"
+            hint = "use ranges with --host; a hostfile has each host on its own line"
         elif "@" in name:
-            hint = "a user belongs into ~/.ssh/config"
+            hint = "set the user in ~/.ssh/config"
         raise UsageError(f"{where}: {name!r} is not the name of a host; {hint}")
 
 
@@ -210,7 +208,7 @@ def _add_slots(first: Host, second: Host) -> Host:
 
 
 def _nearest_instances(settings: LaunchSettings, hosts: int) -> str:
-    """Return the numbers of instances on both sides that divide over the hosts, and among which the replicas divide."""
+    """Return the nearest smaller and larger numbers of instances that divide over the hosts and divide the replicas."""
     fitting = [n for n in range(hosts, settings.num_replicas + 1, hosts) if settings.num_replicas % n == 0]
     below = [n for n in fitting if n < settings.num_instances][-1:]
     above = [n for n in fitting if n > settings.num_instances][:1]
@@ -221,7 +219,7 @@ def _nearest_instances(settings: LaunchSettings, hosts: int) -> str:
 
 
 def _most_fitting(settings: LaunchSettings, possible: range) -> str:
-    """Return the largest of the possible numbers of instances among which the replicas divide."""
+    """Return the largest of the possible numbers of instances that divides the replicas."""
     fitting = [number for number in possible if settings.num_replicas % number == 0]
     if fitting:
         return f"{fitting[-1]} (--num-instances)"

@@ -1,4 +1,4 @@
-"""Everything that is checked before a launch on several hosts: they are asked, or remembered, and judged."""
+"""The inspection of hosts before a launch: hosts are asked, or their recent answers are used, and judged."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from poprun.hosts.this_machine import is_this_machine, look_up
 
 @dataclass(frozen=True)
 class Inspected:
-    """The facts on which a launch may rely.
+    """The facts that a launch may rely on.
 
     Attributes:
-        facts: of every host, in the order of the hosts.
-        network: over which they talk.
-        warnings: lines for the user.
+        facts: The facts of every host, in the order of the hosts.
+        network: The network that connects the hosts.
+        warnings: Messages for the user.
     """
 
     facts: Mapping[str, HostFacts]
@@ -33,13 +33,13 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The hosts to check, and their purpose.
+    """The hosts to check, and the launch that they are for.
 
     Attributes:
-        instances: for each host, as the user wrote it, how many instances it gets.
-        question: what the hosts are asked.
-        host_subnet: the user's choice of a network.
-        shell: what runs a command on a host instead of ssh; empty: ssh does.
+        instances: Number of instances for each host, under the name that the user wrote.
+        question: The question to the hosts.
+        host_subnet: The network that the user chose. None: it is found from the routes.
+        shell: The words of the command that replaces ssh. Empty: ssh.
     """
 
     instances: Mapping[str, int]
@@ -49,22 +49,22 @@ class Inspection:
 
 
 def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspected:
-    """Check all hosts; a host that has answered well in the last minutes is not asked again.
+    """Check all hosts; recent good answers are used instead of asking again.
 
     Args:
-        inspection: the hosts and what they are for.
-        environ: with POPRUN_SSH_ARGS, POPRUN_CHECK_TIMEOUT_S and the place of the cache.
+        inspection: The hosts and the launch.
+        environ: Environment variables; POPRUN_SSH_ARGS, POPRUN_CHECK_TIMEOUT_S and the cache's place are read.
 
     Raises:
-        PopRunError: one line for each fault.
-        UsageError: `host_subnet` is nothing that this machine has.
+        PopRunError: A host does not fit; one line for each fault.
+        UsageError: This machine has no interface or network `host_subnet`.
     """
     ssh = inspection.shell or ssh_words(environ)
     cache = SurveyCache(cache_folder(environ), inspection.question, ssh, stamp_of(inspection.question))
     hosts = with_this_machine(list(inspection.instances))
     known = {host: facts for host in hosts if (facts := cache.load(host))}
     if len(known) == len(hosts):
-        # What is remembered may save time, but must not refuse a launch.
+        # Remembered answers may save time, but must not refuse a launch.
         with suppress(PopRunError):
             return _judge(known, inspection)
     asked = survey(hosts, inspection.question, ssh, limit_from(environ))
@@ -77,20 +77,20 @@ def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspect
 
 
 def find_network(facts: Mapping[str, HostFacts], here: HostFacts, host_subnet: str | None) -> HostNetwork:
-    """Return the network over which hosts talk, from what they say about themselves.
+    """Return the network that connects the hosts, found from their facts.
 
     Raises:
-        PopRunError: see `poprun.hosts.interfaces.choose_network`.
+        PopRunError: No network, or more than one, leads to the hosts.
     """
     others = {host: each.addresses for host, each in facts.items() if each.identity != here.identity}
     return choose_network(here.interfaces, others, host_subnet, source_address)
 
 
 def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mapping[str, str]) -> HostNetwork:
-    """Return the network over which hosts talk, from what their names stand for here; for a launch without checks.
+    """Return the network that connects the hosts, found from their names; for a launch without checks.
 
     Raises:
-        PopRunError: see `poprun.hosts.interfaces.choose_network`.
+        PopRunError: No network, or more than one, leads to the hosts.
     """
     others = [host for host in hosts if not is_this_machine(host)]
     found = look_up(others)
@@ -102,7 +102,7 @@ def guess_network(hosts: Sequence[str], host_subnet: str | None, environ: Mappin
 
 
 def with_this_machine(hosts: Sequence[str]) -> list[str]:
-    """Return the hosts, and this machine, which the others are compared with."""
+    """Return the hosts and this machine, with which the other hosts are compared."""
     return list(hosts) if any(map(is_this_machine, hosts)) else [*hosts, this_host()]
 
 
@@ -111,7 +111,7 @@ LET_PASS = "let all TCP ports pass between the hosts (firewalls), or name anothe
 
 
 def addresses_in(network: HostNetwork, facts: Mapping[str, HostFacts]) -> dict[str, str]:
-    """Return the address in a network of each host that has one."""
+    """Return the address in a network of each host that has an address there."""
     found = {host: network.address_among(each.addresses) for host, each in facts.items()}
     return {host: address for host, address in found.items() if address}
 
@@ -123,12 +123,12 @@ def _check_connections(
     ssh: Sequence[str],
     limit_s: float,
 ) -> None:
-    """Refuse hosts that cannot connect to each other, or to this machine; a launch would wait in vain for minutes."""
+    """Refuse hosts that cannot connect to each other or to this machine: a launch would wait for minutes in vain."""
     known = {host: each for host, each in facts.items() if isinstance(each, HostFacts)}
     addresses = addresses_in(network, known)
     if len(addresses) < 2:
         return
-    from poprun.hosts.links import find_blocked  # costs some milliseconds, needed only where hosts are asked
+    from poprun.hosts.links import find_blocked  # takes some milliseconds to load, and only asking hosts needs it
 
     blocked = find_blocked(addresses, inspection.question.python, ssh, limit_s)
     if blocked:

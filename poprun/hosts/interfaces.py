@@ -1,4 +1,4 @@
-"""Chooses the network over which the hosts of a job talk, once, for daemons and data alike."""
+"""The choice of the network that connects the hosts of a job, made once, for daemons and data alike."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from poprun.hosts.host_facts import Interface
 from poprun.hosts.survey_script import interfaces
 
 _Net = IPv4Network | IPv6Network
-_FAMILIES = (4, 6)  # IPv4 first; Open MPI knows it better
+_FAMILIES = (4, 6)  # IPv4 first, because Open MPI supports it better
 _ANY_PORT = 9  # connecting a UDP socket sends nothing
 
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """The network over which all hosts of a job talk.
+    """The network that connects all hosts of a job.
 
     Attributes:
-        cidr: the addresses of all hosts lie in it, such as `10.77.0.0/24`; Open MPI's `if_include` takes it.
-        address: ours.
-        interface: the name of ours.
+        cidr: The network, such as `10.77.0.0/24`, with an address of every host. Open MPI's `if_include` takes it.
+        address: This machine's address in the network.
+        interface: Name of this machine's interface in the network.
     """
 
     cidr: str
@@ -33,11 +33,11 @@ class HostNetwork:
     interface: str
 
     def includes(self, address: str) -> bool:
-        """Return whether an address lies in it."""
+        """Return whether an address belongs to the network."""
         return ip_address(address) in ip_network(self.cidr)
 
     def address_among(self, addresses: Sequence[str]) -> str:
-        """Return the first address that lies in it; empty if there is none."""
+        """Return the first address that belongs to the network; empty if none does."""
         return next(filter(self.includes, addresses), "")
 
 
@@ -47,7 +47,7 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def source_address(destination: str) -> str | None:
-    """Return the address from which this machine sends to another one; None if there is no route. Nothing is sent."""
+    """Return the address from which this machine sends to another; None without a route. Nothing is sent."""
     family = socket.AF_INET6 if ":" in destination else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect((destination, _ANY_PORT))
@@ -61,17 +61,17 @@ def choose_network(
     host_subnet: str | None = None,
     route: Callable[[str], str | None] = source_address,
 ) -> HostNetwork:
-    """Choose the network.
+    """Choose the network that connects the hosts.
 
     Args:
-        ours: the addresses of this machine.
-        hosts: for each other host its addresses, the one by which it is known first.
-        host_subnet: what the user says: the name of an interface, or an address mask; None: follow the routes.
-        route: tells which of our addresses a packet to another one leaves from.
+        ours: The addresses of this machine.
+        hosts: The addresses of each other host, beginning with the one by which the host is known.
+        host_subnet: The user's choice: the name of an interface, or an address mask. None: follow the routes.
+        route: Function that returns this machine's address from which a packet to another address leaves.
 
     Raises:
-        UsageError: `host_subnet` is nothing that this machine has.
-        PopRunError: no network, or more than one, leads to the hosts.
+        UsageError: This machine has no interface or network `host_subnet`.
+        PopRunError: No network, or more than one, leads to the hosts.
     """
     if host_subnet:
         return _named_network(ours, hosts, host_subnet)
@@ -87,7 +87,7 @@ def choose_network(
             )
         if ip_address(targets[host]).is_loopback:
             raise PopRunError(
-                f"host {host} stands for {targets[host]} here, which leads nowhere else; "
+                f"host {host} stands for {targets[host]} here, which other machines cannot reach; "
                 "give the name its address in the network (/etc/hosts)"
             )
     if len(set(sources.values())) > 1:
@@ -97,10 +97,10 @@ def choose_network(
 
 
 def parse_mask(text: str) -> IPv4Network | IPv6Network | None:
-    """Return the network that a mask such as `10.77.0.0/24`, or an address, stands for; None: it may be an interface.
+    """Return the network of a mask such as `10.77.0.0/24` or of an address; None if the text may name an interface.
 
     Raises:
-        UsageError: it looks like a mask and is none.
+        UsageError: The text looks like a mask, but is not a valid one.
     """
     if "/" not in text and not _is_address(text):
         return None
@@ -115,19 +115,19 @@ def _named_network(ours: Sequence[Interface], hosts: Mapping[str, Sequence[str]]
     if mask is not None:
         inside = [each for each in ours if each.ip.ip in mask]
         if not inside:
-            raise UsageError(f"--host-subnet is {subnet}, where this machine has no address; it has {_list(ours)}")
+            raise UsageError(f"--host-subnet is {subnet}, but this machine has no address there; it has {_list(ours)}")
         return HostNetwork(str(mask), inside[0].address, inside[0].name)
     named = [each for each in ours if each.name == subnet]
     if not named:
         raise UsageError(
-            f"--host-subnet is {subnet}, neither an address mask nor an interface of this machine; it has {_list(ours)}"
+            f"--host-subnet is {subnet}, which is no address mask or interface of this machine; it has {_list(ours)}"
         )
     first = min(named, key=lambda each: each.ip.version)
     return _covering(first, _addresses_near(first, hosts))
 
 
 def _addresses_near(interface: Interface, hosts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each host's address in the interface's network, else the one by which it is known."""
+    """Return each host's address in the interface's network, else the address by which the host is known."""
     near = []
     for addresses in hosts.values():
         same = [address for address in addresses if ip_address(address).version == interface.ip.version]
@@ -144,7 +144,7 @@ def _is_address(text: str) -> bool:
 
 
 def _targets(hosts: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return one address of each host, all of one family."""
+    """Return one address of each host, all IPv4 or all IPv6."""
     for host, addresses in hosts.items():
         if not addresses:
             raise PopRunError(f"host {host} has no address; check its spelling, or give it one in /etc/hosts")
@@ -156,20 +156,20 @@ def _targets(hosts: Mapping[str, Sequence[str]]) -> dict[str, str]:
         if all(chosen.values()):
             return chosen
     listed = ", ".join(f"{host} {addresses[0]}" for host, addresses in hosts.items())
-    raise PopRunError(f"some hosts have IPv4 addresses only, others IPv6 only: {listed}; give all of them one kind")
+    raise PopRunError(f"some hosts have only IPv4 addresses, others only IPv6: {listed}; give all of them one kind")
 
 
 def _interface_with(ours: Sequence[Interface], address: str) -> Interface:
     found = next((each for each in ours if each.ip.ip == ip_address(address)), None)
     if found is None:
         raise PopRunError(
-            f"packets leave from {address}, which no interface has; name one of {_list(ours)} with --host-subnet"
+            f"packets leave from {address}, but no interface has it; name one of {_list(ours)} with --host-subnet"
         )
     return found
 
 
 def _covering(interface: Interface, addresses: Sequence[str]) -> HostNetwork:
-    """Return the interface's network, widened to hold all addresses; in routed networks (/32) it is narrower."""
+    """Return the interface's network, widened until it contains all addresses; in a routed network it may be a /32."""
     network: _Net = reduce(_widen, map(ip_address, addresses), interface.ip.network)
     return HostNetwork(str(network), interface.address, interface.name)
 

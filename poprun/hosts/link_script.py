@@ -1,6 +1,6 @@
-"""Measures what lies between hosts; sent to each of them as a whole, so it imports nothing of ours.
+"""A script that measures the links between hosts; each host receives it as text, so it imports nothing of poprun.
 
-It takes commands from its standard input, one JSON object a line, and answers each with one line.
+The script reads commands from standard input, one JSON object a line, and answers each with one line.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from collections.abc import Callable
 from statistics import median
 
 MARK = "poprun-link "
-"""Begins every answer; what a login shell prints does no harm."""
+"""The beginning of every answer; other lines, such as those of a login shell, are ignored."""
 
 ROUND_TRIPS = 40
 _NAMES_LIMIT_S = 1.0
 _ECHO, _SINK = b"e", b"s"
-_WARM_UP = 0.3  # of the duration: TCP's slow start, and the bucket of a traffic shaper
+_WARM_UP = 0.3  # share of the duration: TCP's slow start, and the bucket of a traffic shaper
 _RESULT = struct.Struct("!Qd")
 _BLOCK_BYTES = 1 << 16
 
 
 def serve(limit_s: int) -> None:
-    """Answer commands until standard input ends, at most for so long."""
+    """Answer commands until standard input ends, for at most `limit_s` seconds."""
     signal.alarm(limit_s)
     for line in sys.stdin:
         command = json.loads(line)
@@ -40,12 +40,12 @@ def serve(limit_s: int) -> None:
 
 
 def tell_clock() -> dict[str, object]:
-    """Return the time here."""
+    """Return the time of this host."""
     return {"clock_s": time.time()}
 
 
 def look_up(names: list[str]) -> dict[str, object]:
-    """Return the addresses of names; none where a name is unknown, or unknown within 1 s."""
+    """Return the addresses of names; none if a name is unknown, or not found within 1 s."""
     found: dict[str, list[str]] = {name: [] for name in names}
 
     def find(name: str) -> None:
@@ -62,7 +62,7 @@ def look_up(names: list[str]) -> dict[str, object]:
 
 
 def attach() -> dict[str, object]:
-    """Return whether one process may read the memory of another of the same user, its sibling, as Open MPI does."""
+    """Test whether a process may read the memory of a sibling process of the same user, as Open MPI does."""
     data = ctypes.create_string_buffer(b"before")
     ready, done = os.pipe(), os.pipe()
     owner = os.fork()
@@ -85,14 +85,14 @@ def attach() -> dict[str, object]:
 
 
 def listen(address: str) -> dict[str, object]:
-    """Wait for other hosts at an address of this one; the port."""
+    """Listen at an address of this host for other hosts, and return the port."""
     listening = socket.create_server((address, 0), family=_family(address), backlog=64)
     threading.Thread(target=_accept, args=(listening,), daemon=True).start()
     return {"port": listening.getsockname()[1]}
 
 
 def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, object]:
-    """Connect to other hosts that listen, to all at the same time; for each why that failed, empty where it did not."""
+    """Connect to all listening hosts at the same time; return the fault of each connection, empty on success."""
     faults = ["no connection within the limit"] * len(places)
 
     def connect(number: int, address: str, port: int) -> None:
@@ -113,7 +113,7 @@ def reach(places: list[tuple[str, int]], connect_s: float) -> dict[str, object]:
 
 
 def measure(address: str, port: int, duration_s: float, connect_s: float) -> dict[str, object]:
-    """Round trip and bandwidth from here to another host that listens."""
+    """Measure round trip and bandwidth from this host to another host that listens."""
     with socket.create_connection((address, port), timeout=connect_s) as connection:
         round_trip_s = _time_echo(connection)
     with socket.create_connection((address, port), timeout=connect_s) as connection:
@@ -122,7 +122,7 @@ def measure(address: str, port: int, duration_s: float, connect_s: float) -> dic
 
 
 def _read_memory(pid: int, data: ctypes.Array[ctypes.c_char]) -> int:
-    """Read what another process has at the address of `data`; 0 or the error number."""
+    """Read another process's memory at the address of `data`; return 0 or the error number."""
 
     class Vector(ctypes.Structure):
         _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -160,12 +160,12 @@ def _serve_one(connection: socket.socket) -> None:
                 connection.sendall(data)
         elif kind == _SINK:
             connection.sendall(_RESULT.pack(*_receive_for(connection)))
-            while connection.recv(_BLOCK_BYTES):  # closing earlier could overtake the result
+            while connection.recv(_BLOCK_BYTES):  # an earlier close could overtake the result
                 pass
 
 
 def _receive_for(connection: socket.socket) -> tuple[int, float]:
-    """Bytes and seconds after the warm-up, up to the end of the duration; what is still on its way does not count."""
+    """Count the bytes and seconds from the end of the warm-up to the end of the duration; later bytes do not count."""
     (duration_s,) = struct.unpack("!d", connection.recv(8, socket.MSG_WAITALL))
     buffer = bytearray(_BLOCK_BYTES)
     began_s = last_s = time.perf_counter()
@@ -195,12 +195,12 @@ def _send_for(connection: socket.socket, duration_s: float) -> tuple[int, float]
     connection.sendall(_SINK + struct.pack("!d", duration_s))
     block = bytes(_BLOCK_BYTES)
     end_s = time.perf_counter() + duration_s
-    with contextlib.suppress(TimeoutError):  # a very slow link; what counts is what has arrived
+    with contextlib.suppress(TimeoutError):  # a very slow link; only the received bytes count
         while time.perf_counter() < end_s:
             connection.sendall(block)
     connection.shutdown(socket.SHUT_WR)
     received_bytes, seconds = _RESULT.unpack(connection.recv(_RESULT.size, socket.MSG_WAITALL))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # drop what is not sent yet
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # drop unsent data
     return received_bytes, seconds
 
 

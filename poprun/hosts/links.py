@@ -1,4 +1,4 @@
-"""Measures the links between hosts with a small process on each of them."""
+"""Measurements of the links between hosts, made by a helper process on each host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LinkAnswer = dict[str, Any]
 
 CONNECT_LIMIT_S = 2.0
 DURATION_S = 0.3
-"""The duration of measuring the bandwidth of one link."""
+"""The duration of the bandwidth measurement of one link."""
 
 _ANSWER_LIMIT_S = 5.0
 _LIFE_LIMIT_S = 120
@@ -34,16 +34,16 @@ _SCRIPT = Path(__file__).with_name("link_script.py")
 
 
 class HelperError(Exception):
-    """A helper gave no answer; the text says why."""
+    """A helper that gave no answer; the text is the reason."""
 
 
 class LinkHelper:
-    """A process on a host that runs `link_script.py`, from here to the end of a `with`.
+    """A process on a host that runs `link_script.py` until the end of a `with` block.
 
     Args:
-        host: as the user wrote it; no ssh is needed for this machine.
-        python: the interpreter, at the same path there.
-        ssh: the words of ssh up to the host.
+        host: The host, as the user wrote it; this machine needs no ssh.
+        python: Path of the interpreter on the host.
+        ssh: The words of ssh before the host.
     """
 
     def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class LinkHelper:
         assert self._process.stdout
         assert self._process.stderr
         with suppress(BrokenPipeError):
-            self._process.stdin.close()  # which ends the process there
+            self._process.stdin.close()  # ends the process on the host
         try:
             self._process.wait(_GOODBYE_S)
         except subprocess.TimeoutExpired:
@@ -80,10 +80,10 @@ class LinkHelper:
         self._process.stderr.close()
 
     def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> LinkAnswer:
-        """Have a command done there.
+        """Run a command of `link_script.py` on the host, and return the answer.
 
         Raises:
-            HelperError: it gave no answer within the limit, or ended.
+            HelperError: The helper gave no answer within the limit, or ended.
         """
         self._tell(json.dumps({"do": do, **arguments}).encode() + b"\n")
         deadline_s = time.monotonic() + limit_s
@@ -95,7 +95,7 @@ class LinkHelper:
 
     def _tell(self, data: bytes) -> None:
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # why it has ended is found out when reading
+        with suppress(BrokenPipeError):  # `_read_line` reports why the helper has ended
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
@@ -126,11 +126,11 @@ class MeasuredLink:
     """The measurements of the link from one host to another.
 
     Attributes:
-        source: the host that sends.
-        target: the host that receives.
-        round_trip_s: median time of 8 bytes there and back.
-        bytes_per_s: of one TCP stream.
-        fault: why nothing could be measured; empty otherwise.
+        source: The host that sends.
+        target: The host that receives.
+        round_trip_s: Median time for 8 bytes there and back.
+        bytes_per_s: Bandwidth of one TCP stream.
+        fault: The reason why the measurement failed; empty on success.
     """
 
     source: str
@@ -153,11 +153,11 @@ class HostMeasurements:
     """The measurements of one helper.
 
     Attributes:
-        host: as the user wrote it.
-        fault: why it found nothing; empty otherwise.
-        clock: compared with ours.
-        attach_fault: why a process may not read another one's memory; empty if it may.
-        addresses: for each name the addresses that this host knows.
+        host: The host, as the user wrote it.
+        fault: The reason why the helper measured nothing; empty on success.
+        clock: The host's clock, compared with this machine's.
+        attach_fault: The reason why a process may not read another one's memory; empty if it may.
+        addresses: The addresses that this host knows for each name.
     """
 
     host: str
@@ -170,13 +170,13 @@ class HostMeasurements:
 def measure(
     addresses: Mapping[str, str], names: Sequence[str], python: str, ssh: Sequence[str]
 ) -> tuple[list[HostMeasurements], list[MeasuredLink]]:
-    """Measure what each host sees, then the links of the ring through all hosts in this order.
+    """Measure each host, then the links of the ring through all hosts in this order.
 
     Args:
-        addresses: for each host its address in the chosen network.
-        names: looked up on every host.
-        python: the interpreter, at the same path everywhere.
-        ssh: the words of ssh up to the host.
+        addresses: Each host's address in the chosen network.
+        names: Names to look up on every host.
+        python: Path of the interpreter, the same on every host.
+        ssh: The words of ssh before the host.
     """
     with ExitStack() as stack:
         helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
@@ -188,13 +188,13 @@ def measure(
 
 @dataclass(frozen=True)
 class Blocked:
-    """A host to which others cannot connect, though they may all be reached from here.
+    """A host to which other hosts cannot connect, though this machine may reach all of them.
 
     Attributes:
-        target: the host that listens.
-        address: its address in the network.
-        sources: the hosts that tried.
-        fault: what the kernel said to the first of them.
+        target: The host that listens.
+        address: The host's address in the network.
+        sources: The hosts that tried to connect.
+        fault: The kernel's error on the first of these hosts.
     """
 
     target: str
@@ -204,18 +204,18 @@ class Blocked:
 
     @property
     def fact(self) -> str:
-        """The failure, in words that follow the name of the host that listens."""
+        """The failure, as a text that follows the name of the listening host."""
         return f"cannot be reached from {', '.join(self.sources)} at {self.address} by TCP: {self.fault}"
 
 
 def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], limit_s: float) -> list[Blocked]:
-    """Have every host connect to every other one; those to which some cannot.
+    """Connect every host to every other host, and return the hosts to which connections failed.
 
     Args:
-        addresses: for each host its address in the chosen network.
-        python: the interpreter, at the same path everywhere.
-        ssh: the words of ssh up to the host.
-        limit_s: after which a host that does not answer is left out.
+        addresses: Each host's address in the chosen network.
+        python: Path of the interpreter, the same on every host.
+        ssh: The words of ssh before the host.
+        limit_s: Seconds after which a host that does not answer is left out.
     """
     with ExitStack() as stack:
         helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
@@ -233,7 +233,7 @@ def find_blocked(addresses: Mapping[str, str], python: str, ssh: Sequence[str], 
 
 
 def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str, str]) -> dict[str, str]:
-    """Return why this host cannot connect to each other one; empty if this host does not answer."""
+    """Return the faults of this host's connections to each other host; empty if this host does not answer."""
     others = [host for host in ports if host != helper.host]
     places = [(addresses[host], ports[host]) for host in others]
     if helper.host not in ports or not places:
@@ -245,12 +245,12 @@ def _reach(helper: LinkHelper, ports: Mapping[str, int], addresses: Mapping[str,
 
 
 def ring_of(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the links that are measured, one from each host to the next one; none for one host."""
+    """Return the links to measure, one from each host to the next; none for a single host."""
     return list(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)) if len(hosts) > 1 else []
 
 
 def all_reduce_bound_s(links: Sequence[MeasuredLink], size_bytes: int) -> float:
-    """Return the least time of an all-reduce: every host sends 2 (h - 1) / h of the data (docs: collectives.md)."""
+    """Return a lower bound for an all-reduce: every host sends 2 (h - 1) / h of the data (docs: collectives.md)."""
     hosts = len(links)
     return 2 * (hosts - 1) / hosts * size_bytes / min(link.bytes_per_s for link in links)
 
@@ -265,7 +265,7 @@ def _look_around(helper: LinkHelper, names: Sequence[str]) -> HostMeasurements:
 
 
 def _compare_clocks(helper: LinkHelper) -> ClockOffset:
-    """Return the offset as NTP estimates it, from the quickest of some round trips."""
+    """Return the offset as NTP estimates it, from the quickest of eight round trips."""
     clocks = []
     for _ in range(8):
         asked_s = time.time()
@@ -276,7 +276,7 @@ def _compare_clocks(helper: LinkHelper) -> ClockOffset:
 
 
 def rounds_of(links: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Return the links of a ring in two or three rounds; in each a host sends or receives, never both."""
+    """Divide the links of a ring into two or three rounds; in a round, a host sends or receives, but never both."""
     paired = len(links) // 2 * 2
     return [list(each) for each in (links[:paired:2], links[1:paired:2], links[paired:]) if each]
 

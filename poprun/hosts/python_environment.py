@@ -1,4 +1,4 @@
-"""This Python environment on disk, and the paths outside of it to which it refers."""
+"""The Python environment of this process on disk, and the outside paths that it refers to."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from poprun.errors import PopRunError
 from poprun.hosts.survey_script import SOURCES
 
 MARKER = "popdist-synchronised"
-"""In a folder that poprun has made on another host; only in such a folder is anything removed."""
+"""A file in folders that poprun has made on other hosts; only in these folders poprun removes files."""
 
 TOKEN_PREFIX = ".popdist-synchronise-"
-"""Begins the name of an empty folder by which hosts that share a file system are recognised."""
+"""The beginning of the name of an empty folder that reveals which hosts share a file system."""
 
 LEFT_OUT = ("__pycache__",)
-"""Every host compiles for itself: the times in these files differ, so they would be copied again and again."""
+"""Folders that are not copied: every host compiles for itself, and differing times would cause copies every time."""
 
 _OF_THE_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Folders that are copied together.
+    """A set of folders that are copied together.
 
     Attributes:
-        root: an absolute path, the same on every host.
-        names: the folders below it; none: the root itself, with all that is in it.
+        root: An absolute path, the same on every host.
+        names: The folders below the root. Empty: the root itself with all its content.
     """
 
     root: Path
@@ -39,17 +39,17 @@ class Tree:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Those that are copied, each with all that is in it."""
+        """The folders to copy, each with all its content."""
         return tuple(self.root / name for name in self.names) or (self.root,)
 
 
 @dataclass(frozen=True)
 class PythonEnvironment:
-    """The folders with which a program finds the same Python packages on another host.
+    """The folders in which a program on another host finds the same Python packages.
 
     Attributes:
-        trees: copied.
-        needed: paths outside of them that have to be there already, such as the interpreter that a venv refers to.
+        trees: The folders to copy.
+        needed: Paths outside of the trees that have to exist on the host, such as a venv's base interpreter.
     """
 
     trees: tuple[Tree, ...]
@@ -57,29 +57,29 @@ class PythonEnvironment:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Those of all trees."""
+        """The folders of all trees."""
         return tuple(folder for tree in self.trees for folder in tree.folders)
 
 
 def this_environment() -> PythonEnvironment:
-    """Return the environment that runs this process, and the project's packages if they are installed elsewhere.
+    """Return the environment of this process, and the project's packages if they are installed elsewhere.
 
     Raises:
-        PopRunError: it belongs to the system.
+        PopRunError: The environment is the system's own.
     """
     project = Path(__file__).resolve().parents[2]
     return describe_environment(Path(sys.prefix), Path(sys.executable), project, Path(sysconfig.get_path("stdlib")))
 
 
 def describe_environment(prefix: Path, python: Path, project: Path, library: Path) -> PythonEnvironment:
-    """Tell apart what belongs to an environment and what it refers to.
+    """Describe an environment: the folders that belong to it, and the paths that it refers to.
 
     Raises:
-        PopRunError: it belongs to the system.
+        PopRunError: The environment is the system's own.
     """
     if prefix in _OF_THE_SYSTEM:
         raise PopRunError(
-            f"the Python environment is the system's own, {prefix}, and not copied; use a virtual environment "
+            f"the Python environment is the system's own ({prefix}) and is not copied; use a virtual environment "
             f"(`python -m venv`), or leave out --synchronise-python-venv"
         )
     packages = tuple(name for name in SOURCES if (project / name).is_dir())
@@ -100,8 +100,8 @@ def digest_tree(folder: Path) -> str:
 
 
 def _leave(path: Path, prefix: Path) -> Path | None:
-    """Return the first path outside of an environment to which a link in it leads; None if it does not leave it."""
-    for _ in range(40):  # as many links as Linux follows
+    """Return the first path outside of the environment that a link in it leads to; None if the path stays inside."""
+    for _ in range(40):  # Linux follows at most 40 links
         if not path.is_relative_to(prefix):
             return path
         if not path.is_symlink():

@@ -1,4 +1,4 @@
-"""The words for mpirun and ssh of a job that runs on other hosts too. Pure."""
+"""The options of mpirun and ssh for a job that runs on other hosts too. Pure."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ FORWARDED_FAMILIES = (
 )
 FORWARDED_NAMES = ("LANG", "OPAL_PREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "VIRTUAL_ENV")
 DAEMONS_LATER_S = 3.0
-"""So much longer than poprun and the agents daemons bear with a silent host, at least: poprun then says who is lost,
-where a daemon that comes first only ends mpirun."""
+"""The daemons' limit for a silent host exceeds that of poprun and the agents by at least this time. poprun then reports
+which host is lost; a daemon that gave up first would end mpirun without a reason."""
 DAEMONS_ASK_S = 1
-"""Daemons have nothing to say to each other, so the last word may be as old as this when a host falls silent."""
+"""The interval of the daemons' probes: daemons are quiet, so a host's last word may be this old when it fails."""
 _OF_THIS_MACHINE = frozenset(("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"))
 
 
 @dataclass(frozen=True)
 class Remote:
-    """The way to the other hosts.
+    """The way to the other hosts of a job.
 
     Attributes:
-        network: the network in which all hosts talk, such as `10.0.0.0/24`; "" where a dry run cannot know it.
-        address: this machine's address there.
-        ssh: options for ssh.
-        silence_s: after which silence a host counts as gone.
-        shell: the words before a host that run a command on it: those of ssh, or of what takes its place.
-        warnings: what the hosts said that the user should know.
-        names: for each host that has answered, as the user wrote it, its name as its kernel knows it.
-        keeps_domains: whether Open MPI has to look at whole names, see `need_domains`.
-        daemon: the words that start Open MPI's daemon on a host, without blanks in them; empty: its own choice.
+        network: The network that connects all hosts, such as `10.0.0.0/24`. Empty in a dry run that cannot know it.
+        address: This machine's address in the network.
+        ssh: Options for ssh.
+        silence_s: Seconds of silence after which a host counts as lost.
+        shell: The words before a host that run a command there: those of ssh or of its replacement.
+        warnings: Messages about the hosts for the user.
+        names: The name that each host's kernel has, under the name that the user wrote; only hosts that answered.
+        keeps_domains: Whether Open MPI has to compare whole names; `need_domains` decides.
+        daemon: The words that start Open MPI's daemon on a host, without blanks in them. Empty: Open MPI's default.
     """
 
     network: str
@@ -65,32 +65,31 @@ class Remote:
 
 
 def need_domains(machines: Iterable[Iterable[str]]) -> bool:
-    """Whether two machines have names that agree up to the first dot; what follows is nothing to Open MPI by itself.
+    """Return whether two machines have equal names up to the first dot; by default, Open MPI ignores the rest.
 
     Args:
-        machines: the names of each.
+        machines: The names of each machine.
     """
     shortened = [{short_name(name) for name in names} for names in machines]
     return sum(map(len, shortened)) > len(set().union(*shortened))
 
 
 def ssh_options(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the options for Open MPI's ssh: what the user says first, since ssh takes the first value of each."""
+    """Return the options for Open MPI's ssh: the user's first, because ssh uses the first value of an option."""
     return (*user_arguments(environ), *SSH_OPTIONS)
 
 
 def mpirun_options(remote: Remote, user: Sequence[str]) -> list[str]:
-    """Return the options for mpirun; a parameter that the user's own options mention is left to the user.
+    """Return the options for mpirun. A parameter that the user's own options mention is left to the user.
 
-    Daemons and data use one network. A daemon that hears nothing ends itself and its instances, as poprun does on its
-    side.
+    Daemons and data use one network. A daemon that hears nothing ends itself and its instances, as poprun does too.
     """
     import shlex
 
     first_s, interval_s, probes = probing_times(remote.silence_s + DAEMONS_LATER_S + DAEMONS_ASK_S, DAEMONS_ASK_S)
     parameters = (
         ("--prtemca", "plm_ssh_args", shlex.join(remote.ssh)),
-        # Daemons that start each other hand these options on cut off at the first equals sign (PRRTE 3.0.14).
+        # Daemons that start each other cut these options off at the first equals sign (PRRTE 3.0.14).
         ("--prtemca", "plm_ssh_no_tree_spawn", "1"),
         ("--prtemca", "prte_if_include", remote.network),
         ("--mca", "btl_tcp_if_include", remote.network),
@@ -105,7 +104,7 @@ def mpirun_options(remote: Remote, user: Sequence[str]) -> list[str]:
 
 
 def forwarded_names(environ: Iterable[str]) -> tuple[str, ...]:
-    """Return the variables that instances on other hosts get as well; there, nothing is inherited."""
+    """Return the variables that instances on other hosts get too, because nothing is inherited there."""
     return tuple(
         sorted(
             name

@@ -1,4 +1,4 @@
-"""Commands on other hosts: the words for ssh, the ways out of its complaints, and one command for each host at once."""
+"""Commands on other hosts: the words of ssh, the ways out of its errors, and commands that run on all hosts at once."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from poprun.errors import UsageError
 from poprun.ipc.processes import die_with_parent, send, start
 
 ARGUMENTS_VARIABLE = "POPRUN_SSH_ARGS"
-"""Options for every ssh that is started, split like a shell does, such as `-F my_ssh_config -p 2222`."""
+"""Options for every ssh, split into words as in a shell, such as `-F my_ssh_config -p 2222`."""
 
 SSH_FAILED = 255
-"""The exit status of ssh itself if it fails; otherwise ssh ends with the status of the command."""
+"""The exit status of a failed ssh; otherwise ssh ends with the status of the command."""
 
 SRUN = ("srun", "--quiet", "--overlap", "--mpi=none", "--export=ALL", "--nodes=1", "--ntasks=1")
-"""The words that take the place of ssh in a job of Slurm, whose nodes need not let anybody log in.
+"""The words that replace ssh in a Slurm job, whose nodes may refuse logins.
 
-After `sbatch --export=NONE` steps would find no variables at all, not even PATH.
+Without `--export=ALL`, a step after `sbatch --export=NONE` would find no variables, not even PATH.
 """
 
 _BOOTSTRAP = (
     "import hashlib, sys; text = sys.stdin.buffer.read({nbytes}); "
     "hashlib.sha256(text).hexdigest() == '{digest}' or "
-    "sys.exit('what came through standard input is not the program of poprun: look for what reads or writes there, "
+    "sys.exit('standard input did not bring the program of poprun: find the command that reads or writes there, "
     "such as a start-up file of the shell'); exec(text)"
 )
 
-_CHANGED = "identification has changed"  # long before the last line, which is that of a key that is not known
+_CHANGED = "identification has changed"  # stands long before the last line, which is the same as for an unknown key
 _WAYS_OUT = {
     _CHANGED: "if {host} was set up anew: `ssh-keygen -R {host}`, then `ssh {host}` once by hand",
     "could not resolve": "check the spelling in --host, or give the name an address (/etc/hosts, DNS, ~/.ssh/config)",
@@ -55,21 +55,21 @@ def user_arguments(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the user's options for every ssh, from POPRUN_SSH_ARGS; Open MPI's daemons need them too.
 
     Raises:
-        UsageError: they cannot be split.
+        UsageError: The options cannot be split into words.
     """
     text = environ.get(ARGUMENTS_VARIABLE, "")
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(
-            f"{ARGUMENTS_VARIABLE} cannot be split like a shell does: {error} in {text!r}; check the quotes"
+            f"{ARGUMENTS_VARIABLE} cannot be split into words as in a shell: {error} in {text!r}; check the quotes"
         ) from None
 
 
 def ssh_words(environ: Mapping[str, str], connect_s: int = 5) -> tuple[str, ...]:
-    """Return the words of an ssh that asks nothing and gives up soon; the host and the command come after them.
+    """Return the words of an ssh that asks no questions and gives up soon; host and command follow them.
 
-    The user's own arguments come first, because the first value that ssh sees for an option holds.
+    The user's options come first, because ssh uses the first value of an option.
     """
     return (
         "ssh",
@@ -85,7 +85,7 @@ def ssh_words(environ: Mapping[str, str], connect_s: int = 5) -> tuple[str, ...]
 
 def name_behind(host: str, ssh: Sequence[str], limit_s: float = 1.0) -> str:
     """Return the host name in ssh's configuration; the host itself if ssh has no other name."""
-    import subprocess  # seldom needed
+    import subprocess  # takes some milliseconds to load, and few launches need it
 
     try:
         ended = subprocess.run([*ssh, "-G", "--", host], capture_output=True, text=True, timeout=limit_s, check=False)
@@ -96,7 +96,7 @@ def name_behind(host: str, ssh: Sequence[str], limit_s: float = 1.0) -> str:
 
 
 def way_out_of(said: str, host: str) -> str:
-    """Return the way out of ssh's complaints on its standard error."""
+    """Return the way out for the errors that ssh has printed."""
     lines = said.lower().splitlines()
     reasons = [_CHANGED] if any(_CHANGED in line for line in lines) else reversed(lines)
     found = (advice for line in reasons for sign, advice in _WAYS_OUT.items() if sign in line)
@@ -104,14 +104,14 @@ def way_out_of(said: str, host: str) -> str:
 
 
 def by_hand(ssh: Sequence[str], host: str, command: str) -> str:
-    """Return a command with which a user can try whether a host answers."""
+    """Return a command with which a user can test whether a host answers."""
     if ssh[:1] == SRUN[:1]:
         return f"srun --overlap --nodelist={host} --nodes=1 --ntasks=1 {command}"
     return f"ssh {host} {command}"
 
 
 def last_line(complaint: str) -> str:
-    """Return the line that says why, cut off where it is endless; warnings come before it."""
+    """Return the last line, which holds the reason because warnings come before it, cut off if it is too long."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     return cut_off(lines[-1]) if lines else ""
 
@@ -124,13 +124,12 @@ def remote_words(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[
 
 
 def program_words(python: str, program: bytes) -> tuple[str, ...]:
-    """Return the words that run a program of ours on a host, where nothing of ours is installed.
+    """Return the words that run a program of ours on a host, without any installation there.
 
-    The program is the first part of standard input, and nothing else is run.
-
-    The words have its length and digest, so text that somebody else has put there, or taken away, is refused.
+    The program is the first part of standard input, and nothing else is run. The words contain the program's length
+    and digest, so the host refuses a text that another command has changed.
     """
-    import hashlib  # costs some milliseconds, needed only where hosts are asked
+    import hashlib  # takes some milliseconds to load, and only asking hosts needs it
 
     code = _BOOTSTRAP.format(nbytes=len(program), digest=hashlib.sha256(program).hexdigest())
     return (python, "-I", "-u", "-c", code)
@@ -138,12 +137,12 @@ def program_words(python: str, program: bytes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """A command that runs here; for another host it is an ssh.
+    """A command that runs on this machine; the command for another host is an ssh.
 
     Attributes:
-        words: of the command.
-        text: its standard input.
-        feeder: the words of a command whose output is its standard input instead.
+        words: The words of the command.
+        text: The command's standard input.
+        feeder: The words of a command whose output replaces `text`. Empty: no such command.
     """
 
     words: tuple[str, ...]
@@ -153,13 +152,13 @@ class HostCommand:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command.
+    """The result of a command that has ended or was killed.
 
     Attributes:
-        status: its exit status, or that of the feeder if only this one failed; None: it was killed after the limit.
-        out: its standard output.
-        err: the standard errors of the command and of its feeder.
-        seconds: how long it took.
+        status: The exit status of the command or, if only the feeder failed, of the feeder. None: killed at the limit.
+        out: The command's standard output.
+        err: The standard errors of the command and its feeder.
+        seconds: The duration.
     """
 
     status: int | None
@@ -173,8 +172,8 @@ class LateNotice:
     """A notice about commands that take long.
 
     Attributes:
-        after_s: from the start.
-        tell: gets the names of those that still run.
+        after_s: Seconds from the start of the commands to the notice.
+        tell: Function that is called with the names of the running commands.
     """
 
     after_s: float
@@ -182,20 +181,20 @@ class LateNotice:
 
 
 def shell_commands(programs: Mapping[str, str], ssh: Sequence[str]) -> dict[str, HostCommand]:
-    """Return the commands with which hosts run shell programs."""
+    """Return the commands that run shell programs on hosts."""
     return {host: HostCommand(tuple(remote_words(ssh, host, ["sh", "-s"])), text) for host, text in programs.items()}
 
 
 def run_commands(
     commands: Mapping[Name, HostCommand], environ: Mapping[str, str], limit_s: float, notice: LateNotice | None = None
 ) -> Iterator[tuple[Name, CommandResult]]:
-    """Run them all and yield each when it has ended; none of them outlives the iteration.
+    """Run all commands at the same time, and yield each result when it is known; no command outlives the iteration.
 
     Args:
-        commands: each under a name of its own.
-        environ: their environment.
-        limit_s: after which those that still run are killed.
-        notice: what is done before that about those that are late.
+        commands: The commands, each under its own name.
+        environ: The environment of the commands.
+        limit_s: Seconds after which running commands are killed.
+        notice: A notice about late commands, given once before the limit.
     """
     began_s = time.monotonic()
     running: dict[Name, _Running] = {}
@@ -216,7 +215,7 @@ def run_commands(
 
 
 class _Running:
-    """The processes of one command: its own, and the feeder if there is one."""
+    """The processes of a command and of its feeder, if there is one."""
 
     def __init__(self, command: HostCommand, environ: dict[str, str]) -> None:
         self._out, self._err, self._statuses = os.memfd_create("out"), os.memfd_create("err"), dict[int, int]()
@@ -241,7 +240,7 @@ class _Running:
         return pid
 
     def has_ended(self) -> bool:
-        """Return whether the command has; the feeder of one that has ended cannot go on for long, nobody reads it."""
+        """Return whether the command and its feeder have ended; a feeder without a reader ends soon."""
         for pid in self._pids:
             if pid not in self._statuses:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -250,7 +249,7 @@ class _Running:
         return len(self._statuses) == len(self._pids)
 
     def conclude(self, seconds: float) -> CommandResult:
-        """Return the result; processes that still run are killed first."""
+        """Kill the processes that still run, and return the result."""
         is_complete = self.has_ended()
         for pid in self._pids:
             if pid not in self._statuses:

@@ -1,7 +1,7 @@
 """`--distribute-ssh-key`: lets ssh reach the hosts without a password, and the hosts know each other.
 
-As ssh-copy-id does it, the user's public key is appended to `~/.ssh/authorized_keys` there; private keys are neither
-made nor copied. Hosts get to know each other by the host keys that are trusted here already: nothing is trusted anew.
+Like ssh-copy-id, it appends the user's public key to `~/.ssh/authorized_keys` of the hosts. It neither makes nor copies
+private keys. Hosts learn each other's host keys only from the keys that this machine trusts already.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ know() {{
 
 @dataclass(frozen=True)
 class Target:
-    """The way in which ssh reaches a host from here.
+    """The way by which ssh reaches a host from this machine.
 
     Attributes:
-        known_as: its name in known_hosts, such as `h1` or `[h1]:2222`.
-        known_hosts: the files with host keys, the user's first.
-        identities: the files of the private keys that are tried.
+        known_as: The host's name in known_hosts, such as `h1` or `[h1]:2222`.
+        known_hosts: The files with host keys, beginning with the user's.
+        identities: The files of the private keys that ssh tries.
     """
 
     known_as: str
@@ -75,15 +75,15 @@ class Target:
 
 
 def distribute_key(hosts: Sequence[str], environ: Mapping[str, str], log: Log) -> None:
-    """Install the user's public key on the hosts, and their host keys on each other; what is there stays.
+    """Install the user's public key on the hosts, and the hosts' keys on each other; existing keys stay.
 
     Args:
-        hosts: without this machine.
-        environ: with POPRUN_SSH_ARGS, SSH_AUTH_SOCK and POPRUN_CHECK_TIMEOUT_S.
-        log: gets a line for each host.
+        hosts: The hosts without this machine.
+        environ: Environment variables; POPRUN_SSH_ARGS, SSH_AUTH_SOCK and POPRUN_CHECK_TIMEOUT_S are read.
+        log: The log for a line about each host.
 
     Raises:
-        PopRunError: there is no key; or one line for each host that ssh cannot reach without a password afterwards.
+        PopRunError: The user has no key; or ssh still needs a password for some hosts (one line for each).
     """
     targets = _targets(hosts, environ)
     agent = read_keys(_run_here([["ssh-add", "-L"]], environ)[0].out)
@@ -92,7 +92,7 @@ def distribute_key(hosts: Sequence[str], environ: Mapping[str, str], log: Log) -
         key = choose_key(agent, _public_keys(target))
         if key is None:
             raise PopRunError(
-                f"host {host}: there is no key to install, neither in an ssh agent nor beside "
+                f"host {host}: no key to install was found, neither in an ssh agent nor beside "
                 f"{', '.join(target.identities) or '~/.ssh/id_*'} (.pub); make one with `ssh-keygen -t ed25519`"
             )
         scripts[host] = allow_script(key)
@@ -101,7 +101,7 @@ def distribute_key(hosts: Sequence[str], environ: Mapping[str, str], log: Log) -
 
 
 def read_target(said: str) -> Target:
-    """Read what `ssh -G` says about a host."""
+    """Read the output of `ssh -G` about a host."""
     pairs = [line.split(maxsplit=1) for line in said.splitlines() if " " in line]
     values: dict[str, list[str]] = {}
     for name, value in pairs:
@@ -117,16 +117,16 @@ def read_target(said: str) -> Target:
 
 
 def read_keys(text: str) -> list[str]:
-    """Return the public keys in a `.pub` file or in what `ssh-add -L` prints."""
+    """Return the public keys in a `.pub` file or in the output of `ssh-add -L`."""
     return [line.strip() for line in text.splitlines() if line.startswith(_KEY_TYPES) and len(line.split()) > 1]
 
 
 def choose_key(agent: Sequence[str], files: Sequence[str]) -> str | None:
-    """Return the public key that ssh will use without asking for a passphrase.
+    """Return the public key that ssh will use without asking for a passphrase, or None.
 
     Args:
-        agent: the keys that an agent offers.
-        files: the keys beside the private ones that ssh tries, in its order.
+        agent: The public keys that an ssh agent offers.
+        files: The public keys beside the private keys that ssh tries, in ssh's order.
     """
     offered = {key.split()[1] for key in agent}
     both = [key for key in files if key.split()[1] in offered]
@@ -134,7 +134,7 @@ def choose_key(agent: Sequence[str], files: Sequence[str]) -> str | None:
 
 
 def allow_script(key: str) -> str:
-    """Return the shell program that appends a public key to authorized_keys, unless it is there in whatever form."""
+    """Return the shell program that appends a public key to authorized_keys, unless the key is there in any form."""
     kind, body = key.split()[:2]
     return f"{_ADD}allow {shlex.quote(key)} {shlex.quote(f'{kind} {body}')}\n"
 
@@ -143,19 +143,19 @@ def introduce_script(known: Iterable[tuple[str, str]]) -> str:
     """Return the shell program that appends host keys to known_hosts, unless they are there, hashed or not.
 
     Args:
-        known: a name, such as `h1` or `[h1]:2222`, and its key with the type in front.
+        known: Pairs of a name, such as `h1` or `[h1]:2222`, and a key with its type in front.
     """
     return _ADD + "".join(f"know {shlex.quote(name)} {shlex.quote(key)}\n" for name, key in known)
 
 
 def read_known_hosts(found: str) -> list[str]:
-    """Return the keys in what `ssh-keygen -F` finds; those of authorities and revoked ones are not handed on."""
+    """Return the keys in the output of `ssh-keygen -F`, without keys of authorities and revoked keys."""
     lines = [line.split() for line in found.splitlines() if not line.startswith(("#", "@"))]
     return [" ".join(words[1:3]) for words in lines if len(words) > 2]
 
 
 def fault_of(host: str, ended: CommandResult, limit_s: float, has_terminal: bool) -> str:
-    """Return why a key could not be installed on a host."""
+    """Return the reason why a key could not be installed on a host."""
     complaint = last_line(ended.err)
     if ended.status is None:
         return f"host {host}: did not answer within {limit_s:g} s ({LIMIT_VARIABLE}); see what `ssh {host}` waits for"
@@ -183,12 +183,12 @@ def _public_keys(target: Target) -> list[str]:
 
 
 def _allow(scripts: Mapping[str, str], environ: Mapping[str, str], log: Log) -> None:
-    """Install the keys where ssh needs no password, and by its help where it asks for one."""
+    """Install the keys on all hosts; if ssh needs a password for a host, let it ask on the terminal."""
     limit_s, has_terminal = limit_from(environ), _has_terminal()
     ended = _tell(scripts, environ)
     for host, each in ended.items():
         if each.status == SSH_FAILED and has_terminal:
-            log.info(f"host {host}: {last_line(each.err)}; trying again with questions")
+            log.info(f"host {host}: {last_line(each.err)}; trying again, and ssh may ask")
             by_hand = _tell_by_hand(host, scripts[host], environ)
             ended[host] = by_hand if by_hand.status != SSH_FAILED else each
     faults = [fault_of(host, each, limit_s, has_terminal) for host, each in ended.items() if each.status != 0]
@@ -200,7 +200,7 @@ def _allow(scripts: Mapping[str, str], environ: Mapping[str, str], log: Log) -> 
 
 
 def _introduce(targets: Mapping[str, Target], environ: Mapping[str, str], log: Log) -> None:
-    """Let every host know the keys of all; at the same time this shows that no password is needed any more."""
+    """Add the host keys of all hosts to every host; this also proves that no host needs a password any more."""
     lookups = [
         (target.known_as, ["ssh-keygen", "-F", target.known_as, "-f", str(Path(file).expanduser())])
         for target in targets.values()
@@ -217,7 +217,7 @@ def _introduce(targets: Mapping[str, Target], environ: Mapping[str, str], log: L
         lines = [f"host {host}: has the key, but cannot be reached with it: {why}; {way_out}" for host, why in refused]
         raise PopRunError("\n".join(lines))
     for host, each in ended.items():
-        log.info(f"host {host}: {count(each.out.count(_ADDED), 'host key')} added to those that it knows")
+        log.info(f"host {host}: {count(each.out.count(_ADDED), 'host key')} added to its known hosts")
 
 
 def _run_here(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> list[CommandResult]:
@@ -227,7 +227,7 @@ def _run_here(commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> 
 
 
 def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, CommandResult]:
-    """Have hosts run shell programs: one host first, so that the others need not write where they share its home."""
+    """Run shell programs on hosts: on the first host alone, so that hosts that share its home need not write."""
     commands = shell_commands(scripts, (*ssh_words(environ), "-o", "ControlPath=none"))
     ended: dict[str, CommandResult] = {}
     for group in (list(commands)[:1], list(commands)[1:]):
@@ -236,8 +236,8 @@ def _tell(scripts: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, C
 
 
 def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> CommandResult:
-    """Return the same while ssh may ask on the terminal; its messages go there too."""
-    import subprocess  # costs some milliseconds, seldom needed
+    """Run a shell program on a host while ssh may ask on the terminal; ssh's messages go there too."""
+    import subprocess  # takes some milliseconds to load, and few launches need it
 
     ssh = ["ssh", *user_arguments(environ), "-x", "-T", "-o", "BatchMode=no", "-o", "ClearAllForwardings=yes"]
     words = remote_words([*ssh, "-o", "ControlPath=none", "-o", "ConnectTimeout=2"], host, ["sh", "-s"])
@@ -251,7 +251,7 @@ def _tell_by_hand(host: str, script: str, environ: Mapping[str, str]) -> Command
 
 
 def _has_terminal() -> bool:
-    """Return whether ssh can ask the user: there is a terminal, and this process is in its foreground."""
+    """Return whether ssh can ask the user: this process has a terminal and is in its foreground."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Asks hosts for their facts before a launch, all at once within a limit, and remembers the answers for minutes."""
+"""The survey of hosts before a launch: all hosts are asked at once within a limit, and answers are kept for minutes."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ from poprun.hosts.survey_script import CONNECTIONS, MARK, digest_sources
 from poprun.hosts.this_machine import is_this_machine
 
 LIMIT_S = 20.0
-"""A busy host may take long for a login; ssh gives up earlier by itself where nobody is there at all."""
+"""The limit for an answer: a login on a busy host may take long. If a host does not exist, ssh gives up earlier."""
 
 LATE_S = 2.5
-"""After this the user learns who has not answered yet."""
+"""The time after which the user is told which hosts have not answered yet."""
 
 LIMIT_VARIABLE = "POPRUN_CHECK_TIMEOUT_S"
-"""Overrides the limit, for machines that are so busy that a login takes longer."""
+"""The variable that replaces the limit, for hosts so busy that a login takes longer."""
 
 LONGEST_AGE_S = 300.0
-"""Older answers are asked for again."""
+"""The age from which answers are no longer used."""
 
 _SCRIPT = Path(__file__).with_name("survey_script.py")
-_MISSING_COMMAND = (126, 127)  # what a shell ends with that cannot start a command
+_MISSING_COMMAND = (126, 127)  # exit statuses of a shell that cannot start a command
 
 
 def survey(
     hosts: Sequence[str], question: HostQuestion, ssh: Sequence[str], limit_s: float = LIMIT_S
 ) -> dict[str, HostFacts | HostFault]:
-    """Ask every host, all at the same time.
+    """Ask all hosts at the same time.
 
     Args:
-        hosts: as the user wrote them; this machine is asked without ssh.
-        question: what they are asked.
-        ssh: the words of the ssh command up to the host, as `poprun.hosts.ssh.ssh_words` makes them.
-        limit_s: how long to wait; what is not ready then is killed and becomes a fault.
+        hosts: The hosts, as the user wrote them; this machine is asked without ssh.
+        question: The question to the hosts.
+        ssh: The words of ssh before the host, as `poprun.hosts.ssh.ssh_words` returns them.
+        limit_s: Seconds to wait; a host that has not answered by then becomes a fault.
 
     Returns:
-        For each host, in order, its facts or why there are none.
+        Each host's facts, or the fault that says why there are none, in the order of the hosts.
     """
     script = _program(question, limit_s)
     commands = {host: HostCommand(_words(host, question, script, ssh), script) for host in hosts}
-    # Who is asked without sshd must not find the connection by which the user has come to this machine.
+    # A host that is asked without sshd must not find the connection by which the user logged in to this machine.
     environ = {name: value for name, value in os.environ.items() if name not in CONNECTIONS}
     notice = LateNotice(min(LATE_S, limit_s), lambda late: _say_who_is_late(late, limit_s))
     ended = dict(run_commands(commands, environ, limit_s, notice))
@@ -124,15 +124,15 @@ def _fault_of(host: str, ended: CommandResult, question: HostQuestion, limit_s: 
 
 
 class SurveyCache:
-    """A folder with one small file per host; only good answers are kept, and nothing that goes wrong matters.
+    """A folder with a small file for each host. It keeps good answers only; errors in the folder are ignored.
 
-    What others could have written is neither read nor added to.
+    If other users could have written to the folder or a file in it, it is not used.
 
     Args:
-        folder: it is made when something is kept.
-        question: what the hosts are asked; another question has other answers.
-        ssh: the words of ssh; they decide which machine a name leads to.
-        stamp: what else the answers depend on here, as `stamp_of` makes it.
+        folder: The folder, which is made for the first answer.
+        question: The question to the hosts; answers to another question are not used.
+        ssh: The words of ssh, which decide which machine a name leads to.
+        stamp: The state of this machine that answers depend on, as `stamp_of` returns it.
     """
 
     def __init__(self, folder: Path, question: HostQuestion, ssh: Sequence[str], stamp: str) -> None:
@@ -140,14 +140,14 @@ class SurveyCache:
         self._key = json.dumps([question.as_json(), list(ssh), stamp])
 
     def load(self, host: str) -> HostFacts | None:
-        """Return the recent facts of a host; None if there are none, or the file is damaged."""
+        """Return the recent facts of a host; None if none are known, or the file is damaged."""
         with suppress(OSError, ValueError):
             if not fault_of(self._folder.resolve()) and (text := _read_young(self._path(host))):
                 return facts_from(host, json.loads(text), is_cached=True)
         return None
 
     def store(self, facts: HostFacts) -> None:
-        """Keep what a host has said; forget what is too old."""
+        """Keep a host's facts, and remove old files."""
         path = self._path(facts.host)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         with suppress(OSError):
@@ -173,16 +173,16 @@ class SurveyCache:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """`${XDG_CACHE_HOME:-~/.cache}/popdist-everywhere/hosts`."""
+    """Return the folder `${XDG_CACHE_HOME:-~/.cache}/popdist-everywhere/hosts`."""
     home = Path(environ.get("HOME") or "~").expanduser()
     return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "popdist-everywhere" / "hosts"
 
 
 def stamp_of(question: HostQuestion) -> str:
-    """Return what answers depend on besides the question, as far as this machine can see it cheaply.
+    """Return a text of everything that answers depend on besides the question, if this machine can see it cheaply.
 
-    Environments are mostly shared or copied, so a package that is installed here makes remembered answers doubtful
-    everywhere. The cores count because this machine is asked too.
+    Most environments are shared or copied, so a package installed on this machine makes answers of all hosts doubtful.
+    The cores are included because this machine is asked too.
     """
     import sysconfig
 
@@ -196,7 +196,7 @@ def stamp_of(question: HostQuestion) -> str:
 
 
 def _read_young(path: Path) -> str:
-    """Return the text of a file that is not too old and that nobody else can have written; empty otherwise."""
+    """Return the text of a recent file that no other user can have written; empty if the file is anything else."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         age_s = time.time() - status.st_mtime

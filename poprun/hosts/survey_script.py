@@ -1,4 +1,4 @@
-"""A machine's facts about itself; sent as a whole to the Python of another host, so it imports nothing of ours."""
+"""A script that reports a machine's facts; other hosts receive it as text, so it imports nothing of poprun."""
 
 import contextlib
 import fcntl
@@ -12,26 +12,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MARK = "poprun-survey "
-"""Begins the one line that is the answer; what a login shell prints before it does no harm."""
+"""The beginning of the one line that is the answer; other lines, such as those of a login shell, are ignored."""
 
 CONNECTIONS = ("SSH_CONNECTION", "SLURM_SRUN_COMM_HOST")
-"""The variables in which sshd and srun say from where they were called."""
+"""The variables in which sshd and srun name the machine that called them."""
 
 _ANY_PORT = 9
 _CPUS = Path("/sys/devices/system/cpu")
 SOURCES = ("collectives", "popdist", "poprun", "strategies")
 _GET_ADDRESSES, _NEW_ADDRESS, _END_OF_LIST = 22, 20, 3  # rtnetlink(7)
 _IS_DUMP_REQUEST = 0x301
-_LOCAL_ADDRESS = (2, 1)  # IFA_LOCAL, which point-to-point links and IPv4 have, else IFA_ADDRESS
+_LOCAL_ADDRESS = (2, 1)  # IFA_LOCAL, which point-to-point links and IPv4 have; otherwise IFA_ADDRESS
 _GET_FLAGS, _GET_MTU = 0x8913, 0x8921  # netdevice(7)
 _IS_RUNNING = 0x41  # IFF_UP and IFF_RUNNING
 
 
 def answer(question: Mapping[str, object]) -> dict[str, object]:
-    """Return every fact as plain JSON values; see `poprun.hosts.host_facts.HostFacts`.
+    """Return all facts as plain JSON values; `poprun.hosts.host_facts.HostFacts` describes them.
 
     Args:
-        question: the fields of `poprun.hosts.host_facts.HostQuestion`.
+        question: The fields of `poprun.hosts.host_facts.HostQuestion`.
     """
     program, program_fault = find_program(str(question["program"]), str(question["path"]), str(question["directory"]))
     return {
@@ -52,7 +52,7 @@ def answer(question: Mapping[str, object]) -> dict[str, object]:
 
 
 def reached_at(environ: Mapping[str, str]) -> str:
-    """Return the address at which ssh reached this machine, or from which it talks with srun."""
+    """Return the address at which ssh reached this machine, or from which this machine talks to srun."""
     connection, caller = (environ.get(name, "") for name in CONNECTIONS)
     if not connection and caller:
         with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ def identity() -> str:
 
 
 def versions(question: Mapping[str, object]) -> dict[str, str]:
-    """Return the versions of Python and of packages, as the program will find them; empty where there is none."""
+    """Return the versions of Python and packages, as the program will find them; empty if not installed."""
     import site
 
     paths = [*_strings(question["python_path"]), *sys.path]
@@ -87,8 +87,8 @@ def versions(question: Mapping[str, object]) -> dict[str, str]:
 
 
 def digest_sources(project: Path) -> str:
-    """Return a digest of the project's sources, so that a stale copy is noticed; empty without sources."""
-    import hashlib  # here and below: poprun imports this module too, and seldom needs these
+    """Return a digest of the project's sources, which reveals a stale copy; empty without sources."""
+    import hashlib  # takes some milliseconds to load; poprun itself imports this module and seldom needs it
 
     files = [path for package in SOURCES for path in sorted((project / package).rglob("*.py"))]
     digest = hashlib.sha256()
@@ -112,15 +112,15 @@ def find_program(program: str, path: str, directory: str) -> tuple[str, str]:
 
 
 def cores() -> list[tuple[int, int, int, int]]:
-    """NUMA node, package, core and number of each CPU that this process may run on, sorted.
+    """Return NUMA node, package, core and number of each CPU that this process may run on, sorted.
 
-    Where the machine tells nothing, every CPU is a core of its own on one node.
+    If the machine reports no topology, every CPU is a core of its own on one node.
     """
     return sorted(_core(cpu) for cpu in os.sched_getaffinity(0))
 
 
 def interfaces() -> list[tuple[str, str, int, int]]:
-    """Name, address, length of the prefix and MTU of every interface that is up, without IPv6's link-local ones."""
+    """Return name, address, prefix length and MTU of each interface that is up, without IPv6's link-local addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         found = []
         for index, address, prefix in _addresses():
@@ -133,14 +133,14 @@ def interfaces() -> list[tuple[str, str, int, int]]:
 
 
 def open_files() -> int:
-    """Return how many files a process may have open; -1 is unlimited."""
+    """Return the number of files that a process may open; -1 is unlimited."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def free_bytes(folder: str) -> int:
-    """Return the free bytes of a file system; 0 where there is none."""
+    """Return the free bytes of a file system; 0 if the folder does not exist."""
     try:
         state = os.statvfs(folder)
     except OSError:
@@ -149,7 +149,7 @@ def free_bytes(folder: str) -> int:
 
 
 def version_of_mpirun(mpirun: str) -> str:
-    """Return the version that an mpirun tells; empty if it tells none."""
+    """Return the version that an mpirun reports; empty if it reports none."""
     import subprocess
 
     try:
@@ -160,7 +160,7 @@ def version_of_mpirun(mpirun: str) -> str:
 
 
 def read(path: str) -> str:
-    """Return the text of a small file without the white space around it; empty if it cannot be read."""
+    """Return the text of a small file without surrounding white space; empty if the file cannot be read."""
     try:
         with open(path) as file:
             return file.read().strip()
@@ -191,7 +191,7 @@ def _core(cpu: int) -> tuple[int, int, int, int]:
 
 
 def _addresses() -> Iterator[tuple[int, str, int]]:
-    """Return the index of the interface, the address and the length of its prefix, from the kernel by rtnetlink(7)."""
+    """Yield interface index, address and prefix length of every address that the kernel reports by rtnetlink(7)."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
         kernel.settimeout(1)
         kernel.send(struct.pack("=IHHIIB7x", 24, _GET_ADDRESSES, _IS_DUMP_REQUEST, 1, 0, socket.AF_UNSPEC))
@@ -224,7 +224,7 @@ def _ask_interface(asked: socket.socket, request: int, name: str) -> int:
 
 
 def reply(question: str, limit_s: int) -> None:
-    """Print the answer to a question in JSON; end after the limit, whatever hangs."""
+    """Print the answer to a question as JSON; the process ends at the limit, even if a call hangs."""
     import json
 
     signal.alarm(limit_s)

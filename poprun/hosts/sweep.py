@@ -1,4 +1,4 @@
-"""Ends what a broken job may have left on other hosts: Open MPI's daemons, and with them all that they have started."""
+"""The removal of a broken job from other hosts: Open MPI's daemons, and with them everything that they have started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from poprun.hosts.survey import limit_from
 from poprun.ipc.processes import die_with_parent, send, start
 
 SILENT_LIMIT_S = 0.7
-"""The limit for a host that was silent just now: it will probably not answer, and the user waits."""
+"""The limit for a host that was silent just now: the host will probably not answer, and the user waits."""
 _ON_HOST = (
     "runs() { grep -qs '^State:[[:space:]]*[^XZ[:space:]]' /proc/$1/status; }; "
     'found=$(pgrep -f "$1") || exit 0; '
@@ -22,26 +22,26 @@ _ON_HOST = (
     'runs $pid || rm -rf "${TMPDIR:-/tmp}/prted.$pid"; '
     "done 2>/dev/null"
 )
-"""Kills what has the pattern in its command line, and removes the folder of a daemon that was ended by that.
+"""Kills the processes whose command line matches the pattern, and removes the folders of the killed daemons.
 
-One that nobody reaps, as in a container without an init, has ended too; another user's has not. In one line: a login
-shell that is a C shell reads no word of several.
+A zombie counts as ended: a container without an init does not reap it. Another user's process has not ended. The
+program is a single line, because a C shell as login shell cannot read a word of several lines.
 """
 
 
 def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job: str, environ: dict[str, str]) -> None:
-    """Kill the daemons of one job on all hosts that can be reached, all at the same time.
+    """Kill the daemons of one job on all reachable hosts at the same time.
 
-    mpirun does it itself, unless it was killed or its connection to a daemon is gone. An agent whose daemon is gone
-    ends its instance, and removes what the daemon leaves. One that has ended before does not, so the
-    folder is removed here.
+    mpirun kills the daemons itself, unless mpirun was killed or its connection to a daemon is broken. An agent whose
+    daemon is gone ends its instance, and removes the daemon's files. If the agent ended earlier, the files are still
+    there, so this function removes the daemon's folder.
 
     Args:
-        hosts: without this machine.
-        silent: those to which the connection has broken; they end what they have by themselves.
-        ssh: the words of ssh before the host.
-        job: the host and the process of its mpirun, such as `node0.cluster.example-4711`.
-        environ: the environment, with POPRUN_CHECK_TIMEOUT_S for hosts on which a login takes long.
+        hosts: The hosts without this machine.
+        silent: The hosts to which the connection has broken; they end their instances by themselves.
+        ssh: The words of ssh before the host.
+        job: Host and process id of the job's mpirun, such as `node0.cluster.example-4711`.
+        environ: The environment; POPRUN_CHECK_TIMEOUT_S is the limit for hosts with slow logins.
     """
     pattern = pattern_of(job)
     began_s = time.monotonic()
@@ -59,14 +59,14 @@ def sweep(hosts: Sequence[str], silent: Collection[str], ssh: Sequence[str], job
 
 
 def pattern_of(job: str) -> str:
-    """Return the regular expression that pgrep finds in the command lines of a job's daemons, and only there.
+    """Return the regular expression with which pgrep finds the command lines of a job's daemons, and no others.
 
-    PRRTE (3.0.14) cuts a host's name off at the first dot, unless `prte_keep_fqdn_hostnames` is set.
+    PRRTE (3.0.14) cuts a host name off at the first dot, unless `prte_keep_fqdn_hostnames` is set.
     """
     host, _, pid = job.rpartition("-")
     short, _, domain = host.partition(".")
     full = "".join(f"[.]{each}" for each in domain.split("."))
-    # The brackets keep pgrep from finding the shell that has this very pattern in its command line.
+    # The brackets keep pgrep from finding the shell whose command line contains this pattern.
     return f"[p]rterun-{short}({full})?-{pid}@" if domain else f"[p]rterun-{short}-{pid}@"
 
 

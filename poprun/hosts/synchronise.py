@@ -18,7 +18,7 @@ from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
 COPY_LIMIT_S = 3600.0
 COPY_LIMIT_VARIABLE = "POPRUN_COPY_TIMEOUT_S"
-"""Overrides the limit for copying to all hosts."""
+"""The variable that replaces the limit for copying to all hosts."""
 
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 
@@ -27,13 +27,13 @@ def synchronise(hosts: Sequence[str], environment: PythonEnvironment, environ: M
     """Copy the environment to every host that does not have it on a shared file system.
 
     Args:
-        hosts: without this machine.
-        environment: what is copied.
-        environ: with PATH, POPRUN_SSH_ARGS, POPRUN_CHECK_TIMEOUT_S and POPRUN_COPY_TIMEOUT_S.
-        log: gets a line for each host.
+        hosts: The hosts without this machine.
+        environment: The environment to copy.
+        environ: Environment variables; PATH, POPRUN_SSH_ARGS and the limits POPRUN_{CHECK,COPY}_TIMEOUT_S are read.
+        log: The log for a line about each host.
 
     Raises:
-        PopRunError: one line for each host that cannot get it. If that is known before copying, nothing is copied.
+        PopRunError: Some hosts cannot get a copy; one line for each. If this is known early, nothing is copied.
     """
     job = _Synchronisation(environment, environ, log)
     try:
@@ -44,12 +44,12 @@ def synchronise(hosts: Sequence[str], environment: PythonEnvironment, environ: M
 
 
 class _Synchronisation:
-    """The state of a synchronisation.
+    """The state of one synchronisation.
 
     Args:
-        environment: what is copied.
-        environ: of ssh and rsync.
-        log: for progress.
+        environment: The environment to copy.
+        environ: Environment variables of ssh and rsync.
+        log: The log for progress.
     """
 
     def __init__(self, environment: PythonEnvironment, environ: Mapping[str, str], log: Log) -> None:
@@ -62,9 +62,9 @@ class _Synchronisation:
         self._digests: dict[Path, str] = {}
 
     def claim(self, hosts: Sequence[str]) -> None:
-        """Ask all hosts which folders they need; what they answer is kept even if one of them is refused."""
+        """Ask all hosts which folders they need; the answers are kept even if a host is refused."""
         limit_s = limit_from(self._environ)
-        late = f"did not say within {limit_s:g} s which files it shares ({LIMIT_VARIABLE})"
+        late = f"did not report within {limit_s:g} s which files it shares ({LIMIT_VARIABLE})"
         has_rsync = shutil.which("rsync", path=self._environ.get("PATH")) is not None
         script = copying.claim_script(self._environment, self._token, has_rsync)
         faults: dict[str, list[str]] = {}
@@ -78,7 +78,7 @@ class _Synchronisation:
             raise PopRunError("\n".join(line for host in hosts for line in faults[host]))
 
     def copy(self) -> None:
-        """Copy to all hosts at the same time what they need."""
+        """Copy the needed folders to all hosts at the same time."""
         by_tar = [claim for claim in self._claims.values() if not claim.has_rsync]
         self._digests = {folder: digest_tree(folder) for folder in {path for claim in by_tar for path in claim.mine}}
         copies = [
@@ -104,7 +104,7 @@ class _Synchronisation:
             raise PopRunError("\n".join(sorted(filter(None, faults))))
 
     def release(self) -> None:
-        """Take the tokens away, and note what tar has copied; what fails here, the next copy does again."""
+        """Remove the tokens, and record tar's copies; if this fails, the next synchronisation copies again."""
         texts: dict[str, str] = {}
         for host, claim in self._claims.items():
             by_tar = [copy for copy in self._finished if copy.host == host and not copy.uses_rsync]
@@ -115,7 +115,7 @@ class _Synchronisation:
             pass
 
     def _with_reasons(self, failed: Mapping[copying.Copy, CommandResult]) -> dict[copying.Copy, CommandResult]:
-        """Return the failed copies, with what their hosts say if the reason got lost."""
+        """Return the failed copies, with the reasons of their hosts if rsync has lost the reason."""
         lost = [copy for copy, ended in failed.items() if copying.has_lost_reason(copy, ended)]
         words = ssh_words(self._environ)
         probes = {
@@ -128,7 +128,7 @@ class _Synchronisation:
         return known
 
     def _tell(self, scripts: Mapping[str, str]) -> Iterator[tuple[str, CommandResult]]:
-        """Have each host run a shell program."""
+        """Run a shell program on each host."""
         commands = shell_commands(scripts, ssh_words(self._environ))
         return run_commands(commands, self._environ, limit_from(self._environ))
 
@@ -141,7 +141,7 @@ class _Synchronisation:
             self._log.info(f"host {host}: copying {copy.what} with {'rsync' if copy.uses_rsync else 'tar'}")
             if not copy.uses_rsync and any(claim.mine[folder] for folder in copy.tree.folders):
                 self._log.warn(
-                    f"host {host}: what was removed from {copy.what} here stays there, because tar cannot tell; "
+                    f"host {host}: files that were removed from {copy.what} here stay there, because tar cannot tell; "
                     f"install rsync here and there"
                 )
 
@@ -156,7 +156,7 @@ def _tokens(folders: Sequence[Path], token: str) -> Iterator[None]:
                 (folder / token).mkdir()
             except OSError as error:
                 raise PopRunError(
-                    f"{folder} cannot be written here ({error.strerror}), which would show which hosts share it; "
+                    f"{folder} cannot be written here ({error.strerror}), so poprun cannot tell which hosts share it; "
                     f"use an environment of your own (`python -m venv`), or leave out {copying.OPTION}"
                 ) from None
             made.append(folder / token)

@@ -1,8 +1,10 @@
-"""The machine on which poprun runs: its names, and the cores that it lets us use."""
+"""The machine that runs poprun: its names, and the cores that this process may use."""
 
 from __future__ import annotations
 
 import re
+import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -14,20 +16,20 @@ from popdist.instance import this_host
 from poprun.hosts import survey_script
 
 LOCAL_NAMES = frozenset(("localhost", "127.0.0.1", "ip6-localhost"))
-"""Names that every machine takes for itself."""
+"""The names that mean itself on every machine."""
 
 _IPV4 = re.compile(r"(?!0+\.)\d{1,3}(\.\d{1,3}){3}")
 
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """One hardware thread. Sorting brings the threads of a core, and the cores of a NUMA node, together.
+    """A hardware thread. Sorting brings together the threads of a core, and the cores of a NUMA node.
 
     Attributes:
-        node: the NUMA node whose memory is near.
-        package: the processor.
-        core: the physical core inside the processor.
-        cpu: the number that the kernel uses.
+        node: The NUMA node whose memory is near.
+        package: The processor (socket).
+        core: The physical core in the processor.
+        cpu: The kernel's number of the thread.
     """
 
     node: int
@@ -37,16 +39,16 @@ class Core:
 
 
 def usable_cores() -> tuple[Core, ...]:
-    """Return the cores that this process may run on, sorted; if the machine tells nothing, all on one node."""
+    """Return the cores that this process may run on, sorted; all on one node if the machine reports no topology."""
     return tuple(starmap(Core, survey_script.cores()))
 
 
-@cache  # a job asks often, and a name that has to be looked up may take a second
+@cache  # a job asks often, and looking a name up may take a second
 def is_this_machine(host: str) -> bool:
-    """Return whether a host, as the user wrote it, is a name or an IPv4 address that this machine has for itself.
+    """Return whether a host, as the user wrote it, is a name or an IPv4 address of this machine.
 
-    Only a name that agrees with its own as far as the first dot is looked up: `n1.west` may be another machine than
-    `n1`. An alias in /etc/hosts or ~/.ssh/config is not known; the answer of the host tells it instead.
+    A name is looked up only if it agrees with the machine's own name up to the first dot: `n1.west` and `n1` may be
+    two machines. An alias in /etc/hosts or ~/.ssh/config is not recognised here; the host's answer reveals it later.
     """
     return is_named(host, {this_host(), *LOCAL_NAMES}, _addresses_of, _is_own_address)
 
@@ -57,13 +59,13 @@ def is_named(
     addresses_of: Callable[[str], Sequence[str]],
     is_own_address: Callable[[str], bool],
 ) -> bool:
-    """Return whether a name is one of a machine.
+    """Return whether a name or an IPv4 address is one of a machine's.
 
     Args:
-        host: the name, or an IPv4 address.
-        own_names: those by which the machine knows itself.
-        addresses_of: looks a name up; asked only where a short name agrees with the beginning of a full one.
-        is_own_address: whether an address is one of the machine.
+        host: The name or the IPv4 address.
+        own_names: The machine's names for itself.
+        addresses_of: Function that looks a name up; called if the name agrees with an own name up to the first dot.
+        is_own_address: Function that tells whether an address is one of the machine's.
     """
     if any(host.lower() == own.lower() for own in own_names):
         return True
@@ -74,7 +76,7 @@ def is_named(
 
 
 def short_name(host: str) -> str:
-    """Return the part before the first dot, in lower case; all of an IPv4 address."""
+    """Return the part of a name before the first dot, in lower case; an IPv4 address stays whole."""
     return host if _IPV4.fullmatch(host) else host.lower().partition(".")[0]
 
 
@@ -82,10 +84,8 @@ def look_up(hosts: Sequence[str], limit_s: float = 1.0) -> dict[str, tuple[str, 
     """Look up the addresses of host names, all at the same time.
 
     Returns:
-        For each host its addresses; none where the name is unknown, or unknown within the limit.
+        The addresses of each host; none if the name is unknown, or not found within the limit.
     """
-    import threading  # costs some milliseconds, needed only for names that have to be looked up
-
     found: dict[str, tuple[str, ...]] = {}
     threads = [threading.Thread(target=_look_up, args=(host, found), daemon=True) for host in hosts]
     deadline_s = time.monotonic() + limit_s
@@ -101,9 +101,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _is_own_address(address: str) -> bool:
-    """Return whether an address is one of this machine: only then a socket can be bound to it."""
-    import socket  # costs some milliseconds, needed only where hosts are given by address
-
+    """Return whether an address is one of this machine's; a socket can be bound to no other address."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))
@@ -113,8 +111,6 @@ def _is_own_address(address: str) -> bool:
 
 
 def _look_up(host: str, found: dict[str, tuple[str, ...]]) -> None:
-    import socket
-
     with suppress(OSError, UnicodeError):
         answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         addresses = dict.fromkeys(str(each[4][0]) for each in answers)

@@ -1,1 +1,1 @@
-"""Messages, sockets, streams and processes, which poprun and its agents share."""
+"""Messages, sockets, streams and processes that poprun and its agents share."""

@@ -1,4 +1,4 @@
-"""Facts about the instances of a job and its end; plain values for the diagnosis."""
+"""Facts about the instances of a job and about its end: plain values for the diagnosis."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from popdist.records.progress import ProgressRecord
 
 
 class EndKind(Enum):
-    """Kinds of the end of an instance."""
+    """A kind of end of an instance."""
 
     EXIT = "exit"
     SIGNAL = "signal"
     LOST = "lost"
-    """Its agent is gone without a word."""
+    """The instance's agent disappeared without a message."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Ending:
     """The end of an instance's program.
 
     Attributes:
-        kind: exit, signal or lost.
-        number: the exit status or the signal; 0 when lost.
-        at_s: when, on the clock of `time.monotonic`.
-        told: whether mpirun or poprun had told it to stop before.
-        fault: of one that is lost, what the network said.
-        lacked_memory: of one that was killed, whether the kernel did that because memory had run out.
+        kind: The kind: exit, signal or lost.
+        number: The exit status or the signal; 0 if lost.
+        at_s: The time of the end, on the clock of `time.monotonic`.
+        told: Whether mpirun or poprun had told the instance to stop before.
+        fault: The network's error, if the instance is lost.
+        lacked_memory: Whether the kernel killed the program because memory had run out.
     """
 
     kind: EndKind
@@ -45,18 +45,18 @@ class Ending:
 
     @property
     def is_own_failure(self) -> bool:
-        """Whether the program failed and nobody had told it to stop."""
+        """Whether the program failed without being told to stop."""
         return not self.is_success and not self.told
 
     @property
     def exit_status(self) -> int:
-        """The exit status of poprun if this is the cause of the failure."""
+        """The exit status of poprun, if this end is the cause of the failure."""
         if self.kind is EndKind.EXIT:
             return self.number or 1
         return 128 + (self.number or signal.SIGKILL)
 
     def describe(self) -> str:
-        """Return a clause that continues `instance 1 (...)`."""
+        """Describe the end in a clause that continues `instance 1 (...)`."""
         if self.kind is EndKind.EXIT:
             return f"ended with exit status {self.number}"
         if self.kind is EndKind.SIGNAL:
@@ -69,25 +69,25 @@ class Ending:
 
 @dataclass(frozen=True)
 class Facts:
-    """The knowledge about one instance.
+    """Everything known about one instance.
 
     Attributes:
-        index: the instance.
-        host: its machine; empty before it has reported.
-        pid: its program; 0 before it has reported.
-        ending: None while it runs.
-        record: what it noted last.
-        is_given_up: whether the others go on without it.
-        told_at_s: when its agent was told to stop, by Open MPI or because Open MPI's daemon is gone; 0 if it was not.
-        orphaned_at_s: the same time where the daemon, or mpirun itself, which had started the agent, was gone already.
-        state: the letter of its process's state, once it was asked for.
-        stack: its Python stack, as faulthandler writes it, once it was asked for; empty where it shows none.
-        answered_at_s: when its agent has said last what it does; 0 before it has reported.
-        stopped_since_s: since when it was seen to be stopped by a signal; 0: it is not.
-        effort: a number that grows while its processes use CPU time, as it was seen last; until `popdist.init` only.
-        busy_at_s: when that was seen to change last.
-        memory_bytes: how much memory it had then; 0 once it has ended.
-        peak_memory_bytes: how much it had at most.
+        index: The index of the instance.
+        host: The name of its machine; empty before its agent has reported.
+        pid: The process of its program; 0 before its agent has reported.
+        ending: The end of the program. None while it runs.
+        record: The last progress record.
+        told_at_s: The time when Open MPI, or the loss of Open MPI's daemon, told its agent to stop; 0 if none did.
+        orphaned_at_s: The same time, if the daemon or mpirun that had started the agent was gone already; otherwise 0.
+        is_given_up: Whether the others go on without the instance.
+        state: The letter of its process's state; empty before poprun asked for it.
+        stack: Its Python stack, as faulthandler writes it; empty before poprun asked for it, or if it shows none.
+        answered_at_s: The time of its agent's last progress report; 0 before its agent has reported.
+        stopped_since_s: The time since which a signal has stopped the program; 0 if none has.
+        effort: A number that grows while its processes use CPU time, measured until `popdist.init`.
+        busy_at_s: The time of the last change of `effort`.
+        memory_bytes: Its memory at the last report; 0 after the end.
+        peak_memory_bytes: Its largest memory.
     """
 
     index: int
@@ -109,17 +109,17 @@ class Facts:
 
     @property
     def name(self) -> str:
-        """The instance with its host and process, as users read it."""
+        """The instance with its host and process, as messages name it."""
         return f"instance {self.index} on host {self.host or 'unknown'}" + (f" (pid {self.pid})" if self.pid else "")
 
     @property
     def is_started(self) -> bool:
-        """Whether its agent has reported."""
+        """Whether the instance's agent has reported."""
         return self.pid > 0
 
     @property
     def is_gone(self) -> bool:
-        """Whether it will enter no collective any more, without having failed."""
+        """Whether the instance has left in order: it has not failed, and enters no further collective."""
         if self.ending is not None:
             return self.ending.is_success and not self.ending.told
         return self.record.is_leaving
@@ -130,13 +130,13 @@ class Verdict:
     """The outcome of a failed job.
 
     Attributes:
-        instance: the one to blame; None when none is.
-        exit_status: poprun's.
-        lines: what to tell the user, at most `MOST_LINES` of the diagnosis.
-        is_of_hosts: whether no instance failed by itself, but its host, a daemon, mpirun or what connects them.
-        lost: the instances that failed, or were lost with their host; empty where none is known to have.
-        is_orderly: whether the program ended by itself, as after a signal that asks it to leave.
-        is_unexplained: whether mpirun's own words are needed to understand it.
+        instance: The instance that caused the failure. None: no instance did.
+        exit_status: The exit status of poprun.
+        lines: The message for the user, at most `MOST_LINES` lines of the diagnosis.
+        is_unexplained: Whether mpirun's own messages are needed to understand the failure.
+        is_of_hosts: Whether no instance failed by itself, but its host, a daemon, mpirun or the network between them.
+        lost: The instances that failed, or were lost with their host; empty if none is known.
+        is_orderly: Whether the program ended by itself, for example after a signal that asks it to leave.
     """
 
     instance: int | None
@@ -153,9 +153,9 @@ class JobEnd:
     """The end of a job.
 
     Attributes:
-        exit_status: poprun's, if this was all.
-        was_told: whether the user told it to end, or reads its output no more.
-        verdict: why it failed; None: it did not.
+        exit_status: The exit status of poprun, if no restart follows.
+        was_told: Whether the user told the job to end, or closed its output.
+        verdict: The reason of the failure. None: the job did not fail.
     """
 
     exit_status: int
@@ -164,7 +164,7 @@ class JobEnd:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`, or `signal 99` where there is no name."""
+    """Return the name of a signal, such as `SIGKILL`, or `signal 99` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,8 +1,8 @@
-"""Removes the files that jobs have left on this machine because what would have done it was killed.
+"""The removal of files that killed jobs have left on this machine.
 
-Only files of the same user, of this host, and of processes that have ended, which no living process has open or mapped.
-Open MPI makes a folder `ompi.PID` or `prted.PID` in the temporary folder, for mpirun or its daemon with that pid, and
-`sm_segment.HOST.UID.JOB.RANK` in shared memory; `popdist-PID-*` is a window of ours that was about to be unlinked.
+Only files of the same user and host are removed, if their processes have ended and no living process has them open or
+mapped. Open MPI makes a folder `ompi.PID` or `prted.PID` in the temporary folder, for mpirun or its daemon with that
+pid, and `sm_segment.HOST.UID.JOB.RANK` in shared memory. `popdist-PID-*` is a window of popdist before its unlinking.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from poprun.ipc.processes import state_of
 
-TYPE_CHECKING = False  # that of `typing`, which takes too long to load for the agent
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load for the agent
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -27,15 +27,15 @@ _WINDOW = re.compile(r"popdist-(\d+)-[0-9a-f]{16}")
 
 
 def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: str = SHARED_MEMORY) -> list[str]:
-    """Remove what is left of jobs that are over.
+    """Remove the files of ended jobs.
 
     Args:
-        temporary: the folder in which Open MPI makes its own.
-        ended: processes of Open MPI on this machine that are known to have ended.
-        shared_memory: the folder of shared memory.
+        temporary: The folder in which Open MPI makes its folders.
+        ended: Processes of Open MPI on this machine that are known to have ended.
+        shared_memory: The folder of shared memory.
 
     Returns:
-        What was removed.
+        The paths of the removed files and folders.
     """
     sessions = [path for path in _own(temporary) if _is_dead_session(path, ended)]
     segments = [path for path in _own(shared_memory) if _may_be_left(os.path.basename(path))]
@@ -43,7 +43,7 @@ def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: 
         return []
     found = [*sessions, *segments]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        # Whoever has made a file has it open, and then mapped, from its beginning on; so it is in one of the two.
+        # A process has its file open or mapped from the creation on, so the file is in one of the two lists.
         used = _used_by(pid)
         found = [path for path in found if not any(each == path or each.startswith(f"{path}/") for each in used)]
         if not found:
@@ -52,7 +52,7 @@ def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: 
 
 
 def folder_of(environ: Mapping[str, str]) -> str:
-    """Return the folder of Open MPI's own folders: the one that its daemon named, or mpirun's default."""
+    """Return the folder in which Open MPI makes its folders: the one named by its daemon, or mpirun's default."""
     own = environ.get("PMIX_SERVER_TMPDIR", "")
     if _SESSION.fullmatch(os.path.basename(own)):
         return os.path.dirname(own)
@@ -60,7 +60,7 @@ def folder_of(environ: Mapping[str, str]) -> str:
 
 
 def _own(folder: str) -> list[str]:
-    """Return the user's entries in a folder, without links."""
+    """Return the user's entries in a folder, without symbolic links."""
     try:
         with os.scandir(folder) as entries:
             return [
@@ -73,7 +73,7 @@ def _own(folder: str) -> list[str]:
 
 
 def _is_dead_session(path: str, ended: Collection[int]) -> bool:
-    """Return whether the mpirun or daemon of a folder has ended, and cannot be another host's."""
+    """Return whether a folder belongs to an ended mpirun or daemon of this host."""
     match = _SESSION.fullmatch(os.path.basename(path))
     if match is None or not os.path.isdir(path):
         return False
@@ -82,12 +82,12 @@ def _is_dead_session(path: str, ended: Collection[int]) -> bool:
 
 
 def _files_of_session(path: str) -> list[str]:
-    """Return the names in a session's folder and in those of its jobs, which go last."""
+    """Return the names in a session's folder, then the names in its jobs' folders, which are removed last."""
     return [name for folder in (path, *(f"{path}/{job}" for job in _names(path))) for name in _names(folder)]
 
 
 def _is_of_this_host(name: str, pid: int) -> bool:
-    """Return whether a file of a session says that the process ran here; a file server shares folders."""
+    """Return whether a session's file shows that the process ran on this host; hosts may share the folder."""
     match = _MEETING.fullmatch(name) or _DATA_OF_JOB.fullmatch(name)
     return match is not None and int(match["pid"]) == pid and match["host"].partition(".")[0] == _short_name()
 
@@ -107,10 +107,10 @@ def _is_alive(pid: int) -> bool:
 
 
 def _used_by(pid: str) -> list[str]:
-    """Return the files that a process has open or mapped, as far as we may see them."""
+    """Return the files that a process has open or mapped, if this process may see them."""
     used = []
     for name in _names(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):  # it has closed it
+        with contextlib.suppress(OSError):  # closed meanwhile
             used.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as file:
         used += [f"/{line.rstrip().partition('/')[2]}" for line in file if "/" in line]
@@ -127,7 +127,7 @@ def _names(folder: str) -> list[str]:
 def _remove(path: str) -> bool:
     try:
         if os.path.isdir(path):
-            import shutil  # seldom needed
+            import shutil  # takes some milliseconds to load, and most agents remove nothing
 
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -1,4 +1,4 @@
-"""Starting, adopting and ending processes the Linux way, without the weight of `subprocess`."""
+"""Processes: started, adopted and ended with Linux calls, without the loading time of `subprocess`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from collections.abc import Callable, Iterable
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 _SET_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LOOK_S = 0.003
-_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these; programs expect the default
+_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these signals; programs expect the default
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this signal to the calling process when its parent ends."""
+    """Make the kernel send this signal to the calling process when its parent ends."""
     _prctl(_SET_DEATH_SIGNAL, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that it can be found and ended."""
+    """Become the parent of every descendant whose own parent ends (a subreaper), so that it can be found and ended."""
     _prctl(_SET_SUBREAPER, 1)
 
 
 def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return the signals without SIGHUP, if that is ignored: a job under nohup outlives its terminal."""
+    """Return the signals without SIGHUP if it is ignored: a job under nohup outlives its terminal."""
     return tuple(number for number in numbers if number != signal.SIGHUP or not ignores_hangup())
 
 
 def ignores_hangup() -> bool:
-    """Return whether the calling process was started to ignore SIGHUP."""
+    """Return whether the calling process was started with SIGHUP ignored."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def catch_signals(numbers: Iterable[int]) -> int:
-    """Turn signals into bytes in a pipe, and return its reading end, which never waits. An ignored SIGHUP stays so."""
+    """Turn signals into bytes in a pipe, and return its reading end, which never blocks. An ignored SIGHUP stays so."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
@@ -46,18 +46,18 @@ def catch_signals(numbers: Iterable[int]) -> int:
 
 
 def start(words: list[str], environ: dict[str, str], prepare: Callable[[], None]) -> int:
-    """Start a program as a child.
+    """Start a program as a child process.
 
-    Signals wait until it is born: an exception that Python raises for one while it forks is dropped by the functions
-    that it calls around a fork.
+    All signals are blocked during the fork: if Python raised an exception for a signal there, the fork hooks would drop
+    it.
 
     Args:
-        words: the program, looked up in PATH, and its arguments.
-        environ: its environment.
-        prepare: called in the child before it becomes the program.
+        words: The program, looked up in PATH, and its arguments.
+        environ: The environment of the program.
+        prepare: Function that is called in the child before it becomes the program.
 
     Returns:
-        Its process id. A program that cannot be started says why on its standard error and ends with 127.
+        The process id. If the program cannot start, the child prints the reason on standard error and ends with 127.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
@@ -76,13 +76,13 @@ def start(words: list[str], environ: dict[str, str], prepare: Callable[[], None]
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the living descendants of a process, from one look at /proc."""
+    """Return the living descendants of a process, from one reading of /proc."""
     children: dict[int, list[int]] = {}
     ended = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         state, parent = _read_stat(name)
         children.setdefault(parent, []).append(int(name))
-        if state in (b"Z", b"X"):  # or only its first thread is, and it still has children
+        if state in (b"Z", b"X"):  # perhaps only its first thread has ended, and it still has children
             ended.add(int(name))
     found = list(children.get(ancestor, ()))
     for pid in found:
@@ -91,25 +91,26 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def end_descendants(limit_s: float = float("inf")) -> None:
-    """Kill all descendants, and those that they have just started, until none is left; they are reaped.
+    """Kill and reap all descendants, including new ones, until none is left.
 
-    For a subreaper: whoever has lost its parent is its child.
+    The caller has to be a subreaper, so that orphans become its children.
 
     Args:
-        limit_s: after which those are given up that not even SIGKILL ends: they wait for a broken disk or file server.
+        limit_s: Seconds after which to give up on processes that survive SIGKILL, because they wait for a broken disk
+            or file server.
     """
     give_up_s = time.monotonic() + limit_s
     while time.monotonic() < give_up_s:
         for pid in descendants(os.getpid()):
             send(pid, signal.SIGKILL)
         reap()
-        if not _has_children():  # only then: one that is about to end may yet leave us its own
+        if not _has_children():  # checked after reaping, because a child that ends may leave its own children to us
             return
         time.sleep(_LOOK_S)
 
 
 def reap() -> dict[int, int]:
-    """Return the children that have ended, adopted ones too, and their wait status."""
+    """Reap the children that have ended, including adopted ones, and return their wait status by process id."""
     ended: dict[int, int] = {}
     try:
         while True:
@@ -122,12 +123,12 @@ def reap() -> dict[int, int]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the parent of a process; 0 when it is gone."""
+    """Return the parent of a process; 0 if the process is gone."""
     return _read_stat(str(pid))[1]
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal; a process that is gone already is fine."""
+    """Send a signal; ignore a process that is gone or belongs to another user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -135,7 +136,7 @@ def send(pid: int, number: int) -> None:
 
 
 def state_of(pid: int) -> bytes:
-    """Return the letter of a process's state, see proc(5): `T` if stopped, `X` if gone."""
+    """Return the letter of a process's state (proc(5)): `T` if stopped, `X` if gone."""
     return _read_stat(str(pid))[0]
 
 

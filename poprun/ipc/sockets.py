@@ -1,8 +1,8 @@
-"""Sockets: local ones without a file, TCP connections that notice a dead network, and the loopback interface.
+"""Sockets: local sockets without a file, TCP connections that notice a dead network, and the loopback interface.
 
-Local sockets have names in Linux' abstract namespace, see unix(7), so that nothing is left of them when their process
-is killed. Anybody on this machine may call them, so both sides check who the other one is. The agent loads this file
-before the program has started, so functions import `socket` themselves.
+Local sockets have names in Linux' abstract namespace (unix(7)), so nothing is left of them when their process is
+killed. Every user of the machine can connect to them, so both ends check each other's user. The agent loads this file
+before the program starts, so functions import `socket` themselves.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import ceil
 
-TYPE_CHECKING = False  # that of `typing`, which takes too long to load for the agent
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load for the agent
 if TYPE_CHECKING:
     import socket
 
-_CREDENTIALS = struct.Struct("iII")  # of the process at the other end: pid, user, group
+_CREDENTIALS = struct.Struct("iII")  # pid, user and group of the process at the other end
 
 
 def open_socket(purpose: str = "poprun") -> tuple[socket.socket, str]:
-    """Open a socket to listen on; return it and its name, which begins with the purpose and our pid."""
+    """Open a local socket to listen on; return it and its name, which begins with the purpose and this process's id."""
     import socket
 
     listening = socket.socket(socket.AF_UNIX)
@@ -32,10 +32,10 @@ def open_socket(purpose: str = "poprun") -> tuple[socket.socket, str]:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to the socket of that name.
+    """Connect to the local socket with this name.
 
     Raises:
-        ConnectionRefusedError: if there is none, or it is another user's.
+        ConnectionRefusedError: No such socket exists, or it is another user's.
     """
     import socket
 
@@ -65,14 +65,14 @@ _LARGEST_INT = (1 << 31) - 1
 
 
 def probing_times(silence_s: float, first_s: int = 0) -> tuple[int, int, int]:
-    """Return TCP's seconds until the first probe and between probes, and the number of probes.
+    """Return the parameters of TCP keepalive: seconds until the first probe, seconds between probes, number of probes.
 
-    All together take `silence_s`, rounded up to whole seconds that the kernel has numbers for, and at least 2. A host
-    that has nothing else to say was heard up to `first_s` before it fell silent, and is given up so much earlier.
+    Together they take `silence_s`, rounded up to whole seconds that the kernel can represent, and at least 2. The last
+    word of a quiet host may be up to `first_s` old when the host falls silent. Then the host is given up earlier.
 
     Args:
-        silence_s: after which a host is given up.
-        first_s: the time until the first probe; 0: a third of that.
+        silence_s: Seconds of silence after which a host is given up.
+        first_s: Seconds until the first probe. 0: a third of `silence_s`.
     """
     first_s = first_s or min(max(1, int(silence_s / 3)), LONGEST_PAUSE_S)
     rest_s = max(1, ceil(silence_s) - first_s)
@@ -81,7 +81,7 @@ def probing_times(silence_s: float, first_s: int = 0) -> tuple[int, int, int]:
 
 
 def keep_alive(connection: socket.socket, silence_s: float) -> None:
-    """Have TCP end a connection `silence_s` after the other host's last answer; shorter hiccups do no harm."""
+    """Let TCP end a connection `silence_s` after the other host's last answer; shorter interruptions do no harm."""
     import socket
 
     first_s, interval_s, probes = probing_times(silence_s)
@@ -94,15 +94,15 @@ def keep_alive(connection: socket.socket, silence_s: float) -> None:
 
 
 _NETWORKS = ("btl_tcp_if_include", "btl_tcp_if_exclude", "btl")
-_GET_DESCRIPTOR = 438  # pidfd_getfd(2), of the same number on all architectures
+_GET_DESCRIPTOR = 438  # pidfd_getfd(2); the number is the same on all architectures
 _LOOPBACK = b"lo"
 
 
 def loopback_variables(arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables that keep instances' TCP connections on the loopback interface.
 
-    They share memory, and need TCP only to reach what they spawn. The user who names networks, or transports, is
-    obeyed.
+    Instances share memory, and need TCP only to reach processes that they spawn. If the user names networks or
+    transports, those are used instead.
     """
     if any(name in arguments or f"OMPI_MCA_{name}" in environ for name in _NETWORKS):
         return {}
@@ -110,10 +110,10 @@ def loopback_variables(arguments: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 def keep_to_loopback(pid: int) -> None:
-    """Have sockets at which a child process of ours listens to any network listen to the loopback interface only.
+    """Restrict the listening TCP sockets of a child process to the loopback interface.
 
-    mpirun (5.0.11) has no option for its own. Where the kernel does not let us (before 5.7, or in a container without
-    ptrace) they stay as they are.
+    mpirun (5.0.11) has no option for this. If the kernel does not allow it (before 5.7, or in a container without
+    ptrace), the sockets stay as they are.
     """
     with suppress(OSError):
         handle = os.pidfd_open(pid)

@@ -1,8 +1,8 @@
 """The program's standard streams: terminals for output, and standard input on its way to instance 0.
 
-A stream is a terminal for the program if it is one for poprun, so that progress bars and colours are as they are
-without poprun. mpirun could pass standard input on, but Open MPI 5.0.11 does not pass on its end: `echo hello | mpirun
-cat` never ends. So poprun reads pieces, and the agent of instance 0 hands them over.
+The program gets a terminal if poprun has one, so that progress bars and colours look as without poprun. mpirun could
+forward standard input, but Open MPI 5.0.11 does not forward its end: `echo hello | mpirun cat` never ends. So poprun
+reads the input piece by piece, and the agent of instance 0 hands the pieces to the program.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _TERMINAL_BYTES = 1 << 12
 
 
 def describe_terminals(tag_columns: int) -> str:
-    """Describe the terminals among our own streams in one word, such as `1,2:24x80`, or `-`.
+    """Describe the terminals among poprun's own streams in one word, such as `1,2:24x80`, or `-` for none.
 
     Args:
-        tag_columns: what tags take from the width.
+        tag_columns: Columns that tags take from the width.
     """
     found = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
     if not found:
@@ -29,19 +29,19 @@ def describe_terminals(tag_columns: int) -> str:
 
 
 def open_outputs(terminals: str) -> dict[int, tuple[int, int]]:
-    """Open a pipe, or a terminal of `describe_terminals`, for descriptors 1 and 2: our reading and the writing end."""
+    """Open a pipe or a terminal, as `describe_terminals` says, for descriptors 1 and 2; return (reader, writer)."""
     numbers, _, size = terminals.partition(":")
     wanted = set(numbers.split(","))
     return {target: _open_terminal(size) if str(target) in wanted else os.pipe() for target in (1, 2)}
 
 
 def enlarge(descriptor: int) -> int:
-    """Let a pipe hold more, where the system allows it; how many bytes it, or a terminal, holds before writers wait."""
+    """Enlarge a pipe if the system allows it; return the bytes that it, or a terminal, holds before writers block."""
     import fcntl
 
     try:
         return fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    except PermissionError:  # the user has too many large pipes
+    except PermissionError:  # the user has too many large pipes already
         return fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
     except OSError:
         return _TERMINAL_BYTES
@@ -54,7 +54,7 @@ def _open_terminal(size: str) -> tuple[int, int]:
 
     ours, theirs = os.openpty()
     attributes = termios.tcgetattr(theirs)
-    attributes[1] &= ~termios.OPOST  # line ends stay as the program writes them
+    attributes[1] &= ~termios.OPOST  # keeps line ends as the program writes them
     termios.tcsetattr(theirs, termios.TCSANOW, attributes)
     lines, _, columns = size.partition("x")
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", int(lines), int(columns), 0, 0))
@@ -65,7 +65,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class InputSource:
-    """poprun's side: one piece is under way at a time, so a program that does not read stops the reading."""
+    """Standard input on poprun's side. Only one piece is under way, so reading stops if the program does not read."""
 
     def __init__(self, descriptor: int = 0) -> None:
         self.descriptor = descriptor
@@ -73,16 +73,16 @@ class InputSource:
         self._is_at_end = False
 
     def want(self) -> None:
-        """Instance 0 is ready for a piece."""
+        """Note that instance 0 is ready for a piece."""
         self._is_wanted = True
 
     @property
     def is_ready(self) -> bool:
-        """Whether to wait for input now. In the background a terminal's input belongs to somebody else."""
+        """Whether to wait for input now. In the background, a terminal's input belongs to another process."""
         return self._is_wanted and not self._is_at_end and _is_ours(self.descriptor)
 
     def read(self) -> bytes:
-        """Read the next piece; empty at the end."""
+        """Read the next piece; empty at the end of the input."""
         data = b""
         with suppress(OSError):
             data = os.read(self.descriptor, _PIECE_BYTES)
@@ -92,10 +92,10 @@ class InputSource:
 
 
 class InputFeed:
-    """The agent's side: writes pieces to the program as fast as it reads them.
+    """Standard input on the agent's side; it writes pieces to the program as fast as the program reads them.
 
     Args:
-        descriptor: the writing end of the program's standard input; -1 for instances that get none.
+        descriptor: The writing end of the program's standard input; -1 for an instance without input.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -104,22 +104,22 @@ class InputFeed:
 
     @property
     def is_open(self) -> bool:
-        """Whether the program may still be given something."""
+        """Whether the program may still get input."""
         return self.descriptor >= 0
 
     @property
     def is_full(self) -> bool:
-        """Whether a piece waits for the program to read."""
+        """Whether a piece waits for the program to read it."""
         return bool(self._held)
 
     def put(self, data: bytes) -> None:
-        """Take the next piece; an empty one is the end."""
+        """Take the next piece; an empty piece is the end of the input."""
         if not data:
             self.close()
         self._held = data if self.is_open else b""
 
     def write(self) -> None:
-        """Write what the program takes without waiting."""
+        """Write as much as the program takes without blocking."""
         try:
             self._held = self._held[os.write(self.descriptor, self._held) :]
         except BlockingIOError:
@@ -128,7 +128,7 @@ class InputFeed:
             self.close()
 
     def close(self) -> None:
-        """Tell the program that this was the end."""
+        """Tell the program that the input has ended."""
         if self.is_open:
             os.close(self.descriptor)
         self.descriptor = -1

@@ -1,8 +1,8 @@
-"""The messages between poprun and its agents: a type, a length, and the content. Pure.
+"""The messages between poprun and its agents: type, length and content. Pure.
 
-The program's words reach the agent on mpirun's command line. mpirun (5.0.11) looks at all words up to a `--`, those
-behind the program too: it begins another program at `:`, takes parameters from `--mca`, ends at a `--prtemca` that is
-the last word, and hands `--bind-to` on as `--bindto`. So `mark` writes words in a way that mpirun reads none of them.
+The program's words reach the agent on mpirun's command line, and mpirun (5.0.11) interprets every word up to a `--`,
+even behind the program: `:` begins another program, `--mca` sets parameters, a final `--prtemca` ends mpirun, and
+`--bind-to` becomes `--bindto`. So `mark` writes words in a form that mpirun does not interpret.
 """
 
 from __future__ import annotations
@@ -11,55 +11,55 @@ import signal
 import struct
 
 CONTROL_VARIABLE = "POPRUN_CONTROL"
-"""The variable with the agents' folder, address and streams; forwarded by name, so that mpirun's command does not
-depend on it."""
+"""The variable with the agents' folder, address and streams. mpirun forwards it by name, so that its command does not
+depend on the value."""
 
 IGNORES_HANGUP = "/nohup"
-"""At the end of CONTROL_VARIABLE: poprun ignores SIGHUP, so agents and programs do, on every host."""
+"""The end of CONTROL_VARIABLE if poprun ignores SIGHUP; then agents and programs ignore it on every host."""
 
 HOST_VARIABLE = "POPRUN_HOST"
-"""The variable with the host for which an instance is meant, if it is known, as its kernel knows it."""
+"""The variable with the host for which an instance is meant, by the name in the host's kernel, if it is known."""
 
 HELLO = 1
-"""agent: rank, program's pid, its clock, the job's token, its host; the first message."""
+"""Agent: rank, the program's pid, its clock, the job's token, its host; the first message."""
 STDOUT = 2
-"""agent: whole lines of the program's standard output, or a piece without line end that has waited."""
+"""Agent: whole lines of the program's standard output, or a piece of a line that has waited long enough."""
 STDERR = 3
-"""agent: the same for standard error."""
+"""Agent: the same for standard error."""
 ENDED = 4
-"""agent: how the program ended; all of its own output has been sent."""
+"""Agent: the end of the program; all of the program's own output has been sent before."""
 PROGRESS = 5
-"""agent: its clock, whether the program is stopped, its effort and memory, and a copy of the progress page."""
+"""Agent: its clock, whether the program is stopped, effort and memory, and a copy of the progress page."""
 TOLD = 6
-"""agent: mpirun has told it to stop, by this signal; ORPHANED: what has started it, mpirun or its daemon, is gone."""
+"""Agent: the signal by which mpirun told it to stop; ORPHANED: its parent, mpirun or a daemon, is gone."""
 ORPHANED = int(signal.SIGRTMIN)
-"""The signal by which the kernel tells an agent so; nobody else sends it."""
+"""The signal by which the kernel tells an agent that its parent is gone; no other program sends it."""
 CLOSED = 7
-"""agent: no process of the instance is left."""
+"""Agent: no process of the instance is left."""
 WANT = 8
-"""agent: the program has taken the last piece of standard input."""
+"""Agent: the program has taken the last piece of standard input."""
 
 EXAMINED = 9
-"""agent: the state of the program's process, and its Python stack if it shows one."""
+"""Agent: the state of the program's process, and its Python stack if it shows one."""
 
 REPORT = 64
 """poprun: send PROGRESS."""
 SIGNAL = 65
 """poprun: pass this signal to the program."""
 RELEASE = 66
-"""poprun: so many instances are lost that waiting for the others is of no use any more."""
+"""poprun: the number of instances lost so far, which the program no longer waits for."""
 STOP = 67
-"""poprun: end what is left of the instance and go."""
+"""poprun: end all processes of the instance, then the agent."""
 STDIN = 68
-"""poprun: a piece of standard input; an empty one is the end."""
+"""poprun: a piece of standard input; an empty piece is the end."""
 
 EXAMINE = 69
 """poprun: send EXAMINED."""
 
 MOST_OF_STRANGERS = 1 << 10
-"""Bytes of a message from somebody who has not proved yet that he belongs to the job; a HELLO has less."""
+"""The most bytes of a message before the sender has proved that it belongs to the job; a HELLO is shorter."""
 MOST_BYTES = 1 << 26
-"""Bytes of a message; the longest pieces of output have an eighth of it."""
+"""The most bytes of a message; the longest pieces of output have an eighth of it."""
 
 _HEAD = struct.Struct("!BI")
 _HELLO = struct.Struct("!IId16s")
@@ -74,7 +74,7 @@ def pack(kind: int, content: bytes = b"") -> bytes:
 
 
 def pack_hello(rank: int, pid: int, clock_s: float, token: bytes, host: str) -> bytes:
-    """Pack a HELLO: instance, program, the host's `time.monotonic`, the job's token of 16 bytes, the host's name."""
+    """Pack a HELLO: instance, program's pid, `time.monotonic` of the host, the job's token of 16 bytes, host name."""
     return pack(HELLO, _HELLO.pack(rank, pid, clock_s, token) + host.encode())
 
 
@@ -82,7 +82,7 @@ def unpack_hello(content: bytes) -> tuple[int, int, float, bytes, str]:
     """Return the arguments of `pack_hello`.
 
     Raises:
-        ValueError: it is no HELLO.
+        ValueError: The content is not that of a HELLO.
     """
     if len(content) < _HELLO.size:
         raise ValueError(f"a HELLO has {_HELLO.size} bytes or more, this one has {len(content)}")
@@ -91,7 +91,7 @@ def unpack_hello(content: bytes) -> tuple[int, int, float, bytes, str]:
 
 
 def pack_ended(by_signal: bool, told: bool, lacked_memory: bool, number: int, at_s: float) -> bytes:
-    """Pack an ENDED: exit status or signal, whether the agent was told to stop, whether memory lacked, and the time."""
+    """Pack an ENDED: exit status or signal, whether the agent was told to stop, whether memory ran out, the time."""
     return pack(ENDED, _ENDED.pack(by_signal, told, lacked_memory, number, at_s))
 
 
@@ -120,16 +120,16 @@ def pack_number(kind: int, number: int) -> bytes:
 
 
 def unpack_number(content: bytes) -> int:
-    """Return the number of such a message."""
+    """Return the number in a message of `pack_number`."""
     number: int = _NUMBER.unpack(content)[0]
     return number
 
 
 class MessageReader:
-    """Cuts a byte stream into messages.
+    """A reader that cuts a byte stream into messages.
 
     Args:
-        most_of_first: the longest content of the first message that is collected.
+        most_of_first: The largest accepted content of the first message, in bytes.
     """
 
     def __init__(self, most_of_first: int = MOST_BYTES) -> None:
@@ -137,10 +137,10 @@ class MessageReader:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Return the messages that are complete now, as type and content.
+        """Add received bytes; return the messages that are complete now, as type and content.
 
         Raises:
-            ValueError: one is announced that is too long; nothing of it, or of what came with it, is of use.
+            ValueError: A message is announced that is too long. Its data and the rest of `data` are useless.
         """
         self._held += data
         messages = []
@@ -148,7 +148,7 @@ class MessageReader:
         while len(self._held) - start >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._held, start)
             if length > self._most_bytes:
-                raise ValueError(f"a message has {length} bytes, and {self._most_bytes} at most are taken")
+                raise ValueError(f"a message has {length} bytes, but at most {self._most_bytes} are accepted")
             end = start + _HEAD.size + length
             if end > len(self._held):
                 break
@@ -160,17 +160,17 @@ class MessageReader:
 
 
 MARK = "+"
-"""Stands before each word that could mean something to mpirun, and before those that begin with it themselves."""
+"""The prefix of words that mpirun could interpret, and of words that begin with the prefix themselves."""
 
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._")
 _LAST_OF_ASCII = "\x7f"
 
 
 def mark(word: str) -> str:
-    """Return a word as mpirun gets it; one that begins like a name, a number or a path is unchanged."""
+    """Return the form of a word for mpirun; a word that begins like a name, a number or a path stays unchanged."""
     return word if word[:1] in _PLAIN or word[:1] > _LAST_OF_ASCII else MARK + word
 
 
 def unmark(word: str) -> str:
-    """Return the word that `mark` was given."""
+    """Return the original of a word from `mark`."""
     return word.removeprefix(MARK)

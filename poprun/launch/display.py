@@ -1,4 +1,4 @@
-"""A launch as tables or JSON: the topology, and for each instance its place and its environment. Pure."""
+"""The display of a launch as tables or JSON: the topology, and each instance's place and environment. Pure."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _HEADINGS = ("instance", "host", "cores", "NUMA", "replicas", "IPUs", "device")
 
 @dataclass(frozen=True)
 class _Cell:
-    """A piece of a row: its text and how many replicas lie below it."""
+    """A piece of a row: its text, and the number of replicas below it."""
 
     text: str
     replicas: int
 
 
 def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -> str:
-    """Return the table as text, without a final newline.
+    """Return the topology table as text, without a final newline.
 
-    The layout is that of the original: a label column of 11, then one cell ` n ` per replica, as wide as the
-    widest index needs; everything is centred over its replicas, odd space to the right.
-    A host whose name is too long is shown as its index in brackets; a legend follows then.
+    The layout is the original's: a label column of 11 characters, then a cell ` n ` for each replica, as wide as the
+    widest index needs. Texts are centred over their replicas; an odd space goes to the right. If a host name is too
+    long, its index in brackets takes its place, and a legend follows the table.
 
     Args:
-        places: of the instances, in their order.
-        columns: of the page; what does not fit stands in further tables below. None: as many as it takes.
+        places: The places of the instances, in the order of the instances.
+        columns: The width of the page; the rest of a wider table stands in further tables below. None: no limit.
     """
     total = places[-1].replicas.stop
     cell = len(str(total - 1)) + 2
@@ -53,7 +53,7 @@ def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -
 
 
 def _pieces(places: Sequence[InstancePlace], cell: int, columns: int | None) -> list[range]:
-    """Return the replicas of each table: as many as fit, of whole instances where one fits."""
+    """Return the replicas of each table: as many as fit, in whole instances if one fits."""
     total, each = places[-1].replicas.stop, len(places[0].replicas)
     most = total if columns is None else max(1, (columns - _LABEL_WIDTH - 2) // (cell + 1))
     if each < most < total:
@@ -62,7 +62,7 @@ def _pieces(places: Sequence[InstancePlace], cell: int, columns: int | None) -> 
 
 
 def _cut(cells: Sequence[_Cell], piece: range) -> list[_Cell]:
-    """Return the parts of the cells that stand over these replicas."""
+    """Return the parts of the cells that lie over the replicas of a piece."""
     found, start = [], 0
     for each in cells:
         shared = range(max(start, piece.start), min(start + each.replicas, piece.stop))
@@ -91,7 +91,7 @@ def _host_of(place: InstancePlace) -> str:
 
 
 def _spans(places: Sequence[InstancePlace], part: Callable[[InstancePlace], str]) -> list[tuple[str, int]]:
-    """Return the hosts or domains in order, each with the number of its replicas."""
+    """Return the hosts or domains in order, each with its number of replicas."""
     counts: dict[str, int] = {}
     for place in places:
         counts[part(place)] = counts.get(part(place), 0) + len(place.replicas)
@@ -104,11 +104,11 @@ def _centre(text: str, width: int) -> str:
 
 
 def draw_placement(launch: Launch, columns: int | None = None) -> str:
-    """Draw the placement as a table, then the common and the own environment of instances. No final newline.
+    """Draw the placement as a table, then the environment of all instances and of each. No final newline.
 
     Args:
-        launch: what would be run.
-        columns: of the page; None: as many as the table takes.
+        launch: The launch to draw.
+        columns: The width of the page. None: no limit.
     """
     rows = [_HEADINGS, *(_row(launch, place) for place in launch.places)]
     lines = draw_rows(rows, columns).splitlines()
@@ -116,7 +116,7 @@ def draw_placement(launch: Launch, columns: int | None = None) -> str:
 
 
 def describe_plan(launch: Launch, command: Sequence[str]) -> dict[str, object]:
-    """Return all decisions in values that JSON has."""
+    """Return all decisions of a launch as JSON values."""
     settings = launch.settings
     return {
         "num_instances": settings.num_instances,
@@ -145,7 +145,7 @@ def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
 
 
 def _ipus(launch: Launch, place: InstancePlace) -> range:
-    """Return the devices of an instance, counted over all replicas."""
+    """Return the devices of an instance, counted over all replicas of the job."""
     each = launch.settings.ipus_per_replica
     return range(place.replicas.start * each, place.replicas.stop * each)
 
@@ -154,7 +154,7 @@ def _assumptions(launch: Launch) -> list[str]:
     others = [host.name for host in launch.hosts if not host.is_this_machine]
     if not others or not any(place.cpus for place in launch.places):
         return []
-    return [f"The cores of {', '.join(others)} are taken to be like those of this machine."]
+    return [f"The cores of {', '.join(others)} are assumed to be like those of this machine."]
 
 
 def _environment_lines(launch: Launch) -> list[str]:

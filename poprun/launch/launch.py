@@ -1,4 +1,4 @@
-"""A launch, everything that was decided before anything is started; and its mpirun command, as the original logs it."""
+"""A launch, the value with all decisions before the start; and its mpirun command, as the original logs it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from poprun.launch.variables import InstanceVariables, instance_variables
 AGENT = Path(__file__).parents[1] / "agent" / "__main__.py"
 
 _QUIET_AND_INDEPENDENT = {
-    # MPI_Finalize must not wait for the others: an instance that fails could not end, and nobody would know.
+    # MPI_Finalize must not wait for the others: a failed instance could not end, and poprun would not notice.
     "async_mpi_finalize": "1",
-    # MPI.Win.Allocate_shared complains about UCX on standard error otherwise (Open MPI 5.0.11).
+    # Otherwise MPI.Win.Allocate_shared prints complaints about UCX on standard error (Open MPI 5.0.11).
     "osc": "^ucx",
 }
 _MANY_TO_A_CORE = {
-    # Busy waiting takes the core from the one waited for: 8-32 ms instead of 0.3 ms for a small all-reduce.
+    # Busy waiting takes the core from the awaited instance: 8-32 ms instead of 0.3 ms for a small all-reduce.
     "mpi_yield_when_idle": "1",
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """All that the command depends on.
+    """All decisions that the mpirun command depends on.
 
     Attributes:
-        settings: what the user asked for.
-        hosts: the machines, in the order of their instances.
-        places: where each instance runs.
-        mpirun: path of mpirun.
-        python: path of the interpreter that runs the agents.
-        extra: variables that poprun sets besides POPDIST_*.
-        forwarded: variables of the user that are forwarded by name.
-        oversubscribes: whether a host has more instances than cores.
-        remote: how other hosts are reached; None: nothing leaves this machine.
-        mpirun_variables: what mpirun needs in its own environment besides.
+        settings: The options of the user.
+        hosts: The machines, in the order of their instances.
+        places: The place of each instance.
+        mpirun: Path of mpirun.
+        python: Path of the interpreter that runs the agents.
+        extra: Variables that poprun sets besides POPDIST_*.
+        forwarded: Names of the user's variables that mpirun forwards.
+        oversubscribes: Whether a host has more instances than cores.
+        remote: The way to other hosts. None: all instances run on this machine.
+        mpirun_variables: Variables that mpirun itself needs in addition.
     """
 
     settings: LaunchSettings
@@ -61,7 +61,7 @@ class Launch:
 
     @property
     def leaves_this_machine(self) -> bool:
-        """Whether instances run elsewhere than beside poprun."""
+        """Whether instances run on other machines than poprun's."""
         return not all(host.is_this_machine for host in self.hosts)
 
     @cached_property
@@ -72,16 +72,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class Across:
-    """The limits and the way to other hosts, for the supervisor of a job.
+    """The limits for other hosts, and the way to them, for the supervisor of a job.
 
     Attributes:
-        interface: our address that the other hosts reach; "" where there are none.
-        silence_s: after which silence a host counts as gone.
-        start_timeout_s: how long it may take until all instances have started.
-        least: with how many instances the job goes on when others are lost; 0: with all only.
-        stuck_timeout_s: how long an instance that others wait for may do nothing; 0: for ever.
-        others: the hosts besides this machine.
-        ssh: the words of ssh before a host.
+        interface: This machine's address that the other hosts reach. Empty without other hosts.
+        silence_s: Seconds of silence after which a host counts as lost.
+        start_timeout_s: Seconds within which all instances have to start.
+        least: Smallest number of instances to continue with after a loss. 0: a loss ends the job.
+        stuck_timeout_s: Seconds for which an instance that others wait for may be idle. 0: no limit.
+        others: The hosts besides this machine.
+        ssh: The words of ssh before the host.
     """
 
     interface: str = ""
@@ -94,7 +94,7 @@ class Across:
 
 
 def build_command(launch: Launch) -> list[str]:
-    """Return the words of the mpirun command: general options, then one application context per instance."""
+    """Return the words of the mpirun command: general options, then one application context for each instance."""
     moved = _moved_exports(launch)
     words = [launch.mpirun, *_general_options(launch, moved)]
     program = [mark(word) for word in launch.settings.program]
@@ -109,9 +109,9 @@ def build_command(launch: Launch) -> list[str]:
 
 
 def _moved_exports(launch: Launch) -> tuple[str, ...]:
-    """Return the exports that contexts have in place of the general options.
+    """Return the names of the exports that stand in the contexts instead of the general options.
 
-    Of two `-x` of a name mpirun (5.0.11) takes the first.
+    If two `-x` name the same variable, mpirun (5.0.11) takes the first.
     """
     settings = launch.settings
     again = {*launch.variables[0].own}.union(*(each.exports for each in settings.mpi.instances))
@@ -139,7 +139,7 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
 
 
 def _exports_and_options(launch: Launch, place: InstancePlace, moved: tuple[str, ...]) -> list[str]:
-    """Return the words of one context up to the agent."""
+    """Return the words of one application context up to the agent."""
     arguments, variables = launch.settings.mpi.instances[place.index], launch.variables[place.index]
     own, every = variables.own, variables.every
     here = [name for name in (*moved, *arguments.exports) if name not in own]
@@ -155,9 +155,9 @@ def _exports_and_options(launch: Launch, place: InstancePlace, moved: tuple[str,
 
 
 def _host_check(launch: Launch, place: InstancePlace) -> dict[str, str | None]:
-    """Return the variable that tells the agent its host, because Open MPI may mix up hosts with like names.
+    """Return the variable that tells the agent its host, because Open MPI may confuse hosts with similar names.
 
-    Unless the names of all hosts are known, no agent is told: mpirun (5.0.11) gives all what the first context exports.
+    Unless all hosts' names are known, no agent is told: mpirun (5.0.11) gives the first context's exports to all.
     """
     names = launch.remote.names if launch.remote is not None else {}
     is_known = all(other.host in names for other in launch.places)
@@ -165,7 +165,7 @@ def _host_check(launch: Launch, place: InstancePlace) -> dict[str, str | None]:
 
 
 def _exports_of_first_alone(launch: Launch, names: Sequence[str]) -> dict[str, str]:
-    """Return the values that only instance 0 may get: mpirun (5.0.11) gives all what the first context exports."""
+    """Return the values that only instance 0 may get: mpirun (5.0.11) gives the first context's exports to all."""
     first, *others = (each.every for each in launch.variables)
     return {
         name: value

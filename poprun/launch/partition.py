@@ -1,7 +1,8 @@
-"""A simulated V-IPU partition: a power of two of devices, and which of them an instance gets. Pure.
+"""A simulated V-IPU partition, whose size is a power of two, and the device of each instance. Pure.
 
-Semantics: Graphcore's V-IPU and `gc-info`. A partition of P IPUs has P devices of one IPU with the ids 0 to P - 1, then
-P / 2 devices of two IPUs, and so on up to one device of all. An instance takes one device that spans all its replicas.
+The semantics are those of Graphcore's V-IPU and `gc-info`. A partition of P IPUs has P devices of one IPU with the ids
+0 to P - 1, then P / 2 devices of two IPUs, and so on up to one device of all IPUs. An instance takes one device that
+spans all its replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from poprun.cli.wording import count, name_nearest
 from poprun.errors import UsageError
 
 FILE_SUFFIX = ".toml"
-"""The end of the name of a device map; any other word is the name of a partition that fits."""
+"""The file name suffix of a device map; any other word names a partition that is created to fit."""
 
 _KEYS = ("ipus", "devices")
 
@@ -24,12 +25,12 @@ class Partition:
     """A simulated partition.
 
     Attributes:
-        name: for messages.
-        ipus: its size.
-        devices: the id of each instance's device; empty: by the rule of the real server.
+        name: The name, for messages.
+        ipus: The number of IPUs.
+        devices: The device id of each instance. Empty: by the rule of the real server.
 
     Raises:
-        UsageError: the size is not a power of two, or ids are negative or repeated.
+        UsageError: The size is not a power of two, or ids are negative or repeated.
     """
 
     name: str
@@ -38,23 +39,23 @@ class Partition:
 
     def __post_init__(self) -> None:
         if not _is_power_of_two(self.ipus):
-            raise UsageError(f"partition {self.name} has {count(self.ipus, 'IPU')}; a partition has a power of two")
+            raise UsageError(f"partition {self.name} has {count(self.ipus, 'IPU')}; the size must be a power of two")
         if any(device < 0 for device in self.devices) or len(set(self.devices)) < len(self.devices):
             raise UsageError(
                 f"partition {self.name} lists the devices {', '.join(map(str, self.devices))}; "
-                "each instance needs one of its own, 0 or more"
+                "each instance needs its own device, numbered from 0"
             )
 
 
 def parse_device_map(text: str, path: str) -> Partition:
     """Return the partition in a device map, a TOML file.
 
-    Its keys are `ipus`, the size, and optionally `devices`, the id of each instance's device in order.
+    The keys are `ipus`, the size, and optionally `devices`, the device id of each instance in order.
 
     Raises:
-        UsageError: it is not TOML, or a key is unknown, missing, or of the wrong type.
+        UsageError: The text is not TOML, or a key is unknown, missing or of the wrong type.
     """
-    import tomllib  # costs some milliseconds, needed only by those who have such a file
+    import tomllib  # takes some milliseconds to load, and few launches have a device map
 
     try:
         table = tomllib.loads(text)
@@ -70,19 +71,19 @@ def fit_partition(partition: Partition | None, name: str, settings: LaunchSettin
     """Return the partition that a job runs on.
 
     Args:
-        partition: the partition in a device map; None: a partition is created.
-        name: the name of the partition that is created.
-        settings: replicas, instances, and whether the size of the partition may be changed.
+        partition: The partition of a device map. None: a partition is created.
+        name: The name of the created partition.
+        settings: The settings with replicas, instances and the permission to change the partition's size.
 
     Raises:
-        UsageError: what is needed is not a power of two, or the partition has another size or other instances.
+        UsageError: The job does not need a power of two, or the partition has another size or number of devices.
     """
     ipus, instances = settings.num_ipus, settings.num_instances
     demand = f"{count(ipus, 'IPU')} ({count(settings.num_replicas, 'replica')} x {settings.ipus_per_replica})"
     if not _is_power_of_two(ipus):
         below = 1 << (ipus.bit_length() - 1)
         raise UsageError(
-            f"the job needs {demand}, a partition has a power of two: "
+            f"the job needs {demand}, but the size of a partition must be a power of two: "
             f"use {below} or {2 * below} (--num-replicas, --ipus-per-replica), or name no partition "
             f"(--vipu-partition, {PARTITION_VARIABLE})"
         )
@@ -90,12 +91,12 @@ def fit_partition(partition: Partition | None, name: str, settings: LaunchSettin
         return Partition(name, ipus)
     if partition.ipus != ipus and not settings.update_partition:
         raise UsageError(
-            f"partition {partition.name} has {count(partition.ipus, 'IPU')}, the job needs {demand}; "
-            "use as many, or --update-partition yes"
+            f"partition {partition.name} has {count(partition.ipus, 'IPU')}, but the job needs {demand}; "
+            "choose equal numbers, or give --update-partition yes"
         )
     if partition.devices and len(partition.devices) != instances:
         raise UsageError(
-            f"partition {partition.name} lists {count(len(partition.devices), 'device')}, the job has "
+            f"partition {partition.name} lists {count(len(partition.devices), 'device')}, but the job has "
             f"{count(instances, 'instance')}; list one for each, or none"
         )
     return Partition(partition.name, ipus, partition.devices)
@@ -104,7 +105,7 @@ def fit_partition(partition: Partition | None, name: str, settings: LaunchSettin
 def device_ids(partition: Partition, instances: int) -> tuple[int, ...]:
     """Return the device of each instance: neighbours among the devices of the right size.
 
-    4 instances on 16 IPUs get 24 to 27, because 16 devices of one IPU and 8 of two come first.
+    Example: 4 instances on 16 IPUs get the devices 24 to 27, after 16 devices of one IPU and 8 of two.
     """
     if partition.devices:
         return partition.devices

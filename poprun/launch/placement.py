@@ -11,17 +11,17 @@ from poprun.hosts.this_machine import Core
 
 @dataclass(frozen=True)
 class InstancePlace:
-    """Where one instance runs and what it drives.
+    """The place of an instance, and the replicas that it drives.
 
     Attributes:
-        index: of the instance, which is also its rank.
-        host: its machine.
-        local_index: among the instances of that machine.
-        replicas: the global indices of its replicas.
-        cpus: what it is pinned to; empty: not pinned.
-        nodes: the NUMA nodes of these; empty: not pinned.
-        domain: its IPU-Link domain.
-        device: the id of its device in the partition; None: there is no partition.
+        index: Index of the instance, which is also its rank.
+        host: Name of its machine.
+        local_index: Index among the instances of that machine.
+        replicas: Global indices of its replicas.
+        cpus: The CPUs that it is pinned to. Empty: not pinned.
+        nodes: The NUMA nodes of these CPUs. Empty: not pinned.
+        domain: Its IPU-Link domain.
+        device: The id of its device in the partition. None: no partition.
     """
 
     index: int
@@ -41,17 +41,17 @@ def place_instances(
     devices: Sequence[int] = (),
     shares: Sequence[int] = (),
 ) -> tuple[InstancePlace, ...]:
-    """Place the instances of a job: blocks on the hosts, in the order of the hosts.
+    """Place the instances of a job in blocks on the hosts, in the order of the hosts.
 
-    Neighbouring instances are thus on one host wherever possible, and a ring over all of them crosses the link of
-    each host once in each direction.
+    Neighbouring instances thus share a host if possible, and a ring over all instances crosses each host's link once
+    in each direction.
 
     Args:
-        settings: how many instances and replicas, and whether to pin; instances divide over hosts and domains.
-        hosts: the names of the machines.
-        cores: for each host the cores that may be used, sorted.
-        devices: the device of each instance; empty: none.
-        shares: how many instances each host gets; empty: equally many.
+        settings: The numbers of instances and replicas, and the pinning. Instances divide over hosts and domains.
+        hosts: The names of the machines.
+        cores: The usable cores of each host, sorted.
+        devices: The device of each instance. Empty: no devices.
+        shares: The number of instances on each host. Empty: equal shares.
     """
     shares = shares or (settings.num_instances // len(hosts),) * len(hosts)
     located = [(host, local) for host, share in zip(hosts, shares, strict=True) for local in range(share)]
@@ -77,9 +77,9 @@ def place_instances(
 
 
 def pin_instances(settings: LaunchSettings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:
-    """Return the cores of each of `count` instances on one host; empty if it may run anywhere.
+    """Return the cores of each of `count` instances on one host; empty if an instance may run anywhere.
 
-    With `spreadnuma` several instances get cores of their own, and a single one is not pinned.
+    With `spreadnuma`, several instances get cores of their own, and a single instance is not pinned.
     """
     free: tuple[tuple[Core, ...], ...] = ((),) * count
     strategy = settings.process_placement
@@ -93,13 +93,13 @@ def pin_instances(settings: LaunchSettings, count: int, cores: Sequence[Core]) -
 
 
 def divide_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...]:
-    """Divide the cores into `count` disjoint blocks of equal size or nearly so, in order.
+    """Divide the cores into `count` disjoint blocks of equal size, or nearly so, in order.
 
-    Physical cores are kept whole where there are enough of them. Because the cores are sorted by NUMA node,
-    the nodes are divided among the blocks wherever their numbers divide.
+    Physical cores stay whole if there are enough of them. The cores are sorted by NUMA node, so the blocks share the
+    nodes evenly if the numbers of nodes and blocks allow it.
 
     Returns:
-        The blocks; empty ones (run anywhere) if there are more than cores.
+        The blocks; empty blocks (run anywhere) if there are fewer cores than blocks.
     """
     units = _units(cores, count)
     if not units:
@@ -113,7 +113,8 @@ def deal_cores(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], ...
     """Give one core to each of `count` instances in turn, as `mpirun --bind-to core` does.
 
     Returns:
-        A core with its threads for each, or a thread where cores are too few; nothing (run anywhere) if those are.
+        One core with its threads for each instance; one thread if the cores are too few; empty blocks (run anywhere)
+        if the threads are too few.
     """
     return tuple(_units(cores, count)[:count]) or ((),) * count
 
@@ -128,7 +129,7 @@ def deal_sockets(cores: Sequence[Core], count: int) -> tuple[tuple[Core, ...], .
 
 
 def _units(cores: Sequence[Core], count: int) -> list[tuple[Core, ...]]:
-    """Return the pieces to divide among `count` instances: cores, else threads; empty if both are too few."""
+    """Return the pieces to divide among `count` instances: cores, else threads; an empty list if both are too few."""
     whole: dict[tuple[int, int, int], list[Core]] = {}
     for core in cores:
         whole.setdefault((core.node, core.package, core.core), []).append(core)

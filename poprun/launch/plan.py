@@ -1,4 +1,4 @@
-"""Deciding everything about a launch before anything is started."""
+"""The planning of a launch: all decisions that are made before anything is started."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def plan_launch(
 ) -> Launch:
     """Decide everything about a launch; nothing is started.
 
-    Other hosts are prepared as far as the user has asked for it, and asked for what has to be known about them, except
-    by a dry run: what is unknown is taken to be like this machine.
+    Other hosts are prepared as the user asks, and then asked for their facts. A dry run does neither, and assumes
+    that unknown hosts are like this machine.
 
     Args:
-        settings: what the user asked for.
-        environ: the user's environment.
-        log: gets what happens to other hosts; None: only faults are said.
-        hosts: those of an earlier launch that are left, which need no preparation; empty: what the settings name.
+        settings: The options of the user.
+        environ: The environment of the user.
+        log: The log for events on other hosts. None: only faults are logged.
+        hosts: The remaining hosts of an earlier launch, which are prepared already. Empty: as the settings say.
 
     Raises:
-        PopRunError: hosts or partition do not fit the job, or mpirun or the program cannot be found.
+        PopRunError: Hosts or partition do not fit the job, or mpirun or the program cannot be found.
     """
     allocation = _allocation(settings, environ)
     is_prepared = bool(hosts)
@@ -55,7 +55,7 @@ def plan_launch(
     is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
-    if any(is_here):  # the others have files of their own
+    if any(is_here):  # the program on another host is another file
         check_program(settings.program[0], environ)
     devices = _devices(settings)
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())
@@ -90,10 +90,10 @@ def plan_launch(
 
 
 def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
-    """Return the hosts that the user names, otherwise this machine.
+    """Return the hosts that the user names, or this machine without any.
 
     Raises:
-        UsageError: they cannot be read or understood, or contradict each other.
+        UsageError: The hosts cannot be read or understood, or contradict each other.
     """
     if not settings.host and settings.hostfile is None:
         return (Host(this_host(), is_this_machine=True),)
@@ -105,24 +105,24 @@ def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
 
 
 def available_hosts(settings: LaunchSettings, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts that a job may use: more than it does where a batch system has reserved more.
+    """Return the hosts that a job may use; a batch system may have reserved more than the job uses.
 
     Raises:
-        UsageError: they cannot be read or understood, or contradict each other.
+        UsageError: The hosts cannot be read or understood, or contradict each other.
     """
     allocation = _allocation(settings, environ)
     return find_hosts(settings) if allocation is None else _recognise(allocation.hosts)
 
 
 def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapping[str, str], log: Log) -> None:
-    """Give the other hosts what the user wants them to get; a dry run gives nothing.
+    """Prepare the other hosts as the user asks (ssh key, Python environment); a dry run does nothing.
 
     Raises:
-        PopRunError: one line for each host that cannot get it.
+        PopRunError: Hosts cannot be prepared; one line for each.
     """
     others = [host.name for host in hosts if not host.is_this_machine]
     if settings.distribute_ssh_key and not settings.dry_run:
-        from poprun.hosts.ssh_keys import distribute_key  # this and the next: seldom needed
+        from poprun.hosts.ssh_keys import distribute_key  # loaded here, like the next two: few launches need them
 
         distribute_key(others, environ, log)
     if settings.synchronise_python_venv and not settings.dry_run:
@@ -135,12 +135,12 @@ def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapp
 def find_remote(
     hosts: Sequence[Host], settings: LaunchSettings, mpirun: str, shell: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[Remote, dict[str, Sequence[Core]]]:
-    """Find the way to the other hosts, and ask for their cores.
+    """Find the way to the other hosts, and their cores.
 
     Raises:
-        PopRunError: a host does not fit the job; one line for each fault.
+        PopRunError: A host does not fit the job; one line for each fault.
     """
-    # costs some milliseconds, needed only for other hosts
+    # takes some milliseconds to load, and only jobs on other hosts need it
     from poprun.hosts.host_facts import question_about
     from poprun.hosts.inspection import Inspection, guess_network, inspect_hosts
     from poprun.hosts.interfaces import HostNetwork, parse_mask
@@ -148,13 +148,13 @@ def find_remote(
     if " " in mpirun and not settings.dry_run:
         raise PopRunError(
             f"{mpirun} has a space in its path, and Open MPI cannot start its daemons on other hosts from there; "
-            "make the environment in a folder without one"
+            "create the environment in a folder without a space"
         )
     cores: dict[str, Sequence[Core]] = {}
     kernel_names: dict[str, str] = {host.name: this_host() for host in hosts if host.is_this_machine}
     warnings: tuple[str, ...] = ()
     if settings.host_subnet is not None:
-        parse_mask(settings.host_subnet)  # what is no network anywhere is refused by a dry run too
+        parse_mask(settings.host_subnet)  # a dry run too refuses a text that cannot be a network
     if settings.dry_run or settings.skip_checks:
         network = HostNetwork("", "", "")
         with suppress(PopRunError) if settings.dry_run else nullcontext():
@@ -182,7 +182,7 @@ def find_remote(
 
 
 def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
-    """Return the daemon that bears the signals that Slurm sends to all of a job; none where it is not found."""
+    """Return the words of the daemon that ignores Slurm's warning signals; empty if Open MPI's daemon is not found."""
     words = (
         sys.executable,
         "-I",
@@ -194,13 +194,13 @@ def _daemon_of_slurm(mpirun: str) -> tuple[str, ...]:
 
 
 def _names_of_machines(hosts: Sequence[Host], kernel_names: Mapping[str, str]) -> list[list[str]]:
-    """Return all names of each machine that takes part; mpirun runs on this one."""
+    """Return all names of each machine that takes part; this machine takes part, because mpirun runs on it."""
     here = [] if any(host.is_this_machine for host in hosts) else [[this_host()]]
     return [*([host.name, kernel_names.get(host.name, host.name)] for host in hosts), *here]
 
 
 def _allocation(settings: LaunchSettings, environ: Mapping[str, str]) -> Allocation | None:
-    """Return the hosts of a batch system; None if the user names hosts, or none are reserved."""
+    """Return the allocation of a batch system; None if the user names hosts, or none are reserved."""
     named = settings.host or settings.hostfile is not None
     return None if named else find_allocation(environ)
 
@@ -212,7 +212,7 @@ def _choose_hosts(settings: LaunchSettings, allocation: Allocation | None) -> tu
 
 
 def _refuse_ssh(settings: LaunchSettings, allocation: Allocation) -> None:
-    """Refuse what only ssh can do on hosts that are reached without it and need not let anybody log in."""
+    """Refuse options that need ssh, if a batch system's command reaches the hosts: they may refuse logins."""
     wanted = {
         "--synchronise-python-venv": settings.synchronise_python_venv,
         "--distribute-ssh-key": settings.distribute_ssh_key,

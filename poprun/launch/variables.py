@@ -1,9 +1,10 @@
-"""The environment variables that instances get."""
+"""The environment variables of instances."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from poprun.launch.placement import InstancePlace
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _LOOPBACK = "127.0.0.1"
-_BELOW_EPHEMERAL = range(20_000, 32_768)  # ip_local_port_range of Linux begins behind it
+_BELOW_EPHEMERAL = range(20_000, 32_768)  # Linux' ip_local_port_range begins at 32768
 _SILENT = "6"
 
 
@@ -31,8 +32,8 @@ class InstanceVariables:
     """The environment variables of one instance.
 
     Attributes:
-        own: those that poprun sets and the user's `-x` cannot change.
-        every: all that the instance finds, those of the user's `-x` included; None: the value in poprun's environment.
+        own: The variables that poprun sets and the user's `-x` cannot change.
+        every: All variables of the instance, with those of the user's `-x`. None: the value in poprun's environment.
     """
 
     own: dict[str, str]
@@ -42,7 +43,7 @@ class InstanceVariables:
 def instance_variables(
     settings: LaunchSettings, places: Sequence[InstancePlace], extra: Mapping[str, str], forwarded: Sequence[str]
 ) -> tuple[InstanceVariables, ...]:
-    """Return the variables of each instance; an `-x` for one instance counts before an `-x` for all."""
+    """Return the variables of each instance; an `-x` for one instance takes precedence over an `-x` for all."""
     common, arguments = job_variables(settings), settings.mpi
     found = []
     for place, of_instance in zip(places, arguments.instances, strict=True):
@@ -56,7 +57,7 @@ def instance_variables(
 
 
 def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[str, str]:
-    """Return the variables that describe one instance to its program, in the original's order."""
+    """Return the variables that describe an instance to its program, in the original's order."""
     variables = {
         TOTAL: str(settings.num_replicas),
         IPUS: str(settings.ipus_per_replica),
@@ -75,7 +76,7 @@ def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[st
 
 
 def job_variables(settings: LaunchSettings) -> dict[str, str]:
-    """Return the variables that all instances share: faults on purpose, shrinking, recording and metrics."""
+    """Return the variables that all instances share: injected faults, shrinking, recording and metrics."""
     variables = {}
     if settings.inject:
         variables[FAULTS_VARIABLE] = ";".join(settings.inject)
@@ -94,11 +95,11 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
 
 
 def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables besides POPDIST_*; those that the user has set or exports stay as they are."""
-    # Output goes through a pipe; without this a Python program's lines would come only when 8 KiB are full.
+    """Return the variables besides POPDIST_*; variables that the user has set or exports stay unchanged."""
+    # Output goes through a pipe; without this, a Python program's lines would be held back until 8 KiB are full.
     defaults = {**pool, "PYTHONUNBUFFERED": "1"}
     if settings.profile is not None and WantedProfile.parse(settings.profile).profiler == TORCH:
-        defaults["KINETO_LOG_LEVEL"] = _SILENT  # it says on standard error that it begins, and that it ends
+        defaults["KINETO_LOG_LEVEL"] = _SILENT  # otherwise Kineto reports its start and end on standard error
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:
         wanted["JAX_PLATFORMS"] = "cpu"
@@ -109,8 +110,8 @@ def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: 
 def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that keep sums right in programs that use JAX without a strategy.
 
-    Nothing where the program is not of poprun's own Python environment, because XLA ends a process at flags that it
-    does not know, and where the user exports flags with `-x`.
+    The result is empty if the program is not of poprun's own Python environment, because XLA ends a process with
+    unknown flags. It is also empty if the user exports flags with `-x`.
     """
     program = shutil.which(settings.program[0], path=environ.get("PATH"))
     is_ours = program is not None and Path(program).parent == Path(sys.executable).parent
@@ -121,21 +122,21 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
 
 
 def find_jaxlib(folders: list[str]) -> str:
-    """Return the version of the first jaxlib in these folders, or "". Faster than importing the library."""
+    """Return the version of the first jaxlib in these folders, or "". This is faster than importing the library."""
     names = (each.name for folder in folders if folder for each in Path(folder).glob("jaxlib-*.dist-info"))
     return next((name.removesuffix(".dist-info").partition("-")[2] for name in names), "")
 
 
 def meeting_point(hosts: Sequence[Host], here: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return where instance 0 listens and the others call, unless the user's environment says it.
+    """Return the address where instance 0 listens for the others, unless the user's environment names one.
 
-    The port is free where instance 0 runs on this machine. On another host it is drawn by chance, from those that the
-    kernel gives to nobody.
+    If instance 0 runs on this machine, the port is free now. On another host, it is drawn at random below the range
+    from which the kernel gives out ports.
 
     Args:
-        hosts: of the job, that of instance 0 first.
-        here: the address of this machine for the other hosts; empty without them, or if a dry run cannot know it.
-        environ: the user's environment.
+        hosts: The hosts of the job, beginning with that of instance 0.
+        here: This machine's address for the other hosts. Empty without other hosts, or if a dry run cannot know it.
+        environ: Environment variables of the user.
     """
     first = hosts[0]
     if len(hosts) == 1 and first.is_this_machine:
@@ -147,7 +148,7 @@ def meeting_point(hosts: Sequence[Host], here: str, environ: Mapping[str, str]) 
 
 
 def rank_variables(place: InstancePlace, places: Sequence[InstancePlace]) -> dict[str, str]:
-    """Return what tells one instance its place among all of them, and among those of its host."""
+    """Return the variables that name an instance's place among all instances, and among those of its host."""
     hosts = list(dict.fromkeys(other.host for other in places))
     node = str(hosts.index(place.host))
     return {
@@ -165,8 +166,6 @@ def _any_port() -> int:
 
 
 def _free_port() -> int:
-    import socket  # costs some milliseconds, needed only by those who ask for it
-
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

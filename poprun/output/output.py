@@ -1,4 +1,4 @@
-"""Showing the output of many instances on two descriptors: tagged lines, never torn, never mixed."""
+"""The output of many instances on two descriptors, in tagged lines that are never torn or mixed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ERASE_LINE = "\r\x1b[K"
 
 
 class OutputStream:
-    """One of poprun's own descriptors; it holds back what the reader does not take yet.
+    """One of poprun's own descriptors. It holds back output that the reader does not take yet.
 
     Attributes:
-        is_closed: whether nothing can be written any more.
-        fault: why, unless the reader has gone.
+        is_closed: Whether nothing can be written any more.
+        fault: The reason, unless the reader has gone.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -41,24 +41,24 @@ class OutputStream:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that wait for the reader."""
+        """The number of bytes that wait for the reader."""
         return len(self._held)
 
     def write_tagged(self, tag: bytes, data: bytes, clock: bytes = b"", writer: object = None) -> None:
-        """Write whole lines, or one last piece of a line, with clock and tag in front of each; see `Cursor.tagged`."""
+        """Write whole lines, or a last piece of a line, with clock and tag in front of each (`Cursor.tagged`)."""
         self.show_status("")
         self._held += self._cursor.tagged(tag, data, clock, writer)
         self.flush()
 
     def write_own(self, data: bytes) -> None:
-        """Write lines of poprun's own or of mpirun, untagged."""
+        """Write lines of poprun or mpirun, without tags."""
         self.show_status("")
         self.end_line()
         self._held += data
         self.flush()
 
     def show_status(self, text: str) -> None:
-        """Show a text that the next one replaces, on a terminal; "" erases it, and so does all that is written."""
+        """Show a text on a terminal until the next text or any output replaces it; "" erases the text."""
         if text == self._status or not self.is_terminal or self._cursor.is_inside_line:
             return
         columns = columns_of({}, self.descriptor) or USUAL_COLUMNS
@@ -67,11 +67,11 @@ class OutputStream:
         self.flush()
 
     def end_line(self) -> None:
-        """Finish a line that somebody left unfinished."""
+        """End a line that a writer left unfinished."""
         self._held += self._cursor.end_line()
 
     def flush(self) -> None:
-        """Write what can be written without waiting."""
+        """Write as much as possible without blocking."""
         while self._held and not self.is_closed:
             try:
                 written = self._write(bytes(self._held[: self._piece_bytes]))
@@ -86,7 +86,7 @@ class OutputStream:
             self._held.clear()
 
     def close(self) -> None:
-        """Close what has been opened besides the descriptor."""
+        """Close the additional descriptor, if one was opened."""
         if self._unwaiting >= 0:
             os.close(self._unwaiting)
             self._unwaiting = -1
@@ -99,18 +99,18 @@ class OutputStream:
         poll.register(self.descriptor, select.POLLOUT)
         if not poll.poll(0):
             raise BlockingIOError
-        return os.write(self.descriptor, data)  # a pipe that is ready takes PIPE_BUF bytes, a file everything
+        return os.write(self.descriptor, data)  # a ready pipe takes PIPE_BUF bytes, a file all bytes
 
 
 class Output:
-    """The output of the instances, as the user sees and keeps it.
+    """The output of the instances, as the user sees it and as files keep it.
 
     Args:
-        only: the instance whose output is shown; None: all. Files keep the output of all.
-        style: how it is shown, and where it is kept.
+        only: The instance whose output is shown. None: all. Files keep the output of all instances.
+        style: The appearance of the output, and the folder for files.
 
     Raises:
-        UsageError: the files cannot be made.
+        UsageError: The files cannot be made.
     """
 
     def __init__(self, only: int | None = None, style: OutputStyle = _PLAIN) -> None:
@@ -126,21 +126,21 @@ class Output:
 
     @property
     def sinks(self) -> tuple[OutputStream, ...]:
-        """Both descriptors, or one where they are the same file."""
+        """The streams for both descriptors; a single one if both are the same file."""
         return (self.stdout,) if self.stderr is self.stdout else (self.stdout, self.stderr)
 
     @property
     def is_behind(self) -> bool:
-        """Whether so much is held back that instances should be made to wait."""
+        """Whether so much output is held back that the instances should wait."""
         return any(sink.held_bytes > MOST_HELD_BYTES for sink in self.sinks)
 
     def record(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Keep output of an instance, whether it will be shown or not; called once for all that comes."""
+        """Keep an instance's output in files, whether it is shown or not; called once for all output."""
         if self._files is not None:
             self._files.record(instance, descriptor, data)
 
     def show(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Show output of an instance, or, where it is silenced, remember the end of its standard error."""
+        """Show an instance's output; if the instance is silenced, keep the last lines of its standard error."""
         clock = self.style.clock(time.time())
         if self._files is not None:
             self._files.merge(self.style.tag(instance, descriptor), data, clock)
@@ -151,22 +151,22 @@ class Output:
             tail.extend(data.splitlines(keepends=True))
 
     def show_status(self, text: str) -> None:
-        """Show on a terminal what the job does, until it shows something by itself."""
+        """Show the job's state on a terminal, until an instance shows output."""
         self.stderr.show_status("" if self._has_shown else text)
 
     def show_own(self, descriptor: int, data: bytes) -> None:
-        """Show lines of poprun's own or of mpirun."""
+        """Show lines of poprun or mpirun."""
         if self._files is not None:
             self._files.merge_own(data)
         self._sink(descriptor).write_own(data)
 
     def show_hidden_errors(self, instance: int) -> None:
-        """Show the last lines of standard error of an instance that was silenced."""
+        """Show the last lines of standard error of a silenced instance."""
         for line in self._tails.pop(instance, ()):
             self._write_tagged(instance, 2, line, self.style.clock(time.time()))
 
     def finish(self, limit_s: float | None) -> None:
-        """Write what is held back; wait for a slow reader for ever, or at most `limit_s` for each piece."""
+        """Write the output that is held back; wait for a slow reader for ever, or at most `limit_s` for each piece."""
         if self._files is not None:
             self._files.close()
         for sink in self.sinks:
@@ -180,7 +180,7 @@ class Output:
 
     def _write_tagged(self, instance: int, descriptor: int, data: bytes, clock: bytes) -> None:
         self._has_shown = True
-        self.stderr.show_status("")  # standard output may be another terminal, or a pipe
+        self.stderr.show_status("")  # erases the status, even if standard output is another terminal or a pipe
         sink = self._sink(descriptor)
         tag = b""
         if descriptor not in self.style.untagged:
@@ -188,7 +188,7 @@ class Output:
         sink.write_tagged(tag, data, clock, (instance, descriptor))
 
     def _is_plain(self, sink: OutputStream) -> bool:
-        """Return whether a program reads the bytes of one instance here, so that no line end is added."""
+        """Return whether a program reads one instance's bytes from this stream, so that no line end may be added."""
         return len(self.sinks) == 2 and sink is self.stdout and self.style.is_plain
 
     def _sink(self, descriptor: int) -> OutputStream:
@@ -199,14 +199,14 @@ class Output:
 
 
 def is_piped() -> bool:
-    """Return whether standard output is a pipe, and standard error is not in it."""
+    """Return whether standard output is a pipe that standard error does not use too."""
     return stat.S_ISFIFO(_mode(1)) and not _same_file(1, 2)
 
 
 def _open_unwaiting(descriptor: int) -> int:
-    """Open the same pipe or terminal once more, to write without waiting; -1 if that is impossible.
+    """Open the pipe or terminal of a descriptor again, to write without blocking; return -1 if that is impossible.
 
-    The flag on the descriptor itself would hold for every program that shares it, the user's shell among them.
+    The flag O_NONBLOCK on the descriptor itself would affect every program that shares it, such as the user's shell.
     """
     if not (stat.S_ISFIFO(_mode(descriptor)) or os.isatty(descriptor)):
         return -1

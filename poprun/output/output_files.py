@@ -1,4 +1,4 @@
-"""Keeping the output of a job in files: one for each instance and stream, and one in which everything is merged."""
+"""The files with the output of a job: one for each instance and stream, and one with all output merged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ MOST_OPEN = 64
 
 
 class OutputFiles:
-    """A folder with `instance-000.stdout`, `instance-000.stderr`, and so on, and `merged.log`.
+    """A folder with `instance-000.stdout`, `instance-000.stderr` and so on, and `merged.log`.
 
-    No method raises, and none waits but for a disk. If a file cannot be written, as on a full disk, a warning says so
-    and nothing is kept from then on: every file is a gapless beginning of the output.
+    No method raises, and none waits, except for a disk. If a file cannot be written, for example on a full disk, a
+    warning says so, and no more output is kept: every file is a gapless beginning of the output.
 
     Args:
-        directory: made with its parents.
-        count: how many instances there are.
-        warn: called at most once.
+        directory: The folder, which is made together with its parents.
+        count: The number of instances.
+        warn: Function that is called with a warning, at most once.
 
     Raises:
-        UsageError: the folder cannot be made, cannot be written, or holds the output of an earlier job.
+        UsageError: The folder cannot be made or written, or holds the output of an earlier job.
     """
 
     def __init__(self, directory: Path, count: int, warn: Callable[[str], None]) -> None:
@@ -40,19 +40,19 @@ class OutputFiles:
         _make(directory, [name_of(each, stream, count) for each in range(count) for stream in STREAMS] + [MERGED])
 
     def record(self, instance: int, descriptor: int, data: bytes) -> None:
-        """Keep what an instance has written, byte for byte."""
+        """Keep an instance's output, byte for byte."""
         self._append(name_of(instance, descriptor, self._count), data)
 
     def merge(self, tag: bytes, data: bytes, clock: bytes) -> None:
-        """Keep lines, or a piece of a line, as they are shown."""
+        """Keep lines, or a piece of a line, in the form in which they are shown."""
         self._append(MERGED, self._cursor.tagged(tag, data, clock))
 
     def merge_own(self, data: bytes) -> None:
-        """Keep lines of poprun's own or of mpirun."""
+        """Keep lines of poprun or mpirun."""
         self._append(MERGED, self._cursor.end_line() + data)
 
     def close(self) -> None:
-        """Finish the last line and close the files."""
+        """End the last line, and close the files."""
         if line_end := self._cursor.end_line():
             self._append(MERGED, line_end)
         while self._open:
@@ -75,7 +75,7 @@ class OutputFiles:
             )
 
     def _descriptor(self, name: str) -> int:
-        """Return the file, open; of many files the last written ones stay open."""
+        """Return an open descriptor of the file; only the most recently written files stay open."""
         descriptor = self._open.pop(name, -1)
         if descriptor < 0:
             if len(self._open) >= MOST_OPEN:
@@ -86,7 +86,7 @@ class OutputFiles:
 
 
 def name_of(instance: int, descriptor: int, count: int) -> str:
-    """Return the name of an instance's file of one stream; names sort as instances do."""
+    """Return the file name for an instance's stream; the names sort like the instances."""
     digits = max(3, len(str(count - 1)))
     return f"instance-{instance:0{digits}d}.{STREAMS[descriptor]}"
 
@@ -97,8 +97,8 @@ def _make(directory: Path, names: list[str]) -> None:
         earlier = sorted(path.name for path in directory.iterdir() if _is_output(path.name))
         if earlier:
             raise UsageError(
-                f"--output-dir {directory} holds the output of an earlier job ({earlier[0]}); "
-                "nothing is overwritten: name another folder, or remove that output"
+                f"--output-dir {directory} holds the output of an earlier job ({earlier[0]}), and poprun "
+                "overwrites nothing; name another folder, or remove that output"
             )
         for name in names:
             os.close(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

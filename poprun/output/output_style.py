@@ -16,16 +16,16 @@ _RED = 31
 
 @dataclass(frozen=True)
 class OutputStyle:
-    """The appearance that the user wants.
+    """The appearance of output that the user wants.
 
     Attributes:
-        tag_host: whether tags name the host: `[1,0][node0]<stdout>:`, as mpirun's tag-detailed does.
-        timestamps: whether each line begins with the local time at which poprun got it.
-        colours: whether tags are coloured; None: on a terminal only.
-        directory: where output is kept in files too; None: nowhere.
-        hosts: the host of each instance; `tag_host` and `directory` need them.
-        untagged: the streams, 1 and 2, whose lines are shown without tags.
-        is_plain: whether standard output is that of one instance, as it is.
+        tag_host: Whether tags name the host: `[1,0][node0]<stdout>:`, as mpirun's tag-detailed does.
+        timestamps: Whether each line begins with the local time at which poprun received it.
+        colours: Whether tags are coloured. None: only on a terminal.
+        directory: The folder of files that also keep the output. None: no files.
+        hosts: The host of each instance; `tag_host` and `directory` need it.
+        untagged: The streams (1, 2) whose lines are shown without tags.
+        is_plain: Whether standard output carries one instance's bytes unchanged.
     """
 
     tag_host: bool = False
@@ -37,7 +37,7 @@ class OutputStyle:
     is_plain: bool = False
 
     def is_coloured(self, is_terminal: bool) -> bool:
-        """Return whether tags are coloured on such a stream."""
+        """Return whether tags are coloured on a stream, from whether it is a terminal."""
         return is_terminal if self.colours is None else self.colours
 
     def tag(self, instance: int, descriptor: int, coloured: bool = False) -> bytes:
@@ -51,12 +51,12 @@ class OutputStyle:
         return f"{source}{stream}".encode()
 
     def clock(self, now_s: float) -> bytes:
-        """Return the time in front of the tag, for seconds since 1970."""
+        """Return the time in front of the tag; empty without timestamps. `now_s` is in seconds since 1970."""
         return f"{clock_text(now_s)} ".encode() if self.timestamps else b""
 
     @property
     def columns(self) -> int:
-        """The largest width of tag and clock."""
+        """The largest width of tag and clock together."""
         tags = (self.tag(instance, 2) for instance in range(len(self.hosts)) if 2 not in self.untagged)
         return len(self.clock(0.0)) + max((len(tag.decode()) for tag in tags), default=0)
 
@@ -64,13 +64,13 @@ class OutputStyle:
 def style_from(
     settings: LaunchSettings, hosts: Sequence[str], environ: Mapping[str, str], is_piped: bool = False
 ) -> OutputStyle:
-    """Return the style of a command line; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
+    """Return the style that options ask for; NO_COLOR (https://no-color.org) and a dumb terminal forbid colours.
 
     Args:
-        settings: of the launch.
-        hosts: the host of each instance.
-        environ: poprun's own.
-        is_piped: whether standard output is a pipe of its own; a program may read there what one instance writes.
+        settings: The settings of the launch.
+        hosts: The host of each instance.
+        environ: Environment variables of poprun.
+        is_piped: Whether standard output is a pipe of its own; then a program may read one instance's bytes there.
     """
     is_plain = is_piped and settings.num_instances == 1 and not settings.tag_host and not settings.timestamps
     untagged = {1, 2} if settings.no_tags else {1} if is_plain else set()
@@ -86,21 +86,21 @@ def style_from(
 
 
 class Cursor:
-    """The cursor of a terminal, or the end of a file: it knows who left the line unfinished on which it stands."""
+    """The cursor of a terminal, or the end of a file; it knows the writer of an unfinished line."""
 
     def __init__(self) -> None:
         self._owner: object = None
 
     def tagged(self, tag: bytes, data: bytes, clock: bytes = b"", writer: object = None) -> bytes:
-        """Return lines with the tag in front of each, so that pieces of one writer join to a line.
+        """Return lines with the tag in front of each; consecutive pieces of one writer join to a line.
 
         A line redrawn with carriage returns keeps its tag; the carriage return of a DOS line end is left alone.
 
         Args:
-            tag: stands in front of each line.
-            data: whole lines, or lines and at last a piece of one; not empty.
-            clock: what stands before the tag.
-            writer: whose lines they are; None: the tag says so.
+            tag: The tag.
+            data: Whole lines, perhaps followed by a piece of a line; not empty.
+            clock: The text in front of the tag.
+            writer: The writer of the lines. None: the tag identifies the writer.
         """
         writer = tag if writer is None else writer
         head = clock + tag
@@ -117,11 +117,11 @@ class Cursor:
 
     @property
     def is_inside_line(self) -> bool:
-        """Whether somebody has left the line unfinished."""
+        """Whether a writer has left the line unfinished."""
         return self._owner is not None
 
     def end_line(self) -> bytes:
-        """Return the line end that an unfinished line lacks."""
+        """Return the line end that an unfinished line lacks; empty if the line is finished."""
         line_end = b"" if self._owner is None else b"\n"
         self._owner = None
         return line_end

@@ -1,1 +1,1 @@
-"""Pipelines: a replica spans several devices, each with some of its stages."""
+"""Pipelines: a replica spans several devices, and each device runs some of its stages."""

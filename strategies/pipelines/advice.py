@@ -1,4 +1,4 @@
-"""The fastest schedule for measured stages, which "auto" chooses, and the cuts that would be better."""
+"""The choice of the fastest schedule for measured stages (schedule="auto"), and of better cuts into stages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from strategies.pipelines.times import StageTimes, StashBytes, measured_times
 from strategies.pipelines.timetable import ActionKind, Places, StageAction, Timed, Timetable
 
 DIGITS = 6
-"""Lengths that agree in so many digits are equal: then less memory counts."""
+"""Lengths that agree in this number of digits are equal; then less memory decides."""
 
 ROUNDS = 4
-"""The number of times that a micro-batch goes through all stages; the first, with compilation, does not count."""
+"""The number of times that a micro-batch goes through all stages; the first time, with compilation, does not count."""
 
 WORTH = 0.01
-"""The smallest gain of a cut that is reported, as a share: measured times differ by about as much."""
+"""The smallest gain of a cut that is reported, as a share. Measured times differ by about as much."""
 
 MIB = 2**20
 SIZES = (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10))
@@ -44,10 +44,10 @@ class Candidate:
     """A way to run a pipeline.
 
     Attributes:
-        schedule: its name.
-        recompute: whether backward passes recompute.
-        length_s: how long an update takes, in seconds, as simulated.
-        kept_bytes: for each device what it keeps at most for backward passes.
+        schedule: The name of the schedule.
+        recompute: Whether backward passes recompute forward passes.
+        length_s: The simulated time of an update, in seconds.
+        kept_bytes: For each device, the most bytes that it keeps for backward passes.
     """
 
     schedule: str
@@ -66,12 +66,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that was chosen, and why.
+    """The chosen candidate, and the reason.
 
     Attributes:
-        chosen: the candidate.
-        others: all others, the best first, whether they fit or not.
-        reason: one sentence.
+        chosen: The chosen candidate.
+        others: All other candidates, the best first, whether they fit or not.
+        reason: One sentence.
     """
 
     chosen: Candidate
@@ -82,27 +82,27 @@ class Choice:
 def choose(
     times: StageTimes, stash: StashBytes, mapping: Places, num_micro_batches: int, memory_limit_bytes: int | None = None
 ) -> Choice:
-    """Return the schedule, with or without recomputation, with the shortest simulated update of those that fit.
+    """Return the fitting schedule, with or without recomputation, that has the shortest simulated update.
 
-    Of equally long ones it is the one that keeps less; then the one without recomputation; then the first of
-    `PipelineSchedule`. A pure function: the instances of a job choose the same if they call it with the same arguments,
-    so callers must agree on times and bytes before, on those of instance 0.
+    Among equally long ones, the candidate that keeps less is chosen; then the one without recomputation; then the first
+    in `PipelineSchedule`. This is a pure function: with the same arguments all instances choose the same. So callers
+    must first agree on times and bytes, as instance 0 measured them.
 
     Args:
-        times: of the stages, in seconds, without recomputation.
-        stash: what the stages keep.
-        mapping: for each stage its devices.
-        num_micro_batches: of an update; schedules that do not take this number are left out.
-        memory_limit_bytes: what a device may keep for backward passes, besides variables and all that is always there;
-            None for no limit.
+        times: The times of the stages, in seconds, without recomputation.
+        stash: The bytes that the stages keep.
+        mapping: The devices of each stage.
+        num_micro_batches: Number of micro-batches of an update. Schedules that cannot run it are left out.
+        memory_limit_bytes: Limit of the bytes that a device keeps for backward passes, besides variables and other
+            lasting memory; None for no limit.
 
     Raises:
-        ValueError: if nothing fits, or there are not times and bytes of all stages.
+        ValueError: If no candidate fits, or times and bytes are not given for every stage.
     """
     if {times.num_stages, len(stash.stashed), len(stash.inputs)} != {len(mapping)}:
         raise ValueError(
-            f"there are {len(mapping)} stages, times of {times.num_stages}, and bytes of {len(stash.stashed)} and "
-            f"{len(stash.inputs)}; give all of each stage"
+            f"there are {len(mapping)} stages, but times of {times.num_stages}, and bytes of {len(stash.stashed)} and "
+            f"{len(stash.inputs)}; give all of them for each stage"
         )
     every = sorted(_candidates(times, stash, mapping, num_micro_batches), key=_order)
     fitting = [one for one in every if memory_limit_bytes is None or one.most_bytes <= memory_limit_bytes]
@@ -118,7 +118,7 @@ def choose(
 
 
 def _candidates(times: StageTimes, stash: StashBytes, mapping: Places, count: int) -> Iterator[Candidate]:
-    """Yield all ways that can run, in the order of the enum."""
+    """Yield all candidates that can run, in the order of the enum."""
     for member in PipelineSchedule:
         schedule = schedule_named(member)
         try:
@@ -161,10 +161,10 @@ def _said(number: int) -> str:
 
 
 def choose_for(replicas: Replicas, plan: StagePlan, memory_limit_bytes: int | None) -> Choice:
-    """Choose the schedule for the stages of a plan by what instance 0 measures; a collective call.
+    """Choose the schedule for the stages of a plan from measurements of instance 0. Collective.
 
     Raises:
-        ValueError: if nothing fits into the limit.
+        ValueError: If no candidate fits into the limit.
     """
     times, stash = measured(plan, [column.device_of(0) for column in replicas.grid.columns])
     numbers = np.array([times.forward, times.backward, times.weights, stash.stashed, stash.inputs], np.float64)
@@ -180,14 +180,14 @@ def choose_for(replicas: Replicas, plan: StagePlan, memory_limit_bytes: int | No
 
 
 def measured(plan: StagePlan, devices: Sequence[jax.Device]) -> tuple[StageTimes, StashBytes]:
-    """Measure the stages with one micro-batch of zeros: their times, and the bytes that they keep of it."""
+    """Measure the times of the stages with one micro-batch of zeros, and the bytes that they keep of it."""
     rounds = [_round(plan, devices, StashPolicy()) for _ in range(ROUNDS)][1:]
     _, inputs = _round(plan, devices, StashPolicy(recomputes=True))
     return measured_times(spans for spans, _ in rounds), StashBytes(rounds[0][1], inputs)
 
 
 def _round(plan: StagePlan, devices: Sequence[jax.Device], keeping: StashPolicy) -> tuple[list[Timed], tuple[int, ...]]:
-    """Send one micro-batch there and back; who did what when, and how many bytes each stage kept."""
+    """Run one micro-batch forward and backward; return the timed actions, and the bytes that each stage kept."""
     mapping = plan.timetable.mapping
     run = ReplicaStages(plan.staged, plan.stages, mapping, devices, keeping)
     run.prepare(StepArguments({place: _zeros(shape) for place, shape in enumerate(plan.staged.arguments)}, {}, {}))
@@ -224,12 +224,12 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> StageArray:
 
 @dataclass(frozen=True)
 class Cut:
-    """A better cut, or the same one where none was found.
+    """A better cut into stages, or the present one if no better one was found.
 
     Attributes:
-        sizes: for each stage how many parts it has.
-        length_s: how long an update takes with it, in seconds, as simulated.
-        before_s: how long it takes with the cut that there is.
+        sizes: The number of parts of each stage.
+        length_s: The simulated time of an update with this cut, in seconds.
+        before_s: The simulated time with the present cut.
     """
 
     sizes: tuple[int, ...]
@@ -238,13 +238,13 @@ class Cut:
 
     @property
     def gain(self) -> float:
-        """By what share an update is shorter, 0 to 1."""
+        """The share by which an update is shorter, 0 to 1."""
         return 1 - self.length_s / self.before_s if self.before_s else 0.0
 
     def __str__(self) -> str:
         before, after = said_s(self.before_s), said_s(self.length_s)
         if self.gain < WORTH:
-            return f"no cut of these parts was found with which an update is {WORTH:.0%} shorter than {before}"
+            return f"no cut of these parts was found that makes an update {WORTH:.0%} shorter than {before}"
         return (
             f"stages of {list(self.sizes)} parts would shorten an update from {before} to {after}, by {self.gain:.0%}"
         )
@@ -256,7 +256,7 @@ def slowest(times: StageTimes) -> int:
 
 
 def loads(timetable: Timetable, times: StageTimes) -> list[float]:
-    """Return for each device how long its stages take for one micro-batch."""
+    """Return, for each device, the time that its stages take for one micro-batch."""
     found = [0.0] * len(timetable.devices)
     for devices, took in zip(timetable.mapping, times.whole, strict=True):
         for device in set(devices):
@@ -269,10 +269,10 @@ class Move:
     """Work that goes from a stage to its neighbour when the cut between them moves.
 
     Attributes:
-        giver: the stage that has less to do then.
-        taker: its neighbour.
-        time: of the forward and backward passes that move, for a micro-batch.
-        share: of what the giver has to do, which is above 1 where others give to it.
+        giver: The stage that has less work then.
+        taker: The neighbour that has more.
+        time: The time of the work that moves, for the forward and backward pass of a micro-batch.
+        share: The share of the giver's own work. It is above 1 if other stages give work to the giver.
     """
 
     giver: int
@@ -287,9 +287,9 @@ class Move:
 
 
 def moves(timetable: Timetable, times: StageTimes) -> tuple[Move, ...]:
-    """Return how the cuts would have to move for equal loads of all devices, if work could be cut anywhere.
+    """Return the moves of cuts that would give all devices equal loads, if work could be cut anywhere.
 
-    The stages of a device keep their shares of what it does. Moves of less than `WORTH` of a stage are left out.
+    The stages of a device keep their shares of its work. Moves of less than `WORTH` of a stage are left out.
     """
     factors = _even_factors(timetable, times)
     surplus = accumulate(whole * (1 - factor) for whole, factor in zip(times.whole, factors, strict=True))
@@ -309,30 +309,30 @@ def _even_factors(timetable: Timetable, times: StageTimes) -> list[float]:
 
 
 def even_length(timetable: Timetable, times: StageTimes, recompute: bool = False) -> float:
-    """Return how long an update would take with equal loads of all devices, if cutting cost nothing.
+    """Return the time of an update if all devices had equal loads and cutting cost nothing.
 
-    What a real cut can be compared with: where parts cannot be divided none may be as good.
+    It is a bound for real cuts: if parts cannot be divided, every cut may be slower.
     """
     return timetable.length(times.scaled(_even_factors(timetable, times)).durations(recompute))
 
 
 def better_cut(timetable: Timetable, parts: StageTimes, sizes: Sequence[int], recompute: bool = False) -> Cut:
-    """Return the cut whose slowest device has the least to do, if an update is shorter with it.
+    """Return the cut with the least load on the slowest device, if it shortens an update.
 
-    With a device for each stage no cut has a faster slowest stage. Where devices have several stages, parts are moved
+    If each stage has its own device, no cut has a faster slowest stage. If devices have several stages, parts are moved
     one at a time between neighbours as long as that helps.
 
     Args:
-        timetable: with which the stages run.
-        parts: the times of what stages are made of (layers, blocks), in their order; in seconds.
-        sizes: for each stage how many parts it has now.
-        recompute: whether backward passes recompute.
+        timetable: The timetable of the stages.
+        parts: The times of the parts of stages (layers, blocks), in their order, in seconds.
+        sizes: The present number of parts of each stage.
+        recompute: Whether backward passes recompute forward passes.
 
     Raises:
-        ValueError: if the parts are fewer or more than those of the stages, or the stages not those of the timetable.
+        ValueError: If the sizes do not add up to the number of parts, or the timetable has other stages.
     """
     if len(sizes) != timetable.num_stages:
-        raise ValueError(f"sizes of {len(sizes)} stages are given, and the pipeline has {timetable.num_stages}")
+        raise ValueError(f"sizes of {len(sizes)} stages are given, but the pipeline has {timetable.num_stages}")
     before = parts.joined(sizes)
     starts = [tuple(sizes), evenest(parts.whole, len(sizes))]
     found = min(
@@ -345,10 +345,10 @@ def better_cut(timetable: Timetable, parts: StageTimes, sizes: Sequence[int], re
 
 
 def evenest(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the sizes of so many groups of neighbours of which the longest is as short as possible.
+    """Return the sizes of `num_stages` groups of neighbours whose longest group is as short as possible.
 
     Raises:
-        TypeError, ValueError: if the stages are no positive whole number, or more than there are times.
+        TypeError, ValueError: If `num_stages` is no positive whole number, or there are fewer times than stages.
     """
     if at_least(1, "num_stages", num_stages) > len(times):
         raise ValueError(f"{len(times)} parts cannot be cut into {num_stages} stages; use at most as many stages")
@@ -356,7 +356,7 @@ def evenest(times: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
     @cache
     def best(end: int, groups: int) -> tuple[float, tuple[int, ...]]:
-        """Return the longest of the groups of the first parts, and the sizes of all of them."""
+        """Return the time of the longest group of the first `end` parts, and the sizes of all groups."""
         if groups == 1:
             return sums[end], (end,)
         options = (
@@ -375,7 +375,7 @@ def _load(timetable: Timetable, parts: StageTimes, sizes: Sequence[int]) -> tupl
 
 
 def _improved(timetable: Timetable, parts: StageTimes, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Move single parts as long as that helps."""
+    """Move single parts between neighbours as long as that helps."""
     while True:
         best = min(_neighbours(sizes), key=lambda each: _load(timetable, parts, each), default=sizes)
         if _load(timetable, parts, best) >= _load(timetable, parts, sizes):

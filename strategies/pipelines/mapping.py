@@ -1,4 +1,4 @@
-"""On which devices the stages of a pipeline are, and how many micro-batches go through it."""
+"""The devices of a pipeline's stages, and the number of micro-batches that go through it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strategies.pipelines.timetable import Places, Timetable
 from strategies.typing import Function
 
 _ALL_DEVICES = -1
-"""In a device mapping: the stage is on all devices of the replica, and may shard what it does over them."""
+"""In a device mapping: the stage is on all devices of the replica, and may shard its work over them."""
 
 GREATEST_COUNT = 2**31 - 1
 
@@ -29,33 +29,33 @@ def places_of(
     ipus_per_replica: int,
     batch_serialization_iterations: int = 1,
 ) -> Places:
-    """Return the devices of each stage: of each function where it is a list, and all where it is on all of them.
+    """Return the devices of each stage: one for each of its functions, or all devices if it is mapped to -1.
 
-    Devices may stay without a stage. Semantics: the original's `device_mapping`.
+    Some devices may have no stage. Semantics: the original's `device_mapping`.
 
     Args:
-        stages: of the pipeline.
-        device_mapping: None for a device each, or for device 0 with batch serialization.
-        ipus_per_replica: how many devices there are.
-        batch_serialization_iterations: above 1: a stage takes so many micro-batches one after another.
+        stages: The stages of the pipeline.
+        device_mapping: The devices; None for one device per stage, or for device 0 with batch serialization.
+        ipus_per_replica: The number of devices.
+        batch_serialization_iterations: Number of micro-batches that a stage takes one after another.
 
     Raises:
-        TypeError: if the stages are no functions or lists of them, or the mapping is no list of whole numbers.
-        ValueError: if there are fewer than two stages, or a list has lists in it; if the mapping has not a device for
-            each stage, or devices that there are not.
+        TypeError: If the stages are no functions or lists of functions, or the mapping is no list of whole numbers.
+        ValueError: If there are fewer than two stages, a list contains lists, or the mapping lacks a device for a stage
+            or has a device that does not exist.
     """
     if not _is_list(stages):
         raise wrong_type("computational_stages", stages, "it must be a list of functions, one for each stage")
     widths = [_width(number, stage) for number, stage in enumerate(stages)]
     if len(widths) < 2:
-        raise ValueError(f"Pipeline requires at least two computational stages, and has {len(widths)}; add a stage")
+        raise ValueError(f"Pipeline requires at least two computational stages, but has {len(widths)}; add a stage")
     if device_mapping is None:
         device_mapping = _default(widths, batch_serialization_iterations > 1)
     if not _is_list(device_mapping):
         raise wrong_type("device_mapping", device_mapping, "it must be a list of devices, one for each stage")
     if len(device_mapping) != len(widths):
         raise ValueError(
-            f"Each stage must be mapped to an IPU: there are {len(widths)} stages, and device_mapping has "
+            f"Each stage must be mapped to an IPU: there are {len(widths)} stages, but device_mapping has "
             f"{len(device_mapping)} devices: {list(device_mapping)}"
         )
     return tuple(
@@ -65,7 +65,7 @@ def places_of(
 
 
 def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
-    """Return one placeholder for each stage of a pipeline that is known by its number of stages and its mapping."""
+    """Return one placeholder per stage, for a pipeline of which only the number of stages and the mapping are known."""
     given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
     known: list[Stage] = [
         [_unknown] * len(devices) if isinstance(devices, Sequence) and devices else _unknown for devices in given
@@ -74,7 +74,7 @@ def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage
 
 
 def _unknown() -> None:
-    """Stand for a function of a stage."""
+    """Do nothing, in place of a function of a stage."""
 
 
 def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
@@ -85,18 +85,18 @@ def num_devices(device_mapping: DeviceMapping | None, num_stages: int) -> int:
 
 
 def refuse_idle_devices(device_mapping: DeviceMapping) -> None:
-    """Refuse a mapping that leaves out a device before the last one that it has.
+    """Raise if a mapping leaves out a device before its last one.
 
     Raises:
-        TypeError: if there is something else in it than whole numbers.
-        ValueError: naming the devices.
+        TypeError: If the mapping contains other values than whole numbers.
+        ValueError: If devices are left out; the message names them.
     """
     numbers = {_device(stage, one) for stage, one in _flat(device_mapping) if not _is_list(one)}
     gaps = sorted(set(range(max(numbers, default=0))) - numbers)
     if gaps and _ALL_DEVICES not in numbers:
         raise ValueError(
             f"device_mapping is {list(device_mapping)}, and leaves out device{'s' if len(gaps) > 1 else ''} "
-            f"{', '.join(map(str, gaps))}, with nothing to do; number the devices without gaps, or say "
+            f"{', '.join(map(str, gaps))}, which would be idle; number the devices without gaps, or set "
             "allow_idle_devices=True"
         )
 
@@ -107,12 +107,12 @@ def _flat(device_mapping: DeviceMapping) -> Iterator[tuple[int, object]]:
 
 
 def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_iterations: int = 1) -> Schedule:
-    """Return the schedule that was asked for: by default Grouped, and Sequential with batch serialization.
+    """Return the requested schedule. The default is Grouped, or Sequential with batch serialization.
 
     Raises:
-        TypeError: if it is neither a member of the enum nor a word, or the iterations are no whole number.
-        ValueError: if there is no such schedule, or the iterations are not positive.
-        NotImplementedError: if it is none that batch serialization is made for.
+        TypeError: If the schedule is neither a member of the enum nor a string, or the iterations are no whole number.
+        ValueError: If there is no such schedule, or the iterations are not positive.
+        NotImplementedError: If another schedule than Sequential is combined with batch serialization.
     """
     serializes = positive("batch_serialization_iterations", batch_serialization_iterations) > 1
     if schedule is None:
@@ -120,7 +120,7 @@ def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_it
     found = schedule_named(schedule)
     if serializes and found is not schedule_named(PipelineSchedule.Sequential):
         raise NotImplementedError(
-            f"batch_serialization_iterations is {batch_serialization_iterations}, and the pipeline schedule "
+            f"batch_serialization_iterations is {batch_serialization_iterations}, but the pipeline schedule is "
             f"{found.name}; batch serialization is for the Sequential schedule: use that, or no iterations"
         )
     return found
@@ -129,17 +129,16 @@ def schedule_for(schedule: PipelineSchedule | str | None, batch_serialization_it
 def checked_count(
     gradient_accumulation_count: object, schedule: Schedule, mapping: Places, training: bool = True
 ) -> int:
-    """Return how many micro-batches go through the pipeline, if the original's schedule takes so many.
+    """Return the number of micro-batches, if the original's schedule takes it.
 
     Raises:
-        TypeError: if it is no whole number.
-        ValueError: if it was not given, is not positive, or above the greatest number of 32 bits.
-        FailedPreconditionError: if it is no multiple of what the schedule has in the pipeline at once.
+        TypeError: If the count is no whole number.
+        ValueError: If the count is missing, not positive, or above the greatest number of 32 bits.
+        FailedPreconditionError: If the count is no multiple of the number of micro-batches in the pipeline at once.
     """
     if gradient_accumulation_count is None:
         raise ValueError(
-            "gradient_accumulation_count is needed, and none was given; say how many micro-batches go through the "
-            "pipeline"
+            "gradient_accumulation_count is missing; set it to the number of micro-batches that go through the pipeline"
         )
     count = positive("gradient_accumulation_count", gradient_accumulation_count)
     if count > GREATEST_COUNT:
@@ -161,7 +160,7 @@ def checked_count(
 def timetable_for(
     schedule: Schedule, places: Places, count: object, training: bool = True, batch_serialization_iterations: int = 1
 ) -> Timetable:
-    """Return what each device does for an update of so many micro-batches; see `checked_count` for what is refused."""
+    """Return the timetable of an update with `count` micro-batches. Raises the errors of `checked_count`."""
     number = checked_count(count, schedule, places, training)
     if batch_serialization_iterations > 1:
         return serialized(places, number, training, batch_serialization_iterations)
@@ -173,13 +172,11 @@ def _is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def _width(number: int, stage: Stage) -> int | None:
-    """Return how many functions a stage has; None if it is one, and no list."""
+    """Return the number of functions in a stage that is a list; None for a single function."""
     if callable(stage):
         return None
     if not _is_list(stage):
-        raise TypeError(
-            f"stage {number} is {stage!r}, a {type(stage).__name__}; a function or a list of them is needed"
-        )
+        raise TypeError(f"stage {number} is {stage!r}, a {type(stage).__name__}; use a function or a list of functions")
     if any(map(_is_list, stage)):
         raise ValueError(
             f"stage {number} has a list within its list of functions; concurrent stages cannot be nested: use one list"
@@ -189,7 +186,7 @@ def _width(number: int, stage: Stage) -> int | None:
             f"stage {number} has {odd[0]!r} among its functions, a {type(odd[0]).__name__}; use functions only"
         )
     if not stage:
-        raise ValueError(f"stage {number} is a list of no functions; put one in, or leave the stage out")
+        raise ValueError(f"stage {number} is an empty list; put a function into it, or leave the stage out")
     return len(stage)
 
 
@@ -197,7 +194,7 @@ def _default(widths: Sequence[int | None], serializes: bool) -> list[int | list[
     if not serializes and any(widths):
         number = next(number for number, width in enumerate(widths) if width)
         raise ValueError(
-            f"Each stage must be mapped to an IPU: stage {number} is a list of functions, and there is no "
+            f"Each stage must be mapped to an IPU: stage {number} is a list of functions, but there is no "
             "device_mapping; give one, with a list of devices for this stage"
         )
     return [[0] * width if width else 0 if serializes else number for number, width in enumerate(widths)]
@@ -207,7 +204,7 @@ def _devices_of(number: int, width: int | None, devices: object, ipus_per_replic
     if width is None:
         if _is_list(devices):
             raise ValueError(
-                f"Each stage must be mapped to an IPU: stage {number} is one function, and mapped to {devices!r}; "
+                f"Each stage must be mapped to an IPU: stage {number} is one function, but mapped to {devices!r}; "
                 "give it one device, or make it a list of functions"
             )
         if integer(devices) == _ALL_DEVICES:
@@ -215,7 +212,7 @@ def _devices_of(number: int, width: int | None, devices: object, ipus_per_replic
         return (_checked(number, devices, ipus_per_replica),)
     if not isinstance(devices, Sequence) or len(devices) != width:
         raise ValueError(
-            f"Each stage must be mapped to an IPU: stage {number} is a list of {width} functions, and mapped to "
+            f"Each stage must be mapped to an IPU: stage {number} is a list of {width} functions, but mapped to "
             f"{devices!r}; give it a list of {width} devices"
         )
     if any(map(_is_list, devices)):
@@ -239,7 +236,7 @@ def _checked(number: int, device: object, ipus_per_replica: int) -> int:
     found = _device(number, device)
     if not 0 <= found < ipus_per_replica:
         raise ValueError(
-            f"stage {number} is mapped to device {found}, and a replica spans {ipus_per_replica} devices: use devices "
+            f"stage {number} is mapped to device {found}, but a replica spans {ipus_per_replica} devices: use devices "
             f"0 to {ipus_per_replica - 1}, or a larger ipus_per_replica (poprun --ipus-per-replica)"
         )
     return found

@@ -1,4 +1,4 @@
-"""Stages that are marked in a loss function, and where the function is cut for them."""
+"""Marks of stages in a loss function, and the cut of the function at these marks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.pipelines.timetable import Places
 
 Place: TypeAlias = tuple[int, int]
-"""A stage, and a function of it."""
+"""A stage, and the number of a function in it."""
 
 _SCOPE = "pipeline_stage_"
 _FUNCTION = "_function_"
@@ -37,33 +37,39 @@ _ON_SHARD = re.compile(rf"{_SHARD}(\d+)")
 
 
 def pipeline_stage(stage: int) -> AbstractContextManager[None]:
-    """Assign the computations in the block to this stage of a pipeline; without a pipeline, do nothing.
+    """Assign the computations in the block to this stage of a pipeline. Without a pipeline, do nothing.
 
-    What lies between the stages belongs to the one before; what depends on no stage to those that need it. A
-    number that depends on variables alone, such as a penalty, belongs to the stage of these.
+        def loss_fn(variables, batch, key):
+            with strategies.pipeline_stage(0):
+                hidden = jnp.tanh(batch["x"] @ variables["first"])
+            with strategies.pipeline_stage(1):
+                return jnp.mean((hidden @ variables["second"] - batch["y"]) ** 2)
+
+    Code between two stages belongs to the earlier one. Code that depends on no stage belongs to the stages that use its
+    results. A scalar that depends on variables alone, such as a penalty, belongs to the stage of these variables.
 
     Args:
-        stage: its number; they come in their order.
+        stage: The number of the stage. Stages must be marked in their order.
 
     Raises:
-        TypeError: if it is no whole number.
-        ValueError: if it is negative.
+        TypeError: If `stage` is no whole number.
+        ValueError: If `stage` is negative.
     """
     return jax.named_scope(f"{_SCOPE}{_number('pipeline_stage', 'stages', stage)}")
 
 
 def ipu_shard(index: int) -> AbstractContextManager[None]:
-    """Assign the computations in the block to this device of the replica, in a stage that is on all of them (-1).
+    """Assign the computations in the block to this device of the replica, in a stage mapped to all of them (-1).
 
-    Semantics: the original's `ipu_shard`. Here it is checked only: the first device of a stage computes all of it,
-    with the same results. Without a pipeline it does nothing.
+    Semantics: the original's `ipu_shard`. Here the index is only checked: the first device of a stage computes all of
+    it, with the same results. Without a pipeline it does nothing.
 
     Args:
-        index: of the device.
+        index: The index of the device.
 
     Raises:
-        TypeError: if it is no whole number.
-        ValueError: if it is negative; and when the pipeline is traced if the stage is not on that device.
+        TypeError: If `index` is no whole number.
+        ValueError: If `index` is negative; or, when the pipeline is traced, if the stage is not on that device.
     """
     return jax.named_scope(f"{_SHARD}{_number('ipu_shard', 'devices', index)}")
 
@@ -71,9 +77,9 @@ def ipu_shard(index: int) -> AbstractContextManager[None]:
 def _number(name: str, things: str, given: int) -> int:
     number = integer(given)
     if number is None:
-        raise TypeError(f"{name}({given!r}): {things} have whole numbers, from 0 on")
+        raise TypeError(f"{name}({given!r}): {things} are numbered with whole numbers, from 0")
     if number < 0:
-        raise ValueError(f"{name}({number}): {things} have numbers from 0 on")
+        raise ValueError(f"{name}({number}): {things} are numbered from 0")
     return number
 
 
@@ -88,17 +94,17 @@ def cut_in_stages(
     """Cut a loss function at its marks.
 
     Args:
-        graph: of the function.
-        widths: for each stage how many functions it has.
-        without: the numbers of results that no stage makes.
-        weights: the numbers of arguments that are weights; penalties on them are where they are used.
+        graph: The graph of the function.
+        widths: The number of functions of each stage.
+        without: The numbers of results that no stage computes.
+        weights: The numbers of arguments that are weights. Penalties on them belong to the stage that uses them.
 
     Returns:
         For each stage its segments, one for each of its functions.
 
     Raises:
-        ValueError: if there are not as many marks as stages, if they are out of order or within each other, or in a
-            loop; or if a stage reads what a later one makes.
+        ValueError: If marks are missing, too many, out of order, nested or in a loop; or if a stage reads a result of a
+            later one.
     """
     homes = _homes(graph, _marks(graph, len(widths)))
     last = len(widths) - 1, 0
@@ -117,16 +123,16 @@ def cut_in_stages(
 
 
 def refuse_other_shards(graph: Graph, mapping: Places) -> None:
-    """Refuse an `ipu_shard` of a device on which its stage is not.
+    """Raise if an `ipu_shard` names a device that its stage is not on.
 
     Raises:
-        ValueError: naming the first one.
+        ValueError: For the first such mark.
     """
     for number, (stage, _) in _homes(graph, _marks(graph, len(mapping))).items():
         for device in _shards(graph.equations[number]):
             if device not in mapping[stage]:
                 raise ValueError(
-                    f"stage {stage} computes something in ipu_shard({device}), and is on "
+                    f"stage {stage} computes something in ipu_shard({device}), but is on "
                     f"{'devices' if len(mapping[stage]) > 1 else 'device'} {', '.join(map(str, mapping[stage]))}; map "
                     "it to all devices, -1, or take the ipu_shard away"
                 )
@@ -142,7 +148,7 @@ def _inside(equation: Equation) -> Iterator[Equation]:
 
 
 def _marks(graph: Graph, stages: int) -> dict[int, Place]:
-    """Return the stage of each equation that lies in one."""
+    """Return the stage of each equation inside a mark."""
     found: dict[int, Place] = {}
     last = 0
     for number, equation in enumerate(graph.equations):
@@ -151,19 +157,19 @@ def _marks(graph: Graph, stages: int) -> dict[int, Place]:
             continue
         if place[0] >= stages:
             raise ValueError(
-                f"the loss function marks stage {place[0]}, and device_mapping has {stages} stages, from 0 on; "
+                f"the loss function marks stage {place[0]}, but device_mapping has {stages} stages, numbered from 0; "
                 "give it a device for each stage"
             )
         if place[0] < last:
             raise ValueError(
-                f"stage {place[0]} is marked behind stage {last}; each stage reads what those before it make: mark "
-                "them in their order"
+                f"stage {place[0]} is marked after stage {last}, but each stage reads the results of earlier ones; "
+                "mark them in their order"
             )
         found[number] = place
         last = place[0]
     if missing := set(range(stages)) - {stage for stage, _ in found.values()}:
         raise ValueError(
-            f"stage {min(missing)} is marked nowhere in the loss function, and device_mapping has {stages} stages; "
+            f"stage {min(missing)} is marked nowhere in the loss function, but device_mapping has {stages} stages; "
             f"compute something in `with strategies.pipeline_stage({min(missing)}):`, or take its device out"
         )
     return found
@@ -187,9 +193,10 @@ def _mark_of(equation: Equation) -> Place | None:
 
 
 def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
-    """Return the stage of each equation, but of those that read nothing of a stage.
+    """Return the stage of each equation, except those that read nothing of a stage.
 
-    One between stages belongs to the last one of which it reads; one with effects that reads of none to the first.
+    An equation between stages belongs to the last stage that it reads from. An equation with effects that reads from no
+    stage belongs to the first.
     """
     homes: dict[int, Place] = {}
     for number, equation in enumerate(graph.equations):
@@ -204,13 +211,13 @@ def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
 def _homes_of_penalties(
     graph: Graph, homes: Mapping[int, Place], weights: Collection[int], last: Place
 ) -> dict[int, Place]:
-    """Return where penalties are made: numbers of weights alone that only later stages add to the loss.
+    """Return the stage of each equation of a penalty: a scalar of weights alone that only later stages use.
 
-    The equations that depend on a penalty come with it. Keras adds the penalties of its regularizers up behind the
-    last stage, which would have to read the weights of all stages.
+    Equations that depend on a penalty come with it. Keras sums the penalties of its regularizers after the last stage,
+    which would have to read the weights of all stages.
     """
     needed = _needed(graph, homes, last)
-    behind: dict[Variable, Place] = {  # the latest stage that is the first one to use a weight behind a value
+    behind: dict[Variable, Place] = {  # the latest of the stages in which a weight behind this value is first used
         graph.arguments[number]: min(needed[graph.arguments[number]])
         for number in weights
         if needed[graph.arguments[number]]
@@ -228,7 +235,7 @@ def _homes_of_penalties(
 
 
 def _needed(graph: Graph, homes: Mapping[int, Place], last: Place) -> dict[Variable, set[Place]]:
-    """Return where values are read, by equations that have a home or through others that have none."""
+    """Return the stages that read each value, directly or through equations without a stage."""
     needed: dict[Variable, set[Place]] = defaultdict(set)
     for result in variables(graph.results):
         needed[result].add(last)

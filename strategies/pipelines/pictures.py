@@ -1,4 +1,4 @@
-"""Pictures of a pipeline, planned or measured: in letters for a terminal, and as a file for Perfetto."""
+"""Pictures of a planned or measured pipeline: as text for a terminal, and as a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LETTERS = {
 
 COLUMNS = 100
 MOST_BANDS = 6
-"""The most bands of lines that are drawn below each other; of more, those in the middle are left out."""
+"""The most bands of lines that are drawn below each other; of more bands, those in the middle are left out."""
 
 IDLE, ELSEWHERE, GOES_ON = ".", " ", "-"
 BETWEEN_TICKS = 15
@@ -35,11 +35,11 @@ Event = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Unit:
-    """In what times are said.
+    """A unit of time.
 
     Attributes:
-        name: as it is written behind a number.
-        size: by how much times are divided.
+        name: The name, written behind a number.
+        size: The number that times are divided by.
     """
 
     name: str
@@ -55,7 +55,7 @@ FORWARDS = Unit("forward passes", 1.0)
 
 
 def unit_of(length: float, in_seconds: bool) -> Unit:
-    """Return the unit in which a length of time has a number that is not too small."""
+    """Return the unit for a length of time: the largest in which it is 1 or more."""
     if not in_seconds:
         return FORWARDS
     return next((unit for unit in SECONDS if length >= unit.size), SECONDS[-1])
@@ -67,19 +67,19 @@ def said_s(seconds: float) -> str:
 
 
 def round_step(at_least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20, 50, ... and their fractions that is at least a positive number."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ..., or their decimal fractions, that is not below a number."""
     power = 10.0 ** math.floor(math.log10(at_least))
     return next(step * power for step in (1, 2, 5, 10, 20) if step * power >= at_least * (1 - 1e-9))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The actions of one replica's devices, measured or planned, for a picture.
+    """The measured or planned actions of one replica's devices, for a picture.
 
     Attributes:
-        title: a line that says what it is.
-        spans: who does what when.
-        in_seconds: whether times are seconds. Otherwise one is that of a forward pass.
+        title: The first line of the picture.
+        spans: The timed actions of all devices.
+        in_seconds: Whether times are seconds. If not, 1 is the time of a forward pass.
     """
 
     title: str
@@ -88,29 +88,29 @@ class Panel:
 
     @cached_property
     def begin(self) -> float:
-        """When the first action begins."""
+        """The time when the first action begins."""
         return min((span.begin_s for span in self.spans), default=0.0)
 
     @cached_property
     def length(self) -> float:
-        """From the first begin to the last end."""
+        """The time from the first begin to the last end."""
         return max((span.end_s for span in self.spans), default=0.0) - self.begin
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they have nothing to do, 0 to 1."""
+        """The share of the devices' time in which they are idle, 0 to 1."""
         return bubble_share(self.spans, len(self.lanes))
 
     @cached_property
     def lanes(self) -> dict[int, list[int]]:
-        """The stages of each device, both in their order."""
+        """The stages of each device, both in ascending order."""
         found: dict[int, list[int]] = {}
         for device, stage in sorted({(span.device, span.action.stage) for span in self.spans}):
             found.setdefault(device, []).append(stage)
         return found
 
     def in_lane(self, device: int, stage: int) -> Iterator[Timed]:
-        """Yield what a device does with a stage; times begin at 0."""
+        """Yield a device's actions for a stage, with times that begin at 0."""
         for span in self.spans:
             if (span.device, span.action.stage) == (device, stage):
                 yield span._replace(begin_s=span.begin_s - self.begin, end_s=span.end_s - self.begin)
@@ -126,16 +126,16 @@ def label_of(span: Timed) -> str:
 
 
 def draw_text(panel: Panel, columns: int = COLUMNS) -> str:
-    """Draw lines of at most so many columns, each for a stage on a device.
+    """Draw the actions as lines of at most `columns` columns, one for each stage on a device.
 
-    "F3---" is a forward pass for micro-batch 3 that takes five columns; dots are time in which the device does nothing,
+    "F3---" is a forward pass for micro-batch 3 that takes five columns. Dots are time in which the device is idle,
     blanks are time in which it is busy with another stage.
 
     Raises:
-        ValueError: if there are fewer columns.
+        ValueError: If `columns` is below 40.
     """
     if columns < 40:
-        raise ValueError(f"a picture of {columns} columns is asked for; it takes 40 or more")
+        raise ValueError(f"a picture of {columns} columns is too narrow; use 40 or more")
     names = _names(panel)
     room = columns - max(map(len, [*names, FORWARDS.name])) - 2
     scale, unit = _Scale.of(panel, room), unit_of(panel.length, panel.in_seconds)
@@ -157,9 +157,9 @@ class _Scale:
     """The scale that turns times into columns.
 
     Attributes:
-        per_time: columns for each unit of time.
-        columns: in all.
-        width: into pieces of how many columns they are cut.
+        per_time: Columns for each unit of time.
+        columns: Number of columns of the whole picture.
+        width: Number of columns of each band.
     """
 
     per_time: float
@@ -168,7 +168,7 @@ class _Scale:
 
     @classmethod
     def of(cls, panel: Panel, room: int) -> _Scale:
-        """Give a forward pass as many columns as its label and one more; more if all fits then."""
+        """Return the scale on which a forward pass has room for its label and one more column, or more if all fits."""
         times = [span.end_s - span.begin_s for span in panel.spans if span.action.kind is ActionKind.FORWARD]
         one = median([time for time in times if time > 0] or [panel.length or 1.0])
         widest = 1 + max((len(label_of(span)) for span in panel.spans), default=1)
@@ -188,7 +188,7 @@ def _ticks(scale: _Scale, unit: Unit, first: int, end: int) -> str:
 
 
 def _names(panel: Panel) -> list[str]:
-    """Return the names before the lines: the device at the first of its stages, and the stage."""
+    """Return the labels of the lines: the device, at the first of its stages only, and the stage."""
     return [
         (f"device {device}" if stage == stages[0] else " " * len(f"device {device}")) + f" stage {stage}"
         for device, stages in panel.lanes.items()
@@ -197,7 +197,7 @@ def _names(panel: Panel) -> list[str]:
 
 
 def _rows(panel: Panel, scale: _Scale) -> list[str]:
-    """Return for each stage on a device its line, in one piece."""
+    """Return the uncut line of each stage on a device."""
     rows = []
     for device, stages in panel.lanes.items():
         cells = {stage: [_placed(span, scale) for span in panel.in_lane(device, stage)] for stage in stages}
@@ -213,7 +213,7 @@ def _rows(panel: Panel, scale: _Scale) -> list[str]:
 
 
 def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
-    """Return the first column of an action, the one behind its last, and the label, or its letter if no more fits."""
+    """Return the first column of an action, the one after its last, and its label, or only a letter if that fits."""
     first = min(round(span.begin_s * scale.per_time), scale.columns - 1)
     end = min(max(round(span.end_s * scale.per_time), first + 1), scale.columns)
     label = label_of(span)
@@ -222,7 +222,7 @@ def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
 
 
 def _bands(scale: _Scale) -> Sequence[int | None]:
-    """Return the first columns of the pieces into which the lines are cut; None where some are left out."""
+    """Return the first columns of the bands; None for bands that are left out."""
     firsts = list(range(0, scale.columns, scale.width))
     half = MOST_BANDS // 2
     return firsts if len(firsts) <= MOST_BANDS else [*firsts[:half], None, *firsts[-half:]]
@@ -238,7 +238,7 @@ def _legend(panel: Panel) -> str:
 
 
 def perfetto(replicas: Mapping[int, Sequence[Timed]]) -> str:
-    """Return JSON with an event for each action: microseconds, and a thread for each device.
+    """Return JSON with an event for each action, in microseconds, and a thread for each device.
 
     Source: "Trace Event Format", Google, 2016: the object with `traceEvents`, complete events (X), metadata (M).
     """

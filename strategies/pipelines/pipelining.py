@@ -1,4 +1,4 @@
-"""The option of a Trainer that cuts its loss function into stages."""
+"""The option of a Trainer that cuts its loss function into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from strategies.pipelines.schedules import PipelineSchedule, Schedule
 from strategies.pipelines.timetable import Places, Timetable
 
 AUTO = "auto"
-"""In place of a schedule: the fastest that fits into the memory."""
+"""The word, in place of a schedule, for the fastest one that fits into memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 class RecomputationMode(Enum):
     """The way to recompute the values that backward passes need; the original's enum.
 
-    The whole forward pass of a stage runs again before its backward pass, or one block between two
-    `recomputation_checkpoint`s after another, each before the part of the backward pass that needs it.
+    `Auto` and `RecomputeThenBackpropagate` run a stage's whole forward pass again before its backward pass.
+    `RecomputeAndBackpropagateInterleaved` recomputes the blocks between two `recomputation_checkpoint`s one after
+    another, each before its part of the backward pass.
     """
 
     Auto = 1
@@ -59,36 +60,46 @@ class RecomputationMode(Enum):
 
 @dataclass(frozen=True)
 class Pipelining:
-    """A replica spans several devices, each with some stages of the loss function, which `pipeline_stage` marks.
+    """The option to span a replica over several devices, each with some stages of the loss function.
+
+        trainer = strategies.Trainer(
+            strategy,
+            loss_fn,  # which marks stages 0 and 1 with strategies.pipeline_stage
+            optax.adam(1e-3),
+            gradient_accumulation_count=8,
+            pipeline=strategies.Pipelining(device_mapping=[0, 1]),
+        )
 
     Semantics: the original's `pipelining_ops.pipeline`. No schedule, mapping or recomputation changes a bit.
 
     Attributes:
-        device_mapping: the device of each stage, 0 to ipus_per_replica - 1.
-        schedule: which stage works on which micro-batch when: a member of `PipelineSchedule` or its name; or "auto":
-            instance 0 measures the stages before the first step, and that one is used whose update is the shortest in a
-            simulation, with or without recomputation (see `choose`); a line of logging says why. Sequential is used
-            where stages call collectives.
-        recompute: whether stages keep their inputs only, and run their forward passes again for the backward passes.
-            None: as the defaults of the strategy in whose scope this is made say, or `allow_recompute` of the
-            configuration in force (`strategies.config`); otherwise not.
-        batch_serialization_iterations: each stage takes so many micro-batches one after another; all are on one device.
+        device_mapping: The device of each stage, 0 to ipus_per_replica - 1.
+        schedule: The order of the stages' work: a member of `PipelineSchedule` or its name; or "auto". With "auto",
+            instance 0 measures the stages before the first step. Then the schedule with the shortest simulated update
+            is used, with or without recomputation (see `choose`), and the log gives the reason. If stages call
+            collectives, "auto" is Sequential.
+        recompute: Whether stages keep their inputs only, and run their forward passes again for the backward passes.
+            None: as the defaults of the strategy in whose scope the option is made, or `allow_recompute` of the
+            configuration in force (`strategies.config`); otherwise False.
+        batch_serialization_iterations: Number of micro-batches that each stage takes one after another. Above 1, all
+            stages must be on one device.
         recomputation_mode: `RecomputeAndBackpropagateInterleaved` makes stages with a `recomputation_checkpoint`
             recompute one block after another. None: they run their whole forward passes again.
-        offload_activations: keep what backward passes need in host memory.
-        offload_gradient_accumulation_buffers: keep accumulators there while nothing is added to them.
-        watch: called after each step with what the devices of each local replica did when.
-        memory_limit_bytes: with "auto": what a device may keep of micro-batches for backward passes; None for no limit.
-        take_outputs: called after each step with the outputs of an `Outcome`, for each local replica those of each
+        offload_activations: Whether the values for backward passes are kept in host memory.
+        offload_gradient_accumulation_buffers: Whether accumulators are kept in host memory between additions.
+        watch: A function, called after each step with the timed actions of each local replica's devices.
+        memory_limit_bytes: With "auto", the limit of the bytes that a device keeps for backward passes; None for no
+            limit.
+        take_outputs: A function, called after each step with the outputs of an `Outcome`, for each local replica and
             micro-batch.
-        allow_idle_devices: let the mapping leave devices out, as pipelines of functions may.
+        allow_idle_devices: Whether the mapping may leave devices out, as pipelines of functions may.
 
     Raises:
-        TypeError: if the mapping is no list of whole numbers, the schedule no member and no name, or a switch neither
-            True nor False.
-        ValueError: if there is no such schedule, or the iterations are not positive; if the mapping has gaps.
-        NotImplementedError: for another schedule than Sequential with batch serialization, and for Interleaved with
-            `RecomputeAndBackpropagateInterleaved`.
+        TypeError: If the mapping is no list of whole numbers, the schedule neither a member nor a name, or a switch
+            neither True nor False.
+        ValueError: If there is no such schedule, the iterations are not positive, or the mapping has gaps.
+        NotImplementedError: If another schedule than Sequential is combined with batch serialization, or Interleaved
+            with `RecomputeAndBackpropagateInterleaved`.
     """
 
     device_mapping: DeviceMapping
@@ -110,7 +121,7 @@ class Pipelining:
             offload_gradient_accumulation_buffers=self.offload_gradient_accumulation_buffers,
             allow_idle_devices=self.allow_idle_devices,
         )
-        _ = self.recomputes  # as it is configured now
+        _ = self.recomputes  # cache the present configuration
         if not isinstance(self.recomputation_mode, RecomputationMode | None):
             raise TypeError(f"recomputation_mode is {self.recomputation_mode!r}; use a member of RecomputationMode")
         positive("batch_serialization_iterations", self.batch_serialization_iterations)
@@ -118,8 +129,8 @@ class Pipelining:
         is_in_turns = self._schedule.name == "interleaved"
         if is_in_turns and self.recomputation_mode is RecomputationMode.RecomputeAndBackpropagateInterleaved:
             raise NotImplementedError(
-                "recomputation_mode is RecomputeAndBackpropagateInterleaved, and the schedule Interleaved, which the "
-                "original does not take together; use RecomputeThenBackpropagate, or the schedule Grouped"
+                "recomputation_mode is RecomputeAndBackpropagateInterleaved with the schedule Interleaved, which the "
+                "original does not combine; use RecomputeThenBackpropagate, or the schedule Grouped"
             )
         if not isinstance(self.device_mapping, Sequence) or isinstance(self.device_mapping, str):
             raise wrong_type("device_mapping", self.device_mapping, "it must be a list of devices, one for each stage")
@@ -136,8 +147,8 @@ class Pipelining:
             positive("memory_limit_bytes", self.memory_limit_bytes)
             if not self.is_automatic:
                 raise ValueError(
-                    f"memory_limit_bytes is {self.memory_limit_bytes}, and the schedule is {self._schedule.name}; a "
-                    'limit is what schedule="auto" chooses by: use that, or no limit'
+                    f"memory_limit_bytes is {self.memory_limit_bytes}, but the schedule is {self._schedule.name}; only "
+                    'schedule="auto" uses a limit: use that, or no limit'
                 )
 
     @property
@@ -147,7 +158,7 @@ class Pipelining:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether stages recompute: as `recompute` says, otherwise as it was configured when this was made."""
+        """Whether stages recompute: `recompute`, or if that is None, the configuration when this object was made."""
         if self.recompute is None:
             return bool(current_defaults().recomputes) and not self.is_automatic
         return self.recompute
@@ -159,7 +170,7 @@ class Pipelining:
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """See `PipelinePlanner`."""
+        """The options that must be the same on all instances."""
         return {
             "device_mapping": list(self.device_mapping),
             "schedule": AUTO if self.is_automatic else self._schedule.name,
@@ -169,7 +180,7 @@ class Pipelining:
         }
 
     def places(self, ipus_per_replica: int) -> Places:
-        """Return the devices of each stage; see `places_of` for what is refused."""
+        """Return the devices of each stage. Raises the errors of `places_of`."""
         stages = stages_like(self.device_mapping, len(self.device_mapping))
         return places_of(stages, self.device_mapping, ipus_per_replica, self.batch_serialization_iterations)
 
@@ -177,7 +188,7 @@ class Pipelining:
         """Return the actions of each device for an update.
 
         Raises:
-            FailedPreconditionError: if the count is no multiple of what the schedule needs.
+            FailedPreconditionError: If the count is no multiple of the number that the schedule needs.
         """
         places = self.places(ipus_per_replica)
         return timetable_for(self._schedule, places, count, training, self.batch_serialization_iterations)
@@ -185,7 +196,7 @@ class Pipelining:
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> PipelinePlan:
-        """See `PipelinePlanner`."""
+        """Return the plan of the stages' programs. With "auto", measure and choose the schedule first; collective."""
         executables = Executables(replicas.devices.compile)
         if not self.is_automatic:
             return self._plan(replicas, program, shapes, shards, executables)
@@ -241,7 +252,7 @@ class Pipelining:
 
 
 def in_blocks(staged: Staged) -> tuple[Staged, frozenset[int]]:
-    """Have the segments with a `recomputation_checkpoint` recompute block by block; the numbers of these segments."""
+    """Make segments with a `recomputation_checkpoint` recompute by blocks; also return these segments' numbers."""
     marked = frozenset(number for number, segment in enumerate(staged.segments) if _has_mark(staged, segment))
     changed = (
         replace(segment, function=recomputing(segment.function, "blocks")) if number in marked else segment
@@ -257,33 +268,33 @@ def _has_mark(staged: Staged, segment: ProgramSegment) -> bool:
 
 
 def refuse_captured(closed: core.ClosedJaxpr) -> None:
-    """Refuse values of another program in what was traced.
+    """Raise if the traced function reads values of another program.
 
     Raises:
-        ValueError: naming the first one.
+        ValueError: For the first such value.
     """
     for value in closed.consts:
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
-                f"Trying to capture the tensor {value.aval} in a stage, which another program computes; hand it over "
+                f"Trying to capture the tensor {value.aval} in a stage, but another program computes it; pass it in "
                 "as an input"
             )
 
 
 def refuse_what_meets(has_feeds: bool, is_independent: bool, timetable: Timetable) -> None:
-    """Refuse what micro-batches or replicas would have to do in one order.
+    """Raise if micro-batches or replicas would need one order, but stages run at the same time.
 
     Raises:
-        ValueError: for feeds in stages, and collectives where stages run at the same time.
+        ValueError: For feeds in stages, and for collectives if stages run at the same time.
     """
     if has_feeds:
         raise ValueError(
-            "a stage of the pipeline uses an infeed or outfeed, and stages take several micro-batches at once; give "
+            "a stage of the pipeline uses an infeed or outfeed, but stages take several micro-batches at once; pass "
             "elements as the batch, and return outputs"
         )
     if not is_independent and not timetable.in_turn and len(timetable.devices) > 1:
         raise ValueError(
-            "a stage of the pipeline calls a collective of the replicas, which have to call all of them in one order, "
-            "and the schedule runs stages at the same time; use the schedule 'Sequential', or call it outside of the "
-            "loss function"
+            "a stage of the pipeline calls a collective of the replicas. All replicas must call collectives in one "
+            "order, but the schedule runs stages at the same time; use the schedule 'Sequential', or call the "
+            "collective outside of the loss function"
         )

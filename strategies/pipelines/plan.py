@@ -28,11 +28,11 @@ class Plan:
     """The planned actions of a replica's devices for one update; `str` of a plan is a table.
 
     Attributes:
-        schedule: its name.
-        timetable: the actions of each device, in their order.
-        times: of the stages.
-        recompute: whether backward passes recompute what the forward passes had.
-        in_seconds: whether times are seconds; otherwise 1 is the time of a forward pass.
+        schedule: The name of the schedule.
+        timetable: The actions of each device, in their order.
+        times: The times of the stages.
+        recompute: Whether backward passes recompute forward passes.
+        in_seconds: Whether times are seconds. If not, 1 is the time of a forward pass.
     """
 
     schedule: str
@@ -53,14 +53,14 @@ class Plan:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they have nothing to do, 0 to 1."""
+        """The share of the devices' time in which they are idle, 0 to 1."""
         return bubble_share(self.spans, len({span.device for span in self.spans}))
 
     @property
     def stash(self) -> tuple[int, ...]:
-        """The greatest number of micro-batches of which each stage keeps something for the backward pass.
+        """The most micro-batches of which each stage keeps values for the backward pass.
 
-        With recomputation that is what goes into the stage, otherwise all that the backward pass needs.
+        With recomputation the values are the stage's inputs, otherwise all that the backward pass needs.
         """
         return tuple(self.timetable.stash(stage) for stage in range(self.timetable.num_stages))
 
@@ -70,7 +70,7 @@ class Plan:
         return Panel(self._title, self.spans, self.in_seconds)
 
     def text(self, columns: int = COLUMNS) -> str:
-        """Draw the timetable as lines of at most so many columns; see `draw_text`."""
+        """Draw the timetable as lines of at most `columns` columns; see `draw_text`."""
         return draw_text(self.panel, columns)
 
     def __str__(self) -> str:
@@ -109,22 +109,24 @@ def plan(
 ) -> Plan:
     """Plan a pipeline with these arguments, without running or compiling anything.
 
+        print(pipelining_ops.plan(4, 8, "one_forward_one_backward").text())
+
     Args:
-        computational_stages: the stages, or how many there are.
-        gradient_accumulation_count: how many micro-batches make an update.
-        pipeline_schedule: a member of the enum, or its name; Grouped by default.
-        device_mapping: the device of each stage, a list of devices where a stage is a list of functions; by default a
-            device for each.
-        training: whether there are backward passes and updates.
-        recompute: whether backward passes begin with the forward pass of their stage.
-        times: of the stages, in seconds, such as those of a `Trace`. By default all stages are alike: a backward pass
-            takes as long as two forward passes, an update as long as one.
-        batch_serialization_iterations: above 1: a stage takes so many micro-batches one after another.
-        ipus_per_replica: how many devices there are; by default as many as the mapping needs.
+        computational_stages: The stages, or their number.
+        gradient_accumulation_count: Number of micro-batches of an update.
+        pipeline_schedule: A member of the enum, or its name; Grouped by default.
+        device_mapping: The device of each stage, or a list of devices for a stage that is a list of functions. By
+            default each stage has its own device.
+        training: Whether there are backward passes and updates.
+        recompute: Whether backward passes begin with the forward pass of their stage.
+        times: The times of the stages, in seconds, such as those of a `Trace`. By default all stages are alike: a
+            backward pass takes as long as two forward passes, an update as long as one.
+        batch_serialization_iterations: Number of micro-batches that a stage takes one after another.
+        ipus_per_replica: Number of devices; by default as many as the mapping needs.
 
     Raises:
-        TypeError, ValueError, NotImplementedError, FailedPreconditionError: where `pipeline` raises them.
-        ValueError: if there are not times of all stages.
+        TypeError, NotImplementedError, FailedPreconditionError: As `pipeline` does.
+        ValueError: As `pipeline` does; or if there are not times of all stages.
     """
     require_switches(training=training, recompute=recompute)
     stages = computational_stages
@@ -138,7 +140,7 @@ def plan(
     count = gradient_accumulation_count
     timetable = timetable_for(schedule, places, count, training, batch_serialization_iterations)
     if times is not None and times.num_stages != len(stages):
-        raise ValueError(f"there are {len(stages)} stages, and times of {times.num_stages}; give those of each stage")
+        raise ValueError(f"there are {len(stages)} stages, but times of {times.num_stages}; give those of each stage")
     return Plan(schedule.name, timetable, times or equal_times(len(stages)), recompute, times is not None)
 
 

@@ -1,4 +1,4 @@
-"""The schedules of pipelines by their names, and the pieces of which they are made."""
+"""The schedules of pipelines by their names, and the functions that order their actions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from strategies.pipelines.timetable import PARTS, ActionKind, Places, StageActio
 
 
 class PipelineSchedule(Enum):
-    """In which order the stages of a pipeline run.
+    """The order in which the stages of a pipeline run.
 
-    Semantics: the original's `PipelineSchedule`; it has the first three.
+    Semantics: the original's `PipelineSchedule`, which has the first three.
     """
 
     Grouped = 0
@@ -30,11 +30,11 @@ class Schedule:
     """A way to order the actions of a pipeline.
 
     Attributes:
-        name: by which it is found.
-        order: (mapping, number of micro-batches, training) -> the actions, always in the same order, without updates;
-            raises NotImplementedError for what the schedule cannot do.
-        overlap: (mapping, training) -> of what number of micro-batches the original takes multiples only.
-        in_turn: whether a micro-batch enters the pipeline only when the one before has left it.
+        name: The name that finds it.
+        order: (mapping, number of micro-batches, training) -> the actions without updates, always in the same order.
+            Raises NotImplementedError if the schedule cannot run this pipeline.
+        overlap: (mapping, training) -> a number; the original requires a multiple of it as the number of micro-batches.
+        in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Schedule:
         """Return the actions of each device.
 
         Raises:
-            NotImplementedError: for what the schedule cannot do.
+            NotImplementedError: If the schedule cannot run this pipeline.
         """
         actions = self.order(mapping, num_micro_batches, training)
         return _from_order(actions, mapping, num_micro_batches, training, self.in_turn)
 
 
 def schedule_named(name: PipelineSchedule | str) -> Schedule:
-    """Return the schedule with a name, "one_forward_one_backward" or "OneForwardOneBackward", or of the enum.
+    """Return a schedule by its name, as "one_forward_one_backward" or "OneForwardOneBackward", or by its enum member.
 
     Raises:
-        TypeError: if it is neither a member of the enum nor a word.
-        ValueError: if there is no such schedule; it lists those that there are.
+        TypeError: If `name` is neither a member of the enum nor a string.
+        ValueError: If there is no such schedule; the message lists the known ones.
     """
     if not isinstance(name, PipelineSchedule | str):
         raise TypeError(
@@ -70,31 +70,31 @@ def schedule_named(name: PipelineSchedule | str) -> Schedule:
     return found
 
 
-# ---- in lock-step: a micro-batch makes one visit in each slot
+# ---- in lock-step: a micro-batch visits one stage in each slot
 
 
 def _grouped(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Have all stages work in every slot, each on another micro-batch: backward passes first, then forward passes.
+    """Order actions so that all stages work in every slot, each on another micro-batch: backward, then forward.
 
-    The shortest time for the most memory: a stage with N stages behind it keeps 2N + 1 micro-batches. Semantics: the
-    original's `PipelineSchedule.Grouped`.
+    It has the shortest time and needs the most memory: a stage with N stages behind it keeps 2N + 1 micro-batches.
+    Semantics: the original's `PipelineSchedule.Grouped`.
     """
     return _in_slots(mapping, training, range(num_micro_batches))
 
 
 def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Have a device work in every slot on one micro-batch: on a forward pass, in the next slot on a backward pass.
+    """Order actions so that a device works on one micro-batch per slot: a forward pass, then a backward pass in turn.
 
-    Less memory than grouped: a stage with N stages behind it keeps N + 1 micro-batches. Semantics: the original's
-    `PipelineSchedule.Interleaved`.
+    It needs less memory than Grouped: a stage with N stages behind it keeps N + 1 micro-batches. Semantics: the
+    original's `PipelineSchedule.Interleaved`.
 
     Raises:
-        NotImplementedError: in training, if a device is that of several stages.
+        NotImplementedError: In training, if a device has several stages.
     """
     repeated = [device for device, count in Counter(one for each in mapping for one in each).items() if count > 1]
     if training and repeated:
         raise NotImplementedError(
-            f"The pipelining schedule 'Interleaved' trains with one stage on each device, and device {repeated[0]} "
+            f"The pipelining schedule 'Interleaved' trains with one stage on each device, but device {repeated[0]} "
             "has several; use 'Grouped', 'Sequential' or 'OneForwardOneBackward', or a device for each stage"
         )
     begins, round_length = offsets(mapping, training), len(visits(mapping, training))
@@ -105,7 +105,7 @@ def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> lis
 def offsets(mapping: Places, training: bool) -> list[int]:
     """Return the slots of a round in which a micro-batch begins.
 
-    An offset is taken if its visits, and those of the offsets before it, are never on one device at once.
+    An offset is taken if its visits, and those of the offsets taken before, never meet on one device.
     """
     there = visits(mapping, training)
     taken: list[int] = []
@@ -117,7 +117,7 @@ def offsets(mapping: Places, training: bool) -> list[int]:
 
 
 def visits(mapping: Places, training: bool) -> list[frozenset[int]]:
-    """Return the devices that a micro-batch visits, one place after another: forward, and in training back again."""
+    """Return the devices that a micro-batch visits, in order: forward, and in training back again."""
     there = [frozenset(devices) for devices in mapping]
     return [*there, *reversed(there)] if training else there
 
@@ -125,7 +125,7 @@ def visits(mapping: Places, training: bool) -> list[frozenset[int]]:
 def _in_slots(mapping: Places, training: bool, begins: Sequence[int]) -> list[StageAction]:
     """Return the actions in lock-step, for the slots in which the micro-batches begin.
 
-    A device that is visited several times in a slot takes the older micro-batch first: what it has kept for the
+    A device that is visited several times in a slot takes the older micro-batch first. So the memory kept for its
     backward pass is freed before more is kept.
     """
     last = 2 * len(mapping) - 1
@@ -143,32 +143,32 @@ def _in_slots(mapping: Places, training: bool, begins: Sequence[int]) -> list[St
 
 
 def _sequential(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Send one micro-batch after another through all stages, and all the way back.
+    """Order actions so that each micro-batch passes all stages, forward and back, before the next one begins.
 
-    The least memory, and no two devices at work: a stage keeps 1 micro-batch. Semantics: the original's
+    It needs the least memory, but no two devices work at once: a stage keeps 1 micro-batch. Semantics: the original's
     `PipelineSchedule.Sequential`.
     """
     return _through_all(mapping, num_micro_batches, 1, training)
 
 
 def serialized(mapping: Places, num_micro_batches: int, training: bool, iterations: int) -> Timetable:
-    """Have every stage, on its turn, take this many micro-batches one after another, and keep as many.
+    """Return the timetable of stages that take `iterations` micro-batches one after another in their turn.
 
-    Semantics: the original's `batch_serialization_iterations`.
+    Each stage keeps as many micro-batches. Semantics: the original's `batch_serialization_iterations`.
 
     Raises:
-        NotImplementedError: if the stages are on several devices.
-        ValueError: if the number of micro-batches is no multiple of `iterations`.
+        NotImplementedError: If the stages are on several devices.
+        ValueError: If the number of micro-batches is no multiple of `iterations`.
     """
     if len({device for devices in mapping for device in devices}) > 1:
         raise NotImplementedError(
-            f"batch serialization with stages on devices {list(mapping)}: all must be on one; map all stages to "
+            f"batch serialization needs all stages on one device, but they are on {list(mapping)}; map all stages to "
             "device 0, or leave batch_serialization_iterations at 1"
         )
     if num_micro_batches % iterations:
         below = num_micro_batches - num_micro_batches % iterations
         raise ValueError(
-            f"there are {num_micro_batches} micro-batches, and batch_serialization_iterations is {iterations}; use a "
+            f"there are {num_micro_batches} micro-batches, but batch_serialization_iterations is {iterations}; use a "
             f"multiple of it, such as {below or iterations}"
         )
     order = _through_all(mapping, num_micro_batches, iterations, training)
@@ -190,10 +190,10 @@ def _through_all(mapping: Places, num_micro_batches: int, iterations: int, train
 
 
 def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Have a stage go ahead by as many micro-batches as it must, and then take forward and backward passes in turn.
+    """Order actions by 1F1B: a stage runs no more forward passes ahead than it must, then backward and forward in turn.
 
-    As little memory as interleaved, for any number of stages on a device, and any number of micro-batches. With one
-    stage on each device it is the order of the interleaved schedule. Source: PipeDream-flush, Narayanan et al.,
+    It needs as little memory as Interleaved, and works for any number of stages on a device and of micro-batches. With
+    one stage on each device its order is that of Interleaved. Source: PipeDream-flush, Narayanan et al.,
     "Memory-Efficient Pipeline-Parallel DNN Training", 2021.
     """
     backward = [ActionKind.BACKWARD] if training else []
@@ -201,20 +201,24 @@ def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training:
 
 
 def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Split backward passes: other stages wait for the part of the inputs, and the part of the weights fills bubbles.
+    """Order actions with split backward passes: the weights' part, which no stage waits for, fills bubbles.
 
-    A third of the bubbles of one forward, one backward, if the three parts of a stage take as long as each other. A
-    stage with k stages before it is behind by k micro-batches with the parts for the weights; so every stage keeps as
-    many micro-batches as there are stages. Source: ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+    It has a third of the bubbles of 1F1B, if the three parts of a stage take equally long. A stage with k stages before
+    it is behind by k micro-batches with the parts for the weights. So every stage keeps as many micro-batches as there
+    are stages. Source: ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
     """
     backward = [ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS] if training else []
     return _merged(_going_ahead(len(mapping), num_micro_batches, backward), mapping, num_micro_batches, training)
 
 
 def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[ActionKind]) -> list[list[StageAction]]:
-    """Return the actions of each stage: as many forward passes as there are stages from it on, then all in turn.
+    """Return the actions of each stage: a forward pass for each stage from it to the last, then all passes in turn.
 
-    `backward` has the parts of a backward pass. With a second part, stage k is behind by k micro-batches.
+    Args:
+        num_stages: Number of stages.
+        num_micro_batches: Number of micro-batches.
+        backward: The kinds of a backward pass's parts. With two parts, stage k is behind by k micro-batches with the
+            second.
     """
     sequences = []
     for stage in range(num_stages):
@@ -232,10 +236,10 @@ def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[Act
 def _merged(
     sequences: Sequence[Sequence[StageAction]], mapping: Places, num_micro_batches: int, training: bool
 ) -> list[StageAction]:
-    """Return all actions in an order that keeps that of each stage.
+    """Merge the sequences of all stages into one order that keeps the order of each stage.
 
-    A device with several stages does what is ready first; of several the backward pass first, and the oldest
-    micro-batch. There is always one, if there is one for sequences on devices of their own.
+    A device with several stages runs the action that is ready first; among several, a backward pass first, and the
+    oldest micro-batch. If the sequences fit devices of their own, some action is always ready.
     """
     own = tuple((stage,) for stage in range(len(mapping)))
     apart = _from_order(chain.from_iterable(sequences), own, num_micro_batches, training)
@@ -264,7 +268,7 @@ def _merged(
 def _from_order(
     actions: Iterable[StageAction], mapping: Places, num_micro_batches: int, training: bool, in_turn: bool = False
 ) -> Timetable:
-    """Make a timetable in which devices have these actions in this order, and updates behind them."""
+    """Return a timetable in which devices have these actions in this order, and updates after them."""
     updates = [StageAction(ActionKind.UPDATE, stage, None) for stage in range(len(mapping))] if training else []
     devices: list[list[StageAction]] = [[] for _ in range(1 + max(max(devices) for devices in mapping))]
     for action in [*actions, *updates]:

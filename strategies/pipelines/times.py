@@ -12,22 +12,22 @@ from statistics import median
 from strategies.pipelines.timetable import ActionKind, Durations, StageAction, Timed, Timetable
 
 Average = Callable[[Sequence[float]], float]
-"""`statistics.median`, `fmean`, `min`: one time for several."""
+"""A function such as `statistics.median`, `fmean` or `min`, which returns one time for several."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The times of each stage for one micro-batch, without recomputation; in seconds or any other unit.
+    """The times of each stage for one micro-batch, without recomputation, in seconds or any other unit.
 
     Attributes:
-        forward: for each stage its forward pass.
-        backward: for each stage its whole backward pass.
-        weights: for each stage the part of `backward` that is for the weights; half of it by default.
-        update: for each stage, once for all micro-batches; 0 by default.
+        forward: The time of each stage's forward pass.
+        backward: The time of each stage's whole backward pass.
+        weights: The part of `backward` for the weights; half of it by default.
+        update: The time of each stage's update, once for all micro-batches; 0 by default.
 
     Raises:
-        ValueError: if there are not as many of each, or one is negative or not finite; if a part for the weights is
-            longer than the whole.
+        ValueError: If the lengths differ, a time is negative or not finite, or a part for the weights is longer than
+            the whole backward pass.
     """
 
     forward: tuple[float, ...]
@@ -44,13 +44,13 @@ class StageTimes:
         for stage, (part, whole) in enumerate(zip(self.weights, self.backward, strict=True)):
             if part > whole:
                 raise ValueError(
-                    f"stage {stage} takes {part:g} for the part of its backward pass for the weights, and {whole:g} "
-                    "for all of it; give the time of the whole backward pass"
+                    f"stage {stage} takes {part:g} for the weights' part of its backward pass, but {whole:g} for all "
+                    "of it; give the time of the whole backward pass"
                 )
 
     def _check(self, name: str, times: Sequence[float]) -> None:
         if len(times) != len(self.forward):
-            raise ValueError(f"there are {len(self.forward)} times of forward passes and {len(times)} of {name}")
+            raise ValueError(f"there are {len(self.forward)} times of forward passes, but {len(times)} of {name}")
         for stage, time in enumerate(times):
             if not (math.isfinite(time) and time >= 0):
                 raise ValueError(f"the time of stage {stage} for {name} is {time:g}; it must be 0 or more, and finite")
@@ -78,7 +78,7 @@ class StageTimes:
         return found
 
     def scaled(self, factors: Sequence[float]) -> StageTimes:
-        """Return the times of stages that take this many times as long; updates stay."""
+        """Return the times of stages that take `factors` times as long; updates stay."""
         forward, backward, weights = (
             tuple(time * factor for time, factor in zip(times, factors, strict=True))
             for times in (self.forward, self.backward, self.weights)
@@ -86,15 +86,18 @@ class StageTimes:
         return StageTimes(forward, backward, weights, self.update)
 
     def joined(self, sizes: Sequence[int]) -> StageTimes:
-        """Return the times of stages that are made of these, which are then parts: so many neighbours for each stage.
+        """Return the times of stages made of these stages as parts, which are grouped by neighbours.
+
+        Args:
+            sizes: The number of parts of each new stage.
 
         Raises:
-            ValueError: if a stage has none, or the parts are more or fewer.
+            ValueError: If a stage has no part, or the sizes do not add up to the number of parts.
         """
         if sum(sizes) != self.num_stages or min(sizes, default=0) < 1:
             raise ValueError(
-                f"stages of {list(sizes)} parts are to be made of {self.num_stages} parts; every stage needs one or "
-                "more, and every part a stage"
+                f"stages of {list(sizes)} parts cannot be made of {self.num_stages} parts; every stage needs at least "
+                "one part, and every part a stage"
             )
         bounds = list(pairwise(accumulate(sizes, initial=0)))
         joined = [
@@ -105,24 +108,24 @@ class StageTimes:
 
 
 def equal_times(num_stages: int) -> StageTimes:
-    """Return the times of stages that are alike: forward pass 1, backward pass 2, one part of it 1, update 1."""
+    """Return the times of equal stages: forward pass 1, backward pass 2, each of its two parts 1, update 1."""
     return StageTimes((1,) * num_stages, (2,) * num_stages, (1,) * num_stages, (1,) * num_stages)
 
 
 def measured_times(
     pipelines: Iterable[Sequence[Timed]], recompute: bool = False, average: Average = median
 ) -> StageTimes:
-    """Return the times of stages that were measured, averaged over micro-batches and replicas.
+    """Return the times of measured stages, averaged over micro-batches and replicas.
 
     A stage on several devices takes as long as the slowest of them.
 
     Args:
-        pipelines: for each replica what its devices did.
-        recompute: whether their backward passes recomputed; then a forward pass is taken off each.
-        average: of times of one kind; medians do not show that a few actions were interrupted.
+        pipelines: For each replica, the timed actions of its devices.
+        recompute: Whether their backward passes recomputed. If so, a forward pass is subtracted from each.
+        average: The average of times of one kind. A median ignores a few actions that were interrupted.
 
     Raises:
-        ValueError: if there is no forward pass of a stage.
+        ValueError: If a stage has no forward pass.
     """
     times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for spans in pipelines:
@@ -133,7 +136,7 @@ def measured_times(
             times[action.kind, action.stage].append(time)
     stages = range(1 + max((stage for _, stage in times), default=-1))
     if lacking := [stage for stage in stages if (ActionKind.FORWARD, stage) not in times]:
-        raise ValueError(f"no forward pass of stages {lacking} was measured; give what a whole pipeline did")
+        raise ValueError(f"no forward pass of stages {lacking} was measured; give the actions of a whole pipeline")
     forward, whole, inputs, weights, update = (
         tuple(average(times[kind, stage]) if (kind, stage) in times else 0.0 for stage in stages) for kind in ActionKind
     )
@@ -151,18 +154,18 @@ class StashBytes:
     """The bytes that each stage keeps of one micro-batch until its backward pass, on each of its devices.
 
     Attributes:
-        stashed: for each stage all that the backward pass needs, besides variables.
-        inputs: for each stage what goes into it, of which the rest is recomputed.
+        stashed: For each stage, the bytes of all that the backward pass needs, besides variables.
+        inputs: For each stage, the bytes of its inputs, from which the rest can be recomputed.
     """
 
     stashed: tuple[int, ...]
     inputs: tuple[int, ...]
 
     def greatest(self, timetable: Timetable, recompute: bool) -> tuple[int, ...]:
-        """Return for each device the greatest number of bytes that it keeps at once.
+        """Return, for each device, the most bytes that it keeps at once.
 
-        With recomputation that is the inputs, and all of the micro-batches whose backward pass runs, or has had one of
-        its parts and waits for the other.
+        With recomputation a device keeps inputs. It keeps all bytes only of micro-batches whose backward pass runs, or
+        has run one part and waits for the other.
         """
         if not timetable.training:
             return (0,) * len(timetable.devices)

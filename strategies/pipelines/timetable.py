@@ -1,7 +1,7 @@
 """The actions of each device of a pipeline in their order, checked before anything runs.
 
-A schedule makes a timetable, an engine carries it out: each device its own actions in their order, each of them as
-soon as the `dependencies` are done. Nothing here knows what a stage computes.
+A schedule makes a timetable, and an engine carries it out. Each device runs its own actions in their order; an action
+begins as soon as its `dependencies` are done. A timetable does not depend on the computations of stages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class StageAction:
-    """One thing that a device does.
+    """An action of a device: a pass of a stage for one micro-batch, or the stage's update.
 
     Attributes:
-        kind: of what is done.
-        stage: the number of the stage.
-        micro_batch: the number of the micro-batch; None for an update, of which there is one for all.
+        kind: The kind of action.
+        stage: The number of the stage.
+        micro_batch: The number of the micro-batch; None for an update, which serves all of them.
     """
 
     kind: ActionKind
@@ -43,7 +43,7 @@ class StageAction:
 
 
 class Timed(NamedTuple):
-    """When a device did an action, or would do it. Seconds from the begin of the pipeline, or any other unit."""
+    """An action of a device with its begin and end, measured or planned, from the begin of the pipeline."""
 
     device: int
     action: StageAction
@@ -52,10 +52,10 @@ class Timed(NamedTuple):
 
 
 Places = tuple[tuple[int, ...], ...]
-"""The devices of each stage: several where it is a list of functions, or shards itself."""
+"""The devices of each stage: several if the stage is a list of functions, or is sharded over devices."""
 
 Durations = Mapping[tuple[ActionKind, int], float]
-"""(kind, stage) -> how long such an action takes."""
+"""(kind, stage) -> the duration of the action."""
 
 PARTS = {ActionKind.BACKWARD: 2}
 """The default durations of actions that are not 1: a whole backward pass has two parts."""
@@ -68,20 +68,19 @@ def placed(mapping: Sequence[int | Sequence[int]]) -> Places:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The actions of a pipeline, for one update; or for one round of micro-batches where nothing is learned.
+    """The actions of a pipeline for one update; without training, for one round of micro-batches.
 
     Attributes:
-        devices: for each device its actions in their order. A stage on several devices has its actions on all of
-            them; an action is done when all of them have done their part.
-        mapping: for each stage its devices.
-        num_micro_batches: how many go through the pipeline.
-        training: whether there are backward passes and updates.
-        in_turn: whether a micro-batch enters the pipeline only when the one before has left it.
+        devices: For each device, its actions in their order. All devices of a stage have its actions. An action is done
+            when all of them have done their part.
+        mapping: The devices of each stage.
+        num_micro_batches: The number of micro-batches that go through the pipeline.
+        training: Whether there are backward passes and updates.
+        in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
 
     Raises:
-        ValueError: if an action is missing, on a wrong device or there twice; if micro-batches overtake each other,
-            which would change the order of sums; if an update is not behind everything else; if devices would wait
-            for each other for ever.
+        ValueError: If an action is missing, twice or on a wrong device; if an update is not last; or if devices would
+            wait for each other forever. Also if micro-batches overtake each other, which would reorder sums.
     """
 
     devices: tuple[tuple[StageAction, ...], ...]
@@ -116,7 +115,7 @@ class Timetable:
             yield StageAction(ActionKind.UPDATE, stage, None)
 
     def dependencies(self, action: StageAction) -> tuple[StageAction, ...]:
-        """Return the actions that have to end before an action begins, besides those that its device does before."""
+        """Return the actions that must end before an action begins, besides earlier actions of its device."""
         stage, number = action.stage, action.micro_batch
         if number is None:
             return tuple(StageAction(self._backward[-1], stage, each) for each in range(self.num_micro_batches))
@@ -130,9 +129,9 @@ class Timetable:
         return (StageAction(ActionKind.FORWARD, stage, number), *behind)
 
     def stash(self, stage: int) -> int:
-        """Return the greatest number of micro-batches of which a device keeps what the backward pass of a stage needs.
+        """Return the most micro-batches of which a device keeps the values for a stage's backward pass.
 
-        That is from the forward pass until the backward pass, or its part for the weights, is done.
+        They are kept from the forward pass until the end of the backward pass, or of its part for the weights.
         """
         if not self.training:
             return 0
@@ -146,10 +145,10 @@ class Timetable:
         return greatest
 
     def timed(self, durations: Durations | None = None) -> tuple[Timed, ...]:
-        """When each device would do what, if an action begins as soon as it can; in the order of their begins.
+        """Return the timed actions of all devices, if each begins as soon as it can, sorted by their begins.
 
         Args:
-            durations: of actions; 1 for those that are not in it, and 2 for a whole backward pass.
+            durations: The durations of actions. Missing ones are 1, or 2 for a whole backward pass.
         """
         return tuple(simulated(self, durations or {})) if durations else self._spans
 
@@ -158,7 +157,7 @@ class Timetable:
         return max((span.end_s for span in self.timed(durations)), default=0.0)
 
     def bubble_share(self, durations: Durations | None = None) -> float:
-        """Return the share of the devices' time, from the first begin to the last end, in which they do nothing."""
+        """Return the share of the devices' time, from the first begin to the last end, in which they are idle."""
         return bubble_share(self.timed(durations), len(self.devices))
 
     @cached_property
@@ -167,13 +166,13 @@ class Timetable:
 
     @cached_property
     def _backward(self) -> tuple[ActionKind, ...]:
-        """The kinds that make a backward pass, the last of them being the one that frees what was kept for it."""
+        """The kinds of actions of a backward pass. The last of them frees the values kept for it."""
         if self.has_split_backward:
             return ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS
         return (ActionKind.BACKWARD,)
 
     def _ends_of(self, micro_batch: int) -> tuple[StageAction, ...]:
-        """Return the last actions for a micro-batch: when they are done all others are, too."""
+        """Return the last actions for a micro-batch; after them all its actions are done."""
         if not self.training:
             return (StageAction(ActionKind.FORWARD, self.num_stages - 1, micro_batch),)
         if not self.has_split_backward:
@@ -187,15 +186,15 @@ class Timetable:
         updated = False
         for action in actions:
             if action not in expected or action in seen:
-                why = "a second time" if action in seen else f"which is none of those of stages {stages}"
+                why = "a second time" if action in seen else f"which does not belong to its stages {stages}"
                 raise ValueError(
                     f"device {device} has the {action}, {why}; it needs each action of its stages once, "
                     f"for {self.num_micro_batches} micro-batches"
                 )
             if updated and action.kind is not ActionKind.UPDATE:
                 raise ValueError(
-                    f"device {device} has the {action} behind an update; stages of a device may share variables: "
-                    "put updates behind everything else"
+                    f"device {device} has the {action} after an update; stages of a device may share variables: "
+                    "put updates after everything else"
                 )
             seen.add(action)
             updated = action.kind is ActionKind.UPDATE
@@ -203,28 +202,28 @@ class Timetable:
             lowest = min(missing, key=lambda action: (action.micro_batch or 0, action.stage, action.kind.value))
             raise ValueError(f"device {device} lacks the {lowest}; it needs each action of its stages once")
         if beyond := {one for devices in self.mapping for one in devices} - set(range(len(self.devices))):
-            raise ValueError(f"there are actions for {len(self.devices)} devices, and stages on device {min(beyond)}")
+            raise ValueError(f"there are actions for {len(self.devices)} devices, but stages on device {min(beyond)}")
 
 
 def _refuse_overtaking(device: int, actions: Sequence[StageAction]) -> None:
-    """Sums over micro-batches are the same to the bit only if they are added up in one order."""
+    """Raise if micro-batches overtake each other. Sums over micro-batches need one order to have the same bits."""
     last: dict[tuple[ActionKind, int], int] = {}
     for action in actions:
         if action.micro_batch is not None:
             before = last.get((action.kind, action.stage), -1)
             if action.micro_batch < before:
                 raise ValueError(
-                    f"device {device} has the {action} behind that for micro-batch {before}; the micro-batches of a "
+                    f"device {device} has the {action} after that for micro-batch {before}; the micro-batches of a "
                     "stage must keep their order"
                 )
             last[action.kind, action.stage] = action.micro_batch
 
 
 def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
-    """When each action would be done.
+    """Return the timed actions of all devices, if each begins as soon as it can, sorted by their begins.
 
     Raises:
-        ValueError: if devices wait for each other for ever; it names what they wait for.
+        ValueError: If devices would wait for each other forever; the message names the actions.
     """
     ended: dict[StageAction, float] = {}
     parts = {action: len(set(timetable.mapping[action.stage])) for actions in timetable.devices for action in actions}
@@ -250,19 +249,19 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
         action = timetable.devices[waiting[0]][place[waiting[0]]]
         lacking = next(one for one in timetable.dependencies(action) if parts.get(one))
         raise ValueError(
-            f"devices {waiting} would wait for ever: device {waiting[0]} for the {lacking}, before the {action}; "
-            "it has to come earlier"
+            f"devices {waiting} would wait forever: device {waiting[0]} for the {lacking}, before the {action}; "
+            "that action must come earlier"
         )
     return in_order(spans)
 
 
 def in_order(spans: Iterable[Timed]) -> list[Timed]:
-    """Return actions in the order of their begins; of those that begin at once that of the first device."""
+    """Return actions sorted by their begins, and then by their devices."""
     return sorted(spans, key=lambda span: (span.begin_s, span.device, span.end_s))
 
 
 def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:
-    """Return the share of the devices' time, from the first begin to the last end, in which they do nothing."""
+    """Return the share of the devices' time, from the first begin to the last end, in which they are idle."""
     whole = max((span.end_s for span in spans), default=0.0) - min((span.begin_s for span in spans), default=0.0)
     busy = sum(span.end_s - span.begin_s for span in spans)
     return 1 - busy / (whole * num_devices) if whole else 0.0

@@ -15,15 +15,15 @@ from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timet
 
 @dataclass(frozen=True)
 class Trace:
-    """One update, or one round of micro-batches, of a pipeline; `str` of it is a table.
+    """The actions of one update, or one round of micro-batches, of a pipeline; `str` of a trace is a table.
 
     Attributes:
-        replicas: for each replica that was watched, by its global index, what its devices did; in seconds from one
-            moment that is the same for all.
-        recompute: whether backward passes recomputed.
+        replicas: For each watched replica, by its global index, the timed actions of its devices, in seconds from one
+            moment that all replicas share.
+        recompute: Whether backward passes recomputed forward passes.
 
     Raises:
-        ValueError: if there is nothing in it.
+        ValueError: If there is no replica, or a replica has no action.
     """
 
     replicas: Mapping[int, Sequence[Timed]]
@@ -31,7 +31,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not self.replicas or not all(self.replicas.values()):
-            raise ValueError("a trace of no action; give what the devices of one replica or more did")
+            raise ValueError("a trace needs actions; give the timed actions of the devices of at least one replica")
         object.__setattr__(self, "replicas", {number: tuple(self.replicas[number]) for number in sorted(self.replicas)})
 
     @cached_property
@@ -41,17 +41,17 @@ class Trace:
 
     @cached_property
     def mean_times(self) -> StageTimes:
-        """Likewise the means; larger ones than the medians show that actions were interrupted."""
+        """The times of the stages as means. Means above the medians show that actions were interrupted."""
         return measured_times(self.replicas.values(), self.recompute, fmean)
 
     @property
     def length_s(self) -> float:
-        """From the first begin to the last end, of the replica that took the longest."""
+        """The time from the first begin to the last end, of the replica that took the longest."""
         return max(panel.length for panel in self.panels)
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they had nothing to do, 0 to 1, over all replicas."""
+        """The share of the devices' time in which they were idle, 0 to 1, over all replicas."""
         return sum(panel.bubble_share for panel in self.panels) / len(self.panels)
 
     @cached_property
@@ -68,7 +68,7 @@ class Trace:
         ]
 
     def text(self, columns: int = COLUMNS) -> str:
-        """Draw the trace as lines of at most so many columns, one replica below another; see `draw_text`."""
+        """Draw the trace as lines of at most `columns` columns, one replica below another; see `draw_text`."""
         return "\n".join(draw_text(panel, columns) for panel in self.panels)
 
     def perfetto(self) -> str:
@@ -76,22 +76,22 @@ class Trace:
         return perfetto(self.replicas)
 
     def timetable(self) -> Timetable:
-        """Return the order in which the first replica did it.
+        """Return the order of the first replica's actions.
 
         Raises:
-            ValueError: if it is not all of one update.
+            ValueError: If the actions are not those of one whole update.
         """
         return observed(self.replicas[min(self.replicas)])
 
     def advice(self) -> str:
-        """Name the slowest stage, and how the cuts would have to move for all devices to have equally much to do.
+        """Return a sentence on the slowest stage, and on the moves of cuts that would give all devices equal work.
 
-        Whether the model can be cut there is not known here: `better_cut` knows the parts.
+        Whether the model can be cut there is not known here; `better_cut` knows the parts.
         """
         stage, unit = slowest(self.times), unit_of(max(self.times.whole), True)
         mean = sum(self.times.whole) / self.times.num_stages
         return (
-            f"stage {stage} is the slowest: {unit.said(self.times.whole[stage])} for a micro-batch, where the mean is "
+            f"stage {stage} is the slowest: {unit.said(self.times.whole[stage])} for a micro-batch; the mean is "
             f"{unit.said(mean)}. {self._gain()}"
         )
 
@@ -105,16 +105,16 @@ class Trace:
         before, after = said_s(length), said_s(even)
         how = ", ".join(map(str, moves(timetable, self.times)))
         return (
-            f"If all devices had equally much to do an update would take {after} and not {before} (both simulated): "
+            f"With equal work on all devices an update would take {after} instead of {before} (both simulated): "
             f"move {how}"
         )
 
     def better_cut(self, parts: StageTimes, sizes: Sequence[int]) -> Cut:
-        """Return a better cut, for parts of stages whose times are known; see `cuts.better_cut`.
+        """Return a better cut, for parts of stages whose times are known; see `advice.better_cut`.
 
         Args:
-            parts: the times of what the stages are made of (layers, blocks), in their order, in seconds.
-            sizes: for each stage how many parts it has now.
+            parts: The times of the parts of stages (layers, blocks), in their order, in seconds.
+            sizes: The present number of parts of each stage.
         """
         return better_cut(self.timetable(), parts, sizes, self.recompute)
 
@@ -138,7 +138,7 @@ def observed(spans: Sequence[Timed]) -> Timetable:
     """Return the timetable that one update followed.
 
     Raises:
-        ValueError: if actions of it are missing, or it is more than one update.
+        ValueError: If actions are missing, or belong to more than one update.
     """
     ordered = sorted(spans, key=lambda span: (span.begin_s, span.end_s))
     actions: list[list[StageAction]] = [[] for _ in range(1 + max(span.device for span in spans))]

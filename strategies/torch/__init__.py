@@ -1,4 +1,4 @@
-"""PyTorch under the strategies: modules are trained as they are, with the same bits for every number of instances."""
+"""Training of PyTorch modules under the strategies, with the same bits for every number of instances."""
 
 try:
     import torch  # noqa: F401
@@ -6,8 +6,8 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "strategies.torch needs PyTorch, which is not installed; run pip install '.[torch]' in the project's folder, "
-        "or see the documentation, page torch, for PyTorch without CUDA",
+        "strategies.torch needs PyTorch, which is not installed; run pip install '.[torch]' in the project's folder "
+        "(PyTorch without CUDA: see torch.md)",
         name="torch",
     ) from None
 

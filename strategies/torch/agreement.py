@@ -1,10 +1,11 @@
-"""Comparisons between instances: the training as lines of text, and in each step a small number for the settings.
+"""Comparisons between instances: the training as lines of text, and the settings as a small number.
 
-The lines are compared before the first step.
+The lines are compared before the first step. They stand for the training because PyTorch does not trace: a module
+computes whatever its Python code says. So instances compare the types and numbers of all its parts, and the shapes
+of parameters and buffers. They also compare the optimizer's numbers, and the code of the loss function.
 
-PyTorch does not trace: what a module computes is its Python code. So what is compared are the types and numbers of all
-its parts, the shapes of parameters and buffers, the optimizer's numbers, and the code of the loss function. Settings
-are what a program may change between steps on all instances alike.
+The number is compared in every step. Settings are values that a program may change between steps, on all instances
+alike.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from strategies.torch.replica_groups import groups_of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WORDS = 64
-"""Number of words. Squares are below 2**12, so in float32 sums over 4,096 replicas are exact, and equal means equal."""
+"""Number of words. Squares are below 2**12: float32 sums over 4,096 replicas are exact, so equal means equal."""
 _DIFFERENT = 1e-4
 
 
 def lines_of_module(module: torch.nn.Module) -> list[str]:
-    """One line for each module, parameter and buffer in it."""
+    """Return one line for each submodule, parameter and buffer of a module."""
     return list(_of_module(module))
 
 
@@ -52,7 +53,7 @@ def _is_compared(module: torch.nn.Module, name: str, value: object) -> bool:
 
 
 def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
-    """One line for its kind, and for each of its groups."""
+    """Return one line for the optimizer's class, and one for each of its groups."""
     groups = [
         ", ".join(f"{name}={_shown(value)}" for name, value in sorted(group.items()) if name != PARAMS)
         + f" for {len(group[PARAMS])} parameters"
@@ -62,7 +63,7 @@ def lines_of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def lines_of_function(function: object) -> list[str]:
-    """Return the instructions of a function of Python, and the numbers that it closes over; of others the name."""
+    """Return a Python function's instructions and the numbers that it closes over; for another object, its name."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return [str(getattr(function, "__qualname__", type(function).__qualname__))]
@@ -106,9 +107,9 @@ class StepSettings:
         self._hash = 0
 
     def word(self, step: int) -> int:
-        """Return a number below 64 that stands for the settings.
+        """Return a number from 0 to 63 that stands for the settings.
 
-        Different settings have the same number in one of 64 steps, so a difference shows in the first step or soon.
+        Different settings have the same number in one of 64 steps, so a difference is found in the first step or soon.
         """
         seen: list[object] = [one.requires_grad for one in self._parameters]
         for group in self._optimizer.param_groups:
@@ -130,12 +131,12 @@ class StepSettings:
 
 
 def word_of(step: int, number: int) -> int:
-    """Return a number below 64 for `number`; it is the same for two different numbers in one of 64 steps."""
+    """Hash `number` to a number from 0 to 63. In one of 64 steps two different numbers have the same hash."""
     return hash((step, number)) % _WORDS
 
 
 def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the settings in words, by name."""
+    """Return the settings by name, in words, for an error message."""
     found = {name: "trained" if one.requires_grad else "frozen" for name, one in module.named_parameters()}
     places = {id(one): name for name, one in module.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -146,12 +147,17 @@ def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def settings_differ(words: float, squares: float) -> bool:
-    """Return whether the numbers of replicas differ, from the mean of their words and that of the squares."""
+    """Return whether the replicas' words differ: whether their variance is above zero.
+
+    Args:
+        words: The mean of the words over all replicas.
+        squares: The mean of the squares of the words.
+    """
     return squares - words * words > _DIFFERENT
 
 
 def _number(value: object) -> object:
-    """Return a value in a form with the same hash in every process; strings, None and NaN have none."""
+    """Return a value with the same hash in every process; 0 for strings, None and NaN, whose hashes differ."""
     if isinstance(value, bool | int | float) and value == value:
         return value
     if isinstance(value, tuple | list):

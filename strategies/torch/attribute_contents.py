@@ -1,4 +1,4 @@
-"""Lists, dictionaries, arrays and objects in the attributes of a module, whose contents a program may change."""
+"""Contents of a module's attributes, such as lists, dictionaries and arrays, that a program may change in place."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from strategies.jax.programs.users_code import is_users_module
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _MOST_VALUES = 500
-"""Most values that are looked at in one attribute of a module."""
+"""Limit for the values that are looked at in one attribute of a module."""
 _SAMPLED = 1 << 16
-"""Elements of a tensor that are compared, all over it; versions do not tell, as a write that is undone counts."""
+"""Elements of a tensor that are compared, spread over it. Versions do not help: they also count a write undone."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _COMPARED = (torch.Tensor, np.ndarray, dict, *_CONTAINERS)
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -27,11 +27,11 @@ _NAME_SPACES = (argparse.Namespace, SimpleNamespace, torch.nn.Module)
 
 
 class Contents:
-    """The contents of containers and objects in the attributes of a module and its submodules, but layers of PyTorch.
+    """The contents of containers and objects in the attributes of a module and its submodules, except PyTorch's layers.
 
     Attributes:
-        version: how often something was found to have changed.
-        changed_at: for the id of each object that has changed the version then.
+        version: The number of times that a change was found.
+        changed_at: The version at which each changed object changed last, by the id of the object.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -42,14 +42,14 @@ class Contents:
         self.search()
 
     def search(self) -> None:
-        """Find the objects that the attributes have now."""
+        """Find the objects that the attributes refer to now."""
         module = self._module
         self._parts = set(map(id, chain(module.modules(), module.parameters(), module.buffers())))
         found = {id(value): value for one in module.modules() for value in self._objects_of(one)}
         self._known = {key: self._known.get(key, (value, self._marks(value))) for key, value in found.items()}
 
     def look(self) -> None:
-        """Note the objects whose contents have changed since the last look."""
+        """Record the objects whose contents have changed since the last call."""
         changed = {key: value for key, (value, known) in self._known.items() if self._marks(value) != known}
         if changed:
             self.version += 1
@@ -68,16 +68,16 @@ class Contents:
 
 
 def _may_change(value: object) -> bool:
-    """Return whether the contents of an attribute may be changed in place, and can be compared."""
+    """Return whether the contents of an attribute can change in place and can be compared."""
     return isinstance(value, _COMPARED) or _is_open(value)
 
 
 def _marks_of(value: object, known: Collection[int]) -> Iterator[object]:
-    """Yield marks that tell a value and its contents from others.
+    """Yield marks that differ if the value or its contents differ.
 
     Args:
-        value: not changed.
-        known: the identities of modules, parameters and buffers that are followed by other means.
+        value: The value of an attribute; it is not changed.
+        known: The ids of modules, parameters and buffers, which are followed by other means.
     """
     waiting, passed = [value], set[int]()
     for _ in range(_MOST_VALUES):
@@ -104,7 +104,7 @@ def _marks_of(value: object, known: Collection[int]) -> Iterator[object]:
 
 
 def _is_open(value: object) -> bool:
-    """Return whether a value is an object whose attributes are the user's."""
+    """Return whether a value is an object whose attributes the user's code defines."""
     if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
         return False
     return isinstance(value, _NAME_SPACES) or is_users_module(sys.modules.get(type(value).__module__))
@@ -115,4 +115,4 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[object]:
         flat = tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
         yield digest(flat.contiguous().view(torch.uint8).numpy(), most_bytes=None)
     elif tensor.device.type != "cpu" and not tensor.is_inference():
-        yield tensor._version  # bits of a device would be waited for
+        yield tensor._version  # reading the bits would wait for the device

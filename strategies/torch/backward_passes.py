@@ -1,4 +1,4 @@
-"""The backward passes of autograd in which models of a loop take part, and the order in which these exchange."""
+"""Backward passes of autograd through models in a training loop, and the order in which the models exchange."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ _STARTS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
 class Model(Protocol):
-    """A model whose gradients are exchanged."""
+    """A model whose gradients are exchanged. `BackwardPasses` calls its methods in the order below.
+
+    `backward()` raises the first error of a method, and no further model is concluded.
+    """
 
     def reduce(self, bucket: int) -> None:
-        """Exchange one bucket; called in the thread of exchanges, or while that has nothing to do."""
+        """Exchange one bucket. Called in the thread of exchanges, or while that thread is idle. Collective."""
 
     def fill(self, model_pass: ModelPass) -> None:
-        """Take the gradients that have not been taken while the backward pass ran."""
+        """Take the gradients that were not taken during the backward pass. Called once, when the pass has ended."""
 
     def conclude(self, model_pass: ModelPass) -> None:
-        """Exchange the last bucket and what follows from it; the thread of exchanges has nothing to do."""
+        """Exchange the last bucket and apply the results. Called last, while the thread of exchanges is idle."""
 
     def ended_without_gradients(self) -> None:
-        """Take note of a backward pass through the model's outputs in which no gradient was accumulated."""
+        """Handle a backward pass through the model's outputs that has accumulated no gradient in its parameters."""
 
 
 class ModelPass:
-    """One model in one backward pass.
+    """The part of one model in one backward pass.
 
     Attributes:
-        came: the ids of the parameters whose gradients have come.
-        taken: the numbers of those whose gradients are on their way.
-        begun: the exchanges that have begun.
+        came: The ids of the parameters whose gradients are complete.
+        taken: The numbers in the plan of the parameters whose gradients were handed to the exchange.
+        begun: The exchanges that have begun.
     """
 
     def __init__(self, model: Model, plan: TorchGradientPlan | None, tasks: set[int]) -> None:
@@ -55,13 +58,13 @@ class ModelPass:
         self._next = 0
 
     def take(self, number: int) -> None:
-        """Note that the gradient of a parameter was taken, by its number in the plan."""
+        """Record that the gradient of a parameter was taken; `number` is the parameter's place in the plan."""
         assert self._plan is not None
         self.taken.add(number)
         self._missing[self._plan.places[number].bucket] -= 1
 
     def ready(self) -> Iterator[int]:
-        """Yield the buckets to be exchanged now, each once; the last one waits for its tail."""
+        """Yield each bucket that is ready to be exchanged, once. The last bucket waits for its tail."""
         while not self.has_left and not self._missing[self._next]:
             self._next += 1
             yield self._next - 1
@@ -73,15 +76,15 @@ class ModelPass:
 
 
 class BackwardPass:
-    """One call of `backward`, with all that are nested in it, as in reentrant checkpoints.
+    """One call of `backward`, with the calls nested in it, as reentrant checkpoints make them.
 
     Args:
-        task: the number that autograd has given to the outermost call.
+        task: The number that autograd has given to the outermost call.
 
     Attributes:
-        tasks: the numbers of all calls.
-        passes: of the models that take part, in the order in which their first gradients have come.
-        reached: the models through whose outputs it went.
+        tasks: The numbers of all these calls.
+        passes: The models that take part, in the order in which their first gradients were complete.
+        reached: The models through whose outputs the backward pass went.
     """
 
     def __init__(self, task: int) -> None:
@@ -91,13 +94,13 @@ class BackwardPass:
 
 
 class BackwardPasses:
-    """A follower of the backward passes of all models that share a communicator.
+    """The backward passes of all models that share a communicator.
 
-    Gradients that leave while a backward pass runs do so model by model, in the order in which the first gradients have
-    come. Where that order differs between instances, the names of the collectives do, and all raise.
+    While a backward pass runs, gradients leave model by model, in the order in which the models' first gradients were
+    complete. If that order differs between instances, so do the names of the collectives, and all instances raise.
 
     Attributes:
-        models: how many have shared the communicator so far.
+        models: The number of models that have shared the communicator so far.
     """
 
     def __init__(self) -> None:
@@ -106,14 +109,14 @@ class BackwardPasses:
         self._running: BackwardPass | None = None
 
     def settle(self) -> None:
-        """Forget a backward pass that has failed half-way; called where none runs."""
+        """Forget a backward pass that failed half-way. Called while no backward pass runs."""
         self._running = None
 
     def enter(self) -> BackwardPass:
         """Return the backward pass that runs in this thread.
 
         Raises:
-            StrategyError: if it is nested in one that has not been seen, whose end would not be noticed.
+            StrategyError: If an outer backward pass, unknown to this object, contains it. Its end would be missed.
         """
         task, running = torch._C._current_graph_task_id(), self._running
         if running is not None and task in running.tasks:
@@ -121,8 +124,8 @@ class BackwardPasses:
         if is_nested():
             if running is None:
                 raise StrategyError(
-                    "a DistributedModel takes part in a backward pass inside of another one, as of a reentrant "
-                    "checkpoint around the model, or in a module that is called by itself; use "
+                    "a DistributedModel takes part in a backward pass inside another one: a reentrant checkpoint "
+                    "surrounds the model, or its module is called directly; use "
                     "checkpoint(..., use_reentrant=False), or call the DistributedModel and checkpoint inside of it"
                 )
             running.tasks.add(task)
@@ -132,7 +135,7 @@ class BackwardPasses:
         return running
 
     def begin_ready(self) -> None:
-        """Begin the exchanges that are ready, in an order that all instances share."""
+        """Begin the exchanges that are ready, in the same order on all instances."""
         assert self._running is not None
         self._begin_ready(self._running.passes)
 
@@ -145,7 +148,7 @@ class BackwardPasses:
                 return
 
     def _end(self, ended: BackwardPass) -> None:
-        """Exchange what is left when a backward pass has ended: the last buckets, tails and means of each model."""
+        """Exchange the rest after a backward pass: last buckets and tails. Then each model applies its means."""
         self._running = None
         passes = ended.passes
         for model in ended.reached:
@@ -169,9 +172,9 @@ def passes_over(communicator: Communicator) -> BackwardPasses:
 
 
 def is_nested() -> bool:
-    """Return whether the backward pass that runs in this thread was begun by another one.
+    """Return whether the backward pass in this thread is nested in another one.
 
-    Autograd computes on an accelerator in a thread of its own, where the outermost call is not to be seen.
+    For an accelerator, autograd computes in a thread of its own, whose stack does not show the outermost call.
     """
     frame: FrameType | None = sys._getframe()
     found = int(_is_of_autograd())
@@ -182,5 +185,5 @@ def is_nested() -> bool:
 
 
 def _is_of_autograd() -> bool:
-    """Return whether this thread was not started by Python, as those of autograd."""
+    """Return whether this is a thread of autograd, which Python has not started."""
     return isinstance(threading.current_thread(), threading._DummyThread)

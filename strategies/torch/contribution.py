@@ -1,4 +1,4 @@
-"""One local replica's part of the mean gradients: views of PyTorch's memory, and small gradients packed together."""
+"""A local replica's part of the mean gradients: views of PyTorch's memory, and small gradients packed together."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from strategies.torch.tensors import as_array, as_tensor
 
 
 def refuse_to_come_twice(name: str) -> NoReturn:
-    """Refuse the gradient of a parameter that was taken in this step already."""
+    """Raise for a gradient that was already taken in this step."""
     raise StrategyError(
-        f"the gradient of {name} has come twice in one backward pass, as of parameters in several reentrant "
-        "checkpoints; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
+        f"the gradient of {name} came twice in one backward pass, as it does if several reentrant checkpoints use the "
+        "parameter; use checkpoint(..., use_reentrant=False), or stream_gradients=False"
     )
 
 
 class Contribution:
-    """A replica's gradients of one step after another, as they are exchanged.
+    """A replica's gradients in the form that is exchanged. One object serves all steps, one after another.
 
-    A gradient that has a buffer alone, in its own dtype, is exchanged from where autograd has put it; others
-    are copied. From a GPU they are copied into page-locked memory, one behind the other: 496 MB take 9 ms on an H100,
-    and 319 ms without.
+    If a gradient has a buffer of its own, in its own dtype, it is exchanged from autograd's memory. Other gradients are
+    copied, from a GPU into page-locked memory: 496 MB take 9 ms on an H100, and 319 ms without page locks.
 
     Args:
-        rows: for the numbers of parameters of which the replica has one row only, which. The others stay zero.
+        plan: The buckets, and the place of each gradient in them.
+        rows: For parameters with one row per group of replicas, this replica's row, by the parameter's number. The
+            other rows stay zero.
     """
 
     def __init__(self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow] | None = None) -> None:
@@ -43,15 +44,15 @@ class Contribution:
         self._rows = dict(rows or {})
         self._places = () if plan.quantised else plan.places
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
-        self._views: dict[int, torch.Tensor] = {}  # of what has been copied once
-        self._borrowed: list[tuple[int, int]] = []  # which of the arrays are autograd's
+        self._views: dict[int, torch.Tensor] = {}  # of gradients that are copied
+        self._borrowed: list[tuple[int, int]] = []  # the arrays whose memory is autograd's
         self._locks: dict[tuple[int, int], tuple[np.ndarray, Sequence[object]]] = {}
 
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Take the gradient of a parameter; zeros where there is none. It must not be changed from here on.
+        """Take the gradient of a parameter, None for zeros. The caller must not change the gradient from here on.
 
         Raises:
-            StrategyError: if it is sparse.
+            StrategyError: If the gradient is sparse.
         """
         self._refuse_sparse(number, gradient)
         row = self._rows.get(number)
@@ -69,10 +70,10 @@ class Contribution:
             view[row.number].copy_(gradient * row.gain)
 
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of all parameters, in their order; see `take`, which for each takes several times as long.
+        """Take the gradients of all parameters, in their order; several times faster than `take` for each.
 
         Raises:
-            StrategyError: if one is sparse.
+            StrategyError: If a gradient is sparse.
         """
         views, copied = [], []
         for number, gradient in enumerate(gradients):
@@ -93,12 +94,12 @@ class Contribution:
     def _refuse_sparse(self, number: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None and gradient.layout is not torch.strided:
             raise StrategyError(
-                f"the gradient of {self._plan.parameters[number].name} is sparse, and replicas average dense ones; "
-                "make its layer with sparse=False"
+                f"the gradient of {self._plan.parameters[number].name} is sparse, but only dense ones can be averaged; "
+                "construct its layer with sparse=False"
             )
 
     def _borrows(self, number: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient can be exchanged from where it is; then it will be."""
+        """Return whether a gradient can be exchanged from its own memory. If so, note that it will be."""
         place = self._places[number]
         if not place.is_of_one or gradient.numel() != place.size:
             return False
@@ -121,7 +122,7 @@ class Contribution:
         return view
 
     def _lock(self, number: int, device: torch.device) -> None:
-        """Lock the pages of the buffer to which a GPU copies a gradient: at 1.5 GB/s otherwise, at 54 then."""
+        """Lock the pages of a gradient's buffer: a GPU then copies to it at 54 GB/s instead of 1.5."""
         if device.type == "cuda":
             key = self._places[number].bucket, self._places[number].buffer
             array = self._memory(*key)
@@ -129,10 +130,10 @@ class Contribution:
                 self._locks[key] = array, lock_pages([array], device.index)
 
     def encode(self, gradients: Sequence[torch.Tensor | None], residuals: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Take all gradients as int8; the new residuals.
+        """Take all gradients as int8, and return the new residuals.
 
         Raises:
-            StrategyError: if one is sparse.
+            StrategyError: If a gradient is sparse.
         """
         quantised = self._plan.quantised
         assert quantised is not None
@@ -153,18 +154,18 @@ class Contribution:
         has_gradient: Iterable[bool],
         has_changed: Iterable[float],
     ) -> None:
-        """Put what travels behind the last bucket into its place; see `Tail`."""
+        """Write the values that travel behind the last bucket; see `Tail`."""
         values = [*metrics, notice, settings, settings**2, *has_gradient, *has_changed]
         last = len(self._plan.layouts) - 1
         memory = self._memory(last, 0)
         memory[memory.size - len(values) :] = values
 
     def arrays(self, bucket: int) -> list[np.ndarray]:
-        """Return the buffers of a bucket, when everything in it was taken."""
+        """Return the buffers of a bucket. Every gradient in it must have been taken."""
         return [self._memory(bucket, place) for place in range(len(self._arrays[bucket]))]
 
     def is_finite(self, number: int) -> bool:
-        """Whether a gradient that was taken is finite; of int8 ones whether its blocks are."""
+        """Return whether a gradient that was taken is finite; for int8, whether its blocks are."""
         quantised = self._plan.quantised
         if quantised is not None:
             scales = self._memory(0, len(self._plan.layouts[0].buffers) - 1)[quantised.result_size :].view(np.uint8)
@@ -174,13 +175,13 @@ class Contribution:
         return bool(torch.isfinite(as_tensor(array)).all())
 
     def give_back(self) -> None:
-        """Let go of the gradients of the step."""
+        """Release the gradients of the step."""
         for bucket, place in self._borrowed:
             self._arrays[bucket][place] = None
         self._borrowed.clear()
 
     def _memory(self, bucket: int, place: int) -> np.ndarray:
-        """A buffer, which begins with zeros."""
+        """Return a buffer; it begins with zeros."""
         array = self._arrays[bucket][place]
         if array is None:
             buffer = self._plan.layouts[bucket].buffers[place]
@@ -193,7 +194,7 @@ class Contribution:
         """Return the place of a gradient as a tensor, in the dtype in which the gradient travels."""
         place = self._places[number]
         if place.is_of_one:
-            self._arrays[place.bucket][place.buffer] = None  # not what autograd has made once
+            self._arrays[place.bucket][place.buffer] = None  # drop memory of autograd, borrowed in an earlier step
         shape = self._plan.parameters[number].shape
         flat = self._memory(place.bucket, place.buffer)[place.start : place.start + math.prod(shape)]
         return as_tensor(flat.reshape(shape))

@@ -1,4 +1,4 @@
-"""Data sets that are dealt out to replicas: batches of tensors, or the indices for PyTorch's DataLoader."""
+"""Data sets that are sharded over replicas: batches of tensors, or indices for PyTorch's DataLoader."""
 
 from __future__ import annotations
 
@@ -26,18 +26,25 @@ def distribute_dataset(
     gradient_accumulation_count: int = 1,
     prefetch: int = 2,
 ) -> DistributedDataset:
-    """`strategy.distribute_dataset` whose batches are tensors, with the dtypes that the source has.
+    """Shard a data set over the replicas, as `strategy.distribute_dataset` does, with batches of tensors.
+
+    The tensors have the dtypes of the source.
+
+        dataset = strategies.torch.distribute_dataset(strategy, (images, labels), batch_size=32, seed=0)
+        for epoch in range(3):
+            for batch in dataset.epoch(epoch):
+                metrics = trainer.step(batch)
 
     Args:
-        strategy: whose replicas get their parts.
-        source: a pytree of tensors or arrays, a `torch.utils.data.Dataset` with a length, or what `DistributedDataset`
-            takes.
-        batch_size: elements per replica and micro-batch.
-        seed: of the shuffle, the same on all instances.
-        shuffle: whether arrays and random access are shuffled.
-        remainder: "drop" or "pad" what does not fill the last global batch.
-        gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
-        prefetch: how many batches are prepared ahead.
+        strategy: The strategy whose replicas get the shards.
+        source: A pytree of tensors or arrays, a `torch.utils.data.Dataset` with a length, or another source that
+            `DistributedDataset` takes.
+        batch_size: Elements per replica and micro-batch.
+        seed: The seed of the shuffle, the same on all instances.
+        shuffle: Whether arrays and random-access sources are shuffled.
+        remainder: "drop" or "pad" the elements that do not fill the last global batch.
+        gradient_accumulation_count: Micro-batches that each replica takes in one step, one after another.
+        prefetch: Number of batches that are prepared ahead.
     """
     dataset = DistributedDataset(
         _of_arrays(source),
@@ -58,7 +65,7 @@ def distribute_dataset(
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
-    """The elements of this instance's replicas, batch by batch: those that `distribute_dataset` deals to them.
+    """The indices of this instance's replicas, batch by batch: the elements that `distribute_dataset` gives to them.
 
         sampler = strategies.torch.DistributedSampler(dataset, strategy, batch_size=32)
         loader = torch.utils.data.DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)
@@ -66,24 +73,25 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
             sampler.set_epoch(epoch)
             for batch in loader: ...
 
-    What a replica reads depends on seed, epoch and the number of replicas, and not on that of instances.
+    The elements that a replica reads depend on the seed, the epoch and the number of replicas, and not on the number of
+    instances.
 
     Args:
-        dataset: anything that has a length.
-        strategy: whose replicas share it.
-        batch_size: elements per replica and micro-batch.
-        seed: of the shuffle, the same on all instances.
-        shuffle: whether there is one.
-        remainder: "drop" what does not fill the last global batch, or "pad" it with elements from the begin of the
-            epoch, as PyTorch's sampler does.
-        gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
+        dataset: Any object with a length.
+        strategy: The strategy whose replicas share the data set.
+        batch_size: Elements per replica and micro-batch.
+        seed: The seed of the shuffle, the same on all instances.
+        shuffle: Whether the elements are shuffled.
+        remainder: "drop" an incomplete last global batch, or "pad" it with elements from the beginning of the epoch,
+            as PyTorch's sampler does.
+        gradient_accumulation_count: Micro-batches that each replica takes in one step, one after another.
 
     Attributes:
-        epoch: which permutation is read.
+        epoch: The number of the permutation that is read.
 
     Raises:
-        TypeError: if `shuffle` is neither True nor False.
-        ValueError: if the data set is smaller than one global batch.
+        TypeError: If `shuffle` is neither True nor False.
+        ValueError: If the data set is smaller than one global batch.
     """
 
     def __init__(
@@ -113,11 +121,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     @property
     def instance_batch_size(self) -> int:
-        """Elements that this instance reads in one step: the batch size of its loader."""
+        """The number of elements that this instance reads in one step: the batch size of its loader."""
         return self._layout.elements_per_replica * len(self._layout.local_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Read another permutation from the next `iter` on."""
+        """Select the permutation that the next `iter` reads."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""A module in a loop of the program's own, in the manner of PyTorch's DistributedDataParallel."""
+"""A module in the program's own training loop, like PyTorch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -36,31 +36,32 @@ class DistributedModel(torch.nn.Module):
             loss_function(model(x), y).backward()  # afterwards every grad is the mean over all replicas
             optimizer.step()
 
-    With the same rows it has the bits of `strategies.torch.Trainer`, however many instances that runs on: random
-    numbers of the forward pass come from `seed`, the replica, and the number of backward passes before.
+    With the same rows, the trained parameters have the same bits as with `strategies.torch.Trainer` on any number of
+    instances. Random numbers of a forward pass depend on `seed`, the replica, and the number of earlier backward
+    passes.
 
-    To make one is a collective call: all instances begin with the parameters and buffers of instance 0. Backward passes
-    are collective calls, but for those in `no_sync`. An instance that is lost ends the job.
+    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0. Backward
+    passes are collective calls, except in `no_sync`. The loss of an instance ends the job.
 
     Args:
-        module: on the CPU or on one GPU, where its gradients stay if the exchange of the job can; see gpus.md. Its
-            parameters are those of the optimizer.
-        strategy: with one replica per instance.
-        seed: of the random numbers in forward passes.
-        gradient_transfer_dtype: float16 or bfloat16: how gradients travel; None for their own dtypes.
-        model_state_aggregation: see `TorchOptions`; buffers are agreed on at the end of each backward pass.
-        intra_op_threads: of this thread, see `TorchOptions`; None leaves them as they are.
-        stream_gradients: see `TorchOptions`; otherwise gradients are exchanged at the end of the backward pass, as all
-            are that stay on a device.
-        verify_steps: number of first updates after which instances compare the bits of all parameters, at the end of
-            the next backward pass. They also compare them after 2, 4, 8 updates and so on, and whenever instances
-            have written parameters unequally often; 0 for no comparison.
+        module: The module, on the CPU or on one GPU. Its gradients stay on the GPU if the exchange of the job can use
+            them there; see gpus.md. The optimizer must hold the parameters of this module.
+        strategy: A strategy with one replica per instance.
+        seed: The seed of the random numbers in forward passes.
+        gradient_transfer_dtype: The dtype in which gradients travel, float16 or bfloat16; None for their own dtypes.
+        model_state_aggregation: As in `TorchOptions`. Buffers are agreed on at the end of each backward pass.
+        intra_op_threads: PyTorch's number of threads within an operation; None leaves it as it is.
+        stream_gradients: Whether gradients are exchanged while the backward pass runs, as in `TorchOptions`. Gradients
+            that stay on a device are exchanged at the end of the pass.
+        verify_steps: Number of first updates after which instances compare the bits of all parameters, at the end of
+            the next backward pass. Bits are also compared after updates 2, 4, 8 and so on, and whenever instances
+            have written parameters unequally often. 0 turns comparisons off.
 
     Attributes:
-        module: see above.
+        module: The module that was given.
 
     Raises:
-        StrategyError: if the strategy has several replicas per instance, or the module cannot be trained here.
+        StrategyError: If the strategy has several replicas per instance, or the module cannot be trained here.
     """
 
     averages_gradients = True
@@ -87,18 +88,18 @@ class DistributedModel(torch.nn.Module):
         )
         if options.transfer.is_quantised:
             raise StrategyError(
-                "int8 gradients have residuals, which only strategies.torch.Trainer keeps; use bfloat16"
+                "int8 gradients need residuals, which only strategies.torch.Trainer keeps; use bfloat16"
             )
         local = len(strategy.replicas.local_replicas)
         if local > 1:
             raise StrategyError(
-                f"this instance drives {local} replicas, and a loop of the program's own is one of them; start as many "
+                f"this instance drives {local} replicas, but a DistributedModel is one replica; start as many "
                 "instances as replicas, or use strategies.torch.Trainer, which drives several"
             )
         refuse_modules(module)
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
-                f"groups of replicas have rows of {grouped[0]}, and here the module is the replica itself; use "
+                f"{grouped[0]} has a row for each group of replicas, but a DistributedModel is a single replica; use "
                 "strategies.torch.Trainer, whose replicas are copies of the module"
             )
         _refuse_to_add_rows_on_device(module)
@@ -112,7 +113,7 @@ class DistributedModel(torch.nn.Module):
         self._options = options
         warn_of_loss(
             strategy.replicas,
-            "a loop of the program's own is one replica, and who is left cannot carry the one of an instance besides",
+            "a DistributedModel is one replica, so no other instance can take over the replica of a lost one",
         )
         replica = strategy.replicas.local_replicas.start
         loop = LoopState(options.seed, replica, strategy.replicas.instruments.step_begins)
@@ -120,7 +121,7 @@ class DistributedModel(torch.nn.Module):
         self._averaging.start()
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
-        """Return what the module returns; random numbers are drawn from the replica's generator."""
+        """Return the module's outputs; the forward pass draws random numbers from the replica's generator."""
         refuse_to_be_compiled()
         averaging = self._averaging
         is_followed = averaging.follow()
@@ -134,12 +135,20 @@ class DistributedModel(torch.nn.Module):
         return outputs
 
     def compile(self, *arguments: object, **named: object) -> None:
-        """Compile the module; what follows its gradients stays Python."""
+        """Compile the module; the code that follows its gradients stays Python."""
         self.module.compile(*arguments, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here only add to the gradients of this instance: for all micro-batches but the last."""
+        """Only add gradients on this instance, in the backward passes of this context.
+
+        Use it for all micro-batches but the last:
+
+            with model.no_sync():
+                for x, y in first_micro_batches:
+                    loss_function(model(x), y).backward()
+            loss_function(model(last_x), last_y).backward()  # averages the sums
+        """
         loop = self._averaging.loop
         before, loop.syncs = loop.syncs, False
         try:
@@ -149,14 +158,18 @@ class DistributedModel(torch.nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """A loop in which instances may have different numbers of batches; a collective call at its end.
+        """Allow instances to have different numbers of batches in the loop of this context. Its end is collective.
 
-        Who comes to its end takes part in the backward passes of the others with gradients of zero, so that means are
-        still over all replicas. At the end all have the parameters and buffers of an instance that made most steps;
-        the optimizers of the others are behind. Without it instances that end too early are an error on all.
+            with model.join():
+                for x, y in loader: ...
+
+        An instance whose batches have ended takes part in the other instances' backward passes with gradients of zero:
+        means are still over all replicas. At the end all instances take the parameters and buffers of an instance that
+        made the most steps; the optimizers of the others are behind. Without `join`, an instance that ends too early
+        is an error on all instances.
 
         Raises:
-            StrategyError: if the module has a SyncBatchNorm, for which all replicas need rows.
+            StrategyError: If the module has a SyncBatchNorm, for which all replicas need rows.
         """
         averaging = self._averaging
         if not averaging.is_alone:
@@ -173,7 +186,7 @@ class DistributedModel(torch.nn.Module):
     # ---- copies
 
     def __deepcopy__(self, memo: dict[int, object]) -> DistributedModel:
-        """Copy the module; what follows its gradients is made anew, and speaks to the others at its first backward."""
+        """Copy the module. The copy's exchange is new, and first contacts the other instances in a backward pass."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         shared = (self._strategy, self._options)
@@ -186,14 +199,14 @@ class DistributedModel(torch.nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be written to a file.
+        """Refuse to pickle the model, which is connected to other processes.
 
         Raises:
-            StrategyError: always.
+            StrategyError: Always.
         """
         raise StrategyError(
-            "a DistributedModel is connected with the other instances of a job, and cannot be written to a file; save "
-            "model.module, or model.module.state_dict(), and make a DistributedModel of what is loaded"
+            "a DistributedModel is connected to the other instances of the job and cannot be written to a file; save "
+            "model.module, or model.module.state_dict(), and construct a DistributedModel from the loaded module"
         )
 
 
@@ -201,6 +214,6 @@ def _refuse_to_add_rows_on_device(module: torch.nn.Module) -> None:
     device = next(module.parameters()).device
     if device.type != "cpu" and (layers := sync_layers_of(module)):
         raise StrategyError(
-            f"SyncBatchNorm {next(iter(layers))!r} is on {device}, and a loop of the program's own adds its statistics "
-            "on the host; use BatchNorm, or move the module to the CPU"
+            f"SyncBatchNorm {next(iter(layers))!r} is on {device}, but a DistributedModel adds its statistics on the "
+            "host; use BatchNorm, or move the module to the CPU"
         )

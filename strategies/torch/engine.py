@@ -1,4 +1,4 @@
-"""The engine of PyTorch: replicas on threads, and one step of the optimizer per instance."""
+"""The engine for PyTorch: replicas on threads, and one optimizer step per instance."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import final
 import jax
 import numpy as np
 import torch
+from typing_extensions import override
 
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
@@ -67,18 +68,18 @@ from strategies.typing import Batch, Tree
 
 @dataclass
 class TorchPending:
-    """A step of PyTorch that has begun; see `PendingStep`.
+    """A PyTorch step that has begun, a `PendingStep`.
 
     Attributes:
-        local: the replicas that compute.
-        scale: of the losses.
-        watch: compares replica 0 with plain PyTorch; None where that is not done.
-        is_verified: whether that is done on any instance.
-        buckets: of gradients, when they are ready.
-        means: of the gradients; None for parameters that have none.
-        values: the agreed values of buffers and frozen parameters.
-        moving: the numbers of those of which it is known that steps change them.
-        is_finite: whether the step may be applied.
+        local: The replicas that compute.
+        scale: The loss scale.
+        watch: The comparison of replica 0 with plain PyTorch; None if this instance makes none.
+        is_verified: Whether any instance makes that comparison.
+        buckets: Each bucket of gradients, as soon as it is ready.
+        means: The mean gradients; None for a parameter without one.
+        values: The agreed values of buffers and frozen parameters, by their numbers.
+        moving: The numbers of the buffers and frozen parameters that are known to change in steps.
+        is_finite: Whether the step may be applied.
     """
 
     local: LocalReplicas
@@ -93,21 +94,21 @@ class TorchPending:
 
     @property
     def exchange(self) -> AnyExchange:
-        """See `PendingStep`."""
+        """The exchange of the gradients, known when the first bucket is ready."""
         assert self.local.exchange is not None
         return self.local.exchange
 
 
 @final
 class TorchEngine(Engine[TorchTraining, TorchPending]):
-    """Computes steps by modules of PyTorch, which it changes in place.
+    """An engine that computes steps with PyTorch modules and changes them in place.
 
     Args:
-        replicas: where the replicas are.
-        training: the module, its optimizer, and how far they are.
-        loss_fn: see `Trainer`.
-        options: of the step.
-        is_recorded: whether every step is recorded, which lets instances differ.
+        replicas: The replicas of all instances.
+        training: The module, its optimizer, and their progress.
+        loss_fn: The loss function of `Trainer`.
+        options: The options of the step.
+        is_recorded: Whether every step is recorded. Then instances may differ, so they are not compared.
     """
 
     def __init__(
@@ -126,20 +127,20 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._settings = StepSettings(training.parameters, training.optimizer)
         self._rows = TorchRows(replicas, options.seed, is_recorded)
         self._local: LocalReplicas | None = None
-        self._path: DevicePath | None = None  # None: gradients are exchanged on the host
+        self._path: DevicePath | None = None  # None: the host exchanges gradients
         self._close_path: Callable[[], object] = lambda: None
-        self._first_step: int | None = None  # with these copies of the module
-        self._has_warned = False  # of what is lost with an instance
+        self._first_step: int | None = None  # the first with these copies of the module
+        self._has_warned = False  # that a lost instance ends the job
 
     def close(self) -> None:
-        """End the threads of the replicas; a step or an evaluation begins new ones."""
+        """End the threads of the replicas. A later step or evaluation starts new ones."""
         if self._local is not None:
             self._local.close()
         self._close_path()
         self._rows.close()
 
     def scale_losses(self, training: TorchTraining, scale: float) -> LossScaling:
-        """Return the scaling of later losses, see `Trainer.scale_losses`; how the scale moves on stays what it was."""
+        """Set the scale of later losses, and return the new scaling. The scale's growth and backoff rules stay."""
         scaling = replace(self._options.scaling or LossScaling(factor=1.0), initial=scale)
         self._options = replace(self._options, loss_scaling=scaling)
         skipped = 0 if training.loss_scale is None else training.loss_scale.skipped
@@ -148,13 +149,13 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
-        """The outputs of the last step, for each local replica and micro-batch."""
+        """The outputs of the last step, by local replica and micro-batch."""
         fetched = self._training.memory_of_replicas.fetched
         return [] if self._local is None else [fetched(run.outputs) for run in self._local.runs]
 
     @property
     def spans(self) -> dict[int, Sequence[Timed]]:
-        """For each local replica when its simulated devices did what in the last step; empty without a pipeline."""
+        """The timed actions of the simulated devices in the last step, by local replica; empty without a pipeline."""
         runs = [] if self._local is None else self._local.runs
         return {run.replica: run.pipeline.spans for run in runs if run.pipeline is not None and run.pipeline.spans}
 
@@ -166,7 +167,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return 0 if self._first_step is None else self._training.step - self._first_step
 
     def _local_for(self, given: Batch, batch: Batch) -> LocalReplicas:
-        """Return the replicas that compute gradients; a collective call where batches of such shapes are new."""
+        """Return the replicas that compute gradients. Collective if batches of these shapes are new."""
         self._replicas.dealing.refuse_others(given)
         training, local = self._training, self._local
         if local is not None:
@@ -190,19 +191,19 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return local
 
     def _new_path(self) -> DevicePath | None:
-        """Return the path of gradients among the instances that there are now; None for the host."""
+        """Return the path of gradients among the present instances; None if the host exchanges them."""
         self._close_path()
         self._path = path_for(self._replicas, self._training.memory_of_replicas, self._options)
         self._training.update.path = self._path
         if self._path is not None:
-            # Windows are as large as all gradients: of a Trainer that nobody closes they must not stay.
+            # Windows are as large as all gradients: free them with the Trainer, even if it is not closed.
             closing = weakref.finalize(self, self._path.close)
             closing.atexit = False
             self._close_path = closing
         return self._path
 
     def _announce_what_is_trained(self, local: LocalReplicas) -> None:
-        """Name parameters that were frozen or thawed: instances that differ in them differ in this collective call."""
+        """Name newly frozen or thawed parameters in a collective call. If instances differ, the call raises."""
         if local.exchange is None or local.communicator is not self._replicas.communicator:
             return
         named = dict(self._training.module.named_parameters())
@@ -214,7 +215,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             self._replicas.communicator.barrier(name=changes)
 
     def _agree(self, given: Batch, batch: Batch) -> None:
-        """Compare what decides the result with the other instances; a collective call."""
+        """Compare everything that decides the result with the other instances. Collective."""
         training, replicas = self._training, self._replicas
         dataset = replicas.dataset_of(given)
         if replicas.communicator.size > 1 and not self._is_recorded:
@@ -234,17 +235,17 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
 
     def planned(self, batch: Batch) -> MemoryPlan:
-        """Return the memory of a step with such a batch, whose only metric is the loss; no collective call."""
+        """Return the memory plan of a step with this batch and the loss as the only metric. Not collective."""
         plan, replicas, training = self._gradient_plan(1), self._replicas, self._training
         memory, path = training.memory_of_replicas, self._path
-        if path is None and replicas.num_instances == 1:  # several instances choose it in the first step
+        if path is None and replicas.num_instances == 1:  # several instances choose the path in the first step
             path = path_for(replicas, memory, self._options)
         if path is not None:
             return plan_memory(replicas, training, plan, [], True, batch, stays=True)
         return plan_memory(replicas, training, plan, plan.buckets(not_made), self._has_private_means, batch)
 
     def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
-        """Plan how gradients travel, and make the memory for their means; a collective call."""
+        """Plan how gradients travel, and allocate the memory of their means. Collective."""
         plan, count = self._gradient_plan(len(names)), self._replicas.num_replicas_in_sync
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
@@ -265,14 +266,15 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @property
     def _has_private_means(self) -> bool:
-        """Whether something may write to the mean gradients."""
+        """Whether the mean gradients need memory of their own, because the optimizer or a callback may write to it."""
         is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
         return not is_plain or self._options.before_update is not None
 
     # ---- one step
 
+    @override
     def begin(self, state: TorchTraining, batch: Batch, notice: bool) -> TorchPending:
-        """See `Engine`. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
+        """Begin a step. In the first steps instances compare bits, and replica 0 is compared with plain PyTorch."""
         if self._options.compares_bits(self._steps_made):
             self._insist_on_same_bits(state)
         tensors = tensors_of(batch)
@@ -289,7 +291,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return TorchPending(local, scale, watch, is_verified, local.collect(self._make_exchange))
 
     def _insist_on_same_bits(self, state: TorchTraining) -> None:
-        """Compare the bits of the state between instances; first its digests on the device, where it lies on one."""
+        """Compare the bits of the state between instances. On a device, compare digests that it computes first."""
         replicas = self._replicas
         if replicas.num_instances == 1:
             return
@@ -302,14 +304,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         insist_on_same_bits(replicas, host_arrays(state.tensors()), state.step)
 
     def _let_go(self, local: LocalReplicas) -> None:
-        """Give the gradients of the last step back, before there are others."""
+        """Drop the gradients of the last step, so that they do not occupy memory beside the new ones."""
         for parameter in self._training.parameters:
             parameter.grad = None
         if local.exchange is not None:
             local.exchange.let_go()
 
     def _expected(self, batch: Batch, scale: float) -> Comparison | None:
-        """Compute replica 0's results by plain PyTorch, on the instance that has it; None elsewhere."""
+        """Compute replica 0's results with plain PyTorch, on the instance that drives it; None elsewhere."""
         local, training = self._replicas.local_replicas, self._training
         if local.start:
             return None
@@ -319,15 +321,15 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return None if expected is None else Comparison(expected)
 
     def _refuse_difference(self, watch: Comparison | None) -> None:
-        """Have all instances raise what the one with replica 0 has found; a collective call."""
+        """Raise on all instances the difference that the instance with replica 0 has found. Collective."""
         found = "" if watch is None else watch.difference
         if watch is not None:
             watch.let_go()
         if told := broadcast_text(self._replicas.communicator, found, 0, "the comparison with plain PyTorch"):
             raise StrategyError(f"in step {self._training.step} {told}")
 
+    @override
     def arrived(self, pending: TorchPending) -> Arrived:
-        """See `Engine`."""
         training, exchange, local = self._training, pending.exchange, pending.local
         training.memory_of_replicas.refuse_gradients_of_originals()
         if pending.is_verified:
@@ -339,7 +341,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if not tail.has_gradient.any():
             raise StrategyError(
                 "no parameter of the module has a gradient, so the step would train nothing; compute the loss with the "
-                "module that loss_fn is given as its first argument"
+                "module that loss_fn gets as its first argument"
             )
         runs = local.runs
         refuse_gradients_of_some(
@@ -358,7 +360,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _received(
         self, exchange: AnyExchange, scale: float
     ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None]:
-        """Return what came along, the means where the parameters are, and which of them are bad, if that is checked."""
+        """Return the tail, the means on the parameters' device, and flags for bad means (None if not checked)."""
         checks = self._training.loss_scale is not None or self._options.check_numerics
         if isinstance(exchange, DeviceExchange):
             of_device = exchange.means(scale)
@@ -371,7 +373,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def _agreed_buffers(
         self, exchange: AnyExchange, tail: Tail, slots: Sequence[Sequence[Slot]]
     ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
-        """Return new values of buffers, and the numbers of those that are known to change; may be collective."""
+        """Return new values of buffers, and the numbers of the buffers known to change. May be collective."""
         buffers = self._training.buffers
         if isinstance(exchange, DeviceExchange) and exchange.is_of_one:
             is_first = not self._steps_made
@@ -381,8 +383,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         found = buffers.agreed(tail.has_changed, slots, self._replicas)
         return found, frozenset(found)
 
+    @override
     def update(self, pending: TorchPending, scale: LossScale | None) -> TorchTraining:
-        """See `Engine`."""
         training, local = self._training, pending.local
         training.loss_scale = scale
         if pending.is_finite:
@@ -409,21 +411,23 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             training.update.apply(pairs)
 
     def _named(self, plan: TorchGradientPlan, means: Sequence[torch.Tensor | None]) -> dict[str, np.ndarray]:
-        """Return the mean gradients by their names; of parameters that are not trained arrays without elements."""
+        """Return the mean gradients by name, with arrays without elements for parameters that are not trained."""
         pairs = zip(plan.parameters, means, strict=True)
         own = {one.name: np.zeros(one.shape, one.dtype) if mean is None else host_array(mean) for one, mean in pairs}
         return {name: own.get(name, np.zeros(0, np.float32)) for name, _ in self._training.module.named_parameters()}
 
     def _is_finite(self, plan: TorchGradientPlan, flags: np.ndarray | None, local: LocalReplicas) -> bool:
-        """Whether all mean gradients are, where somebody wants to know; a collective call where they are scattered.
+        """Return whether all mean gradients are finite, or True if gradients are not checked.
+
+        Collective if the means are sharded.
 
         Args:
-            plan: of the gradients.
-            flags: for each whether it is not finite; None where nobody wants to know.
-            local: the replicas that have computed.
+            plan: The plan of the gradients.
+            flags: For each gradient, whether it is not finite; None if gradients are not checked.
+            local: The replicas that have computed.
 
         Raises:
-            NonFiniteGradientError: with `check_numerics`.
+            NonFiniteGradientError: If a gradient is not finite, with `check_numerics`.
         """
         if flags is None:
             return True
@@ -436,47 +440,50 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         replicas = replicas_where(self._replicas, are_bad, "who has a gradient that is not finite")
         raise NonFiniteGradientError(
             f"the gradient of {plan.parameters[number].name} is not finite at step {self._training.step} on the "
-            f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or look at "
+            f"replicas {replicas}; the step was not applied: lower the learning rate, clip the gradients, or inspect "
             "the batches of these replicas"
         )
 
     # ---- without training
 
+    @override
     def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
-        """See `Engine`."""
         return self._rows.tell(task, state, batch)
 
     # ---- the state
 
+    @override
     def share(self, state: TorchTraining, root: int) -> TorchTraining:
-        """See `Engine`. Hyperparameters stay."""
+        """Give all instances the state of rank `root`, except hyperparameters, which stay as they are."""
         state.share(root)
         return state
 
+    @override
     def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
-        """See `Engine`."""
         return host_arrays(state.recorded())
 
+    @override
     def snapshot(self, state: TorchTraining) -> TrainState:
-        """See `Engine`: views of the memory of tensors."""
+        """Return the state as arrays that are views of the tensors' memory."""
         return state.state()
 
+    @override
     def restore(self, snapshot: TrainState) -> TorchTraining:
-        """See `Engine`: the arrays are copied."""
+        """Copy the arrays of a snapshot into the module and its optimizer, and return their training."""
         training = self._training
         training.load(snapshot)
         return training
 
 
 def flipped(state: TorchTraining) -> TorchTraining:
-    """Change a bit in the middle of one number of the first parameter, for faults on purpose; return the same state."""
+    """Flip a bit in the middle of the first parameter's first number, to inject a fault; return the same state."""
     octets = state.parameters[0].detach().view(-1)[:1].view(torch.uint8)
     octets[len(octets) // 2] ^= 1
     return state
 
 
 def _shape_for_one(leaf: object, local: int) -> object:
-    """Return the shape and dtype that one local replica gets of a leaf; None if the leaf is no tensor."""
+    """Return the shape and dtype of one local replica's part of a leaf; None if the leaf is no tensor."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))

@@ -1,4 +1,4 @@
-"""The rows of a module's local replicas where nothing is trained: evaluation and prediction."""
+"""Evaluation and prediction: results for the rows of a module's local replicas, without training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import ClassVar, final
 import jax
 import numpy as np
 import torch
+from typing_extensions import override
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
@@ -28,17 +29,18 @@ from strategies.typing import Batch, Number, Tree
 
 @dataclass(frozen=True)
 class MeansOfRows(EvaluationTask):
-    """The loss and the metrics of a replica's rows, weighted with their number."""
+    """The means of the loss and the metrics over a replica's rows, weighted by the number of rows."""
 
     is_exact: ClassVar[bool] = True
     title: ClassVar[str] = "evaluation"
     function: LossFunction
 
+    @override
     def __call__(self, module: torch.nn.Module, batch: Batch) -> Tree:
-        """See `EvaluationTask`: numbers by the names of the metrics.
+        """Compute the loss and the metrics, by name.
 
         Raises:
-            TypeError: if they are no scalars.
+            TypeError: If a value is not a scalar, or the metrics are not a mapping.
         """
         returned = self.function(module, batch)
         loss, metrics = returned[:2] if isinstance(returned, tuple) else (returned, {})
@@ -50,8 +52,9 @@ class MeansOfRows(EvaluationTask):
                 raise TypeError(f"{name} is of shape {list(value.shape)}; return a scalar: the mean over the rows")
         return values
 
+    @override
     def told(self, computed: Mapping[str, Number], mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`: a `Mean` for each name."""
+        """Return a `Mean` for each name."""
         count = int(mask.sum())
         totals = {name: float(value) * count if count else 0.0 for name, value in computed.items()}
         of_rows = np.asarray(count, np.float64)
@@ -63,8 +66,8 @@ class OutputsOfRows(EvaluationTask):
     """The outputs for each row.
 
     Attributes:
-        function: returns them, or has them as the last of three results.
-        is_loss: whether it is the loss function.
+        function: A function that returns the outputs, or the loss function, whose third result they are.
+        is_loss: Whether `function` is the loss function.
     """
 
     is_exact: ClassVar[bool] = True
@@ -72,11 +75,12 @@ class OutputsOfRows(EvaluationTask):
     function: LossFunction
     is_loss: bool
 
+    @override
     def __call__(self, module: torch.nn.Module, batch: Batch) -> Tree:
-        """See `EvaluationTask`.
+        """Compute the outputs.
 
         Raises:
-            ValueError: if there is nothing, or not something for each row.
+            ValueError: If there are no outputs, or the first axis of an output is not the rows.
         """
         outputs = self.function(module, batch)
         if self.is_loss:
@@ -92,13 +96,13 @@ class OutputsOfRows(EvaluationTask):
         for shape in map(np.shape, leaves):
             if shape[:1] != (count,):
                 raise ValueError(
-                    f"an output is of shape {list(shape)} for {count} rows; the first axis of outputs is the rows of "
-                    "the batch: leave out what belongs to no row"
+                    f"an output is of shape {list(shape)} for {count} rows; the first axis of each output must be the "
+                    "rows of the batch: leave out values that belong to no row"
                 )
         return outputs
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return jax.tree.map(lambda leaf: padded(_host_array(leaf), mask), computed)
 
 
@@ -108,14 +112,14 @@ def _host_array(leaf: torch.Tensor | np.ndarray) -> np.ndarray:
 
 @final
 class TorchRows:
-    """Computes what tasks tell of batches, on copies of the module, in threads.
+    """The computation of a task for the rows of local replicas, on copies of the module, in threads.
 
-    The copies and threads are those of one task; `close` ends the last ones.
+    The copies and threads serve one task. A new task, or `close`, ends them.
 
     Args:
-        replicas: where the replicas are.
-        seed: of the random numbers.
-        is_recorded: whether every step is recorded, to be compared otherwise.
+        replicas: The replicas of all instances.
+        seed: The seed of random numbers.
+        is_recorded: Whether every step is recorded. Then instances are not compared here.
     """
 
     def __init__(self, replicas: Replicas, seed: int, is_recorded: bool) -> None:
@@ -128,12 +132,12 @@ class TorchRows:
         self._inference: InferenceReplicas | None = None
 
     def tell(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Begun:
-        """See `Engine`; computes when it is waited for."""
+        """Begin a task for a batch, as `Engine.tell` does. The work is done in `Begun.wait`."""
         self._agree(task, state, batch)
         return Begun(partial(self._told, task, state, batch))
 
     def _agree(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> None:
-        """Compare what is computed with the other instances; a collective call where it is new."""
+        """Compare the task with the other instances. Collective if the task or the batch's shapes are new."""
         replicas = self._replicas
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), dtype_of(leaf)), tensors_of(batch.values)
@@ -150,7 +154,7 @@ class TorchRows:
         insist_on_agreement(replicas, terms_of(options, replicas.dataset_of(batch), shapes, programs, None))
 
     def _told(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> Told:
-        """Return the results of the local replicas; modules get only the rows that count."""
+        """Return the results of the local replicas. The modules get only the rows that count."""
         local = self._replicas.local_replicas
         masks = [np.asarray(mask) for mask in np.split(np.asarray(batch.mask), len(local))]
         parts = parts_of(tensors_of(batch.values), len(local))
@@ -160,12 +164,12 @@ class TorchRows:
         try:
             [computed] = inference([rows], state.step, masters)
         except BaseException:
-            self.close()  # waits for the replicas that have raised nothing
+            self.close()  # waits for the replicas that have not failed
             raise
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
 
     def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:
-        """Return the local replicas for a task; after a loss there are others."""
+        """Return the local replicas for a task. The loss of an instance can change them."""
         local = self._replicas.local_replicas
         if self._inference is None or self._task is not task or self._of != local:
             self.close()
@@ -176,7 +180,7 @@ class TorchRows:
         return self._inference
 
     def close(self) -> None:
-        """End the threads; the next batch begins new ones."""
+        """End the threads. A later batch starts new ones."""
         if self._inference is not None:
             self._inference.close()
             self._inference = None

@@ -1,4 +1,4 @@
-"""The gradients of one module, averaged over all instances at the end of each backward pass of autograd."""
+"""Averaging of one module's gradients over all instances at the end of each backward pass of autograd."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from strategies.torch.training import received_tensors, refuse_modules, take_ove
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
-"""Flags that travel with gradients: the replica is in its loop; other parameters are to be averaged than before."""
+"""Flags that travel with gradients: the replica is in its loop; it has other parameters to average than planned."""
 
 _GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
 
-_MOST = 3  # parameters that it names
+_MOST = 3  # parameters named in that warning
 
 
 class GradientAveraging:
     """The averaging of a module's gradients in backward passes; one replica per instance.
 
-    Nothing is exchanged before `start`, or the first backward pass, which compares what the instances have.
+    No gradient is exchanged before `start`, or for a copied model the first backward pass, which compares instances.
 
     Attributes:
-        is_alone: whether there is one replica, whose gradients are the means.
-        seat: the replica among all, for layers that wait for those of others.
+        is_alone: Whether there is one replica, whose gradients are the means.
+        seat: The replica's place among all, for layers that wait for other replicas.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas, options: TorchOptions, loop: LoopState) -> None:
@@ -68,14 +68,14 @@ class GradientAveraging:
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
         self._pass: ModelPass | None = None
-        self._is_behind = False  # whether a backward pass has other gradients than there is a plan for
-        self._warned: set[str] = set()  # the functions of PyTorch
-        self._writes_before = 0  # to parameters, when they were last compared
+        self._is_behind = False  # whether a backward pass has other gradients than the plan
+        self._warned: set[str] = set()  # the functions of PyTorch for which a warning was given
+        self._writes_before = 0  # writes to parameters until they were last compared
         self._title = ""
         self._nodes: dict[str, Node] = {}  # where autograd adds to the gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
-        self._known: set[int] = set()  # the parameters whose values are the same everywhere
+        self._known: set[int] = set()  # the parameters that have the same values on all instances
         self._exchange: LoopExchange | None = None
         own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
         self._buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
@@ -88,25 +88,25 @@ class GradientAveraging:
     # ---- together with the others
 
     def start(self) -> None:
-        """Compare what the instances have, and take over parameters and buffers of instance 0; a collective call."""
+        """Compare the instances, and take over parameters and buffers of instance 0. Collective."""
         self._insist_on_agreement(())
         self.begin_alike(0)
         self._make_plan()
 
     def begin_alike(self, root: int) -> None:
-        """Take over the parameters and buffers of an instance; a collective call."""
+        """Take over the parameters and buffers of the instance `root`. Collective."""
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         take_over(named, received_tensors(named, self._replicas.communicator, root))
         self._keep_masters({})
         self._writes_before = self._watch.writes
 
     def join_once(self) -> bool:
-        """Take part in a backward pass of others; whether there was none."""
+        """Take part in a backward pass of other instances, and return whether there was none."""
         tail = self._average(ModelPass(self, self._plan, set()), is_active=False)
         return not tail.metrics[0]
 
     def _plan_anew(self) -> None:
-        """Average what is trained now, from here on; a collective call."""
+        """Make a plan for the parameters that are trained now. Collective."""
         refuse_modules(self._module)
         self._watch.look()
         self._add_hooks()
@@ -126,11 +126,11 @@ class GradientAveraging:
 
     @property
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters that are trained now, or were: a layer that is frozen for a while needs no new plan."""
+        """The parameters that are trained now, or were: freezing a layer for a while needs no new plan."""
         return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]
 
     def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
-        """Compare the parameters that are averaged, and the values of the new ones; a collective call."""
+        """Compare the averaged parameters, and the values of new ones, with the other instances. Collective."""
         digests = {id(one): f", digest {digest_of(host_array(one))[0]:x}" for one in new}
         terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
         buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
@@ -161,7 +161,7 @@ class GradientAveraging:
         return ""
 
     def _exchange_of(self, parameters: tuple[Parameter, ...]) -> LoopExchange:
-        """Return an exchange; a collective call."""
+        """Return the exchange for these parameters. Collective."""
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
         plan = TorchGradientPlan(parameters, self._options.transfer, title=self._title)
         path = None if self.is_alone else path_of_loops(self._replicas, self.device, self._obstacle)
@@ -175,14 +175,14 @@ class GradientAveraging:
         return None if self._exchange is None else self._exchange.plan
 
     def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
-        """Keep the bits of buffers to tell which have changed: those that are known, and of others what they have."""
+        """Keep copies of buffers, to find changes: the known copy of a buffer, or for others their present values."""
         buffers = [slot for slot in self._buffers.slots if not slot.is_parameter]
         self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
 
     # ---- forward passes
 
     def follow(self) -> bool:
-        """Look at a module that is about to compute, and return whether it has its own parameters."""
+        """Follow changes to the module before a forward pass; return whether it computes with its own parameters."""
         if not self._watch.has_other_parts:
             is_own = True
         elif is_own := not self._watch.is_swapped:
@@ -192,15 +192,15 @@ class GradientAveraging:
         else:
             self._warn(
                 _CALL,
-                f"other tensors stand in place of the parameters of a DistributedModel, as in {_CALL}; their gradients "
-                "are those of this instance alone",
+                f"other tensors replace the parameters of a DistributedModel, as in {_CALL}; their gradients are not "
+                "averaged: they are the gradients of this instance alone",
             )
         if torch._C._current_graph_task_id() < 0:
-            self._passes.settle()  # if one has failed half-way
+            self._passes.settle()  # if one failed half-way
         return is_own
 
     def watch(self, outputs: Tree) -> None:
-        """Be told of backward passes through outputs of the module."""
+        """Register hooks that report backward passes through the module's outputs."""
         reached = None
         for node in {tensor.grad_fn for tensor in _tensors(outputs)}:
             if node is not None:
@@ -216,14 +216,14 @@ class GradientAveraging:
             if id(one) in self._hooks or not one.is_leaf or not one.is_floating_point():
                 continue
             is_trained = one.requires_grad
-            one.requires_grad_(True)  # or PyTorch takes no hook, which is needed when the parameter is thawed
+            one.requires_grad_(True)  # PyTorch refuses hooks on frozen parameters, which may be thawed later
             self._hooks[id(one)] = one, one.register_post_accumulate_grad_hook(told)
             one.requires_grad_(is_trained)
 
     # ---- a backward pass
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient that is complete; called by autograd."""
+        """Handle a complete gradient. Called by autograd."""
         if not self.loop.syncs:
             self.loop.carry(parameter)
             return
@@ -238,19 +238,19 @@ class GradientAveraging:
         if id(parameter) in model_pass.came:
             refuse_to_come_twice(self._named[number][0])
         model_pass.came.add(id(parameter))
-        if len(parameter._post_accumulate_grad_hooks) == 1:  # others of the program's may still change the gradient
+        if len(parameter._post_accumulate_grad_hooks) == 1:  # hooks of the program may still change the gradient
             self._take(model_pass, number, parameter.grad)
             self._passes.begin_ready()
 
     def reached(self) -> None:
-        """Take note that a backward pass comes to the outputs of the module; called by autograd."""
+        """Handle a backward pass that reaches the outputs of the module. Called by autograd."""
         if self.loop.syncs:
             running = self._passes.enter()
             if all(one is not self for one in running.reached):
                 running.reached.append(self)
 
     def averages(self, parameter: torch.Tensor) -> bool:
-        """Return whether gradients of a parameter become means."""
+        """Return whether gradients of a parameter are averaged."""
         return self.loop.syncs and id(parameter) in self._hooks
 
     def _enter(self) -> ModelPass:
@@ -264,14 +264,14 @@ class GradientAveraging:
         return found
 
     def _look_again(self) -> None:
-        """Compare the module with the plan."""
+        """Find out whether the module still fits the plan."""
         if self._watch.has_other_parts:
             self._watch.look()
             unknown = [name for name, one in self._watch.named if id(one) not in self._hooks and one.requires_grad]
             if unknown:
                 raise StrategyError(
-                    f"{unknown[0]} is new in the module, and its gradient was not waited for in a backward pass that "
-                    "does not come from the DistributedModel; call that, and not the module in it"
+                    f"{unknown[0]} is new in the module, and its gradient was missed in a backward pass that "
+                    "does not come from the DistributedModel; call the DistributedModel, not the module in it"
                 )
             self._is_behind = True
         if self._watch.has_other_kinds:
@@ -287,12 +287,12 @@ class GradientAveraging:
         model_pass.take(number)
 
     def reduce(self, bucket: int) -> None:
-        """See `backward_passes.Model`."""
+        """Exchange one bucket."""
         assert self._exchange is not None
         self._exchange.reduce(bucket)
 
     def fill(self, model_pass: ModelPass) -> None:
-        """See `backward_passes.Model`."""
+        """Take the gradients that were not taken during the backward pass."""
         if self.is_alone:
             return
         self._refuse_gradients_that_are_gone(model_pass)
@@ -314,21 +314,21 @@ class GradientAveraging:
             if parameter.grad is None and id(parameter) in model_pass.came:
                 raise StrategyError(
                     f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
-                    "before it was averaged; leave it in grad, and apply it when backward() has returned"
+                    "before it was averaged; leave it in grad, and apply it after backward() has returned"
                 )
 
     def _gradients(self, model_pass: ModelPass) -> list[torch.Tensor | None]:
         return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self._named]
 
     def conclude(self, model_pass: ModelPass) -> None:
-        """See `backward_passes.Model`."""
+        """Exchange the last bucket, put the means into the gradients, and count the step."""
         self._pass = None
         if not self.is_alone:
             self._finish(model_pass, is_active=True)
         self.loop.next_step()
 
     def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        """Make a whole exchange, nothing of which has begun."""
+        """Make a whole exchange, from the first bucket on."""
         self.fill(model_pass)
         for bucket in model_pass.ready():
             self.reduce(bucket)
@@ -380,20 +380,20 @@ class GradientAveraging:
         if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
-            self._writes_before = self._watch.writes  # an instance may write more often, and put back what it wrote
+            self._writes_before = self._watch.writes  # unequal numbers of writes are fine if the bits are equal
 
     # ---- gradients that are not accumulated
 
     def ended_without_gradients(self) -> None:
-        """See `backward_passes.Model`: warn, once, if gradients of parameters were returned."""
+        """Warn, once, if the backward pass returned gradients of parameters instead of accumulating them."""
         if self.is_alone or _GRAD in self._warned:
             return
         names = [name for name, node in self._nodes.items() if _is_returned(node)]
         if names:
             self._warn(
                 _GRAD,
-                f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are those "
-                "of this instance alone; backward() averages what it adds to the grad of parameters",
+                f"{_GRAD} has returned gradients of {', '.join(names[:_MOST])} of a DistributedModel, which are "
+                "those of this instance alone; backward() averages the gradients that it adds to parameters",
             )
 
     def _warn(self, function: str, message: str) -> None:
@@ -424,7 +424,7 @@ def _described(parameter: torch.Tensor) -> str:
 
 
 def _is_returned(node: Node) -> bool:
-    """Return whether the running backward pass returns the gradient of this node; PyTorch raises an error only then."""
+    """Return whether the running backward pass returns the gradient of this node; only then PyTorch raises here."""
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""The mean gradients of a module over all replicas, for one plan and the instances that there are.
+"""The mean gradients of a module over all replicas, for one plan and the present instances.
 
-The plan says how gradients travel: in which buckets, and where each lies there.
+The plan says how gradients travel: the buckets, and the place of each gradient in them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from strategies.exchange.transfer import GradientTransfer
 from strategies.torch.tensors import as_tensor, dtype_of
 
 BUCKET_BYTES = 4 << 20
-"""Gradients that are streamed leave as so many bytes are ready."""
+"""Size of a bucket of streamed gradients: it leaves when this many bytes are ready."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that is trained, by what is the same on all replicas.
+    """The description of a trained parameter, the same on all replicas.
 
     Attributes:
-        name: as `named_parameters` has it.
+        name: The name in `named_parameters`.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its gradient."""
+        """The bytes of the parameter's gradient."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -58,10 +58,13 @@ class GradientPlace:
     """The place of a gradient in the buffers that travel.
 
     Attributes:
-        leaf: its number in the bucket's layout.
-        start: the element of the buffer at which it begins.
-        is_of_one: whether it has the buffer alone.
-        size: elements of the buffer.
+        bucket: The number of the bucket.
+        leaf: The number of the gradient in the bucket's layout.
+        buffer: The number of the buffer in the bucket.
+        start: The element of the buffer at which the gradient begins.
+        is_of_one: Whether the gradient has the buffer alone.
+        size: Elements of the buffer.
+        dtype: The dtype of the buffer.
     """
 
     bucket: int
@@ -75,13 +78,15 @@ class GradientPlace:
 
 @dataclass(frozen=True)
 class TorchGradientPlan:
-    """A plan of which gradients travel together: from the last parameter to the first, as backward passes finish them.
+    """The plan of the buckets of gradients, from the last parameter to the first, as backward passes compute them.
 
     Attributes:
-        transfer: in which dtype they travel.
-        streams: whether there are several buckets.
-        shards: how means of large gradients are cut, of which an instance gets its part; None for whole means.
-        tail: how many float32 values travel behind the last bucket.
+        parameters: The trained parameters, in the order of the module.
+        transfer: The dtype in which gradients travel.
+        streams: Whether gradients are cut into several buckets.
+        shards: The cut of large means into one shard per instance; None for whole means.
+        tail: Number of float32 values that travel behind the last bucket.
+        title: The name of the collectives.
     """
 
     parameters: tuple[Parameter, ...]
@@ -106,7 +111,7 @@ class TorchGradientPlan:
 
     @property
     def is_cut(self) -> bool:
-        """Whether there may be several buckets: the blocks of int8 gradients go through all of them."""
+        """Whether there may be several buckets. int8 gradients have one, because their blocks span all gradients."""
         return self.streams and not self.transfer.is_quantised
 
     @cached_property
@@ -135,7 +140,7 @@ class TorchGradientPlan:
 
     @cached_property
     def places(self) -> tuple[GradientPlace, ...]:
-        """The place of each parameter's gradient; not of those that are quantised."""
+        """The place of each parameter's gradient. Not defined for quantised gradients."""
         found = {}
         for bucket, (numbers, layout) in enumerate(zip(self.members, self.layouts, strict=True)):
             for leaf, number in enumerate(numbers):
@@ -145,19 +150,19 @@ class TorchGradientPlan:
         return tuple(found[number] for number in range(len(self.parameters)))
 
     def buckets(self, allocate: Allocate) -> list[Bucket]:
-        """Return memory for the means of each bucket; a collective call where `allocate` is one."""
+        """Return memory for the means of each bucket. Collective if `allocate` is."""
         return [self._bucket(number, layout, allocate) for number, layout in enumerate(self.layouts)]
 
     def _bucket(self, number: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
         parts, given = {}, {}
         if self.quantised is not None:
-            given[layout.buffer_of(0)] = np.empty(0, np.int8)  # `Means.of_payload` is where they go
+            given[layout.buffer_of(0)] = np.empty(0, np.int8)  # the means go to `Means.of_payload`
         elif self.shards is not None:
             parts = self.shards.sizes([self.parameters[one] for one in self.members[number]])
         return Bucket.of(f"{self.title}/{number}", layout, allocate, parts, given)
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """Return the mean of a gradient in that memory; of one that is scattered this instance's part, flat."""
+        """Return a gradient's mean in that memory. If the mean is sharded, return this instance's shard, flat."""
         if self.quantised is not None:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]
@@ -167,14 +172,14 @@ class TorchGradientPlan:
 
 @dataclass(frozen=True)
 class Tail:
-    """Numbers that travel behind the gradients: means over all replicas.
+    """The numbers that travel behind the gradients, as means over all replicas.
 
     Attributes:
-        metrics: float32, in the order of their names; those on a device may be unread.
-        notice: the share of the replicas to whose instance a notice was given.
-        settings: of what the program may change, see `StepSettings.word`: the mean, and that of the squares.
-        has_gradient: for each parameter the share of the replicas in which it has a gradient.
-        has_changed: for each buffer the share of the replicas that have changed it.
+        metrics: The metrics, float32, in the order of their names. On a device they may be unread.
+        notice: The share of the replicas whose instance was given a notice.
+        settings: The mean of `StepSettings.word`, and the mean of its square.
+        has_gradient: For each parameter, the share of the replicas in which it has a gradient.
+        has_changed: For each buffer, the share of the replicas that have changed it.
     """
 
     metrics: UnreadArray
@@ -185,7 +190,7 @@ class Tail:
 
     @classmethod
     def of(cls, values: np.ndarray, metrics: int, parameters: int) -> Tail:
-        """Return the tail that these values are."""
+        """Return the tail with these values."""
         kept, first, last = values.copy(), metrics + 3, metrics + 3 + parameters
         notice, word, square = map(float, kept[metrics:first])
         return cls(kept[:metrics], notice, (word, square), kept[first:last], kept[last:])
@@ -204,15 +209,18 @@ def refuse_gradients_of_some(
     active: float = 1.0,
     more: str = "",
 ) -> None:
-    """Refuse gradients that only some of the replicas have; a collective call where there are any.
+    """Raise if only some of the replicas have a gradient. Collective if so.
 
     Args:
-        plan: of the gradients.
-        shares: see `Tail.has_gradient`.
-        seen: given the number of a parameter, returns for each local replica whether it has the gradient.
-        members: the instances.
-        active: the share of the replicas that make the step.
-        more: the end of the message.
+        plan: The plan of the gradients.
+        shares: For each parameter, the share of the replicas in which it has a gradient.
+        seen: Returns for a parameter's number, for each local replica, whether it has the gradient.
+        members: The instances.
+        active: The share of the replicas that make the step.
+        more: The end of the message.
+
+    Raises:
+        StrategyError: On all instances.
     """
     some = np.flatnonzero((shares > 0) & (shares < active)).tolist()
     if some:
@@ -224,11 +232,15 @@ def refuse_gradients_of_some(
 
 
 class GradientExchange:
-    """An exchange in which all instances compute the means.
+    """An exchange over the communicator. All instances compute the means on the host.
 
     Args:
-        is_private: whether the memory of the means may be written; otherwise instances of a host share it.
-        gpu: the ordinal of the GPU to which means go; None if they stay on the host.
+        plan: The plan of the gradients.
+        names: The names of the metrics in the tail.
+        communicator: The communicator of all instances.
+        replicas: The number of replicas of all instances.
+        is_private: Whether the memory of the means may be written. If not, the instances of a host share it.
+        gpu: The ordinal of the GPU to which means go; None if they stay on the host.
     """
 
     def __init__(
@@ -253,38 +265,38 @@ class GradientExchange:
         self._converted: dict[int, torch.Tensor] = {}
 
     def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Have the means of a bucket computed from the buffers of the local replicas; collective calls."""
-        if self._gpu is not None:  # it may still be reading the last means
+        """Compute the means of a bucket from the buffers of the local replicas. Collective."""
+        if self._gpu is not None:  # the GPU may still be reading the last means
             torch.cuda.current_stream(self._gpu).synchronize()
-        if self._is_alone:  # the mean of one is what it is
+        if self._is_alone:  # the mean over one replica is its gradient
             results = tuple(of_buffer[0] for of_buffer in contributions)
             self.buckets[self.buckets.index(bucket)] = replace(bucket, results=results)
         else:
             self._means.reduce(bucket, contributions)
 
     def let_go(self) -> None:
-        """Give back what the last step has left, which are the gradients themselves where one replica is alone."""
+        """Drop the memory of the last step. If there is one replica, that memory is its gradients."""
         if self._is_alone:
             self.buckets = list(self._own_buckets)
             self._received = []
 
     @property
     def tail(self) -> Tail:
-        """The numbers that came behind the last bucket."""
+        """The numbers that arrived behind the last bucket."""
         last = self.buckets[-1]
         return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
 
     def means(self, scale: float) -> list[torch.Tensor]:
         """Return the mean gradients divided by `scale`, in the dtypes of their parameters; valid until the next step.
 
-        Of those that are scattered it is this instance's part.
+        If means are sharded, they are this instance's shards.
         """
         if self._is_alone:
             self._received = self._views()
         return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Have gradients become their means where they are; None leaves a mean."""
+        """Copy each mean into its gradient, in place; None in place of a gradient leaves the mean out."""
         pairs = [(one, mean) for one, mean in zip(gradients, self._received, strict=True) if one is not None]
         if pairs:
             own, means = zip(*pairs, strict=True)

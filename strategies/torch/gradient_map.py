@@ -1,4 +1,4 @@
-"""Functions of the program through which gradients go on each replica: `map_gradient`, and hooks on parameters."""
+"""The program's functions that change gradients on each replica: `map_gradient`, and hooks on parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ MapGradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GradientMap:
-    """The map of one replica's gradients, before they are added up.
+    """The map of one replica's gradients, applied before they are summed.
 
-    The function sees them without the loss scale, and before they are divided by the number of micro-batches.
+    The function gets gradients without the loss scale, not yet divided by the number of micro-batches.
 
     Args:
-        keeps_bad: whether elements that are not finite stay so, for those who look for them later.
-        at_once: how many micro-batches go back at the same time, in a pipeline.
+        function: The function `map_gradient` of the options.
+        keeps_bad: Whether elements that are not finite stay so, for a later check.
+        at_once: Number of micro-batches whose backward passes run at the same time, in a pipeline.
     """
 
     def __init__(self, function: MapGradient, keeps_bad: bool, at_once: int = 1) -> None:
@@ -31,33 +32,33 @@ class GradientMap:
         self._keeps_bad = keeps_bad
         self._at_once = at_once
         self._scale, self._divisor = 1.0, 1
-        self._nodes: list[Node] = []  # PyTorch drops a node that nobody holds, with its hook
+        self._nodes: list[Node] = []  # PyTorch drops a node without references, and its hook
         self._calls: Counter[int] = Counter()
 
     def attach(self, original: torch.Tensor, mine: torch.Tensor) -> None:
-        """Map what is added to the `grad` of a replica's parameter; `autograd.grad` in a loss function is not mapped.
+        """Map the gradients added to the `grad` of a replica's parameter, but not results of `autograd.grad`.
 
         Args:
-            original: the module's parameter, which the function gets where both share memory.
-            mine: the replica's.
+            original: The module's parameter. The function gets it if both parameters share memory.
+            mine: The replica's parameter.
         """
         node = get_gradient_edge(mine).node
         node.register_prehook(partial(_mapped, weakref.ref(self), original, mine))
         self._nodes.append(node)
 
     def begin(self, number: int, scale: float, divisor: int) -> None:
-        """Say how gradients of a micro-batch come, from a loss that is multiplied but not divided."""
+        """Set the scale of a micro-batch's loss, and the divisor that the map applies to its gradients."""
         self._scale, self._divisor = scale, divisor
         if self._at_once == 1 or number == 0:
             self._calls.clear()
 
     def __call__(self, gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the gradient that is added up, in memory of its own.
+        """Return the gradient to be added, in memory of its own.
 
         Raises:
-            TypeError: if the function returns no tensor.
-            ValueError: if the function returns another shape.
-            StrategyError: if the function writes to the gradient, or gets parts of it one after another.
+            TypeError: If the function returns no tensor.
+            ValueError: If the function returns another shape.
+            StrategyError: If the function writes to the gradient, or gets parts of it one after another.
         """
         self._count(parameter)
         plain = gradient
@@ -68,7 +69,7 @@ class GradientMap:
         _refuse_others(new, plain)
         if plain._version != version:
             raise StrategyError(
-                "map_gradient writes to the gradient that it is given, which autograd may use elsewhere; return a new "
+                "map_gradient writes to the gradient that it gets, which autograd may use elsewhere; return a new "
                 "tensor, as gradient.clamp(-1, 1) in place of gradient.clamp_(-1, 1)"
             )
         new = new.to(plain.dtype)
@@ -80,25 +81,25 @@ class GradientMap:
         self._calls[id(parameter)] += 1
         if self._calls[id(parameter)] > self._at_once:
             raise StrategyError(
-                f"map_gradient needs the whole gradient of a micro-batch, and that of a parameter of shape "
-                f"{list(parameter.shape)} comes in parts, as of parameters in several reentrant checkpoints; use "
+                f"map_gradient needs the whole gradient of a micro-batch, but the gradient of a parameter of shape "
+                f"{list(parameter.shape)} comes in parts, as it does if several reentrant checkpoints use it; use "
                 "checkpoint(..., use_reentrant=False)"
             )
 
 
 def multiplied(function: MapGradient, factor: int) -> MapGradient:
-    """Return a function whose results are so many times as large."""
+    """Return a function whose results are `factor` times as large."""
     return function if factor == 1 else lambda gradient, parameter: factor * function(gradient, parameter)
 
 
 class ParameterHooks:
-    """The hooks of a parameter of the original module, for a parameter of a replica.
+    """The hooks of a parameter of the original module, run for a replica's parameter.
 
-    They see the gradient of one replica, before the mean, and run in the replicas' threads, several at once.
+    They get the gradient of one replica, before the mean, and run in the replicas' threads, several at once.
 
     Args:
-        original: on which the program registers and removes hooks, at any time.
-        mine: the replica's, which has none of them.
+        original: The parameter on which the program registers and removes hooks, at any time.
+        mine: The replica's parameter, which has none of these hooks.
     """
 
     def __init__(self, original: torch.Tensor, mine: torch.Tensor) -> None:
@@ -107,7 +108,7 @@ class ParameterHooks:
         self._is_installed = False
 
     def follow(self) -> bool:
-        """Have the hooks on gradients run, if there are any by now.
+        """Install the hooks on gradients, if the program has registered any by now.
 
         Returns:
             Whether there is a hook of `Tensor.register_post_accumulate_grad_hook`.
@@ -135,7 +136,7 @@ class ParameterHooks:
 def _mapped(
     own: weakref.ref[GradientMap], original: torch.Tensor, mine: torch.Tensor, gradients: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Map a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of nodes."""
+    """Map a gradient. Autograd calls this; the weak reference avoids a cycle that the garbage collector cannot see."""
     found, gradient = own(), gradients[0]
     if found is None or gradient is None:
         return tuple(gradients)

@@ -1,4 +1,4 @@
-"""The local replicas of a module that is not trained, on threads."""
+"""Local replicas of a module that is not trained, on threads."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from strategies.typing import Batch, Tree
 
 
 class InferenceReplicas:
-    """Computes what a module says, in evaluation mode and without gradients, on copies that share its parameters.
+    """The computation of a module's outputs in evaluation mode, on copies that share its parameters.
+
+    Gradients are not computed.
 
     Args:
-        replicas: where the replicas are.
-        memory: of the module of which they are copies, and theirs.
+        replicas: The replicas of all instances.
+        memory: The memory of the module and of its copies.
         call: (module, batch) -> outputs.
-        pipeline: how the blocks of the module run as stages; None: one after another.
-        own: the names of the frozen parameters of which each replica has its own.
+        seed: The seed of random numbers.
+        pipeline: The pipeline in which the module's blocks run as stages; None to run them one after another.
+        own: The names of the frozen parameters of which each replica has its own copy.
     """
 
     def __init__(
@@ -57,9 +60,9 @@ class InferenceReplicas:
         ]
         self._bits = WrittenBits(memory.parameters)
         self._writes = [WriteCounters(one.parameters) for one in self._copies]
-        self._begun: list[list[tuple[torch.Tensor, int]]] = []  # the buffers before a call
+        self._begun: list[list[tuple[torch.Tensor, int]]] = []  # buffers and versions before a call
         self._runs: list[PipelineRun] = []
-        self._rounds = 0  # for which these are
+        self._rounds = 0  # micro-batches of a call for which `_runs` was made
         self._threads = ThreadPoolExecutor(memory.at_once(len(local)), f"{THREADS}-torch", torch.set_num_threads, (1,))
 
     def __call__(
@@ -68,12 +71,12 @@ class InferenceReplicas:
         number: int,
         buffers: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> list[list[Tree]]:
-        """Return the outputs of each micro-batch and replica.
+        """Return the outputs by micro-batch and replica.
 
         Args:
-            rounds: for each micro-batch, one after another, the batches of the local replicas.
-            number: of the call, for random numbers.
-            buffers: for each local replica those of its module; None for the module's own.
+            rounds: For each micro-batch, the batches of the local replicas.
+            number: The number of the call, on which random numbers depend.
+            buffers: For each local replica, the buffers of its module; None for the module's own.
         """
         masters = buffers or [[slot.tensor for slot in slots_of(self._memory.module)]] * len(self._copies)
         self._memory.follow()
@@ -104,7 +107,7 @@ class InferenceReplicas:
 
     @property
     def spans(self) -> Mapping[int, Sequence[Timed]]:
-        """For each local replica when its simulated devices did what in the last call; empty without a pipeline."""
+        """The timed actions of the simulated devices in the last call, by local replica; empty without a pipeline."""
         return {replica: run.spans for replica, run in zip(self._replicas, self._runs, strict=False) if run.spans}
 
     def _new_runs(self, pipeline: TorchPipeline, rounds: int) -> None:

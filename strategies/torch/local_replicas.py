@@ -1,4 +1,4 @@
-"""The replicas of this instance, on threads: as many at once as there are cores, on an accelerator one."""
+"""The replicas of this instance, on threads: one at once per core, or one at once on an accelerator."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ MakeExchange = Callable[[tuple[str, ...]], AnyExchange]
 
 @dataclass
 class _FirstStep:
-    """The names of the metrics, told by the first replica that has them, which then waits for the plan.
+    """The names of the metrics. The first replica that computes them tells them, and then waits for the plan.
 
     Attributes:
-        names: None if the replica that was asked has failed.
+        names: The names; None if a replica failed before it told them.
+        plan: The plan of the gradients.
     """
 
     names: Future[tuple[str, ...] | None] = field(default_factory=Future)
@@ -51,7 +52,7 @@ class _FirstStep:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, names: tuple[str, ...] | None) -> None:
-        """Take the names, unless they are known."""
+        """Set the names, unless they are known."""
         with self._lock:
             if not self.names.done():
                 self.names.set_result(names)
@@ -60,18 +61,22 @@ class _FirstStep:
 class LocalReplicas:
     """The local replicas, which compute gradients.
 
-    A replica that is alone, and whose gradients do not travel while they are computed, runs in the thread that begins,
-    from the second step on. Replicas whose gradients stay on the device run there one after another, each when the
-    gradients of those before it were added; if they meet in the middle of their passes, in threads.
+    A single replica whose gradients are not streamed runs in the calling thread, from the second step on. If gradients
+    stay on the device, replicas run in that thread too, one after another; each begins when the gradients before it
+    were added. Replicas that wait for one another in their passes (SyncBatchNorm) run in threads.
 
     Args:
-        instances: how many there are, if gradients stay on the device; 0 if they are exchanged on the host.
+        replicas: The replicas of all instances.
+        memory: The memory of the module and of its copies.
+        loss_fn: The loss function of `Trainer`.
+        options: The options of the step.
+        instances: Number of instances, if gradients stay on the device; 0 if the host exchanges them.
 
     Attributes:
-        replicas: which they are.
-        communicator: connects the instances.
-        agreed: the shapes of batches with which all instances compute the same.
-        exchange: how gradients travel; None before the first forward pass.
+        replicas: The global indices of the local replicas.
+        communicator: The communicator of all instances.
+        agreed: The shapes of batches for which all instances were found to compute the same.
+        exchange: The exchange of gradients; None before the first forward pass.
     """
 
     def __init__(
@@ -103,20 +108,20 @@ class LocalReplicas:
         self.exchange: AnyExchange | None = None
         self._is_in_turn = len(self.runs) == 1 and not streams
         self._is_on_device = instances > 0
-        self._waiting: list[Callable[[], None]] = []  # replicas that compute when their turn has come
+        self._waiting: list[Callable[[], None]] = []  # replicas that compute in turn
         self._make_exchange: MakeExchange | None = None
         self._first = _FirstStep()
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
-        waits = is_compiled(memory.module) and self._meetings is None  # who meets others cannot wait for one of them
+        waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet cannot wait for one
         self._compiling: threading.Lock | None = threading.Lock() if waits else None
-        self._compiled: set[object] = set()  # the shapes of batches for which that is done
+        self._compiled: set[object] = set()  # the shapes of batches for which the module is compiled
         self._intra_op = options.intra_op_threads
         self._threads = ThreadPoolExecutor(at_once, f"{THREADS}-torch", torch.set_num_threads, (self._intra_op,))
 
     def close(self) -> None:
-        """End the threads, when they have done what was begun, and let go of the replicas."""
+        """End the threads after the work that has begun, and drop the replicas."""
         self._wait()
         self._threads.shutdown(wait=True)
         for run in self.runs:
@@ -125,12 +130,12 @@ class LocalReplicas:
         self.runs = []
 
     def fits(self, replicas: Replicas) -> bool:
-        """Return whether replicas, instances and the parameters that are trained are those for which it was made."""
+        """Return whether replicas, instances and trained parameters are still those that this object was made for."""
         is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
         return is_here and bool(self.runs) and self.runs[0].is_of_these
 
     def follow(self) -> None:
-        """Take over what the program has changed in the module."""
+        """Take over changes that the program has made to the module."""
         self._memory.follow()
         for run in self.runs:
             run.follow()
@@ -140,16 +145,16 @@ class LocalReplicas:
         batch: Batch,
         turns: Sequence[ReplicaTurn],
     ) -> None:
-        """Begin to compute gradients; does not wait for them.
+        """Begin to compute gradients, and do not wait for them.
 
         Args:
-            batch: a pytree of tensors, for all local replicas.
-            turns: for each replica.
+            batch: A pytree of tensors, for all local replicas.
+            turns: The turn of each local replica.
 
         Raises:
-            ValueError: if the batch cannot be divided among the replicas.
+            ValueError: If the batch cannot be divided evenly among the replicas.
         """
-        self._wait()  # of a step that was given up
+        self._wait()  # for a step that was given up
         if self._meetings is not None:
             self._meetings.begin()
         parts = parts_of(batch, len(self.runs))
@@ -196,10 +201,10 @@ class LocalReplicas:
         return future
 
     def collect(self, make_exchange: MakeExchange) -> Iterator[tuple[Bucket, Buffers]]:
-        """Yield each bucket that is ready; see `PendingStep`.
+        """Yield each bucket as soon as it is ready, as `PendingStep.buckets` does.
 
         Args:
-            make_exchange: called once; a collective call.
+            make_exchange: Makes the exchange. Called once, in the first step. Collective.
         """
         if self._waiting:
             yield self._collect_in_turn(make_exchange)
@@ -223,7 +228,7 @@ class LocalReplicas:
     # ---- on a device
 
     def _collect_in_turn(self, make_exchange: MakeExchange) -> tuple[Bucket, Buffers]:
-        """Have one replica after another compute in this thread, and add its gradients to those before it."""
+        """Let the replicas compute one after another in this thread, and add their gradients."""
         self._make_exchange = make_exchange
         waiting, self._waiting = self._waiting, []
         for run, compute in zip(self.runs, waiting, strict=True):
@@ -238,7 +243,7 @@ class LocalReplicas:
         return self.exchange.buckets[0], self.exchange.take()
 
     def _added(self, exchange: DeviceExchange) -> tuple[Bucket, Buffers]:
-        """Add the gradients of replicas that have all computed."""
+        """Add the gradients of all replicas after all have computed."""
         for run in self.runs:
             self._add(run)
         return exchange.buckets[0], exchange.take()
@@ -251,12 +256,12 @@ class LocalReplicas:
     # ---- ends of a step
 
     def share_frozen(self, all_but: frozenset[str]) -> None:
-        """Have replicas share frozen parameters, except those that steps change, by their names."""
+        """Let replicas share frozen parameters, except those in `all_but`, which steps change."""
         for run in self.runs:
             run.copy.share(all_but)
 
     def give_back(self) -> None:
-        """Let go of the gradients of the step."""
+        """Release the gradients of the step."""
         for run in self.runs:
             if run.contribution is not None:
                 run.contribution.give_back()
@@ -266,7 +271,10 @@ class LocalReplicas:
     def planned(self, names: tuple[str, ...]) -> TorchGradientPlan:
         """Return the plan for gradients.
 
-        The first replica that calls gives the names of the metrics; all wait until the plan is made.
+        The first replica that calls gives the names of the metrics. All replicas wait until the plan is made.
+
+        Raises:
+            StrategyError: If a replica's metrics have other names, or another replica failed before the plan was made.
         """
         first = self._first
         first.tell(names)
@@ -276,13 +284,13 @@ class LocalReplicas:
         found = first.names.result()
         if found not in (names, None):
             raise StrategyError(
-                f"a replica has the metrics {', '.join(names)}, and before there were {', '.join(found or ())}; "
-                "return the same names, in the same order, in every step"
+                f"a replica has the metrics {', '.join(names)}, but earlier the metrics were "
+                f"{', '.join(found or ())}; return the same names, in the same order, in every step"
             )
         return first.plan.result()
 
     def _make_first(self, make_exchange: MakeExchange) -> None:
-        """Make the exchange, as soon as the first replica has computed its metrics."""
+        """Make the exchange as soon as the first replica has computed its metrics."""
         first = self._first
         begun: list[Future[None]] = []
         try:
@@ -301,15 +309,15 @@ class LocalReplicas:
     # ---- ends
 
     def _end(self) -> None:
-        """Wait until all replicas have ended; raises what the first of them has raised."""
+        """Wait until all replicas have ended, and raise the error of the first one that failed."""
         raise_first(self._wait())
         self._memory.refuse_writes(self._bits.written())
 
     def _wait(self) -> list[Future[None]]:
-        """Return what was begun, when all replicas have ended; also of a step that was given up."""
+        """Wait until all replicas have ended, also those of a step that was given up; return their futures."""
         begun, self._begun = self._begun, []
         self._waiting = []
-        if self.exchange is None:  # replicas that wait for a plan find that there will be none
+        if self.exchange is None:  # tell replicas that wait for a plan that they get none
             failed = StrategyError("there is no plan for gradients, because another replica has failed")
             self._first.plan.set_exception(failed)
             wait(begun)
@@ -324,6 +332,6 @@ def _compute(run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: Ab
 
 
 def _finish(run: TorchReplicaRun, _: Future[None]) -> None:
-    """Mark all buckets of a replica as finished, also if it has failed, so that nobody waits for them."""
+    """Mark all buckets of a replica as finished, even if it has failed, so that no thread waits for them."""
     for event in run.finished:
         event.set()

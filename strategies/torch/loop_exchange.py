@@ -1,4 +1,4 @@
-"""The exchange of the gradients of one module in a loop of the program's own, which is one replica."""
+"""The exchange of gradients between training loops that drive one replica each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from strategies.torch.contribution import Contribution
@@ -16,13 +17,13 @@ from strategies.torch.gradient_exchange import GradientExchange, Tail, TorchGrad
 
 @dataclass(frozen=True)
 class Told:
-    """The numbers that a replica tells the others behind its gradients.
+    """The numbers that a replica sends to the others behind its gradients.
 
     Attributes:
-        flags: see `Tail.metrics`.
-        settings: see `StepSettings.word`.
-        has_gradient: for each parameter whether it has a gradient.
-        has_changed: for each buffer whether it has changed.
+        flags: The flags that travel in place of metrics.
+        settings: The word for the settings, see `StepSettings.word`.
+        has_gradient: For each parameter, whether it has a gradient.
+        has_changed: For each buffer, whether it has changed.
     """
 
     flags: tuple[bool, ...]
@@ -32,15 +33,18 @@ class Told:
 
     @property
     def values(self) -> list[float]:
-        """The values of the tail; there is no notice."""
+        """The values of the tail, with 0 for the notice, which loops do not have."""
         return [*self.flags, 0, self.settings, self.settings**2, *self.has_gradient, *self.has_changed]
 
 
 class LoopExchange(ABC):
-    """An exchange of gradients for one plan: in each step all are taken, then `finish`, then `give`.
+    """An exchange of gradients for one plan.
+
+    In each step a loop takes all gradients, one by one or together, then calls `finish`, then `give`. It may call
+    `reduce` for a bucket whose gradients were taken. If a call raises, `backward()` raises, and the step has no means.
 
     Attributes:
-        plan: of the gradients.
+        plan: The plan of the gradients.
     """
 
     def __init__(self, plan: TorchGradientPlan) -> None:
@@ -48,31 +52,31 @@ class LoopExchange(ABC):
 
     @abstractmethod
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Take one gradient while the backward pass runs; see `Contribution.take`."""
+        """Take one gradient while the backward pass runs, None for zeros. It must not be changed from here on."""
 
     @abstractmethod
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take all gradients, in their order; see `Contribution.take_all`."""
+        """Take the gradients of all parameters, in their order, None for zeros."""
 
     @abstractmethod
     def reduce(self, bucket: int) -> None:
-        """Exchange a bucket that is not the last one; collective."""
+        """Exchange a bucket other than the last one. Collective."""
 
     @abstractmethod
     def finish(self, told: Told) -> Tail:
-        """Exchange what is left before the replicas know what they have told each other; collective."""
+        """Exchange the last bucket and these numbers, and return the numbers' means. Collective."""
 
     @abstractmethod
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Have gradients become their means where they are; None leaves a mean. Collective.
+        """Replace each gradient by its mean, in place; None leaves out a mean. Collective.
 
-        Where the tail says that the means are of no use, no instance calls this.
+        If the tail shows that the means cannot be used, no instance calls `give`.
         """
 
 
 @final
 class HostLoopExchange(LoopExchange):
-    """An exchange over the communicator, in the memory of the host, to which gradients of a device are copied."""
+    """An exchange over the communicator, in host memory. Gradients of a device are copied there."""
 
     def __init__(
         self, plan: TorchGradientPlan, flags: tuple[str, ...], communicator: Communicator, replicas: int
@@ -81,25 +85,27 @@ class HostLoopExchange(LoopExchange):
         self._exchange = GradientExchange(plan, flags, communicator, replicas, is_private=False)
         self._contribution = Contribution(plan)
 
+    @override
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        """See `LoopExchange`."""
         self._contribution.take(number, gradient)
 
+    @override
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """See `LoopExchange`."""
         self._contribution.take_all(gradients)
 
+    @override
     def reduce(self, bucket: int) -> None:
-        """See `LoopExchange`."""
         self._exchange.reduce(self._exchange.buckets[bucket], [[array] for array in self._contribution.arrays(bucket)])
 
+    @override
     def finish(self, told: Told) -> Tail:
-        """See `LoopExchange`: the numbers travel behind the last bucket."""
+        """Exchange the last bucket, with the numbers behind it."""
         self._contribution.set_tail(told.flags, False, told.settings, told.has_gradient, told.has_changed)
         self.reduce(len(self.plan.members) - 1)
         self._contribution.give_back()
         return self._exchange.tail
 
+    @override
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """See `LoopExchange`; here it is no collective call."""
+        """Replace each gradient by its mean, in place. Here the call is not collective."""
         self._exchange.give(gradients)

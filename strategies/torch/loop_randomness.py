@@ -1,4 +1,4 @@
-"""The random numbers of a micro-batch in a loop of the program's own."""
+"""The random numbers of a micro-batch in the program's own training loop."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from strategies.torch.randomness import drawing_by
 
 
 class _Accelerator(Protocol):
-    """A module such as `torch.cuda`, which has one generator for each device."""
+    """A module like `torch.cuda`, with one generator for each device."""
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        """Return how far the generator is."""
+        """Return the state of the device's generator."""
 
     def set_rng_state(self, new_state: torch.Tensor, device: torch.device) -> None:
-        """Have the generator go on from a state."""
+        """Set the state of the device's generator."""
 
 
 class MicroBatchRandomness:
-    """The generators from which the forward passes of a micro-batch draw, one after the other.
+    """The generators of a micro-batch. Its forward passes draw from them, one pass after another.
 
-    An accelerator has one generator in a process. A forward pass finds it in the state in which the pass before has
-    left it, and puts back what the program has there.
+    An accelerator has one generator per process. A forward pass begins with the state that the pass before has left.
+    Afterwards the program's own state is restored.
 
     Args:
-        seed: of all of them.
-        device: of the module.
+        seed: The seed of the generators.
+        device: The device of the module.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -38,17 +38,17 @@ class MicroBatchRandomness:
         self._there = None if self._device is None else torch.Generator(device).manual_seed(seed).get_state()
 
     def states(self) -> list[torch.Tensor]:
-        """Return how far the generators are, in tensors of the host."""
+        """Return the states of the generators, in tensors on the host."""
         there = [] if self._there is None else [self._there.clone()]
         return [self._of_host.get_state(), *there]
 
     def is_at(self, states: list[torch.Tensor]) -> bool:
-        """Return whether nothing was drawn since these were the states."""
+        """Return whether nothing was drawn since the generators had these states."""
         return all(torch.equal(one, other) for one, other in zip(self.states(), states, strict=True))
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Have a forward pass draw its random numbers."""
+        """Let a forward pass draw its random numbers from these generators."""
         with drawing_by(self._of_host), self._drawing_there():
             yield
 

@@ -1,4 +1,4 @@
-"""The state of a loop of the program's own: its steps, random numbers, and the losses that its optimizers see."""
+"""The state of the program's own training loop: steps, random numbers, and the losses that its optimizers get."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Averages = Callable[[torch.Tensor], bool]
 """(parameter) -> whether its gradients are averaged over all instances."""
 
 Closure = Callable[[], torch.Tensor | float]
-"""A function that an optimizer's `step` is given, which computes loss and gradients anew."""
+"""A function given to an optimizer's `step`, which computes loss and gradients anew."""
 
 
 class LoopState:
-    """The counters of steps and micro-batches, apart from the module, whose attributes are slow to set.
+    """The counters of steps and micro-batches. They are not in the module, whose attributes are slow to set.
 
-    A micro-batch ends with a backward pass. All forward passes before go on drawing from one generator, as those in a
-    loss function of `Trainer` do.
+    A micro-batch ends with a backward pass. All its forward passes draw from one generator, one after another, as the
+    passes in a loss function of `Trainer` do.
 
     Attributes:
-        step: how many backward passes were made, of those that are synchronised.
-        syncs: whether backward passes are synchronised.
-        carried: the ids of parameters that have gradients of backward passes that were not.
+        step: The number of synchronised backward passes so far.
+        syncs: Whether backward passes are synchronised.
+        carried: The ids of parameters with gradients of backward passes that were not synchronised.
     """
 
     def __init__(self, seed: int, replica: int, begins: Callable[[int], None]) -> None:
@@ -48,18 +48,18 @@ class LoopState:
         self._randomness: MicroBatchRandomness | None = None
 
     def copied(self) -> LoopState:
-        """Return a new state that is as far in its steps."""
+        """Return a new state with the same number of steps."""
         found = LoopState(self._seed, self._replica, self._begins)
         found.step = self.step
         return found
 
     def carry(self, parameter: torch.Tensor) -> None:
-        """Note a gradient of a backward pass that is not synchronised."""
+        """Record a gradient of a backward pass that is not synchronised."""
         self.carried.add(id(parameter))
         self._has_ended = True
 
     def next_step(self) -> None:
-        """Note that a synchronised backward pass has ended."""
+        """Count a synchronised backward pass that has ended."""
         self.step += 1
         self._micro_batch = 0
         self._has_ended = self._is_told = False
@@ -72,14 +72,14 @@ class LoopState:
 
     @contextmanager
     def forward_pass(self, is_training: bool, device: torch.device) -> Iterator[None]:
-        """Have a forward pass draw its random numbers.
+        """Let a forward pass draw its random numbers.
 
         Args:
-            is_training: whether it is one of a micro-batch; others draw from a generator of their own.
-            device: of the module.
+            is_training: Whether the pass belongs to a micro-batch; other passes draw from a generator of their own.
+            device: The device of the module.
 
         Raises:
-            StrategyError: if a backward pass computes the whole forward pass again, there were several, and it draws.
+            StrategyError: If a backward pass recomputes the forward pass, the micro-batch has several, and it draws.
         """
         if torch._C._current_graph_task_id() >= 0:
             with self._again(is_training, device):
@@ -115,23 +115,23 @@ class LoopState:
         finally:
             if is_training and self._forward_passes > 1 and not randomness.is_at(before):
                 raise StrategyError(
-                    f"a checkpoint computes one of {self._forward_passes} forward passes of a DistributedModel again, "
-                    "and their random numbers go on from one to the next; checkpoint inside of the module, whose "
-                    "random numbers come again"
+                    f"a checkpoint recomputes one of {self._forward_passes} forward passes of a DistributedModel. It "
+                    "would draw other random numbers, because they continue from one pass to the next; checkpoint "
+                    "inside of the module, where random numbers are repeated"
                 )
 
 
 def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None]:
-    """Have closures of optimizers return the mean loss from here on, where their gradients are averaged.
+    """Make optimizer closures return the mean loss from here on, if the optimizer's gradients are averaged.
 
-    The optimizers of `torch.optim` other than LBFGS do nothing with the loss but return it, so theirs stays local.
+    The optimizers of `torch.optim` other than LBFGS only return the loss, so for them it stays local.
 
     Args:
-        averages: a method; its object is not kept alive.
-        replicas: connects the instances, one replica each.
+        averages: A method; its object is not kept alive.
+        replicas: The replicas of all instances, one on each.
 
     Returns:
-        A function that ends it.
+        A function that undoes this.
     """
     hook = partial(_before_step, weakref.WeakMethod(averages), replicas)
     end: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove

@@ -1,4 +1,4 @@
-"""Sums over all replicas in the middle of their passes: the local replicas meet, and the last one asks the others."""
+"""Sums over all replicas in the middle of their passes: local replicas meet, and the last one sums with the others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def adding_over(communicator: Communicator, is_busy: bool) -> SumArrays:
     """Return a function that sums over the replicas of all instances.
 
     Args:
-        communicator: connects the instances.
-        is_busy: whether other collectives, or several of these sums, may run at the same time. Then sums are named
-            collectives, which take longer, and where instances ask for different ones only a limit of time ends them.
+        communicator: The communicator of all instances.
+        is_busy: Whether other collectives, or several of these sums, may run at the same time. Then sums are named
+            collectives, which take longer. If instances ask for different named sums, only the timeout ends them.
     """
 
     def add_here(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -47,12 +47,13 @@ def adding_over(communicator: Communicator, is_busy: bool) -> SumArrays:
 
 @dataclass
 class _ReplicaMeeting:
-    """Local replicas that have come to one place in their passes.
+    """A place in their passes at which local replicas wait for each other.
 
     Attributes:
-        arrays: what they bring, by their global indices.
-        total: the sum over all replicas of all instances.
-        error: why there is none.
+        arrays: The replicas' arrays, by global index.
+        is_over: Set when there is a total or an error.
+        total: The sum over all replicas of all instances.
+        error: The reason why there is no total.
     """
 
     arrays: dict[int, np.ndarray] = field(default_factory=dict)
@@ -62,16 +63,18 @@ class _ReplicaMeeting:
 
 
 class ReplicaMeetings:
-    """Meetings in which the local replicas of a module wait for each other, and for those of other instances.
+    """Meetings in which the local replicas of a module wait for each other, and for replicas of other instances.
 
-    All of them have to be on the way at once, so there are as many threads as replicas. As many compute at the same
-    time as there are cores: who waits lets another one compute.
+    All local replicas must have begun, so each has a thread. At most `at_once` compute at the same time: a replica that
+    waits lets another one compute. An error of one replica ends the meetings of all, until `begin`.
 
     Args:
-        at_once: how many may compute at the same time; None: all.
-        timeout_s: how long one of them waits for the others of this instance.
-        device: on which they compute. An accelerator has one generator of random numbers: who waits takes its state
-            along.
+        replicas: The global indices of the local replicas.
+        add: Sums the arrays of all replicas.
+        at_once: Number of replicas that may compute at the same time; None for all.
+        timeout_s: Limit of a replica's wait for other replicas of this instance.
+        device: The device of the replicas. An accelerator has one generator of random numbers, so a replica restores
+            its generator's state after it has waited.
     """
 
     def __init__(
@@ -81,17 +84,17 @@ class ReplicaMeetings:
         self._add = add
         self._timeout_s = timeout_s
         self._cores = threading.Semaphore(at_once or len(replicas))
-        self._may_cross = at_once is None  # where a replica has several threads
+        self._may_cross = at_once is None  # if a replica has several threads, it may wait in several meetings
         self._generator: Any = None
         if device is not None and device.type != "cpu":
             self._generator = torch.get_device_module(device)
         self._lock = threading.Lock()
         self._open: dict[str, _ReplicaMeeting] = {}
-        self._gone: set[int] = set()  # who has ended its passes
+        self._gone: set[int] = set()  # the replicas whose passes have ended
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
-        """Begin a step, for which all local replicas come."""
+        """Begin a step of all local replicas."""
         with self._lock:
             self._gone.clear()
             self._open.clear()
@@ -99,10 +102,10 @@ class ReplicaMeetings:
 
     @contextmanager
     def attended_by(self, replica: int) -> Iterator[None]:
-        """Let this thread compute a replica's passes when a core is free; afterwards nobody waits for the replica."""
+        """Let this thread compute a replica's passes when a core is free. Afterwards no replica waits for this one."""
         is_on_host = self._generator is None
         with nullcontext() if is_on_host else torch.autograd.set_multithreading_enabled(False), self._cores:
-            try:  # autograd has one thread for all backward passes on a device, which must not wait
+            try:  # autograd's one thread for all backward passes on a device must not wait
                 yield
             finally:
                 with self._lock:
@@ -110,12 +113,12 @@ class ReplicaMeetings:
                     self._look_for_missing()
 
     def sum(self, name: str, replica: int, array: np.ndarray) -> np.ndarray:
-        """Return the sum of the arrays that all replicas bring to the meeting of this name. It must not be changed.
+        """Return the sum of all replicas' arrays in the meeting of this name. The result must not be changed.
 
         Raises:
-            StrategyError: if another local replica has ended its passes without it, or waits at another one.
-            AbandonedError: if another local replica has failed.
-            CollectiveError: as collectives do; after the limit of time also where local replicas do not come.
+            StrategyError: If another local replica ended its passes without this meeting, or waits at another one.
+            AbandonedError: If another local replica has failed.
+            CollectiveError: If the collective fails, or after `timeout_s` a local replica has not come.
         """
         with self._lock:
             if self._failure is not None:
@@ -151,13 +154,13 @@ class ReplicaMeetings:
         try:
             if not meeting.is_over.wait(self._timeout_s):
                 self._give_up(name, replica, meeting)
-                meeting.is_over.wait()  # of what instances do together they see to the limit
+                meeting.is_over.wait()  # if all local replicas are there, the collective has a limit of its own
         finally:
             self._cores.acquire()
             if state is not None:
                 self._generator.set_rng_state(state)
 
-    # ---- who does not come
+    # ---- missing replicas
 
     def _give_up(self, name: str, replica: int, meeting: _ReplicaMeeting) -> None:
         with self._lock:
@@ -170,20 +173,20 @@ class ReplicaMeetings:
                 )
 
     def fail(self, replica: int, error: BaseException) -> None:
-        """End the meetings that wait for a replica which has failed."""
+        """End the meetings, because a replica has failed."""
         with self._lock:
             if self._failure is None:
                 self._fail(AbandonedError(f"replica {replica} has failed: {error}"))
 
     def _look_for_missing(self) -> None:
-        """End the meetings in which a replica will never come; the lock is held."""
+        """End all meetings if a replica will never come to one of them. The lock is held."""
         for name, meeting in self._open.items():
             if gone := sorted(self._gone - meeting.arrays.keys()):
                 self._fail(
                     StrategyError(
                         f"replica {gone[0]} has ended its passes without {name}, where replica {min(meeting.arrays)} "
-                        "waits for it; every replica has to go through such layers as often as the others: call the "
-                        "layer in every replica, if only with no rows"
+                        "waits for it; all replicas must call such a layer equally often: call the layer in every "
+                        "replica, even without rows"
                     )
                 )
                 return
@@ -192,13 +195,13 @@ class ReplicaMeetings:
             places = ", ".join(f"replica {replica} in {name}" for replica, name in sorted(waiting.items()))
             self._fail(
                 StrategyError(
-                    f"replicas wait for each other in different layers: {places}; every replica has to go through such "
+                    f"replicas wait for each other in different layers: {places}; every replica must call such "
                     "layers in the same order"
                 )
             )
 
     def _fail(self, error: BaseException) -> None:
-        """End all meetings that are open; the lock is held."""
+        """End all open meetings with an error. The lock is held."""
         self._failure = error
         for meeting in self._open.values():
             meeting.error = error

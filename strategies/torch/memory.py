@@ -1,4 +1,4 @@
-"""The memory of a training on PyTorch: a plan of what it will need, and glibc's settings for it."""
+"""The memory of a PyTorch training: a plan of the memory it needs, and glibc's settings for it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from strategies.torch.tensors import tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
 _NEVER = -1
 _LARGE_BYTES = 1 << 30
-"""Blocks of this size and more, as of data sets, go back when they are freed."""
+"""Blocks of at least this size, as data sets have, are returned to the kernel when they are freed."""
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
@@ -35,13 +35,13 @@ def plan_memory(
     """Return the memory that this instance needs.
 
     Args:
-        replicas: of all instances.
-        training: see there.
-        plan: of the gradients.
-        buckets: with memory for their means on the host.
-        is_private: whether no means lie in a window.
-        batch: of this instance.
-        stays: whether gradients stay on the device.
+        replicas: The replicas of all instances.
+        training: The module, its optimizer, and their state.
+        plan: The plan of the gradients.
+        buckets: The buckets, with memory for their means on the host.
+        is_private: Whether no means lie in a shared window.
+        batch: The batch of this instance.
+        stays: Whether gradients stay on the device.
     """
     local, state = len(replicas.local_replicas), training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
@@ -67,15 +67,15 @@ def _nbytes(tree: object) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep the memory that PyTorch frees, in the whole process, unless the environment sets this.
+    """Make glibc keep the memory that PyTorch frees, in the whole process, unless the environment sets this.
 
-    By default glibc gives the kernel back what is free at the end of its heap, and large blocks at once. A training
-    step frees its activations and gradients, and the next step needs as much. Each page is then asked for, cleared and
-    mapped anew, which took up to a third of a step of a small convolutional network. A process keeps what its largest
-    step needed.
+    By default glibc returns free memory at the end of its heap to the kernel, and large blocks at once. A training step
+    frees its activations and gradients, and the next step needs as much again. The kernel then clears and maps each
+    page anew, which took up to a third of a step of a small convolutional network. With this setting a process keeps
+    the memory that its largest step needed.
 
     Returns:
-        Whether glibc keeps it now; False if the environment decides, or the C library is another one.
+        Whether glibc keeps memory now; False if the environment decides, or the C library is another one.
     """
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return False

@@ -1,4 +1,4 @@
-"""Timetables of pipelines, followed by threads, each of which carries one micro-batch through the stages."""
+"""Timetables of pipelines, carried out by one thread per micro-batch, which takes it through the stages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timet
 
 
 class MicroBatches:
-    """The turns of micro-batches, each in a thread of its own, while a timetable is followed once.
+    """The turns of micro-batches, each in a thread of its own, during one pass through a timetable.
 
     Args:
-        timetable: with one device for each stage.
-        course: of the timetable, with a thread for each micro-batch.
+        timetable: A timetable with one device for each stage.
+        course: The course of the timetable, with a thread for each micro-batch.
     """
 
     def __init__(self, timetable: Timetable, course: Course) -> None:
@@ -27,7 +27,7 @@ class MicroBatches:
 
     @property
     def spans(self) -> Sequence[Timed]:
-        """The actions of all devices with their times, in the order of their beginnings. Updates come last."""
+        """The actions of all devices with their times, sorted by their beginnings; updates come last."""
         spans = list(self._drive.spans)
         if not self.timetable.training:
             return spans
@@ -39,10 +39,10 @@ class MicroBatches:
         ]
 
     def wait(self, action: StageAction) -> None:
-        """Return when it is an action's turn.
+        """Wait until it is an action's turn.
 
         Raises:
-            AbandonedError: another micro-batch has failed.
+            AbandonedError: If another micro-batch has failed.
         """
         self._drive.wait(self._turns[action])
         self._begun_s[action] = self._drive.clock()
@@ -52,19 +52,19 @@ class MicroBatches:
         self._drive.done(self._turns[action], self._begun_s[action])
 
     def give_up(self) -> None:
-        """Have all end that wait."""
+        """End the waits of all micro-batches."""
         self._drive.give_up()
 
 
 def weights_behind(timetable: Timetable) -> Timetable:
-    """Return the same actions, with those for weights where the thread of their micro-batch comes to them.
+    """Return the same actions, with parts for weights moved behind the first parts of backward passes.
 
-    The first part of a micro-batch's backward pass is one call of autograd through all stages, so its second parts come
-    behind that, stage by stage. All others keep their order. A device makes a part for weights when it can do nothing
-    else, in the order of micro-batches.
+    The first part of a micro-batch's backward pass is one call of autograd through all stages. So its parts for weights
+    come after that call, stage by stage; other actions keep their order. A device computes a part for weights when it
+    can do nothing else, in the order of micro-batches.
 
     Args:
-        timetable: with a device for each stage, and backward passes in two parts.
+        timetable: A timetable with a device for each stage, and backward passes in two parts.
     """
     ended: set[StageAction] = set()
     found: list[list[StageAction]] = [[] for _ in timetable.devices]
@@ -90,11 +90,11 @@ class _Waiting:
 
     @property
     def is_left(self) -> bool:
-        """Whether there is anything."""
+        """Whether there are actions left."""
         return bool(self._weights or self._others)
 
     def next(self, ended: set[StageAction]) -> StageAction | None:
-        """Return the action that the device can begin now, if any."""
+        """Return the action that the device can begin now; None if there is none."""
         for queue in (self._others, self._weights):
             if queue and ended.issuperset(self._needed(queue[0])):
                 return queue.popleft()

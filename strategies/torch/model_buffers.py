@@ -1,4 +1,4 @@
-"""Agreement of replicas on the buffers and frozen parameters that a step has changed, such as moving means."""
+"""Agreement of replicas on buffers and frozen parameters that a step has changed, such as moving means."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ from strategies.torch.replica_memory import HOST
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_other_bits, have_same_bits
 
-_MOST_AXES = 65  # of a tensor of PyTorch, 64, behind their number
+_MOST_AXES = 65  # the number of axes, and the lengths of at most 64, PyTorch's limit
 OF_EACH = " of each replica"
-"""Behind the name of a buffer of which each replica keeps its own."""
+"""Suffix of a buffer's name, if each replica keeps its own value."""
 
 
 class ModelBuffers:
     """The buffers and frozen parameters of a module, on which all replicas agree after each step.
 
-    Only those that a replica has changed are exchanged: the mean of many equal numbers may be rounded, so what stays
-    is let alone.
+    If no replica has changed a buffer, it is not exchanged, because the mean of many equal numbers may be rounded.
 
     Args:
-        module: of the training; its buffers are those with which a step begins.
-        shown: the replica whose buffers the module has where each keeps its own.
+        module: The module of the training. A step begins with its buffers.
+        aggregation: The ways of agreement, `TorchOptions.model_state_aggregation`.
+        count: The number of replicas.
+        shown: If each replica keeps its own buffers, the replica whose buffers the module has.
 
     Attributes:
-        declared: the ways of agreement that were named, by the names of buffers and frozen parameters.
-        moving: the numbers of those that a step has changed, from the first time on.
-        words: for each of them the way of agreement.
-        own: by their numbers those of which each replica keeps its own, with a first axis of all replicas.
+        slots: The places of the buffers and frozen parameters.
+        declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
+        moving: The numbers of the slots that a step has changed, from the first change on.
+        words: For each slot, the way of agreement.
+        own: Slots with a value for each replica, by number; the first axis is that of all replicas.
 
     Raises:
-        ValueError: if a name is none of a buffer or frozen parameter, or one that has no mean is to get it.
+        ValueError: If no buffer or frozen parameter has a given name, or "mean" is given for one without a mean.
     """
 
     def __init__(self, module: torch.nn.Module, aggregation: Aggregation, count: int, shown: int = 0) -> None:
@@ -58,7 +60,7 @@ class ModelBuffers:
         self.follow()
 
     def follow(self) -> None:
-        """Look for what was frozen, or is trained again."""
+        """Find the parameters that were frozen, or are trained again, and new buffers."""
         slots = slots_of(self._module)
         names = [slot.name for slot in slots]
         before = [slot.name for slot in self.slots]
@@ -80,20 +82,20 @@ class ModelBuffers:
         self.own = {number: self._of_all(slots[number].tensor, own.get(names[number])) for number in each}
 
     def _of_all(self, tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-        """Return the known values of a buffer on all replicas; if there are none of its shape, the module's for all."""
+        """Return the known values of a buffer on all replicas. If none have its shape, repeat the module's value."""
         if known is not None and known.shape[1:] == tensor.shape:
             return known
         return torch.stack([tensor.detach()] * self._count)
 
     @property
     def written(self) -> frozenset[str]:
-        """The names of the frozen parameters that steps change, as far as is known or was said."""
+        """The names of the frozen parameters that steps change, as far as this was seen or declared."""
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
         return frozenset([*names, *self.declared])
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
-        """Return the buffers with which a replica begins a step."""
+        """Return the buffers and frozen parameters with which a replica begins a step."""
         self._follow_shown()
         found = [slot.tensor for slot in self.slots]
         for number, own in self.own.items():
@@ -101,10 +103,10 @@ class ModelBuffers:
         return found
 
     def _follow_shown(self) -> None:
-        """Give all replicas what the program has changed in the module."""
+        """Copy changes that the program has made to the module's buffers to all replicas."""
         for number, own in self.own.items():
             shown = self.slots[number].tensor.detach()
-            if own.device != HOST and own.shape[1:] == shown.shape:  # nothing waits for a device
+            if own.device != HOST and own.shape[1:] == shown.shape:  # on a device, without waiting for it
                 own.copy_(torch.where(have_other_bits(own[self._shown], shown), shown.expand_as(own), own))
             elif not have_same_bits(own[self._shown], shown):
                 own.copy_(shown.expand_as(own))
@@ -120,17 +122,17 @@ class ModelBuffers:
         of_replicas: Sequence[Sequence[Slot]],
         replicas: Replicas,
     ) -> dict[int, torch.Tensor]:
-        """Return new values of those that have changed, by their numbers, until the next call.
+        """Return new values of the slots that have changed, by their numbers, valid until the next call.
 
-        Makes collective calls where there are any.
+        Collective if any has changed.
 
         Args:
-            shares: for each the share of the replicas that have changed it; above 1 if its shape has changed.
-            of_replicas: for each local replica its buffers after the step.
-            replicas: connects the instances.
+            shares: For each slot, the share of the replicas that have changed it; above 1 if its shape has changed.
+            of_replicas: For each local replica, its slots after the step.
+            replicas: The replicas of all instances.
 
         Raises:
-            StrategyError: if replicas have other shapes of one, or it is not said that each replica has its own.
+            StrategyError: If replicas have different shapes of a slot, or a frozen parameter that changes is not named.
         """
         changed = np.flatnonzero(shares).tolist()
         if not changed:
@@ -146,20 +148,20 @@ class ModelBuffers:
         return found | (self._of_each(each, of_replicas, replicas) if each else {})
 
     def refuse_unnamed(self, numbers: Sequence[int]) -> None:
-        """Refuse frozen parameters that forward passes write, unless it was said that each replica has its own."""
+        """Raise if forward passes write a frozen parameter of each replica that was not declared by name."""
         if unnamed := [self.slots[number].name for number in numbers if number not in self.own]:
             raise StrategyError(
                 f"{unnamed[0]} is a frozen parameter that forward passes write; for each replica to keep its own it "
-                f"has to be named: model_state_aggregation={ {unnamed[0]: PER_REPLICA} }"
+                f"must be named: model_state_aggregation={ {unnamed[0]: PER_REPLICA} }"
             )
 
     def refuse_other_shapes(self, number: int, of_replicas: Sequence[Sequence[Slot]], replicas: Replicas) -> None:
-        """Compare the shapes of a buffer that has grown; a collective call."""
+        """Raise unless all replicas have the same shape of a buffer that has grown. Collective."""
         name = self.slots[number].name
         if number in self.own:
             raise StrategyError(
-                f"{name} has changed its shape in the forward pass, and each replica keeps its own; call the module "
-                "once before the Trainer, so that it has its shape"
+                f"{name} has changed its shape in the forward pass, but each replica keeps its own; call the module "
+                "once before the Trainer, so that the buffer has its final shape"
             )
         shapes = [[np.zeros(_MOST_AXES, np.int64)] for _ in of_replicas]
         for slots, [shape] in zip(of_replicas, shapes, strict=True):
@@ -169,16 +171,16 @@ class ModelBuffers:
         of_all = {tuple(row[1 : row[0] + 1].tolist()) for [row] in gathered}
         if len(of_all) > 1:
             raise StrategyError(
-                f"{name} has become of the shapes {', '.join(map(str, map(list, sorted(of_all))))} on different "
-                "replicas, which cannot agree on it; give it one shape for all batches"
+                f"{name} has the shapes {', '.join(map(str, map(list, sorted(of_all))))} on different replicas after "
+                "the step, which cannot agree on it; give it one shape for all batches"
             )
 
     def keep(self, values: dict[int, torch.Tensor], moving: frozenset[int] | None = None) -> None:
-        """Have a step end with these values.
+        """Put the new values of a step into the module.
 
         Args:
-            values: by the numbers of buffers.
-            moving: the numbers of those of which it is known that steps change them; None: of all.
+            values: The values, by the numbers of slots.
+            moving: The numbers of the slots that are known to change in steps; None for all of `values`.
         """
         with torch.no_grad():
             for number, value in values.items():
@@ -191,7 +193,7 @@ class ModelBuffers:
     def _of_each(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
-        """Gather what all replicas have on every instance, so that nothing is lost with one."""
+        """Gather the values of all replicas on every instance, so that the loss of an instance loses none."""
         local = [[as_array(slots[number].tensor.to(HOST)) for number in numbers] for slots in of_replicas]
         gathered = gather_arrays(replicas, local, "buffers of each replica")
         columns = zip(*gathered, strict=True)
@@ -220,7 +222,7 @@ class ModelBuffers:
     def _firsts(
         self, numbers: Sequence[int], of_first: Sequence[Slot], communicator: Communicator
     ) -> dict[int, torch.Tensor]:
-        """Broadcast what replica 0 has, which is on the first of the instances, in one message."""
+        """Broadcast the values of replica 0, which the first instance drives, in one message."""
         values = [of_first[number].tensor.detach().to(HOST, copy=True) for number in numbers]
         if communicator.size > 1:
             arrays = [as_array(value).reshape(-1).view(np.uint8) for value in values]
@@ -233,7 +235,7 @@ class ModelBuffers:
 
 
 def _places_of(slots: Sequence[Slot]) -> list[tuple[str, int]]:
-    """Return values that are others when a tensor is in another place."""
+    """Return values that change when a tensor is put in another place."""
     return [(slot.name, id(slot.holder)) for slot in slots]
 
 

@@ -1,4 +1,4 @@
-"""The parts of a module: places of buffers and frozen parameters, watches for replaced parts, and compiled ones."""
+"""The parts of a module: slots of buffers and frozen parameters, watches for replaced parts, and compiled parts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from strategies.torch.replica_groups import groups_of
 from strategies.torch.tensors import have_other_bits, have_same_bits
 
 IN_PLACE = "_compiled_call_impl"
-"""The attribute in which `module.compile()` keeps what runs in place of the module; copies of modules lack it."""
+"""The attribute in which `module.compile()` keeps its compiled form; copies of modules lack it."""
 
 
 class Slot(NamedTuple):
     """The place of a tensor that a forward pass may change: a buffer, or a frozen parameter.
 
     Attributes:
-        name: of the tensor, as `named_buffers` or `named_parameters` has it.
-        holder: the dictionary in which it is.
-        is_parameter: whether it is a frozen parameter.
+        name: The tensor's name in `named_buffers` or `named_parameters`.
+        holder: The dictionary that holds the tensor.
+        key: The tensor's key in the dictionary.
+        is_parameter: Whether the tensor is a frozen parameter.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Slot(NamedTuple):
         return tensor
 
     def put(self, value: torch.Tensor) -> None:
-        """Copy a value into the tensor, or into a new one if it has another shape; autograd must be off."""
+        """Copy a value into the tensor, or into a new tensor if the shapes differ. Autograd must be off."""
         tensor = self.tensor
         if tensor.shape == value.shape:
             tensor.copy_(value)
@@ -49,7 +50,7 @@ class Slot(NamedTuple):
 def slots_of(module: torch.nn.Module) -> list[Slot]:
     """Return the slots of a module's buffers, then of its frozen parameters, each once, in their order.
 
-    Without parameters of which groups of replicas have rows: their replicas share these.
+    Parameters with a row for each group of replicas are left out, because the replicas of a group share a row.
     """
     buffers = [Slot(*place) for place in _places(module, "_buffers")]
     parameters = [Slot(*place, True) for place in _places(module, "_parameters")]
@@ -67,20 +68,22 @@ def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict
 
 
 def differs(tensor: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether a tensor has other bits than the one with which a replica began.
+    """Return whether a tensor differs in any bit from the value at the beginning of the step, `master`.
 
     Raises:
-        StrategyError: if it has another dtype.
+        StrategyError: If the dtypes differ.
     """
     _refuse_other_dtype(tensor, master)
     return not have_same_bits(tensor, master)
 
 
 def difference(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return the same as `differs`, as a boolean of no axes on the device, for which nothing waits; of one shape.
+    """Return the result of `differs` as a boolean of no axes on the device, without waiting for it.
+
+    Both tensors must have the same shape.
 
     Raises:
-        StrategyError: if it has another dtype.
+        StrategyError: If the dtypes differ.
     """
     _refuse_other_dtype(tensor, master)
     return have_other_bits(tensor.detach(), master.detach())
@@ -89,13 +92,13 @@ def difference(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 def _refuse_other_dtype(tensor: torch.Tensor, master: torch.Tensor) -> None:
     if tensor.dtype != master.dtype:
         raise StrategyError(
-            f"a buffer has become {tensor.dtype}{list(tensor.shape)}, and was {master.dtype}{list(master.shape)}; "
+            f"a buffer has become {tensor.dtype}{list(tensor.shape)}, but was {master.dtype}{list(master.shape)}; "
             "keep the dtype of a buffer, or cast it in the module before the training"
         )
 
 
 class ModuleParts:
-    """The submodules, parameters and buffers that a module had; finds out cheaply whether it has others."""
+    """The submodules, parameters and buffers of a module at one time, for a cheap check whether they were replaced."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # None among them: empty buffers
@@ -127,10 +130,10 @@ class ModuleParts:
 
 
 class ModuleWatch:
-    """A watcher of parts of a module that are added, removed or replaced, and of parameters of another kind.
+    """A watcher of a module's parts that are added, removed or replaced, and of parameters with a new shape or dtype.
 
     Attributes:
-        named: its parameters, each once, when it was looked at last.
+        named: The module's parameters, each once, at the last call of `look`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -138,7 +141,7 @@ class ModuleWatch:
         self.look()
 
     def look(self) -> None:
-        """Take the parts that the module has now as the known ones."""
+        """Remember the parts that the module has now."""
         self._parts = ModuleParts(self._module)
         self.named = list(self._module.named_parameters())
         self._parameters = [one for _, one in self.named]
@@ -146,12 +149,12 @@ class ModuleWatch:
 
     @property
     def has_other_parts(self) -> bool:
-        """Whether there are other parameters, buffers or layers than those that were looked at."""
+        """Whether the module has other parameters, buffers or submodules than at the last call of `look`."""
         return self._parts.changed() is not None
 
     @property
     def is_swapped(self) -> bool:
-        """Whether tensors stand in the place of parameters for a while, as in `torch.func.functional_call`."""
+        """Whether tensors replace parameters for a while, as in `torch.func.functional_call`."""
         return any(not isinstance(one, torch.nn.Parameter) for one in self._module.parameters())
 
     @property
@@ -161,7 +164,7 @@ class ModuleWatch:
 
     @property
     def has_other_kinds(self) -> bool:
-        """Whether a parameter has another shape or dtype than it had."""
+        """Whether a parameter has another shape or dtype than at the last call of `look`."""
         return self._kinds != self._kinds_now()
 
     def _kinds_now(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -169,7 +172,7 @@ class ModuleWatch:
 
 
 def _getter(holder: Mapping[str, object]) -> Callable[[str], object]:
-    """Return a function that looks up a key; the mappings of scripted modules have no `get`, and lose no key."""
+    """Return a function that looks up a key. The mappings of scripted modules have no `get`, but never lose a key."""
     return holder.get if isinstance(holder, dict) else holder.__getitem__
 
 
@@ -188,16 +191,16 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def kept_contexts(module: torch.nn.Module) -> dict[int, object]:
-    """Return a memo by which `copy.deepcopy` keeps contexts of compilations, whose identity finds the compilation."""
+    """Return a memo with which `copy.deepcopy` keeps contexts of compilations, as PyTorch finds them by identity."""
     contexts = [_context_around(one) for one in module.modules()]
     return {id(context): context for context in contexts if context is not None}
 
 
 def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
-    """Compile a copy in place as the original is, with the same compilation; or not, as the original is not.
+    """Compile a copy in place, with the compilation of the original; if the original is not compiled, do not.
 
     Raises:
-        StrategyError: if this version of PyTorch does not show how.
+        StrategyError: If this version of PyTorch does not show how the original was compiled.
     """
     if not is_compiled_in_place(original):
         setattr(copied, IN_PLACE, None)
@@ -207,7 +210,7 @@ def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
     closed = dict(zip(names, getattr(wrapper, "__closure__", None) or (), strict=True))
     if "self" not in closed:
         raise StrategyError(
-            f"{type(original).__qualname__} was compiled by module.compile(), and this version of PyTorch does not "
+            f"{type(original).__qualname__} was compiled by module.compile(), but this version of PyTorch does not "
             "show how; give strategies.torch the module that torch.compile(module) returns"
         )
     context: Callable[[object], object] = closed["self"].cell_contents
@@ -215,11 +218,11 @@ def compile_like(copied: torch.nn.Module, original: torch.nn.Module) -> None:
 
 
 def refuse_to_be_compiled() -> None:
-    """Refuse a function that torch.compile runs: it would compile the exchange of gradients as well."""
+    """Raise if torch.compile runs this function: it would compile the exchange of gradients as well."""
     if callable(eval_frame.get_eval_frame_callback()):
         raise StrategyError(
             "torch.compile around a DistributedModel would compile the exchange of gradients as well; compile the "
-            "module that it has: DistributedModel(torch.compile(module), strategy)"
+            "module inside it: DistributedModel(torch.compile(module), strategy)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer of PyTorch as a tree of arrays, in which checkpoints and other instances take it."""
+"""The state of a PyTorch optimizer as a tree of arrays, for checkpoints and for other instances."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ArraysByName = dict[str, np.ndarray]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters of an optimizer, as its `state_dict` numbers them."""
+    """Return the parameters of an optimizer, in the order of the numbers in its `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
 
 
 def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]:
-    """Return the hyperparameters of each group as arrays of no axes, tuples as lists; None and words are left out.
+    """Return the hyperparameters of each group as arrays of no axes, tuples as lists, without None and strings.
 
-    `params` has the numbers of the group's parameters, as in a `state_dict`.
+    `params` holds the numbers of the group's parameters, as in a `state_dict`.
     """
     found, first = [], 0
     for group in optimizer.param_groups:
@@ -40,7 +40,7 @@ def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Tree]]
 
 
 def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
-    """Put hyperparameters back that `numbers_of_groups` has returned."""
+    """Restore the hyperparameters that `numbers_of_groups` has returned."""
     for group, numbers in zip(optimizer.param_groups, groups, strict=True):
         for name, value in numbers.items():
             if name == PARAMS:
@@ -52,10 +52,10 @@ def set_numbers(optimizer: torch.optim.Optimizer, groups: Tree) -> None:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
-    """Return the arrays of each parameter's state, by its number; on the host nothing is copied.
+    """Return the arrays of each parameter's state, by the parameter's number. Tensors on the host are not copied.
 
     Raises:
-        StrategyError: if it has something else than tensors, numbers and None.
+        StrategyError: If the state holds other values than tensors, numbers and None.
     """
     found = {}
     for number, parameter in enumerate(parameters_of(optimizer)):
@@ -65,13 +65,13 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
 
 
 def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName]) -> None:
-    """Put a state back, as copies; what the optimizer has for other parameters is dropped.
+    """Restore a state from copies of arrays. The optimizer's state for other parameters is dropped.
 
     Values become tensors, numbers or None as the optimizer has them, or would have them after a step.
 
     Args:
-        optimizer: whose state it becomes.
-        arrays: like what `state_of` returns.
+        optimizer: The optimizer to change.
+        arrays: Arrays as `state_of` returns them.
     """
     parameters, like = parameters_of(optimizer), _kinds_of(optimizer)
     if arrays.keys() - like.keys():
@@ -98,9 +98,9 @@ def _kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.dev
 
 
 def after_one_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same kind that has made a step with gradients of zero, on other parameters.
+    """Return a copy of the optimizer that has made a step with gradients of zero, on other parameters.
 
-    PyTorch's optimizers make their state in the first step, so this is how to learn what it will be.
+    PyTorch's optimizers make their state in the first step, so this shows its form.
     """
     parameters = parameters_of(optimizer)
     others = {id(one): torch.nn.Parameter(torch.zeros_like(one), one.requires_grad) for one in parameters}
@@ -125,13 +125,13 @@ def _arrays(
             yield name, np.asarray(value)
         elif value is not None:
             raise StrategyError(
-                f"{type(optimizer).__name__} keeps a {type(value).__name__} ({name}) for parameter {number}; an "
-                "optimizer whose state can be saved and handed on keeps tensors and numbers"
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} ({name}) for parameter {number}; only "
+                "tensors and numbers can be saved and sent to other instances"
             )
 
 
 def _as_number(value: object) -> Tree:
-    """Return a number, or numbers in a list, as arrays; None for what is no number."""
+    """Return a number as an array, or a list of numbers as a list of arrays; None for other values."""
     if isinstance(value, tuple | list):
         found = [_as_number(one) for one in value]
         return None if not found or any(one is None for one in found) else found
@@ -141,7 +141,7 @@ def _as_number(value: object) -> Tree:
 
 
 def plain_number(value: Tree) -> Number | tuple[Number, ...]:
-    """Return a number of Python for an array of no axes, a tuple for a list of these."""
+    """Return a Python number for an array of no axes, or a tuple of numbers for a list of them."""
     return tuple(plain_number(one) for one in value) if isinstance(value, list | tuple) else np.asarray(value).item()
 
 

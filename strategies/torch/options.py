@@ -1,4 +1,4 @@
-"""The options of a step on PyTorch, and which of them exclude each other."""
+"""The options of a PyTorch training step, with checks of combinations that exclude each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import final
 
 import torch
+from typing_extensions import override
 
 from popdist.switches import require_switches_or_none
 from strategies.argument_checks import at_least, positive
@@ -23,7 +24,7 @@ from strategies.torch.replica_memory import as_device
 from strategies.torch.stages import TorchPipeline
 
 MEAN, FIRST, PER_REPLICA = WORDS = ("mean", "first", "per_replica")
-"""How replicas agree on a buffer: the mean over all of them, in their order; what replica 0 has; not at all."""
+"""Ways of agreement on a buffer: the mean over all replicas, in their order; replica 0's value; no agreement."""
 
 Aggregation = str | Mapping[str, str] | None
 
@@ -31,7 +32,7 @@ _COMPUTE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchTrainerOptions(CommonOptionsByName, total=False):
-    """The arguments that `Trainer` takes by name; see `TorchOptions`."""
+    """The arguments of `Trainer` that are given by name. `TorchOptions` describes them."""
 
     check_numerics: bool | None
     digest_every: int
@@ -47,30 +48,32 @@ class TorchTrainerOptions(CommonOptionsByName, total=False):
 @final
 @dataclass(frozen=True)
 class TorchOptions(CommonOptions):
-    """The options of a training step on PyTorch; those that JAX has too are described in `CommonOptions`.
+    """Options of a PyTorch training step. `CommonOptions` describes the options that JAX has too.
 
     Attributes:
-        verify_steps: number of first steps in which the loss and gradients of replica 0 are compared with plain PyTorch
+        verify_steps: Number of first steps in which the loss and gradients of replica 0 are compared with plain PyTorch
             on the module itself. After these steps, and after 2, 4, 8 and so on, instances compare the bits of the
-            state; 0 for no comparison.
-        model_state_aggregation: how replicas agree on the buffers that a step has changed: "mean", "first", or
-            "per_replica" where each keeps its own, for all of them or by their names; None: the mean of floating-point
-            ones, and replica 0's of others. The module has those of replica 0 where each keeps its own.
-        intra_op_threads: of each replica, and of the update: part of what decides bits, so the same everywhere.
-        stream_gradients: whether gradients travel while the backward pass still runs, the same on all instances. None:
-            over a network, that is with `variables_on_host`. In the memory of a host waiting takes a core. It changes
-            nothing where gradients stay on a device.
-        replica_device: an accelerator, as "cuda", to which the module moves, with the state of its optimizer. All
+            state. 0 turns both comparisons off.
+        model_state_aggregation: The agreement of replicas on buffers that a step has changed: "mean", "first", or
+            "per_replica" if each replica keeps its own. One word holds for all buffers; a dictionary gives words by
+            name. None: the mean of floating-point buffers, and replica 0's value of others. If each replica keeps its
+            own, the module has replica 0's.
+        intra_op_threads: PyTorch's number of threads within an operation, for each replica and the update. Bits depend
+            on it, so it is the same on all instances.
+        stream_gradients: Whether gradients travel while the backward pass still runs, the same on all instances. None:
+            over a network, that is with `variables_on_host`. (In the memory of a host, waiting takes a core.) The
+            option changes nothing if gradients stay on a device.
+        replica_device: An accelerator, as "cuda", to which the module and the state of its optimizer move. All
             replicas of an instance compute there, one after another, and gradients stay there. "cuda:1" is the same on
-            every instance, without a number those of a host take turns. "cpu" does the same on the CPU, to try it.
-            None: where the module is; on the CPU several replicas compute at once.
-        before_update: called with the module on every instance when it has the mean gradients, in the `grad` of its
-            parameters, and before they are applied: to clip them, say.
-        pipeline: how the blocks of a module run as stages of a pipeline; None: one after another.
+            every instance; without a number, the instances of a host take the accelerators in turn. "cpu" does the same
+            on the CPU, to try it. None: the device of the module; on the CPU several replicas compute at once.
+        before_update: A function, called with the module on every instance before the update, when the `grad` of its
+            parameters holds the mean gradients: to clip them, for example.
+        pipeline: The pipeline in which the blocks of a module run as stages; None to run them one after another.
 
     Raises:
-        TypeError: see `CommonOptions`; or `replica_device` is no device.
-        ValueError: see `CommonOptions`.
+        TypeError: If an option has a wrong type, or `replica_device` is no device.
+        ValueError: If an option is out of range, or two options exclude each other.
     """
 
     verify_steps: int = 1
@@ -87,7 +90,7 @@ class TorchOptions(CommonOptions):
         at_least(0, "seed", self.seed)
         at_least(0, "verify_steps", self.verify_steps)
         positive("intra_op_threads", self.intra_op_threads)
-        _ = self.autocast_dtype, self.device  # each refuses what is out of range
+        _ = self.autocast_dtype, self.device  # these properties check their options
         given = self.model_state_aggregation
         for word in [given] if isinstance(given, str) else (given or {}).values():
             if word not in WORDS:
@@ -99,19 +102,19 @@ class TorchOptions(CommonOptions):
             self._refuse_with_pipeline()
         if self.shards_state and self.before_update is not None:
             raise ValueError(
-                "before_update sees whole mean gradients, and with sharded optimizer state an instance has a part of "
+                "before_update needs whole mean gradients, but with sharded optimizer state an instance has a part of "
                 "them; use one of the two"
             )
 
     def _refuse_with_pipeline(self) -> None:
         if self.method is GradientAccumulationReductionMethod.RUNNING_MEAN:
             raise ValueError(
-                "a running mean changes all gradients before each micro-batch, and in a pipeline others are being "
-                "added up then; use reduction_method='mean'"
+                "a running mean changes all gradients before each micro-batch, but a pipeline adds gradients of other "
+                "micro-batches at that time; use reduction_method='mean'"
             )
         if self.device is not None:
             raise ValueError(
-                f"replica_device is {self.replica_device!r}, on which replicas take turns, and the stages of a "
+                f"replica_device is {self.replica_device!r}, on which replicas take turns, but the stages of a "
                 "pipeline compute on the cores of the host at once; use one of the two"
             )
 
@@ -120,12 +123,12 @@ class TorchOptions(CommonOptions):
         return replicas.streams_gradients if self.stream_gradients is None else self.stream_gradients
 
     def compares_bits(self, steps_made: int) -> bool:
-        """Return whether instances compare the bits of the state when so many steps are made."""
+        """Return whether instances compare the bits of the state after this number of steps."""
         is_power_of_two = steps_made > 0 and not steps_made & (steps_made - 1)
         return self.verify_steps > 0 and (is_power_of_two or 0 < steps_made <= self.verify_steps)
 
     def divisor(self, number: int) -> int:
-        """Return the number by which micro-batch `number` is divided, so that the sum of all is what `method` says."""
+        """Return the number that divides micro-batch `number`, so that the sum over all agrees with `method`."""
         if self.method is GradientAccumulationReductionMethod.SUM:
             return 1
         is_running = self.method is GradientAccumulationReductionMethod.RUNNING_MEAN
@@ -150,12 +153,12 @@ class TorchOptions(CommonOptions):
 
     @cached_property
     def device(self) -> torch.device | None:
-        """On which the replicas compute; None for the memory of the module."""
+        """The device on which the replicas compute; None for the device of the module."""
         return as_device(self.replica_device)
 
     @property
+    @override
     def own_terms(self) -> Mapping[str, object]:
-        """See `CommonOptions`."""
         return {
             "verify_steps": self.verify_steps,
             "model_state_aggregation": self.model_state_aggregation,

@@ -1,7 +1,7 @@
-"""Detection of parameters that are written while a module computes, so that replicas or instances would differ.
+"""Detection of writes to parameters while a module computes, which would make replicas or instances differ.
 
-PyTorch counts the writes to a tensor, so counters and addresses are compared every time. A write through
-`parameter.data` is not counted: at the first pass, the second, the fourth, the eighth and so on bits are compared, too.
+PyTorch counts the writes to a tensor, so counters and addresses are compared in every pass. It does not count a write
+through `parameter.data`, so in passes 1, 2, 4, 8 and so on bits are compared, too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class WriteCounters:
         self._before: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """Remember the tensors as they are before a computation."""
+        """Record the tensors' counters before a computation."""
         self._before = self._marks()
 
     def written(self) -> list[int]:
-        """Return the numbers of the tensors that were written since, or put into other memory."""
+        """Return the numbers of the tensors that were written since `begin`, or moved to other memory."""
         now = self._marks()
         if now == self._before:
             return []
@@ -44,13 +44,14 @@ class WriteCounters:
 
 
 class WrittenBits:
-    """A comparison of the bits of tensors before and after a computation, at the passes 1, 2, 4, 8 and so on.
+    """A comparison of the bits of tensors before and after a computation, in passes 1, 2, 4, 8 and so on.
 
     Args:
-        is_always: whether they are compared every time.
+        tensors: The tensors.
+        is_always: Whether the bits are compared in every pass.
 
     Attributes:
-        passes: how many computations have begun.
+        passes: The number of computations that have begun.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], is_always: bool = False) -> None:
@@ -60,13 +61,13 @@ class WrittenBits:
         self._before: list[Digest] | None = None
 
     def begin(self) -> None:
-        """Remember the tensors as they are before a computation."""
+        """Record the tensors' bits before a computation, if this pass compares them."""
         self.passes += 1
         is_power_of_two = not self.passes & (self.passes - 1)
         self._before = self._digests() if is_power_of_two or self._is_always else None
 
     def written(self) -> list[int]:
-        """Return the numbers of the tensors whose bits have changed since, if they are looked at this time."""
+        """Return the numbers of the tensors whose bits have changed since `begin`, if this pass compares them."""
         if self._before is None:
             return []
         pairs = enumerate(zip(self._digests(), self._before, strict=True))
@@ -79,7 +80,7 @@ class WrittenBits:
 
 
 def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
-    """Return for each tensor of a device two numbers that depend on all of its bits; they are read at once."""
+    """Return, for each tensor of a device, two numbers that depend on all of its bits, with one read for all."""
     if not tensors:
         return []
     with torch.no_grad():
@@ -88,23 +89,24 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two sums of a tensor's words, times their places and their squares times these; by pieces, made wider."""
+    """Return two sums over a tensor's words: word times place, and squared word times place, modulo 2**64."""
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, piece in enumerate(bits_of(tensor).reshape(-1).split(_PIECE)):
         wide, first = piece.to(torch.int64), 2 * number * _PIECE + 1
-        placed = wide * torch.arange(first, first + 2 * piece.numel(), 2, device=tensor.device)  # odd: nothing is lost
+        placed = wide * torch.arange(first, first + 2 * piece.numel(), 2, device=tensor.device)  # odd: no bit is lost
         found += torch.stack([placed.sum(), (placed * wide).sum()])
     return found
 
 
 class ForwardWatch:
-    """A watcher of the forward passes of a module that is itself a replica, and may write frozen parameters.
+    """A watcher of the forward passes of a module that is a replica itself and may write frozen parameters.
 
     Args:
-        declared: the names of frozen parameters of which the program says that it writes them.
+        module: The module.
+        declared: The names of frozen parameters that the program has declared to be written.
 
     Attributes:
-        frozen: the names of frozen parameters that forward passes have written; who agrees on them clears it.
+        frozen: The names of frozen parameters that forward passes have written. The reader clears the set.
     """
 
     def __init__(self, module: torch.nn.Module, declared: Container[str] = ()) -> None:
@@ -128,8 +130,8 @@ class ForwardWatch:
         """Watch a forward pass.
 
         Raises:
-            StrategyError: if it has written a trained parameter. Or it has written a frozen one that is not declared,
-                which was first seen in a later pass, by its bits alone.
+            StrategyError: If the pass has written a trained parameter. Also if it has written a frozen one that is not
+                declared, and the write was first seen after the first pass, by the bits alone.
         """
         if self._parts.changed():
             self._look()
@@ -151,22 +153,25 @@ class ForwardWatch:
 
 
 def refuse_writes(written: Sequence[str], trained: Container[str]) -> None:
-    """Refuse the parameters that a forward or backward pass has written.
+    """Raise if a forward or backward pass has written parameters.
 
     Args:
-        written: the names of these parameters.
-        trained: the names of all that are trained.
+        written: The names of these parameters.
+        trained: The names of all trained parameters.
+
+    Raises:
+        StrategyError: If `written` is not empty.
     """
     if wrong := [name for name in written if name in trained]:
         raise StrategyError(
             f"{', '.join(wrong)} was written while a replica computed, as Embedding(max_norm=...) does in its forward "
-            "pass, and is trained: replicas have one in common, and what each writes into it would be lost or mixed. "
-            "Write it between steps, into the module that was given to strategies.torch, or compute another tensor of "
-            "it in the forward pass; what is frozen with requires_grad_(False) may be written"
+            "pass. It is trained, and replicas share it, so their writes would be lost or mixed. "
+            "Write it between steps, into the module that was given to strategies.torch, or compute another tensor "
+            "from it in the forward pass; parameters frozen with requires_grad_(False) may be written"
         )
     if written:
         raise StrategyError(
-            f"{', '.join(written)} is frozen, and was written while a replica computed, but not in the first step, "
-            "since which replicas have it in common; say from the start how replicas agree on it: "
+            f"{', '.join(written)} is frozen, and was written while a replica computed, but not in the first step, so "
+            "replicas share it; declare from the start how replicas agree on it: "
             f"model_state_aggregation={ {written[0]: 'mean'} }"
         )

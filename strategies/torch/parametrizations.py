@@ -1,7 +1,7 @@
 """Caches of parametrized tensors, one for each thread that runs a replica.
 
 `torch.nn.utils.parametrize.cached` has one cache for all threads, keyed by the module that was parametrized.
-Copies of that module would share tensors, and what these were computed from.
+With it, copies of that module would share the cached tensors, although their inputs differ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from strategies.torch.threads import ThreadValue
 
 _cached_by_all = parametrize.cached
 _cache = ThreadValue[dict[tuple[type[torch.nn.Module], str], torch.Tensor] | None](None)
-"""The parametrized tensors of each thread. As in PyTorch, copies of a module share them: they are of one class."""
+"""The parametrized tensors of each thread. As in PyTorch, a class and a name are the key: copies share a class."""
 
 
 @contextmanager
 def _cached() -> Iterator[None]:
-    """Keep parametrized tensors until the end: see `torch.nn.utils.parametrize.cached`."""
+    """Cache parametrized tensors until the context ends, as `torch.nn.utils.parametrize.cached` does."""
     if threading.current_thread() is threading.main_thread():
         with _cached_by_all():
             yield
@@ -33,12 +33,12 @@ def _cached() -> Iterator[None]:
 
 
 def cache_by_thread(module: torch.nn.Module) -> None:
-    """Have each thread of a replica cache the parametrized tensors of a module, and of its copies, by itself.
+    """Give each thread of a replica a cache of its own for the parametrized tensors of a module and of its copies.
 
-    PyTorch makes a class for each module that it parametrizes, which copies share. Its properties are replaced.
+    PyTorch makes a class for each parametrized module, and copies share the class. This replaces its properties.
 
     Args:
-        module: as the user has it.
+        module: The user's module.
     """
     for each in module.modules():
         if parametrize.is_parametrized(each):
@@ -66,7 +66,7 @@ def _replace_property(kind: type[torch.nn.Module], name: str) -> None:
 
 
 def _parametrizations_of(module: torch.nn.Module) -> torch.nn.ModuleDict:
-    """Return the parametrizations by the names of the tensors."""
+    """Return the parametrizations, by the names of the tensors."""
     parametrizations = module.parametrizations
     assert isinstance(parametrizations, torch.nn.ModuleDict)
     return parametrizations
@@ -76,5 +76,5 @@ def _refuse_the_cache_of_all() -> None:
     if parametrize._cache_enabled and threading.current_thread() is not threading.main_thread():
         raise StrategyError(
             "a replica computes inside of a parametrize.cached() that all threads share; enter it in loss_fn or in the "
-            "module, and as `parametrize.cached()` rather than by a name that was imported from there"
+            "module, and call it as `parametrize.cached()`, not by an imported name"
         )

@@ -1,11 +1,11 @@
-"""A timetable carried out for one replica: a thread for each micro-batch, which waits for its turn at each stage.
+"""A timetable carried out for one replica: one thread per micro-batch, which waits for its turn at each stage.
 
-The forward pass of a micro-batch is told when blocks begin. Backward passes need not be cut: autograd numbers what it
-records as it records it, and goes back from the highest number to the lowest. So the first node of a stage that
-autograd comes to is known from the numbers at which the stage began and ended, and a hook there waits for the stage's
-turn. All kernels are those of a pass without a pipeline, and so are all bits: in each stage micro-batches keep
-their order. Where a schedule takes backward passes apart the thread goes through the stages a third time, for the
-gradients of parameters (`strategies.torch.split_backward`).
+The forward pass of a micro-batch reports each block that begins. Backward passes need not be cut into stages: autograd
+numbers the nodes that it records, and goes back from the highest number to the lowest. The numbers at which a stage
+began and ended show the first of its nodes that autograd reaches. A hook there waits for the stage's turn. Kernels and
+bits are the same as without a pipeline, because micro-batches keep their order in each stage.
+If a schedule splits backward passes, the thread goes through the stages a third time, for the gradients of parameters
+(`strategies.torch.split_backward`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,23 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 class PipelineRun:
     """One replica's pipeline, step after step.
 
-    The first step runs its micro-batches one after another, to learn the stages; the others follow the timetable. Where
-    all stages are on one device there is nothing to do at once, and no timetable is followed.
+    The first step runs its micro-batches one after another, to learn the stages; later steps follow the timetable. If
+    all stages are on one device, nothing can overlap, and no timetable is followed.
 
     Args:
-        training: whether micro-batches go back.
-        instruments: are told when a stage begins and ends with a micro-batch.
+        pipeline: The options of the pipeline.
+        count: Number of micro-batches in a step.
+        intra_op_threads: PyTorch's number of threads within an operation.
+        module: The replica's module.
+        training: Whether micro-batches have backward passes.
+        instruments: The instruments to notify when a stage begins and ends with a micro-batch.
+        replica: The global index of the replica, for the instruments.
 
     Attributes:
-        spans: when each device did what in the last step; empty after the first one.
+        spans: The timed actions of all devices in the last step; empty after the first one.
 
     Raises:
-        StrategyError: from `each`, see `Walk` and `MetStages`.
+        StrategyError: From `each`, see `Walk` and `MetStages`.
     """
 
     def __init__(
@@ -71,13 +76,13 @@ class PipelineRun:
                 inner.register_forward_pre_hook(partial(self._stages.enter_module, name))
 
     def each(self, work: Callable[[int, Walk], None]) -> None:
-        """Do something for each micro-batch, as the timetable says.
+        """Call a function for each micro-batch, in the order of the timetable.
 
         Args:
-            work: called with the number of a micro-batch and its way through the pipeline, in a thread of its own.
+            work: Called with the number of a micro-batch and its `Walk`, in a thread of its own.
 
         Raises:
-            BaseException: what it has raised for one of them.
+            BaseException: The error that `work` has raised for a micro-batch. The other micro-batches have ended then.
         """
         if self._timetable is None or len(self._timetable.devices) == 1:
             for number in range(self._count):
@@ -111,8 +116,8 @@ class PipelineRun:
         if self._pipeline.needs_full and len(devices) > self._count:
             what, count = ("step", "a gradient accumulation") if self._trains else ("call", "deviceIterations")
             raise StrategyError(
-                f"the pipeline has {len(devices)} stages, and a {what} {self._count} micro-batches, which cannot fill "
-                f"it; use {count} of {len(devices)} or more, or poptorch.ShardedExecution"
+                f"the pipeline has {len(devices)} stages, but a {what} has {self._count} micro-batches, which cannot "
+                f"fill it; use {count} of {len(devices)} or more, or poptorch.ShardedExecution"
             )
         numbers = {device: number for number, device in enumerate(sorted(set(devices)))}
         schedule = schedule_named(self._pipeline.schedule)
@@ -126,10 +131,14 @@ class PipelineRun:
 
 
 class Walk:
-    """The way of a micro-batch through the stages, forward and back; told of blocks in its thread.
+    """The way of a micro-batch through the stages, forward and back. Its thread reports the blocks.
 
     Args:
-        turns: whose turn it is; None where micro-batches come one after another.
+        stages: The stages met so far.
+        micro_batch: The number of the micro-batch.
+        turns: The turns of all micro-batches; None to run micro-batches one after another.
+        instruments: The instruments to notify.
+        replica: The global index of the replica.
     """
 
     def __init__(
@@ -142,8 +151,8 @@ class Walk:
         self._kind = ActionKind.FORWARD
         self.stage = 0
         self._split: SplitBackward | None = None
-        self._begins = [0]  # autograd's numbers at which the stages begin
-        self._around: list[int] = []  # the stages of the blocks that are around this one
+        self._begins = [0]  # autograd's sequence numbers at which the stages begin
+        self._around: list[int] = []  # the stages of the enclosing blocks
 
     def start(self) -> None:
         """Enter the first stage."""
@@ -151,27 +160,27 @@ class Walk:
         self._wait()
 
     def begin(self, name: str, ipu: int | None) -> None:
-        """See `BlockWatcher`.
+        """Enter a block, and its stage when it is that stage's turn.
 
         Raises:
-            StrategyError: if the block is of an earlier stage.
+            StrategyError: If the block belongs to an earlier stage, or to one that the first step did not have.
         """
         self._around.append(self.stage)
         self._advance(self._stages.of(name, ipu), name)
 
     def end(self) -> None:
-        """See `BlockWatcher`; what follows before the next block belongs to this stage still."""
+        """Leave a block. Code between this block and the next one still belongs to this stage."""
         self._around.pop()
 
     def _advance(self, stage: int, name: str) -> None:
         if stage < self.stage:
             raise StrategyError(
-                f"block {name!r} of stage {stage} begins behind stage {self.stage}; stages follow each other as the "
-                "data flow: number them so, or put both blocks into one"
+                f"block {name!r} of stage {stage} begins after stage {self.stage}; the order of stages must follow the "
+                "data flow: number them so, or put both blocks into one stage"
             )
         if self._turns is not None and stage >= self._turns.timetable.num_stages:
             raise StrategyError(
-                f"block {name!r} of stage {stage} was not there in the first step, by which the pipeline was planned; "
+                f"block {name!r} of stage {stage} was missing in the first step, from which the pipeline was planned; "
                 "enter the same blocks in every step"
             )
         while self.stage < stage:
@@ -194,7 +203,7 @@ class Walk:
                 node.register_prehook(partial(self._go_back, stage))
 
     def back(self, loss: torch.Tensor) -> None:
-        """Make the backward pass, from the loss that `turn_round` was given."""
+        """Run the backward pass from the loss that `turn_round` was given."""
         if self._split is None:
             loss.backward()
         else:
@@ -213,7 +222,7 @@ class Walk:
             self._done()
 
     def leave(self) -> None:
-        """End the forward pass, where there is no backward pass."""
+        """End a forward pass that has no backward pass."""
         self._advance(self.last_stage, "the end")
         self._done()
 
@@ -234,7 +243,7 @@ class Walk:
         return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
 
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
-        """Return for each stage the node that autograd comes to first; note the parameters that stages use."""
+        """Return each stage's first node in the backward pass; also record the parameters that stages use."""
         firsts: dict[int, Node] = {}
         for node in nodes_from(node_of(loss)):
             if parameter_of(node) is not None:
@@ -260,7 +269,7 @@ class Walk:
             self._turns.done(StageAction(self._kind, self.stage, self._micro_batch))
 
     def give_up(self) -> None:
-        """Have all micro-batches end."""
+        """End the waits of all micro-batches."""
         if self._turns is not None:
             self._turns.give_up()
 

@@ -1,4 +1,4 @@
-"""The losses and gradients of replica 0 by plain PyTorch, with which those of the replica are compared at first."""
+"""The losses and gradients of replica 0 computed by plain PyTorch, to compare the replica with in the first steps."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ class Expected:
     """The losses and gradients that plain PyTorch has computed for a replica.
 
     Attributes:
-        gradients: of the parameters that are trained, in the order of `named_parameters`, as they are accumulated.
-        hooked: the numbers of those whose gradients hooks of the program change once they are complete, in the module.
-        dtype: in which forward passes compute, if it is another one than that of the parameters.
+        losses: The loss of each micro-batch.
+        gradients: The accumulated gradients of the trained parameters, in the order of `named_parameters`.
+        names: The names of the trained parameters.
+        hooked: The numbers of the parameters whose complete gradients are changed by hooks of the program.
+        dtype: The dtype in which forward passes compute, if it is not that of the parameters.
     """
 
     losses: tuple[float, ...]
@@ -50,18 +52,18 @@ class Expected:
 def expected_of(
     memory: ReplicaMemory, loss_fn: LossFunction, batch: Batch, step: int, scale: float, options: TorchOptions
 ) -> Expected | None:
-    """Run the forward and backward passes of replica 0 on the module itself, which is as before afterwards.
+    """Run the forward and backward passes of replica 0 on the module itself, and undo all changes to the module.
 
     Args:
-        memory: of the module of the training; nothing else uses the module meanwhile.
-        loss_fn: see `LossFunction`.
-        batch: of replica 0, of tensors; not changed.
-        step: its number.
-        scale: by which losses are multiplied.
-        options: of the step.
+        memory: The memory of the training's module; nothing else uses the module meanwhile.
+        loss_fn: The loss function.
+        batch: The batch of replica 0, a pytree of tensors; not changed.
+        step: The number of the step.
+        scale: The loss scale.
+        options: The options of the step.
 
     Returns:
-        None, and the log says why, where that cannot be compared, or plain PyTorch fails.
+        The results; None if the step cannot be compared, or plain PyTorch fails. The log gives the reason.
     """
     module = memory.module
     if reason := _reason_to_skip(module):
@@ -108,7 +110,7 @@ def _computed(
                 loss, _, _ = outcome_of(loss_fn(module, memory.put(part)))
             losses.append(float(loss.detach()))
             if _has_reentrant_checkpoint(loss):
-                raise CannotBeUndoneError("gradients inside of a reentrant checkpoint cannot be asked for alone")
+                raise CannotBeUndoneError("gradients inside of a reentrant checkpoint cannot be computed by themselves")
             if options.method is RUNNING_MEAN:
                 for one in parameters:
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
@@ -118,7 +120,7 @@ def _computed(
             else:
                 mapping.begin(number, scale, divisor)
                 gradients = _mapped_gradients(mapping, loss * scale, parameters)
-        for one, gradient in zip(parameters, gradients, strict=True):  # not by backward(): others have gradients, too
+        for one, gradient in zip(parameters, gradients, strict=True):  # backward() would fill other gradients, too
             if gradient is not None:
                 one.grad = gradient if one.grad is None else one.grad + gradient
     hooked = {number for number, one in enumerate(parameters) if getattr(one, "_post_accumulate_grad_hooks", None)}
@@ -132,9 +134,9 @@ def _computed(
 
 
 def _least_exact(device: torch.device) -> torch.dtype | None:
-    """Return the dtype whose digits decide; None: that of each gradient.
+    """Return the dtype whose precision decides; None for the dtype of each gradient.
 
-    On a GPU passes need not have the same bits twice, unless operations are deterministic, and loss functions may use
+    On a GPU, two passes may have different bits unless operations are deterministic, and loss functions may use
     `torch.autocast` by themselves.
     """
     is_exact = device.type == HOST.type or torch.are_deterministic_algorithms_enabled()
@@ -142,7 +144,7 @@ def _least_exact(device: torch.device) -> torch.dtype | None:
 
 
 def _has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    """Return whether `torch.utils.checkpoint` with `use_reentrant=True` was on the way to a loss."""
+    """Return whether a loss was computed through `torch.utils.checkpoint` with `use_reentrant=True`."""
     seen: set[Node] = set()
     waiting = [loss.grad_fn]
     while waiting:
@@ -164,7 +166,7 @@ def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Sequen
 def _mapped_gradients(
     mapping: GradientMap, loss: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """Map gradients in the order in which autograd comes to them: the function may draw random numbers."""
+    """Map gradients in autograd's order, because the function may draw random numbers."""
     hooks = [one.register_hook(partial(mapping, parameter=one)) for one in parameters]
     gradients = _gradients(loss, parameters)
     for hook in hooks:
@@ -176,7 +178,7 @@ class Comparison:
     """A comparison of replica 0's results with those of plain PyTorch, made in the thread of the replica.
 
     Attributes:
-        difference: the first one that was found, in words; empty where all is alike.
+        difference: The first difference found, in words; empty if there is none.
     """
 
     def __init__(self, expected: Expected) -> None:
@@ -184,7 +186,7 @@ class Comparison:
         self.difference = ""
 
     def let_go(self) -> None:
-        """Give the gradients of plain PyTorch back, when all is compared."""
+        """Release the gradients of plain PyTorch after the comparison."""
         self.__dict__.pop("_norm_of_all", None)
         self._expected = replace(self._expected, gradients=())
 
@@ -197,7 +199,7 @@ class Comparison:
                 self._tell(f"the loss of micro-batch {number} on replica 0 is {mine:.6g}", f"{other:.6g}")
 
     def gradient(self, number: int, found: torch.Tensor | None) -> None:
-        """Compare the gradient of a parameter that is trained, before it travels."""
+        """Compare the gradient of a trained parameter, before it travels."""
         expected = self._expected.gradients[number]
         if number in self._expected.hooked or self._is_alike(found, expected):
             return
@@ -208,7 +210,7 @@ class Comparison:
         if one is None or other is None:
             return _norm_of(one) == _norm_of(other) == 0
         if one.layout is not torch.strided or other.layout is not torch.strided:
-            return bool(one.layout == other.layout)  # sparse ones are refused elsewhere
+            return bool(one.layout == other.layout)  # sparse gradients are refused elsewhere
         if one.shape != other.shape:
             return False
         if torch.equal(one, other):
@@ -217,7 +219,7 @@ class Comparison:
         if not all(map(math.isfinite, norms)):
             return not any(map(math.isfinite, norms))
         tolerance = max(tolerance_of(each) for each in (one.dtype, self._expected.dtype or one.dtype))
-        noise = self._norm_of_all * tolerance**2  # of gradients that are nothing but rounding
+        noise = self._norm_of_all * tolerance**2  # for gradients that consist of rounding errors
         return _norm_of(one.double() - other.double()) <= tolerance * max(norms) + 8 * noise
 
     @cached_property
@@ -226,11 +228,11 @@ class Comparison:
 
     def _tell(self, mine: str, other: str) -> None:
         self.difference = self.difference or (
-            f"{mine}, and plain PyTorch, with the module itself and the same rows and random numbers, {other}; the "
-            "step was not applied. Replicas compute with copies of the module: likely loss_fn uses another module than "
-            "the one it is given, something in the module is not copied (a hook, a tensor in an attribute, compiled "
-            "code), or it draws or counts outside of PyTorch. If that is meant, verify_steps=0 compares nothing "
-            "(docs: torch, What is checked at the first steps)"
+            f"{mine}, but plain PyTorch with the module itself, the same rows and random numbers computes {other}; the "
+            "step was not applied. Replicas compute with copies of the module. Likely causes: loss_fn uses another "
+            "module than its first argument; something in the module is not copied (a hook, a tensor in an attribute, "
+            "compiled code); loss_fn draws random numbers or counts outside of PyTorch. If the difference is intended, "
+            "turn the comparison off with verify_steps=0 (docs: torch, What is checked at the first steps)"
         )
 
 

@@ -1,12 +1,12 @@
 """Random numbers of replicas that run on threads of one process.
 
-PyTorch has one generator for the CPU, and every `dropout` and `torch.rand` of every thread draws from it. Here a thread
-may have its own: while it does, each operator that takes a generator and got none gets that of the thread, also where
-C++ calls it (dropout between the layers of an LSTM, inside of attention), and in backward passes.
+PyTorch has one generator for the CPU. In every thread `dropout`, `torch.rand` and similar operators draw from it. Here
+a thread may have a generator of its own, and operators draw from that, unless the program passes one. This holds for
+calls from C++, too (dropout between the layers of an LSTM, inside of attention), and for backward passes.
 
-How: PyTorch's dispatcher asks keys that are switched on for a thread before all others. On one that nothing else uses,
-the operators with a generator have kernels of ours, and all others fall through, at no cost. What is drawn is what
-a process would draw that has called `torch.manual_seed` with the same seed.
+PyTorch's dispatcher first asks the keys that are switched on for a thread. This module registers kernels under an
+otherwise unused key, for the operators that take a generator. All other operators fall through, at no cost. A thread
+draws the numbers that a process draws after `torch.manual_seed` with the same seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from strategies.torch.threads import ThreadValue
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
-"""Operators with which compiled code draws seeds; its first call runs in a dispatch mode, below which no key acts."""
+"""Operators that draw seeds in compiled code. Its first call runs in a dispatch mode, where keys have no effect."""
 
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
@@ -38,25 +38,27 @@ _include, _is_included = (
 _generator = ThreadValue[torch.Generator | None](None)
 _replica = ThreadValue[int | None](None)
 _drawn_by: dict[int, tuple[int, torch.Generator]] = {}
-"""The first replica that drew from a generator of the program, by the generator's address. The generator is kept:
-no other one can get its address."""
+"""The first replica that drew from a generator of the program, by the generator's address. The generator is kept, so
+that no other generator can get its address."""
 _MOST_KEPT = 256
 _ADDRESS, _DEFAULT = "_cdata", "default_generator"  # names that PyTorch's stubs lack
 _installing = threading.Lock()
-_installed: list[object] = []  # what keeps the kernels where they are
+_installed: list[object] = []  # the libraries; without references their kernels would be removed
 
 
 def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
     """Return the seed of a replica's random numbers for one micro-batch of one step.
 
-    `torch.manual_seed` of it makes plain PyTorch draw what the replica draws. Of its 64 bits PyTorch's generator for
-    the CPU uses the lower 32.
+    After `torch.manual_seed` with it, plain PyTorch draws the replica's numbers. PyTorch's generator for the CPU uses
+    the lower 32 of the 64 bits.
+
+        torch.manual_seed(strategies.torch.seed_of(seed, replica=0, step=7))
 
     Args:
-        seed: of the training.
-        replica: global index.
-        step: number of updates before.
-        micro_batch: number in the step.
+        seed: The seed of the training.
+        replica: The global index of the replica.
+        step: The number of updates before.
+        micro_batch: The number of the micro-batch in the step.
     """
     words = struct.pack("<4q", seed, replica, step, micro_batch)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
@@ -64,12 +66,14 @@ def seed_of(seed: int, replica: int, step: int, micro_batch: int = 0) -> int:
 
 @contextmanager
 def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = None) -> Iterator[None]:
-    """Have this thread draw all random numbers of PyTorch on the CPU from a generator with that seed.
+    """Make this thread draw all random numbers of PyTorch on the CPU from a generator with this seed.
 
     Args:
-        seed: see above.
-        device: on which it computes besides. An accelerator has one generator in a process, which is seeded with it.
-        replica: for which it computes. Generators of the program that several replicas draw from are refused then.
+        seed: The seed of the generator.
+        device: The device on which the thread computes besides. An accelerator has one generator per process, which
+            gets the same seed.
+        replica: The replica for which the thread computes. If given, generators of the program that several replicas
+            draw from are refused.
     """
     if device.type != _CPU.type:
         accelerator: Any = torch.get_device_module(device)
@@ -80,9 +84,9 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
 
 @contextmanager
 def drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """Have this thread draw all random numbers of PyTorch on the CPU from a generator, which moves on."""
+    """Make this thread draw all random numbers of PyTorch on the CPU from a generator, whose state advances."""
     _install()
-    torch._functorch.config.check_custom_op_aliasing = False  # of this thread; in that mode compiled code skips `_KEY`
+    torch._functorch.config.check_custom_op_aliasing = False  # for this thread; if True, compiled code skips `_KEY`
     was_included = _generator.now is not None
     with _generator.being(generator):
         _include(_KEY, True)
@@ -93,7 +97,7 @@ def drawing_by(generator: torch.Generator) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Put the kernels where the dispatcher finds them, once."""
+    """Register the kernels with the dispatcher, once."""
     with _installing:
         if _installed:
             return
@@ -108,10 +112,10 @@ def _install() -> None:
 
 
 class _GeneratorOfThread:
-    """The generator that `torch.get_rng_state` and its likes ask: that of the thread, else that of the process.
+    """The generator of the thread, or else of the process, for `torch.get_rng_state` and similar functions.
 
-    `torch.utils.checkpoint` saves and restores the state with them, so that a forward pass that is made again draws
-    the same numbers.
+    `torch.utils.checkpoint` saves and restores the state with them, so that a recomputed forward pass draws the same
+    numbers.
     """
 
     def __init__(self, of_process: object) -> None:
@@ -139,7 +143,7 @@ def _generator_argument(schema: torch._C.FunctionSchema) -> int | None:
 
 
 def _drawing(name: str) -> Callable[..., Any]:
-    """Return the operator, with the generator of the thread where none is given."""
+    """Return the operator, with the generator of the thread if none is given."""
     base, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, base), overload or "default")
     place = _generator_argument(operator._schema)
@@ -147,7 +151,7 @@ def _drawing(name: str) -> Callable[..., Any]:
     argument = operator._schema.arguments[place].name
 
     def draw(*arguments: object, **named: object) -> object:
-        _include(_KEY, False)  # the kernels behind this one draw from what they are given
+        _include(_KEY, False)  # let the kernels behind this one draw from the given generator
         try:
             given = arguments[place] if len(arguments) > place else named.get(argument)
             if isinstance(given, torch.Generator):
@@ -164,7 +168,7 @@ def _drawing(name: str) -> Callable[..., Any]:
 
 
 def _refuse_to_share(generator: torch.Generator) -> None:
-    """Refuse a generator of the program that another replica has drawn from: the order would be that of threads."""
+    """Raise if another replica has drawn from this generator: the numbers would depend on the order of threads."""
     replica = _replica.now
     if replica is None or _is_default_of_accelerator(generator):
         return
@@ -173,16 +177,15 @@ def _refuse_to_share(generator: torch.Generator) -> None:
     other, _ = _drawn_by.setdefault(_address_of(generator), (replica, generator))
     if other != replica:
         raise StrategyError(
-            f"replicas {other} and {replica} draw from one torch.Generator, so what they draw would depend on the "
-            "order of threads; leave the generator out, as each replica draws from one of its own, or make one in "
-            "loss_fn"
+            f"replicas {other} and {replica} draw from one torch.Generator, so their numbers would depend on the "
+            "order of threads; leave the generator out, because each replica has its own, or construct one in loss_fn"
         )
 
 
 def _is_default_of_accelerator(generator: torch.Generator) -> bool:
     """Return whether this is the generator of an accelerator, which `drawing_from` seeds for each replica.
 
-    Kernels of CUDA name it themselves, as for dropout between the layers of a GRU.
+    CUDA kernels pass it explicitly, as for dropout between the layers of a GRU.
     """
     if generator.device.type == _CPU.type:
         return False
@@ -195,7 +198,7 @@ def _address_of(generator: torch.Generator) -> int:
 
 
 def draws_on_cpu(arguments: Sequence[object], named: Mapping[str, object]) -> bool:
-    """Return whether an operator draws on the CPU, by the device that it is told, else by that of its first tensor."""
+    """Return whether an operator draws on the CPU, by its device argument, or else by its first tensor's device."""
     device = named.get("device")
     if isinstance(device, torch.device | str | int):
         return bool(torch.device(device).type == _CPU.type)

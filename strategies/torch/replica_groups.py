@@ -1,4 +1,4 @@
-"""Parameters of which every group of replicas has its own: the first axis has a row for each group."""
+"""Parameters with a row for each group of replicas, along the first axis."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MARK = "_replica_groups"
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """Groups of replicas that have a row of a parameter in common.
+    """Groups of replicas. The replicas of a group share a row of a parameter.
 
     Attributes:
-        size: replicas in a group; None: all of them.
-        consecutive: whether replicas beside each other make a group, as 0011; otherwise they are dealt out, as 0101.
-        sums: whether gradients are the sum over the group, and not the mean; of losses that are multiplied by the
-            number of all replicas.
+        size: Number of replicas in a group; None for all of them.
+        consecutive: Whether neighbouring replicas make a group, as 0011; otherwise they are dealt out, as 0101.
+        sums: Whether gradients are summed over the group instead of averaged; the losses are multiplied by the number
+            of all replicas then.
 
     Raises:
-        ValueError: if the size is not positive.
+        ValueError: If the size is not positive.
     """
 
     size: int | None = 1
@@ -38,12 +38,12 @@ class ReplicaGroups:
         """Return the number of groups.
 
         Raises:
-            StrategyError: if the replicas cannot be divided so.
+            StrategyError: If the replicas cannot be divided evenly.
         """
         size = self.size or replicas
         if replicas % size:
             raise StrategyError(
-                f"{replicas} replicas are to be divided into groups of {size}; use a size that divides their number"
+                f"{replicas} replicas cannot be divided into groups of {size}; use a size that divides their number"
             )
         return replicas // size
 
@@ -53,31 +53,34 @@ class ReplicaGroups:
         return replica * count // replicas if self.consecutive else replica % count
 
     def gain(self, replicas: int) -> float:
-        """Return the factor of a gradient whose mean over all replicas is taken with zeros of other groups."""
+        """Return the factor that corrects for the zeros of other groups in the mean over all replicas."""
         return 1.0 if self.sums else float(self.count(replicas))
 
 
 def group_replicas(parameter: torch.nn.Parameter, groups: ReplicaGroups) -> None:
-    """Have every group of replicas train a row of a parameter of its own: in replicas it has one axis less.
+    """Give every group of replicas its own row of a parameter; in a replica the parameter has one axis less.
 
-    Gradients are averaged over the group. The whole parameter is on every instance, so checkpoints have all rows, and
-    nothing is lost with an instance. Call it before the first step.
+    Gradients are averaged over the group. Every instance has the whole parameter, so checkpoints have all rows, and the
+    loss of an instance loses no row. Call this before the first step.
+
+        weight = torch.nn.Parameter(torch.zeros(num_replicas // 2, 10))
+        strategies.torch.group_replicas(weight, strategies.torch.ReplicaGroups(size=2))
 
     Args:
-        parameter: with a first axis as long as there are groups.
-        groups: which replicas have a row in common.
+        parameter: A parameter whose first axis is as long as the number of groups.
+        groups: The groups of replicas.
     """
     setattr(parameter, _MARK, groups)
 
 
 def groups_of(parameter: torch.Tensor) -> ReplicaGroups | None:
-    """Return the groups of a parameter; None where all replicas have the same."""
+    """Return the groups of a parameter; None if all replicas share the whole parameter."""
     groups: ReplicaGroups | None = getattr(parameter, _MARK, None)
     return groups
 
 
 def summed(parameter: torch.nn.Parameter) -> None:
-    """Have the gradients of a parameter be sums over its groups."""
+    """Make the gradients of a grouped parameter sums over its groups."""
     groups = groups_of(parameter)
     if groups is not None:
         group_replicas(parameter, replace(groups, sums=True))
@@ -85,17 +88,17 @@ def summed(parameter: torch.nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """The row of a grouped parameter that a replica has."""
+    """A replica's row of a grouped parameter."""
 
     number: int
     gain: float
 
 
 def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> GroupRow | None:
-    """Return the row that a replica has of a parameter; None where it has all of it.
+    """Return a replica's row of a parameter; None if the replica has the whole parameter.
 
     Raises:
-        StrategyError: if the parameter has not a row for each group.
+        StrategyError: If the parameter does not have one row for each group.
     """
     groups = groups_of(parameter)
     if groups is None:
@@ -103,13 +106,13 @@ def row_of(name: str, parameter: torch.Tensor, replica: int, replicas: int) -> G
     count = groups.count(replicas)
     if not parameter.ndim or len(parameter) != count:
         raise StrategyError(
-            f"{name} is of shape {list(parameter.shape)}, and {replicas} replicas make {count} groups, each of which "
+            f"{name} is of shape {list(parameter.shape)}, but {replicas} replicas make {count} groups, each of which "
             f"has a row of it; give it a first axis of {count}"
         )
     return GroupRow(groups.row_of(replica, replicas), groups.gain(replicas))
 
 
 def part_of(parameter: torch.Tensor, row: GroupRow | None) -> torch.Tensor:
-    """Return what a replica sees of a parameter, in the parameter's memory."""
+    """Return a replica's part of a parameter, in the parameter's memory."""
     whole = parameter.detach()
     return whole if row is None else whole[row.number]

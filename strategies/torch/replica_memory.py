@@ -1,4 +1,4 @@
-"""The memory in which the replicas of an instance compute: that of the host, or of an accelerator that they share."""
+"""The memory in which an instance's replicas compute: the host's, or that of a shared accelerator."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ HOST = torch.device("cpu")
 
 
 class ReplicaMemory:
-    """The parameters of a module as its replicas see them, and the device where these compute.
+    """The parameters of a module as its replicas use them, and the device on which replicas compute.
 
-    Replicas have the parameters of the module, in its memory, which is that of the host or, with a device, there.
+    Replicas share the module's parameters, in the memory of the host or of the device.
 
     Args:
-        module: on the device already.
-        device: on which the replicas compute in turn; None for the host, where several compute at once.
+        module: The module, already on the device.
+        device: The device on which the replicas compute in turn; None for the host, where several compute at once.
 
     Attributes:
-        device: see above; the CPU where there is none.
-        is_shared: whether replicas share a device, and so take turns on it.
-        parameters: of the module.
-        reads: how often values were read from the device.
+        module: The module.
+        device: The device of the replicas; the CPU if none was given.
+        is_shared: Whether replicas share a device, and so compute in turn.
+        originals: The parameters of the module.
+        parameters: The tensors whose memory replicas share: the module's parameters.
+        reads: The number of times that values were read from the device.
+        contents: The contents of the module's attributes, to find changes.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device | None = None) -> None:
@@ -52,30 +55,31 @@ class ReplicaMemory:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the memory is that of the host."""
+        """Whether replicas compute in the memory of the host."""
         return bool(self.device.type == HOST.type)
 
     @property
     def gpu(self) -> int | None:
-        """The ordinal of the device among CUDA's; None for other devices."""
+        """The CUDA ordinal of the device; None for other devices."""
         if self.device.type != "cuda":
             return None
         ordinal: int = torch.cuda.current_device() if self.device.index is None else self.device.index
         return ordinal
 
     def at_once(self, replicas: int) -> int:
-        """Return how many of the replicas compute at the same time: as there are cores; in turn on a device."""
+        """Return the number of replicas that compute at the same time: one per core, or one on a device."""
         return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))
 
     def read(self, values: torch.Tensor) -> np.ndarray:
-        """Return values of the device in memory of the host; waits until they are there."""
+        """Copy values of the device to the host. Waits until they are computed."""
         self.reads += 1
         return as_array(values.cpu())
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context for a thread of replicas: PyTorch's current device is theirs, and so is the stream of it.
+        """Return a context for a replica's thread, with the replicas' device and stream.
 
-        The stream is the one that was current where a step began, so that nothing overtakes the program's own work.
+        The stream is the current stream of the thread that began the step. So replicas cannot overtake the program's
+        own work.
         """
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -83,63 +87,63 @@ class ReplicaMemory:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def follow(self) -> None:
-        """Take over what the parameters of the module have become, and the stream of this thread.
+        """Take over the changes to the module's parameters, and the current stream of this thread.
 
         Raises:
-            StrategyError: if the module has other parts than when this was made, or parameters of other shapes.
+            StrategyError: If parts of the module were replaced, added or removed, or a parameter has another shape.
         """
         if name := self._parts.changed():
             raise StrategyError(
-                f"{name} was replaced, added or removed since the module was given to strategies.torch, whose replicas "
-                "and optimizer have the parts from before; change values in place, or close the Trainer and make "
-                "another, with an optimizer of the new parameters"
+                f"{name} was replaced, added or removed after the module was given to strategies.torch. Replicas and "
+                "optimizer still have the earlier parts; change values in place, or close the Trainer and construct "
+                "another one, with an optimizer of the new parameters"
             )
         for (name, parameter), shape in zip(self._named, self._shapes, strict=True):
             if parameter.shape != shape:
                 raise StrategyError(
-                    f"{name} is of shape {list(parameter.shape)}, and was {list(shape)} when the module was given to "
-                    "strategies.torch; close the Trainer and make another, with a new optimizer"
+                    f"{name} is of shape {list(parameter.shape)}, but was {list(shape)} when the module was given to "
+                    "strategies.torch; close the Trainer and construct another one, with a new optimizer"
                 )
         self._stream = self._stream_here()
         self.contents.look()
 
     def refuse_gradients_of_originals(self) -> None:
-        """Refuse gradients that went to the module instead of its copies; it had none before replicas computed."""
+        """Raise if the module itself has gradients, which belong to its copies. It had none before the step."""
         for name, parameter in self._named:
             if parameter.grad is not None:
                 raise StrategyError(
-                    f"the gradient of {name} went to the module that was given to the Trainer, and not to a replica's "
-                    "copy: the loss function, a hook or an attribute of the module closes over that module; use the "
-                    "one that the loss function is given"
+                    f"the gradient of {name} went to the module that was given to the Trainer, and not to a copy. "
+                    "The loss function, a hook or an attribute of the module refers to that module; use the first "
+                    "argument of the loss function instead"
                 )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Refuse writes to parameters that replicas share, made while they computed."""
+        """Raise if parameters that replicas share were written while replicas computed."""
         if not numbers:
             return
         trained = [name for name, one in self._named if one.requires_grad]
         refuse_writes([self._named[number][0] for number in numbers], trained)
 
     def put(self, tree: Tree) -> Tree:
-        """Return the tensors of a tree where the replicas are."""
+        """Return the tree with its tensors on the device of the replicas."""
         return _mapped(tree, partial(put, device=self.device)) if self.is_shared else tree
 
     def put_means(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return gradients of the host where the parameters are.
+        """Return gradients of the host on the device of the parameters.
 
-        A GPU may copy them later: they stay as they are until it has given the next gradients.
+        A GPU may copy them later. The host's memory stays unchanged until the GPU has delivered the next gradients.
         """
         return [mean.to(self.device, non_blocking=True) for mean in means]
 
     def fetched(self, tree: Tree) -> Tree:
-        """Return the tensors of a tree in the memory of the host."""
+        """Return the tree with its tensors in the memory of the host."""
         return _mapped(tree, torch.Tensor.cpu) if self.is_shared else tree
 
 
 def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, without waiting for what a GPU still does.
+    """Return a tensor on a device, without waiting for the GPU's earlier work.
 
-    The memory of the host may be written to as soon as this returns: a GPU copies from page-locked memory of our own.
+    The caller may overwrite the host's memory at once: a GPU copies from a page-locked copy.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -153,15 +157,15 @@ def _mapped(tree: Tree, function: Callable[[torch.Tensor], torch.Tensor]) -> Tre
     return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-# ---- which device
+# ---- choice of a device
 
 
 def as_device(given: object) -> torch.device | None:
-    """Return the device of replicas that was given, as PyTorch has it.
+    """Return the given device of replicas as a `torch.device`; None for None.
 
     Raises:
-        TypeError: if it is neither a device nor a name.
-        ValueError: if PyTorch knows no such device, or its tensors have no numbers.
+        TypeError: If it is neither a device nor a name.
+        ValueError: If PyTorch knows no such device, or it is "meta".
     """
     if given is None:
         return None
@@ -170,40 +174,40 @@ def as_device(given: object) -> torch.device | None:
     try:
         device = torch.device(given)
     except RuntimeError as error:
-        raise ValueError(f"replica_device is {given!r}, which PyTorch does not know; 'cuda' is one, say") from error
+        raise ValueError(f"replica_device is {given!r}, which PyTorch does not know; use 'cuda', say") from error
     if device.type == "meta":
-        raise ValueError("replica_device is 'meta', where tensors have no numbers to compute with; use 'cuda', say")
+        raise ValueError("replica_device is 'meta', whose tensors have no values; use 'cuda', for example")
     return device
 
 
 def chosen(device: torch.device, count: int, local_index: int) -> torch.device:
-    """Return the one accelerator on which the replicas of an instance compute.
+    """Return the accelerator on which the replicas of an instance compute.
 
     Args:
-        device: that was asked for; without a number instances of a host take turns.
-        count: how many of this type the instance sees.
-        local_index: of the instance among those of its host.
+        device: The requested device. Without a number, the instances of a host take the devices in turn.
+        count: The number of devices of this type that the instance sees.
+        local_index: The index of the instance on its host.
 
     Raises:
-        StrategyError: if there is none, or none of that number.
+        StrategyError: If there is no device of this type, or none with this number.
     """
     if device.type == "cpu":
         return HOST
     if not count:
         raise StrategyError(
-            f"replica_device is {str(device)!r}, and PyTorch sees no {device.type} device here; install PyTorch for "
+            f"replica_device is {str(device)!r}, but PyTorch sees no {device.type} device here; install PyTorch for "
             "it, or leave replica_device out: replicas then compute on the CPU"
         )
     if device.index is not None and device.index >= count:
         raise StrategyError(
-            f"replica_device is {str(device)!r}, and there are {count} here, numbered from 0; use {device.type!r}, of "
-            "which instances of a host take turns, or a smaller number"
+            f"replica_device is {str(device)!r}, but there are only {count} here, numbered from 0; use a smaller "
+            f"number, or {device.type!r}, so that the instances of a host take them in turn"
         )
     return torch.device(device.type, local_index % count if device.index is None else device.index)
 
 
 def chosen_here(device: torch.device, local_index: int) -> torch.device:
-    """See `chosen`, of the devices that there are."""
+    """Return the accelerator on which the replicas of an instance compute, among those that PyTorch sees."""
     return chosen(device, count_of(device.type), local_index)
 
 

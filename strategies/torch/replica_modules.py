@@ -1,4 +1,4 @@
-"""A module for each local replica: with the parameters of all of them, and buffers and other attributes of its own."""
+"""Copies of a module, one for each local replica: they share parameters and have their own buffers and attributes."""
 
 from __future__ import annotations
 
@@ -41,24 +41,27 @@ _OF_PYTORCH = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
 
 class ReplicaModule:
-    """A copy of a module, whose parameters share the memory that replicas have, and have gradients of their own.
+    """A replica's copy of a module. Its parameters share memory with other replicas, but have gradients of their own.
 
-    What the program changes in the original between steps is changed here too: parameters and buffers, modes, hooks,
-    and attributes that it sets. What the copy itself changes in such attributes stays with it.
+    Changes that the program makes to the original between steps are made here too: to parameters and buffers, modes,
+    hooks and attributes. Changes that the copy itself makes to attributes stay in the copy.
 
     Args:
-        memory: of the module, which is not changed, and of its replicas.
-        own: the names of the frozen parameters of which the replica has its own; None: of all of them, until `share`
-            is called.
+        memory: The memory of the module, which is not changed, and of its replicas.
+        replica: The global index of the replica.
+        replicas: The number of all replicas.
+        own: The names of the frozen parameters of which the replica has its own copy; None for all of them, until
+            `share` is called.
 
     Attributes:
-        parameters: its parameters in the order of `original.named_parameters()`.
-        rows: for each of them which row the replica has; None where it has all of it.
-        slots: its buffers and frozen parameters in the order of `slots_of(original)`.
+        module: The copy.
+        parameters: The copy's parameters, in the order of `original.named_parameters()`.
+        rows: For each parameter, the replica's row; None if the replica has the whole parameter.
+        slots: The copy's buffers and frozen parameters, in the order of `slots_of(original)`.
 
     Raises:
-        TypeError: if it cannot be copied.
-        StrategyError: if a parameter has not a row for each group of replicas.
+        TypeError: If the module cannot be copied.
+        StrategyError: If a parameter does not have one row for each group of replicas.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class ReplicaModule:
         self._parts = ModuleParts(self.module)
 
     def _put_parameters(self) -> None:
-        """See that the copy has the parameters that replicas share; scripted modules copy theirs."""
+        """Give the copy the parameters that replicas share. Scripted modules have copied theirs."""
         for original, mine in self._pairs:
             if mine is original:
                 raise TypeError(_cannot_copy(f"{type(original).__qualname__} is its own copy"))
@@ -123,7 +126,7 @@ class ReplicaModule:
             self._follow_parameters()
 
     def begin_with(self, masters: Sequence[torch.Tensor]) -> None:
-        """Take over buffers, and the frozen parameters of which the replica has its own."""
+        """Take over buffers, and the frozen parameters of which the replica has its own copy."""
         with torch.no_grad():
             for slot, master in zip(self.slots, masters, strict=True):
                 tensor = slot.tensor
@@ -137,20 +140,20 @@ class ReplicaModule:
                     slot.holder[slot.key] = master.detach().to(self._memory.device, copy=True)
 
     def changed(self, masters: Sequence[torch.Tensor], moving: frozenset[int]) -> list[float]:
-        """Return for each slot whether its tensor has changed: 0 or 1, and more if its shape has.
+        """Return, for each slot, whether its tensor has changed: 0 or 1, and more if its shape has changed.
 
         Args:
-            masters: with which the replica began.
-            moving: the numbers of slots of which it is known that they change.
+            masters: The tensors with which the replica began.
+            moving: The numbers of the slots that are known to change.
         """
         return [float(one) for one in self._changes(masters, moving, differs)]
 
     def changes(self, masters: Sequence[torch.Tensor], moving: frozenset[int]) -> list[float | torch.Tensor]:
-        """Return the same as `changed`, and do not wait for the device: a boolean there, of no axes, if it is unknown.
+        """Return the result of `changed` without waiting for the device: an unknown value is a boolean there.
 
         Args:
-            masters: see `changed`.
-            moving: see `changed`.
+            masters: The tensors with which the replica began.
+            moving: The numbers of the slots that are known to change.
         """
         return list(self._changes(masters, moving, difference))
 
@@ -169,19 +172,19 @@ class ReplicaModule:
                 yield 1.0 if number in moving else compare(slot.tensor, master)
 
     def refuse_other_parts(self) -> None:
-        """Refuse other parts than the replica had before the forward pass."""
+        """Raise if the forward pass has replaced, added or removed parts of the replica's module."""
         if name := self._parts.changed():
             raise StrategyError(
-                f"the forward pass of a replica has replaced, added or removed {name}, and only its copy of the module "
-                "has it then; make all modules, parameters and buffers before the Trainer, and change them in place"
+                f"the forward pass of a replica has replaced, added or removed {name}, in its copy of the module only; "
+                "make all modules, parameters and buffers before the Trainer, and change them in place"
             )
 
     def refuse_writes(self, numbers: Sequence[int]) -> None:
-        """Refuse writes to shared parameters, made while the replica computed; it may write those of its own."""
+        """Raise if shared parameters were written while the replica computed. Its own copies may be written."""
         self._memory.refuse_writes([number for number in numbers if not self._are_own[number]])
 
     def follow(self) -> None:
-        """Take over what the program has changed in the original, but for its buffers."""
+        """Take over the program's changes to the original, except to its buffers."""
         self._follow_parameters()
         self._follow_attributes()
         self._follow_hooks()
@@ -204,7 +207,7 @@ class ReplicaModule:
         for number, ((original, mine), last, seen, is_scripted) in enumerate(followed):
             now = vars(original)
             if not is_scripted and now.keys() == seen.keys() and all(map(is_, now.values(), seen.values())):
-                continue  # 1 us; to look at the attributes one by one takes ten times as long
+                continue  # 1 us; comparing the attributes one by one takes ten times as long
             for name, value in _plain_attributes(original):
                 if last.get(name, _Unknown) != value:
                     last[name] = value
@@ -216,7 +219,7 @@ class ReplicaModule:
                 self._memory.contents.search()
 
     def _follow_contents(self) -> None:
-        """Take over lists, dictionaries and objects that were changed inside."""
+        """Take over lists, dictionaries and objects whose contents have changed."""
         contents, memo = self._memory.contents, self._memo()
         for original, mine in self._pairs:
             for name, value in vars(original).items():
@@ -239,7 +242,7 @@ class ReplicaModule:
         seen.update(now)
 
     def _follow_hooks(self) -> None:
-        """Take over the hooks that were added to modules, and give up those that were removed."""
+        """Take over hooks that were added to modules, and remove those that were removed."""
         for of_module in self._hooks:
             for now, own, known in of_module:
                 if not now and not known:
@@ -252,7 +255,7 @@ class ReplicaModule:
                 known.update(now)
 
     def _memo(self) -> dict[int, object]:
-        """Return a memo by which `copy.deepcopy` puts the copy's parts in place of the original's."""
+        """Return a memo that makes `copy.deepcopy` replace the original's parts by the copy's."""
         return {**{id(original): mine for original, mine in self._pairs}, **self._shared}
 
 
@@ -262,13 +265,13 @@ def _parameter(part: torch.Tensor, is_trained: bool, is_own: bool) -> torch.nn.P
 
 
 class _Unknown:
-    """No attribute has this value."""
+    """A value that no attribute has."""
 
 
 def _cannot_copy(why: str) -> str:
     return (
-        f"the module cannot be copied for a replica: {why}; keep what cannot be copied, such as open files and tensors "
-        "that were computed, out of its attributes"
+        f"the module cannot be copied for a replica: {why}; keep objects that cannot be copied, such as open files and "
+        "computed tensors, out of its attributes"
     )
 
 
@@ -288,9 +291,9 @@ def _pairs(original: torch.nn.Module, copied: torch.nn.Module) -> list[tuple[tor
 
 
 def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Return values for the tensors that a hook computes before each call, as of weight norm and pruning.
+    """Return copies of tensors that a hook recomputes before each call, as weight norm and pruning do, by id.
 
-    They have a history, which `copy.deepcopy` refuses.
+    These tensors have a history, so `copy.deepcopy` refuses them.
     """
     return {
         id(value): value.detach().clone()
@@ -304,7 +307,7 @@ def _recomputed(module: torch.nn.Module) -> dict[int, torch.Tensor]:
 def _hooks_of(
     original: torch.nn.Module, mine: torch.nn.Module, known: Iterable[set[int]] | None = None
 ) -> Iterator[tuple[_Hooks, _Hooks, set[int]]]:
-    """Yield the hooks of each kind of a module and of its copy, and the keys of those that the copy has taken over."""
+    """Yield the hooks of the module and of its copy, by kind, with the keys of the copy's hooks."""
     of_copy = known or [set(getattr(mine, name)) for name in _HOOKS]
     for name, keys in zip(_HOOKS, of_copy, strict=True):
         yield getattr(original, name), getattr(mine, name), keys
@@ -312,7 +315,7 @@ def _hooks_of(
 
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     attributes: dict[str, object] = vars(module)
-    if isinstance(module, torch.jit.ScriptModule):  # whose attributes are elsewhere
+    if isinstance(module, torch.jit.ScriptModule):  # its attributes are not in `vars`
         names = {"training", *module._concrete_type.get_attributes()}
         attributes = {name: getattr(module, name, None) for name in names}
     return ((name, value) for name, value in attributes.items() if isinstance(value, _PLAIN))

@@ -1,4 +1,4 @@
-"""A local replica's part of a step: its micro-batches forward and backward; its gradients leave one by one."""
+"""A local replica's part of a step: forward and backward passes, whose gradients leave one by one."""
 
 from __future__ import annotations
 
@@ -37,35 +37,36 @@ from strategies.torch.threads import ThreadValue
 from strategies.typing import Batch, Number, Tree
 
 LossFunction = Callable[[torch.nn.Module, Batch], Tree]
-"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs); of one replica and one
+"""(module, batch) -> loss, or (loss, dictionary of metrics), or (loss, metrics, outputs), for one replica and one
 micro-batch."""
 
 RUNNING_MEAN = GradientAccumulationReductionMethod.RUNNING_MEAN
 
 
 class ReplicaWatch(Protocol):
-    """A watcher of the results of replica 0, called in its thread."""
+    """A watcher of the results of replica 0. Its methods are called in the replica's thread, in no fixed order."""
 
     def losses(self, found: Sequence[float]) -> None:
         """Take the losses of all micro-batches."""
 
     def gradient(self, number: int, found: torch.Tensor | None) -> None:
-        """Take the whole gradient of a trained parameter, which must not be kept or changed."""
+        """Take the whole gradient of a trained parameter. The watcher must not keep or change it."""
 
 
 @dataclass(frozen=True)
 class ReplicaTurn:
-    """A step as a replica sees it.
+    """The inputs of one step for one replica.
 
     Attributes:
-        scale: by which losses are multiplied for the backward pass.
-        notice: what goes into the tail behind the metrics: whether the instance was given one.
-        plan: asked, with the names of the metrics, how gradients travel; waits until that is known.
-        moving: the numbers of buffers of which it is known that they change.
-        settings: see `StepSettings.word`.
-        watch: is told of replica 0; None in steps that nobody watches.
-        masters: the buffers with which the replica begins.
-        residuals: of int8 gradients.
+        step: The number of the step.
+        scale: The loss scale of the backward pass.
+        notice: Whether the instance was given a notice, which travels in the tail behind the metrics.
+        plan: Returns the plan of the gradients for the names of the metrics. Waits until the plan is made.
+        moving: The numbers of the buffers and frozen parameters that are known to change.
+        settings: The word for the settings, see `StepSettings.word`.
+        watch: The watcher of replica 0; None in steps that are not compared.
+        masters: The buffers and frozen parameters with which the replica begins.
+        residuals: The residuals of int8 gradients.
     """
 
     step: int
@@ -86,15 +87,22 @@ class TorchReplicaRun:
     """The computations of one local replica.
 
     Args:
-        meetings: where its layers wait for those of other replicas; None where none of them does.
-        instances: how many there are, if gradients stay on the device; 0 if they are exchanged on the host.
+        replica: The global index of the replica.
+        memory: The memory of the module and of its copies.
+        loss_fn: The loss function.
+        options: The options of the step.
+        replicas: The number of all replicas.
+        instruments: The instruments to notify of passes.
+        meetings: The meetings in which its layers wait for other replicas; None if no layer does.
+        instances: Number of instances, if gradients stay on the device; 0 if the host exchanges them.
 
     Attributes:
-        finished: for each bucket whether its arrays are ready, or never will be; whoever makes the plan puts it there.
-        residuals: the new ones, once all is finished.
-        outputs: for each micro-batch what the loss function has returned besides, without its history, where it
-            computes.
-        pipeline: runs the stages; None where there are none.
+        copy: The replica's copy of the module.
+        finished: For each bucket, an event: its arrays are ready, or never will be. The maker of the plan sets them.
+        contribution: The replica's gradients in the form that is exchanged.
+        residuals: The new residuals, after the last gradient was taken.
+        outputs: For each micro-batch, the loss function's third result, without history, on the replica's device.
+        pipeline: The replica's pipeline; None without one.
     """
 
     def __init__(
@@ -118,9 +126,9 @@ class TorchReplicaRun:
         self._options = options
         self._instruments = instruments or Instruments()
         self._plan: TorchGradientPlan | None = None
-        self._trained: list[int] = []  # the numbers of parameters that are trained
-        self._missing: list[int] = []  # for each bucket how many gradients are to come
-        self._seen: list[bool] = []  # for each parameter that is trained whether its gradient has come
+        self._trained: list[int] = []  # the numbers of the trained parameters
+        self._missing: list[int] = []  # for each bucket, the number of gradients still to come
+        self._seen: list[bool] = []  # for each trained parameter, whether its gradient was taken
         self._leaving: int | None = None  # the thread whose gradients leave
         self._watch: ReplicaWatch | None = None
         self.pipeline: PipelineRun | None = None
@@ -133,8 +141,8 @@ class TorchReplicaRun:
         self.contribution: Contribution | DeviceContribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
-        self._hooks: list[ParameterHooks] = []  # of the parameters that are trained
-        self._told: set[int] = set()  # whose gradients autograd reports
+        self._hooks: list[ParameterHooks] = []  # one for each trained parameter
+        self._told: set[int] = set()  # the trained parameters whose gradients autograd reports
         self._map = options.mapping()
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
@@ -147,47 +155,47 @@ class TorchReplicaRun:
 
     @property
     def is_of_these(self) -> bool:
-        """Whether the parameters that are trained are still those for which it was made."""
+        """Whether the trained parameters are still those for which this object was made."""
         flags = [parameter.requires_grad for parameter in self.copy.parameters]
         return [number for number, flag in enumerate(flags) if flag] == self._trained
 
     def follow(self) -> None:
-        """Take over what the program has changed in the module."""
+        """Take over the program's changes to the module."""
         self.copy.follow()
         for number, hooks in enumerate(self._hooks):
             if hooks.follow() and number not in self._told:
                 self._be_told(number, self.copy.parameters[self._trained[number]])
 
     def _be_told(self, number: int, parameter: torch.Tensor) -> None:
-        """Have autograd report each gradient of a parameter, which takes 10 us where that is on a GPU."""
+        """Make autograd report each gradient of a parameter, which takes 10 us if the parameter is on a GPU."""
         self._told.add(number)
         parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), number))
 
     def clear(self) -> None:
-        """Let go of gradients that are left of a step that was given up."""
+        """Drop gradients left by a step that was given up."""
         for parameter in self.copy.parameters:
             parameter.grad = None
 
     def refuse_gradients_of_others(self) -> None:
-        """Refuse gradients that come from the loss of another replica, when this one computes not or has ended."""
+        """Raise if this replica, which is not computing, has gradients: they come from another replica's loss."""
         if any(parameter.grad is not None for parameter in self.copy.parameters):
             self._refuse_to_be_used()
 
     def _refuse_to_be_used(self) -> NoReturn:
         raise StrategyError(
-            f"the loss of a replica depends on parameters of replica {self.replica}: the module or the loss "
-            "function keeps tensors of a forward pass where all replicas find them, as in a list that a hook "
-            "closes over; keep them in attributes of the module that the hook is given"
+            f"the loss of a replica depends on parameters of replica {self.replica}. The module or the loss function "
+            "keeps tensors of a forward pass in an object shared by all replicas, as a list that a hook refers to; "
+            "keep them in attributes of the hook's module argument"
         )
 
     def compute(self, batch: Batch, turn: ReplicaTurn) -> None:
-        """Make the passes of a step, in this thread; when it returns or raises, every bucket is finished.
+        """Run the passes of a step in this thread. When it returns or raises, every bucket is finished.
 
         Raises:
-            BaseException: what the module or the loss function raises.
+            BaseException: The error of the module or the loss function.
         """
         try:
-            if self.pipeline is None:  # of a pipeline each stage is told
+            if self.pipeline is None:  # a pipeline notifies of each stage
                 self._instruments.replica_begins(self.replica, 0)
             with self._seat.attended(), way_out_of_refusals():
                 self._compute(batch, turn)
@@ -248,11 +256,11 @@ class TorchReplicaRun:
         self._end([value / count for value in total], turn)
 
     def _number(self, name: str, value: Number) -> Told:
-        """Return a metric as a number; of a replica whose gradients stay on the device a wide one there."""
+        """Return a metric as a number; if gradients stay on the device, as a wide scalar there."""
         device = self._memory.device
         if not self._instances:
             return _number(name, value)
-        wide = torch.float32 if device.type == "mps" else torch.float64  # which MPS has not
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == device.type:
             return value.detach().reshape(()).to(wide, copy=True)  # it may be a buffer that the next pass changes
         return torch.full((), _number(name, value), dtype=wide, device=device)
@@ -262,7 +270,7 @@ class TorchReplicaRun:
         return nullcontext() if dtype is None else torch.autocast(self._memory.device.type, dtype)
 
     def _weighted(self, loss: torch.Tensor, number: int, scale: float) -> torch.Tensor:
-        """Return the loss from which a backward pass begins; of a running mean make the gradients ready for it."""
+        """Return the loss for the backward pass. For a running mean, also rescale the gradients so far."""
         if self._options.method is RUNNING_MEAN and number:
             for parameter in self.copy.parameters:
                 if parameter.grad is not None:
@@ -282,7 +290,7 @@ class TorchReplicaRun:
 
     @property
     def _leaves(self) -> bool:
-        """Whether gradients leave one by one; otherwise all are taken in the end, in a part of the time."""
+        """Whether gradients leave one by one. If not, all are taken at the end, which is several times faster."""
         return self._plan is not None and self._plan.is_cut
 
     def _prepare(self, plan: TorchGradientPlan) -> None:
@@ -302,7 +310,7 @@ class TorchReplicaRun:
         return DeviceContribution(plan, rows, self._memory.device, self._replicas == 1, self._instances > 1, checks)
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """A gradient is complete: called by autograd, in the thread of the replica."""
+        """Handle a complete gradient. Autograd calls this in the thread of the replica."""
         if _running.now not in (self, None):
             self._refuse_to_be_used()
         self._hooks[number].after_accumulation()
@@ -323,7 +331,7 @@ class TorchReplicaRun:
         self.contribution.take(number, gradient)
         bucket = self._plan.places[number].bucket
         self._missing[bucket] -= 1
-        if not self._missing[bucket] and bucket != len(self._missing) - 1:  # the last one has the tail
+        if not self._missing[bucket] and bucket != len(self._missing) - 1:  # the last bucket waits for the tail
             if self.pipeline is None:
                 self._instruments.replica_ends(self.replica, 0, bucket)
             self.finished[bucket].set()
@@ -365,26 +373,26 @@ class TorchReplicaRun:
 
     @property
     def seen(self) -> list[bool]:
-        """Whether each parameter that is trained had a gradient in the last step."""
+        """Whether each trained parameter had a gradient in the last step."""
         return list(self._seen)
 
     def is_finite(self, number: int) -> bool:
-        """Whether the gradient of a parameter is, until it is given back."""
+        """Return whether the gradient of a parameter is finite. Valid until the gradient is released."""
         assert self.contribution is not None
         return self.contribution.is_finite(number)
 
 
 def _tell(run: weakref.ref[TorchReplicaRun], number: int, parameter: torch.Tensor) -> None:
-    """Report a gradient, for autograd; a weak reference, as the garbage collector does not see hooks of parameters."""
+    """Report a gradient, for autograd. A strong reference would make a cycle that the garbage collector cannot see."""
     if (found := run()) is not None:
         found._arrived(number, parameter)
 
 
 def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree]:
-    """Return the loss, the metrics, and other outputs that a loss function has returned.
+    """Return the loss, the metrics and the other outputs of a loss function.
 
     Raises:
-        TypeError: if it has returned something else.
+        TypeError: If the function has returned something else.
     """
     parts = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (returned,)
     loss = parts[0]
@@ -394,7 +402,7 @@ def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree
         what = f"a {loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"the loss is {what}; return a floating-point scalar, or (scalar, dictionary of scalars)")
     if not loss.requires_grad:
-        raise TypeError("the loss depends on no parameter that is trained; compute it from what the module returns")
+        raise TypeError("the loss depends on no trained parameter; compute it from the outputs of the module")
     if not isinstance(metrics, Mapping):
         raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
     return loss, metrics, outputs
@@ -410,6 +418,6 @@ def _number(name: str, value: Number) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise TypeError(
-            f"the metric {name!r} is {what}; metrics are scalars: return what is to be seen of every row as outputs, "
+            f"the metric {name!r} is {what}; metrics are scalars: return values of each row as outputs, "
             "(loss, metrics, outputs)"
         ) from error

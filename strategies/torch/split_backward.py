@@ -1,12 +1,13 @@
-"""A backward pass in two parts: what earlier stages wait for, and later, stage by stage, the gradients of parameters.
+"""A backward pass in two parts: first the gradients of inputs, then, stage by stage, the gradients of parameters.
 
-A node of autograd computes only those gradients that are asked for: that of a layer's input without those of its
-weights, and the other way round. So the first part asks for the gradients with which nodes are entered that have
-parameters below them, and what comes to them is kept; the second one enters them with it. Each gradient is
-computed by the kernel that computes it in a whole backward pass, from the same numbers, and what is added up is added
-in the same order.
+Earlier stages wait for the first part only (zero-bubble schedules: Qi et al., 2024).
 
-The first part of stage 0 has nothing to do: nobody waits for the gradients of its inputs.
+A node of autograd computes only the gradients that are requested: a layer's input gradient without its weight gradient,
+or the reverse. So the first part requests the gradients that enter nodes with parameters below them, and keeps these
+gradients; the second part starts from them. Each gradient is computed by the same kernel as in a whole backward pass,
+from the same numbers, and terms are added in the same order.
+
+The first part of stage 0 has nothing to do, because no stage needs the gradients of its inputs.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from torch.autograd.graph import GradientEdge, Node
 from strategies.errors import StrategyError
 
 Edge = tuple[Node, int]
-"""A node of autograd, and which of its inputs: the gradient that flows in there."""
+"""A node of autograd, and the number of its input at which a gradient enters."""
 
 
 class SplitBackward:
     """The backward pass of one micro-batch.
 
     Args:
-        loss: a scalar, from which it begins.
-        stage_of: the number of the stage that has recorded a node.
+        loss: The loss, a scalar, from which the pass begins.
+        stage_of: Returns the stage that has recorded a node.
 
     Attributes:
-        of_first_part: the nodes that the first part runs.
+        of_first_part: The nodes that the first part runs.
 
     Raises:
-        StrategyError: if a parameter is used in several stages, whose gradients would be added in another order.
+        StrategyError: If several stages use a parameter, because its gradients would be added in another order.
     """
 
     def __init__(self, loss: torch.Tensor, stage_of: Callable[[Node], int]) -> None:
@@ -49,7 +50,7 @@ class SplitBackward:
             self._kept[graph.root] = torch.ones_like(loss)
 
     def of_inputs(self) -> None:
-        """Make the first part: no parameter gets a gradient."""
+        """Run the first part. No parameter gets a gradient."""
         hooks = []
         for node in self.of_first_part:
             aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
@@ -61,7 +62,7 @@ class SplitBackward:
             hook.remove()
 
     def _keep(self, aims: Mapping[int, Edge], found: Sequence[torch.Tensor | None], _: object) -> None:
-        """A node has run: add up what flows into an edge as autograd does, in the order in which it comes."""
+        """Add the gradients that a node sends along edges, in the order of arrival, as autograd does."""
         for place, edge in aims.items():
             gradient = found[place]
             if gradient is not None:
@@ -69,7 +70,7 @@ class SplitBackward:
                 self._kept[edge] = gradient if before is None else before + gradient
 
     def of_weights(self, stage: int) -> None:
-        """Make the second part for one stage: its parameters get their gradients."""
+        """Run the second part for one stage: its parameters get their gradients."""
         for entrance in self._entrances.pop(stage, ()):
             kept = {edge: self._kept.pop(edge) for edge in entrance.edges if edge in self._kept}
             if kept:
@@ -82,8 +83,8 @@ class _Entrance:
     """The edges at which autograd begins for parameters.
 
     Attributes:
-        edges: with what is kept for these.
-        parameters: that get gradients; None: all that it comes to.
+        edges: The edges, whose kept gradients enter there.
+        parameters: The parameters that get gradients; None for all that autograd reaches.
     """
 
     edges: Sequence[Edge]
@@ -92,12 +93,12 @@ class _Entrance:
 
 @dataclass
 class _EdgeGroup:
-    """Nodes that have to run at once, because they add to the gradients of the same parameters.
+    """Nodes that must run together, because they add to the gradients of the same parameters.
 
     Attributes:
-        edges: from the trunk to its nodes.
-        users: the nodes of the trunk that these edges leave; None for the loss.
-        nodes: its own, and those of its parameters.
+        edges: The edges from the trunk to these nodes.
+        users: The nodes of the trunk that these edges leave; None for the loss.
+        nodes: The nodes, including those of their parameters.
     """
 
     edges: set[Edge]
@@ -106,12 +107,12 @@ class _EdgeGroup:
 
 
 class _Graph:
-    """Autograd's graph: its trunk, on which gradients flow to earlier stages, and what hangs on it and has parameters.
+    """Autograd's graph: a trunk, along which gradients flow to earlier stages, and branches with parameters.
 
     Attributes:
-        trunk: the nodes from which one of an earlier stage is reached.
-        early: nodes that hang on several of the trunk in their own stage. Parameters that they lead to get sums, whose
-            terms come from the trunk and from these nodes in turn: so these nodes run with the trunk.
+        trunk: The nodes from which a node of an earlier stage is reached.
+        early: Nodes that several nodes of the trunk in their own stage lead to. Their parameters get sums whose terms
+            come in turn from the trunk and from these nodes, so these nodes run with the trunk.
     """
 
     def __init__(self, root: Edge, stage_of: Callable[[Node], int]) -> None:
@@ -122,7 +123,7 @@ class _Graph:
         self._stages = {node: stage_of(node) for node in nodes}
         self.trunk: set[Node] = set()
         self.early: set[Node] = set()
-        for node in nodes:  # what a node leads to was recorded before it
+        for node in nodes:  # the nodes that a node leads to were recorded before it
             inner = [following for following, _ in self._next[node] if not _is_leaf(following)]
             if any(each in self.trunk or self._stages[each] < self._stages[node] for each in inner):
                 self.trunk.add(node)
@@ -140,11 +141,11 @@ class _Graph:
             for node in nodes:
                 if stages.setdefault(node, stage) != stage:
                     parameter = parameter_of(node)
-                    assert parameter is not None  # a node in between leads to stages before its own: it is in the trunk
+                    assert parameter is not None  # an inner node would lead to an earlier stage, and be in the trunk
                     raise StrategyError(
                         f"a parameter of shape {list(parameter.shape)} is used in the stages {stages[node]} and "
-                        f"{stage}, and the schedule takes backward passes apart, stage by stage; use it in one stage, "
-                        "or another schedule"
+                        f"{stage}, but the schedule splits backward passes stage by stage; use it in one stage, or "
+                        "use another schedule"
                     )
             groups = found.setdefault(stage, [])
             new = _EdgeGroup({edge}, {user}, nodes)
@@ -155,7 +156,7 @@ class _Graph:
         return found
 
     def _leaving_trunk(self) -> Iterator[tuple[Edge, Node | None]]:
-        """Yield the edges from the trunk to what hangs on it, and the nodes that they leave."""
+        """Yield the edges that leave the trunk, each with its node in the trunk."""
         if self.root[0] not in self.trunk:
             yield self.root, None
         for node in self.trunk:
@@ -166,9 +167,9 @@ class _Graph:
         edges: list[Edge] = []
         for group in groups:
             own = [user for user in group.users if user is not None and self._stages[user] == stage]
-            if not own:  # what flows in from later stages is added up before anything of this stage is
+            if not own:  # gradients of later stages are added before those of this stage
                 edges += group.edges
-            elif len(group.users) == 1:  # runs again, for its parameters
+            elif len(group.users) == 1:  # the node runs again, for its parameters
                 parameters = map(parameter_of, group.nodes)
                 alone.setdefault(own[0], []).extend(one for one in parameters if one is not None)
             else:
@@ -186,18 +187,18 @@ def node_of(loss: torch.Tensor) -> Node:
     """Return the node that has computed a loss.
 
     Raises:
-        StrategyError: if nothing has: it is a parameter.
+        StrategyError: If the loss is a parameter, which no node has computed.
     """
     if loss.grad_fn is None:
         raise StrategyError(
-            f"the loss is a parameter of shape {list(loss.shape)}, and a pipeline needs one that its stages compute; "
-            "return what is computed from it, as 1 * loss"
+            f"the loss is a parameter of shape {list(loss.shape)}, but a pipeline's stages must compute it; return a "
+            "value computed from the parameter, as 1 * loss"
         )
     return loss.grad_fn
 
 
 def nodes_from(root: Node) -> Iterator[Node]:
-    """Yield a node of autograd's graph and all that it leads to, those of parameters too."""
+    """Yield a node of autograd's graph and all nodes that it leads to, including those of parameters."""
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which blocks, parameters and buffers of a forward pass belong to each."""
+"""The stages of a pipeline: the blocks, parameters and buffers of a forward pass that belong to each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 import torch
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule
@@ -19,37 +20,39 @@ from strategies.torch.threads import ThreadValue
 
 
 class StagePlacing(Protocol):
-    """A finder of each block's stage, as forward passes meet blocks; it may learn while the first pass runs."""
+    """The assignment of blocks to stages. Forward passes ask for each block; the first pass may extend it."""
 
     def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """Return the number of the stage of a block, and its device.
+        """Return the number of a block's stage, and its device. Called under a lock, for each block that begins.
 
         Args:
-            name: of the block.
-            ipu: what the block says of the device.
+            name: The name of the block.
+            ipu: The device that the block asks for; None if it asks for none.
 
         Raises:
-            StrategyError: if there is none.
+            StrategyError: If the block has no stage.
         """
 
     def unmet(self) -> list[str]:
-        """Return the names of blocks that are expected, and were not met."""
+        """Return the names of expected blocks that were not met. Called after the first pass."""
 
 
 class BlockWatcher(Protocol):
-    """A watcher of the blocks that a forward pass enters, called in its thread.
+    """A watcher of the blocks that a forward pass enters, called in the pass's thread.
+
+    An error of a method ends the forward pass.
 
     Attributes:
-        stage: the stage in which the forward pass is.
+        stage: The present stage of the forward pass.
     """
 
     stage: int
 
     def begin(self, name: str, ipu: int | None) -> None:
-        """Take note of a block that begins, inside of another one or behind it."""
+        """Handle a block that begins, inside another block or after it."""
 
     def end(self) -> None:
-        """Take note that the block of a `with` statement ends, and the one around it goes on."""
+        """Handle the end of a `with` block; the block around it continues."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class TorchPipeline:
     """Options of a pipeline whose stages run on simulated devices.
 
     Attributes:
-        placing: makes what finds the stages.
-        schedule: which stage works on which micro-batch when.
-        needs_full: whether there have to be at least as many micro-batches as stages.
+        placing: Makes the assignment of blocks to stages, for one replica.
+        schedule: The order in which stages work on micro-batches.
+        needs_full: Whether a step needs at least as many micro-batches as stages.
     """
 
     placing: Callable[[], StagePlacing]
@@ -73,18 +76,18 @@ _next_block = ThreadValue(0)
 
 @contextmanager
 def watching(watcher: BlockWatcher) -> Iterator[None]:
-    """Have a watcher told of the blocks of this thread."""
+    """Report the blocks of this thread to a watcher."""
     with _watcher.being(watcher), _next_block.being(0):
         yield
 
 
 def number_from_zero() -> None:
-    """Begin to number blocks without a name."""
+    """Restart the numbering of blocks without a name at 0."""
     _next_block.now = 0
 
 
 def begin_block(name: str | None, ipu: int | None) -> None:
-    """Tell the watcher of a block that begins; without a name it gets the number of such blocks before."""
+    """Report a block that begins. Without a name it is named by its number among such blocks."""
     watcher = _watcher.now
     if watcher is None:
         return
@@ -94,18 +97,18 @@ def begin_block(name: str | None, ipu: int | None) -> None:
 
 
 def end_block() -> None:
-    """Tell the watcher that the block of a `with` statement ends."""
+    """Report the end of a `with` block."""
     if _watcher.now is not None:
         _watcher.now.end()
 
 
 class MetStages:
-    """The stages of a module that the micro-batches of a replica have met."""
+    """The stages of a module that the micro-batches of a replica have met. Threads may share it."""
 
     def __init__(self, placing: StagePlacing) -> None:
         self._placing = placing
-        self._devices: dict[int, int] = {}  # of each stage that was met
-        self._of_parameters: dict[int, int] = {}  # the device on which a parameter is used, by its id
+        self._devices: dict[int, int] = {}  # by stage
+        self._of_parameters: dict[int, int] = {}  # the device that uses a parameter, by the parameter's id
         self._of_modules: dict[str, int] = {}  # the stage in which a module with buffers runs
         self._lock = threading.Lock()
 
@@ -117,7 +120,7 @@ class MetStages:
         return stage
 
     def refuse_unmet(self) -> None:
-        """Refuse stages with blocks that are in no micro-batch."""
+        """Raise if a stage has a block that no micro-batch has entered."""
         if unmet := self._placing.unmet():
             raise StrategyError(
                 f"a stage has the block {unmet[0]!r}, which no micro-batch of the first step has entered; mark it in "
@@ -125,17 +128,17 @@ class MetStages:
             )
 
     def devices(self) -> list[int]:
-        """Return the device of each stage; of a stage that was not met that of the one before."""
+        """Return the device of each stage. A stage that was not met gets the device of the stage before it."""
         found: list[int] = []
         for stage in range(1 + max(self._devices, default=0)):
             found.append(self._devices.get(stage, found[-1] if found else 0))
         return found
 
     def use(self, parameter: torch.Tensor, stage: int) -> None:
-        """Note that a stage uses a parameter.
+        """Record that a stage uses a parameter.
 
         Raises:
-            StrategyError: if another one on another device does, too.
+            StrategyError: If a stage on another device uses it too.
         """
         device = self._devices.get(stage, stage)
         other = self._of_parameters.setdefault(id(parameter), device)
@@ -146,10 +149,10 @@ class MetStages:
             )
 
     def enter_module(self, name: str, module: torch.nn.Module, given: object) -> None:
-        """Note that a module with buffers runs.
+        """Record the stage in which a module with buffers runs.
 
         Raises:
-            StrategyError: if it does in two stages, whose micro-batches would change the buffers in another order.
+            StrategyError: If it runs in two stages, where micro-batches would change the buffers in another order.
         """
         watcher = _watcher.now
         if watcher is None:
@@ -158,17 +161,18 @@ class MetStages:
         if stage != watcher.stage:
             raise StrategyError(
                 f"module {name} has buffers, and runs in the stages {stage} and {watcher.stage}, whose micro-batches "
-                "would meet there out of order; put both blocks into one stage"
+                "would change them out of order; put both blocks into one stage"
             )
 
 
 class BufferUses(TorchFunctionMode):
-    """A watcher of the buffers that operators of PyTorch are given, in the thread that enters it.
+    """A watcher of the buffers passed to PyTorch's operators, in the thread that enters it.
 
-    Buffers that several stages use, and that change, are refused: micro-batches would meet there out of order.
+    If several stages use a buffer that changes, it is refused: micro-batches would change it out of order.
 
     Args:
-        stage: returns the stage in which the micro-batch is.
+        module: The module with the buffers.
+        stage: Returns the present stage of the micro-batch.
     """
 
     def __init__(self, module: torch.nn.Module, stage: Callable[[], int]) -> None:
@@ -178,6 +182,7 @@ class BufferUses(TorchFunctionMode):
         self._stages: dict[str, set[int]] = {slot.name: set() for slot in self._slots}
         self._before = [_identity(slot) for slot in self._slots]
 
+    @override
     def __torch_function__(
         self,
         function: Callable[..., object],
@@ -185,7 +190,6 @@ class BufferUses(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """See `TorchFunctionMode`."""
         given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
         for slot in self._slots:
             if id(slot.tensor) in given:
@@ -193,16 +197,16 @@ class BufferUses(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def refuse_changes_that_cross(self) -> None:
-        """Refuse buffers that were used in several stages, and changed."""
+        """Raise if a buffer has changed that several stages use."""
         for slot, before in zip(self._slots, self._before, strict=True):
             stages = sorted(self._stages[slot.name])
             if len(stages) > 1 and _identity(slot) != before:
                 raise StrategyError(
-                    f"buffer {slot.name} is changed, and used in the stages {', '.join(map(str, stages))}, whose "
-                    "micro-batches would meet there out of order; use it in the blocks of one stage"
+                    f"buffer {slot.name} changes, and is used in the stages {', '.join(map(str, stages))}, whose "
+                    "micro-batches would change it out of order; use it in the blocks of one stage"
                 )
 
 
 def _identity(slot: Slot) -> tuple[int, int]:
-    """Return a value that is another one when a buffer has been changed."""
+    """Return a value that differs once a buffer has been changed."""
     return id(slot.tensor), slot.tensor._version

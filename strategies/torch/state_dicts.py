@@ -1,4 +1,4 @@
-"""State dictionaries for plain PyTorch, of a module and its optimizer, out of checkpoints or into a file."""
+"""State dictionaries of a module and its optimizer for plain PyTorch, read from checkpoints, or saved to a file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from strategies.typing import Tree
 
 @dataclass(frozen=True)
 class StateDicts:
-    """A training as plain PyTorch knows it.
+    """A training in the form of plain PyTorch.
 
     Attributes:
-        module: for `module.load_state_dict`.
-        optimizer: for `optimizer.load_state_dict` of an optimizer of the same kind.
+        module: The argument for `module.load_state_dict`.
+        optimizer: The argument for `optimizer.load_state_dict`, of an optimizer of the same kind.
     """
 
     module: dict[str, torch.Tensor]
@@ -36,16 +36,19 @@ class StateDicts:
 
 
 def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | None = None) -> StateDicts:
-    """Return the state dictionaries in a checkpoint; needs no strategy, no module and no other instance.
+    """Load the state dictionaries from a checkpoint. No strategy, module or other instance is needed.
+
+        found = strategies.torch.load_state_dicts("checkpoints")
+        module.load_state_dict(found.module)
 
     Args:
-        path: a folder of checkpoints, of which the newest whole one is read, or one checkpoint.
-        step: of a folder, the checkpoint of this step.
-        best: of a folder, the best checkpoint that is whole.
+        path: A folder of checkpoints, from which the newest whole one is read, or a single checkpoint.
+        step: Read the folder's checkpoint of this step.
+        best: Read the folder's best whole checkpoint.
 
     Raises:
-        CheckpointError: if there is no such checkpoint, or it is damaged.
-        ValueError: if both `step` and `best` are given.
+        CheckpointError: If there is no such checkpoint, or it is damaged.
+        ValueError: If both `step` and `best` are given.
     """
     checkpoint = find_checkpoint(path, step=step, best=best)
     arrays = load_part(checkpoint, ".variables") | load_part(checkpoint, ".model_state")
@@ -54,7 +57,7 @@ def load_state_dicts(path: str | Path, *, step: int | None = None, best: Best | 
 
 
 def _optimizer(tree: Tree) -> dict[str, object]:
-    """Return the optimizer's part of a tree, as `optimizer.state_dict` has it."""
+    """Return the optimizer's part of a tree in the form of `optimizer.state_dict`."""
     is_made = np.asarray(tree[IS_MADE])
     of_parameters = tree.get(STATE, {})
     numbered = enumerate(of_parameters) if isinstance(of_parameters, list) else of_parameters.items()

@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm` over all replicas: statistics of the rows that all of them have, forward and backward."""
+"""`torch.nn.SyncBatchNorm` over all replicas: it normalises, forward and backward, by the rows of all of them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ _kept: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Seat]] = weakref.W
 _as_pytorch_has_it = torch.nn.SyncBatchNorm.forward
 
 AddRows = Callable[[str, torch.Tensor], torch.Tensor]
-"""(what, row of float64) -> the sum of the rows of all replicas."""
+"""(description, row of float64) -> the sum of the rows of all replicas."""
 
 
 class Seat:
-    """One replica's place among all replicas, as its layers know it.
+    """One replica's place among all replicas, for its layers.
 
-    A layer computes for the replica whose seat the thread has taken. In other threads, as where a checkpoint computes
-    again in the backward pass of a loop, it computes for the replica of its module, as long as that seat exists.
+    A layer computes for the replica whose seat the thread has taken. In other threads it computes for the replica of
+    its module, as long as that seat exists. One case is a checkpoint in the program's own loop, which recomputes in the
+    backward pass.
 
     Args:
-        meetings: where replicas add up; None where they do not, as in an evaluation.
+        replica: The global index of the replica.
+        replicas: The number of all replicas.
+        module: The replica's module.
+        meetings: The meetings in which replicas sum; None if they do not sum, as in an evaluation.
     """
 
     def __init__(self, replica: int, replicas: int, module: torch.nn.Module, meetings: ReplicaMeetings | None) -> None:
         self.is_alone = replicas == 1
         self._replica = replica
-        self._module = weakref.ref(module)  # whose layers are the keys of `_kept`
+        self._module = weakref.ref(module)  # its layers are the keys of `_kept`
         self._meetings = meetings
         self._names: dict[int, str] = {}
         _install()
@@ -58,7 +62,7 @@ class Seat:
 
     @contextmanager
     def computing(self, micro_batch: int) -> Iterator[None]:
-        """Let the calling thread make the passes of a micro-batch; if they fail, nobody waits for the replica."""
+        """Let the calling thread run the passes of a micro-batch. If they fail, no replica waits for this one."""
         with self.taken(micro_batch):
             try:
                 yield
@@ -69,7 +73,7 @@ class Seat:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Let the calling thread make the passes of a step for the replica."""
+        """Let the calling thread run the passes of a step for the replica."""
         if self._meetings is None:
             yield
             return
@@ -82,8 +86,8 @@ class Seat:
         name = f"SyncBatchNorm {self._name_of(layer)!r}, {what}{of}"
         if self._meetings is None:
             raise StrategyError(
-                f"SyncBatchNorm {self._name_of(layer)!r} is in training mode where replicas do not compute together; "
-                "leave it in evaluation mode in an evaluation, and make it a part of the module in a training"
+                f"SyncBatchNorm {self._name_of(layer)!r} is in training mode, but replicas do not compute together "
+                "here; leave it in evaluation mode in an evaluation, and make it a part of the module in a training"
             )
         array = row.cpu().numpy()
         return torch.from_numpy(np.array(self._meetings.sum(name, self._replica, array))).to(row.device)
@@ -96,30 +100,30 @@ class Seat:
 
 
 def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]:
-    """Return the layers of a module that need sums over replicas, by their names.
+    """Return the layers of a module that need sums over replicas, by name.
 
     Raises:
-        StrategyError: if one of them cannot have them.
+        StrategyError: If such a layer cannot be supported.
     """
     found = {}
     for name, layer in module.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm):
             if layer.process_group is not None:
                 raise StrategyError(
-                    f"SyncBatchNorm {name!r} has a process_group, and replicas are no ranks of torch.distributed; "
-                    "leave process_group out: statistics are those of all replicas"
+                    f"SyncBatchNorm {name!r} has a process_group, but replicas are no ranks of torch.distributed; "
+                    "leave process_group out: statistics are over all replicas"
                 )
             found[name] = layer
         elif getattr(layer, "original_name", None) == torch.nn.SyncBatchNorm.__name__:
             raise StrategyError(
-                f"SyncBatchNorm {name!r} is inside of a traced or scripted module, which cannot wait for other "
+                f"SyncBatchNorm {name!r} is inside a traced or scripted module, which cannot wait for other "
                 "replicas; give the module as it was before torch.jit"
             )
     return found
 
 
 def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> Seat:
-    """Make the seat of this instance's one replica in a loop of the program's own."""
+    """Make the seat of this instance's one replica in the program's own loop."""
     communicator = replicas.communicator
     meetings = ReplicaMeetings(
         replicas.local_replicas, adding_over(communicator, is_busy), None, communicator.limits.timeout_s
@@ -128,10 +132,10 @@ def seat_in_loop(module: torch.nn.Module, replicas: Replicas, is_busy: bool) -> 
 
 
 def refuse_to_join(module: torch.nn.Module) -> None:
-    """Refuse `SyncBatchNorm` in a loop whose instances may have different numbers of batches."""
+    """Raise for a module with `SyncBatchNorm` in a loop whose instances may have different numbers of batches."""
     if layers := sync_layers_of(module):
         raise StrategyError(
-            f"SyncBatchNorm {next(iter(layers))!r} needs rows of all replicas in each forward pass, and with join some "
+            f"SyncBatchNorm {next(iter(layers))!r} needs rows of all replicas in each forward pass, but with join some "
             "have none; give all instances equally many batches, as DistributedSampler does"
         )
 
@@ -141,8 +145,8 @@ def _nobody() -> None:
 
 
 def _install() -> None:
-    """Have PyTorch's layers ask which replica computes, outside of what torch.compile makes of a module."""
-    can_compile = "torch._dynamo" in sys.modules  # to load it takes a second
+    """Replace the forward method of PyTorch's SyncBatchNorm by `_forward`, which torch.compile skips."""
+    can_compile = "torch._dynamo" in sys.modules  # importing it takes a second
     setattr(torch.nn.SyncBatchNorm, _FORWARD, torch.compiler.disable(_forward) if can_compile else _forward)
 
 
@@ -159,17 +163,17 @@ def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor
 def normalised(layer: torch.nn.SyncBatchNorm, x: torch.Tensor, add: AddRows) -> torch.Tensor:
     """Normalise a replica's values for a layer in training mode, and update its running statistics.
 
-    Outputs, gradients and running statistics are those of a BatchNorm on the values of all replicas together.
-    Statistics are taken in float32, of float64 in float64, and added in float64. Replicas count by their values, and
-    may have none.
+    Outputs, gradients and running statistics are those of a BatchNorm (Ioffe & Szegedy, 2015) on the values of all
+    replicas together. Statistics are computed in float32 (for float64 values in float64) and added in float64. A
+    replica's weight is its number of values, which may be 0.
 
     Args:
-        layer: of this replica.
-        x: shape [N, C, ...].
-        add: called by all replicas in the same order.
+        layer: The replica's layer.
+        x: Values of shape [N, C, ...].
+        add: Sums over replicas. All replicas call it in the same order.
 
     Raises:
-        ValueError: for a shape that the layer does not take, or if all replicas together have one value or none.
+        ValueError: If the layer does not take this shape, or all replicas together have fewer than two values.
     """
     layer._check_input_dim(x)
     layer._check_non_zero_input_channels(x)
@@ -204,12 +208,12 @@ def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tens
     of_all, squares = total[:channels] / count, total[channels:-1] / count
     if x.dtype != torch.float64:
         return of_all, (squares - of_all.square()).clamp(min=0), count
-    deviations = (variance + (mean - of_all).square()) * own  # float64 has no digits left for squares of large numbers
+    deviations = (variance + (mean - of_all).square()) * own  # squares of large numbers would exhaust float64's digits
     return of_all, add("forward, variances", deviations) / count, count
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which statistics of such values are computed."""
+    """Return the dtype in which statistics of values of this dtype are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -223,7 +227,7 @@ def _track(layer: torch.nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Te
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch normalisation by statistics that all replicas have in common."""
+    """Batch normalisation with the statistics of all replicas."""
 
     @staticmethod
     def forward(

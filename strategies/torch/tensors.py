@@ -1,4 +1,4 @@
-"""Tensors on the host as NumPy's arrays, and the other way round; nothing is copied."""
+"""Conversions between tensors on the host and NumPy arrays, which share memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a tensor on the CPU, in its shape.
 
     Raises:
-        TypeError: NumPy has no such dtype, or the tensor is on another device, or sparse.
+        TypeError: If NumPy has no such dtype, or the tensor is on another device, or sparse.
     """
     tensor = tensor.detach()
     if tensor.dtype is torch.bfloat16:
@@ -31,7 +31,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return the memory of a tensor, see `as_array`; of one on another device a copy, which waits for the device."""
+    """Return the memory of a tensor as an array. If the tensor is on a device, wait for the device and copy."""
     return as_array(tensor.detach().cpu())
 
 
@@ -45,19 +45,19 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
-    """Return the dtype of a tensor as NumPy, or ml_dtypes, has it."""
+    """Return the dtype of a tensor as a dtype of NumPy or ml_dtypes."""
     return as_array(torch.empty(0, dtype=tensor.dtype)).dtype
 
 
 def have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one device have one shape, dtype and bits: 0 and -0 differ, a NaN equals itself."""
+    """Return whether two tensors on one device have equal shapes, dtypes and bits; 0 and -0 differ, a NaN is equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(torch.equal(bits_of(one), bits_of(other)))
 
 
 def have_other_bits(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return whether two tensors of one device, shape and dtype have other bits, as a boolean there."""
+    """Return a boolean on the device: whether the bits of two tensors of one device, shape and dtype differ."""
     return torch.ne(bits_of(one), bits_of(other)).any()
 
 
@@ -71,7 +71,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(batch: Batch) -> Batch:
-    """Return the arrays of a batch, of NumPy or JAX, as tensors; other leaves stay as they are."""
+    """Return a batch with its NumPy and JAX arrays as tensors; other leaves stay as they are."""
     return jax.tree.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
 
 
@@ -80,16 +80,16 @@ def _is_array(leaf: object) -> bool:
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
-    """Cut a batch along its first axis into parts of equal size, each as aligned as if it had been alone.
+    """Cut a batch along its first axis into parts of equal size, each aligned as an allocated tensor is.
 
-    Libraries may round otherwise where rows do not begin at addresses as an allocator gives them.
+    Without the alignment, libraries may round differently.
 
     Args:
-        batch: a pytree of tensors; what else is in it goes into every part.
-        count: how many parts.
+        batch: A pytree of tensors; other leaves go into every part.
+        count: The number of parts.
 
     Raises:
-        ValueError: if it cannot be divided so.
+        ValueError: If the first axis of a tensor is not a multiple of `count`.
     """
     leaves, structure = jax.tree.flatten(batch)
     for leaf in leaves:
@@ -97,8 +97,8 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
             continue
         if not leaf.ndim or len(leaf) % count:
             raise ValueError(
-                f"a batch of shape {list(leaf.shape)} for {count} micro-batches of this instance; its first axis must "
-                "be a multiple of their number"
+                f"a batch of shape {list(leaf.shape)} cannot be divided into {count} micro-batches of this instance; "
+                "its first axis must be a multiple of their number"
             )
     cut = [_cut(leaf, count) for leaf in leaves]
     return [jax.tree.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]

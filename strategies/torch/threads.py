@@ -1,4 +1,4 @@
-"""The threads of a training on PyTorch: values that each of them has for itself, and how many serve one operator."""
+"""Threads of a PyTorch training: values that each thread has for itself, and PyTorch's number of threads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ThreadValue(threading.local, Generic[_T]):
     """A value that each thread has for itself.
 
     Args:
-        default: the value in threads that have set none.
+        default: The value in threads that have set none.
 
     Attributes:
-        now: the value of the calling thread.
+        now: The value of the calling thread.
     """
 
     def __init__(self, default: _T) -> None:
@@ -27,7 +27,7 @@ class ThreadValue(threading.local, Generic[_T]):
 
     @contextmanager
     def being(self, value: _T) -> Iterator[None]:
-        """Give the calling thread another value, and at the end the one before."""
+        """Give the calling thread another value until the context ends."""
         before, self.now = self.now, value
         try:
             yield
@@ -37,7 +37,7 @@ class ThreadValue(threading.local, Generic[_T]):
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Have PyTorch use `count` threads for one operator, in this thread; it decides how sums are split, and so bits."""
+    """Use `count` threads within an operation, in this thread. The number decides how sums are split, and so bits."""
     before = torch.get_num_threads()
     if before != count:
         torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""A trainer of modules of PyTorch on all replicas of a strategy."""
+"""A trainer of PyTorch modules on all replicas of a strategy."""
 
 from __future__ import annotations
 
@@ -38,33 +38,42 @@ from strategies.typing import Batch, Tree
 class Trainer:
     """A trainer of a module on all replicas of a strategy: `strategies.Trainer` for PyTorch.
 
+        def loss_fn(module, batch):               # one replica, one micro-batch
+            x, y = batch
+            return torch.nn.functional.cross_entropy(module(x), y)
+
+        trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters()))
+        for epoch in range(3):
+            for batch in dataset.epoch(epoch):    # of strategies.torch.distribute_dataset
+                metrics = trainer.step(batch)
+
     Each step runs `loss_fn` once per local replica and micro-batch, in threads, on copies of the module that share its
-    parameters; gradients are averaged over all replicas in the fixed order; the optimizer makes one step per instance.
+    parameters. Gradients are averaged over all replicas in a fixed order. The optimizer makes one step per instance.
     Parameters, buffers and optimizer state have the same bits on every instance, and for every number of instances.
 
-    To make one is a collective call: all instances begin with the parameters and buffers of instance 0.
+    The constructor is a collective call: all instances begin with the parameters and buffers of instance 0.
 
     Args:
-        strategy: where the replicas are.
-        module: changed in place by every step. Where replicas compute on a device it is moved there, as
-            `module.to(device)` does, and so is the state of the optimizer.
+        strategy: The strategy whose replicas train.
+        module: The module, which every step changes in place. If replicas compute on a device, the module and the state
+            of the optimizer are moved there, as `module.to(device)` does.
         loss_fn: `(module, batch) -> loss`, `-> (loss, {name: scalar})` or `-> (loss, metrics, outputs)` for one replica
-            and one micro-batch; it gets the replica's copy of the module.
-        optimizer: one of `torch.optim`, or of others, of the module's parameters.
-        seed: of the random numbers in the module and in `loss_fn`.
-        options: the others, by name; see `TorchOptions` and its base class, which describe them.
+            and one micro-batch. It gets the replica's copy of the module.
+        optimizer: An optimizer of `torch.optim`, or another one, of the module's parameters.
+        seed: The seed of the random numbers in the module and in `loss_fn`.
+        options: Other options by name; `TorchOptions` and its base class describe them.
 
     Attributes:
-        module: see above.
-        optimizer: see above.
-        seed: see above.
+        module: The module that was given.
+        optimizer: The optimizer that was given.
+        seed: The seed that was given.
 
     Raises:
-        TypeError: if the module is none, or cannot be copied.
-        ValueError: if an option is out of range or two of them exclude each other, nothing is trained, or the optimizer
-            has other parameters.
-        StrategyError: if the module is on several devices, there is no such `replica_device`, or the optimizer's state
-            cannot be sharded and is to be.
+        TypeError: If `module` is not a module, or cannot be copied.
+        ValueError: If an option is out of range or two of them exclude each other, no parameter is trained, or the
+            optimizer has other parameters.
+        StrategyError: If the module is on several devices, there is no such `replica_device`, or the optimizer's state
+            is to be sharded and cannot be.
     """
 
     def __init__(
@@ -119,7 +128,7 @@ class Trainer:
 
     @property
     def steps_made(self) -> int:
-        """The number of updates that were made."""
+        """The number of updates so far."""
         return self._training.step
 
     @property
@@ -128,36 +137,37 @@ class Trainer:
         return self._engine.outputs
 
     def step(self, batch: Batch) -> Metrics:
-        """Make one update of the module; a collective call.
+        """Make one update of the module. Collective.
 
-        When it returns, the `grad` of parameters is the mean gradient.
+        Afterwards the `grad` of each parameter is its mean gradient. An error before the update leaves the module as it
+        was; an error of the optimizer itself is final.
 
         Args:
-            batch: this instance's: a pytree of tensors, or of arrays, with the micro-batches of the local replicas one
-                after another along the first axis.
+            batch: The batch of this instance: a pytree of tensors or arrays, with the micro-batches of the local
+                replicas one after another along the first axis.
 
         Returns:
-            The means over all replicas.
+            The means of the metrics over all replicas.
 
         Raises:
-            TypeError: if the loss is no floating-point scalar that depends on a parameter.
-            ValueError: if the batch cannot be divided among replicas and micro-batches.
-            StrategyError: if gradients are sparse, or None on some replicas only; metrics change their names; a replica
-                computes something else than plain PyTorch in a step that `verify_steps` has compared.
-            NonFiniteGradientError: with `check_numerics`; nothing is changed then.
-            DivergenceError: with `digest_every`, and after the first steps with `verify_steps`.
-            DisagreementError: on all instances, before the first step with batches of a shape, if they differ in the
+            TypeError: If the loss is no floating-point scalar that depends on a parameter.
+            ValueError: If the batch cannot be divided evenly among replicas and micro-batches.
+            StrategyError: If a gradient is sparse, or None on some replicas only; or if metrics change their names.
+                Also if results of replica 0 differ from plain PyTorch in a step that `verify_steps` compares.
+            NonFiniteGradientError: If a gradient is not finite, with `check_numerics`. Nothing is changed then.
+            DivergenceError: If instances have different bits, with `digest_every` or `verify_steps`.
+            DisagreementError: On all instances, before the first step with batches of a shape, if they differ in the
                 options, the data set, the module, the optimizer or the loss function.
         """
         return self._loop.make_step(self._training, batch)[1]
 
     def plan(self, batch: Batch) -> MemoryPlan:
-        """Return how much memory this instance will need, as far as is known before anything runs; no collective call.
+        """Return the memory that this instance will need, as far as it is known before a step runs. Not collective.
 
-        What autograd keeps between the passes is not, and a loss function may tell metrics, of 4 bytes each.
+        Unknown are the values that autograd keeps between the passes, and the loss function's metrics, of 4 bytes each.
 
         Args:
-            batch: one of this instance.
+            batch: A batch of this instance.
         """
         return self._engine.planned(batch)
 
@@ -166,78 +176,78 @@ class Trainer:
         """The actions of the local replicas' simulated devices in the last step of a pipeline.
 
         Raises:
-            ValueError: if there was none; the first step learns the stages.
+            ValueError: If no step has followed a timetable yet; the first step learns the stages.
         """
         return Trace(self._engine.spans)
 
     def run(self, dataset: Iterable[Batch]) -> Metrics:
-        """Make a step with every batch; the metrics of the last one.
+        """Make a step with every batch, and return the metrics of the last one.
 
         Raises:
-            ValueError: if there is no batch; and what `step` raises.
+            ValueError: If there is no batch. `step` may raise other errors.
         """
         metrics = None
         for batch in dataset:
             metrics = self.step(batch)
         if metrics is None:
-            raise ValueError("there is no batch in the data set; a run needs one at least")
+            raise ValueError("the data set has no batch; a run needs at least one")
         return metrics
 
     def evaluate(self, dataset: Iterable[Batch], fn: LossFunction | None = None) -> Evaluation:
-        """Means over all rows of a data set, each of which counts once; a collective call.
+        """Return the mean loss and metrics over all rows of a data set, each of which counts once. Collective.
 
-        Each replica computes the function for its rows of a batch, in evaluation mode and without gradients. What is a
-        mean over these is weighted with their number, and added in float64: replicas in the order of the tree, and
-        batch by batch. The bits depend on the number of replicas and the batch size, and not on the instances.
+        Each replica computes the function for its rows of a batch, in evaluation mode and without gradients. Its means
+        are weighted by the number of these rows, and added in float64: over replicas in the order of the tree, and
+        batch by batch. The bits depend on the number of replicas and the batch size, not on the instances.
 
         Args:
-            dataset: what `strategies.torch.distribute_dataset` returns with `remainder="pad"`, the rest of whose epoch
-                is read; or an iterable of batches of this instance, of which later ones may have fewer rows than the
-                first.
-            fn: as `loss_fn`; None for `loss_fn` itself.
+            dataset: A data set of `strategies.torch.distribute_dataset` with `remainder="pad"`, the rest of whose epoch
+                is read. Or an iterable of batches of this instance; later batches may have fewer rows than the first.
+            fn: A function like `loss_fn`; None for `loss_fn` itself.
 
         Raises:
-            TypeError: if a loss or metric is no scalar.
-            ValueError: if there is no row, or the data set leaves rows out or accumulates.
-            DisagreementError: on all instances, if they differ in what is evaluated.
+            TypeError: If a loss or metric is no scalar.
+            ValueError: If there is no row, or the data set leaves rows out or accumulates.
+            DisagreementError: On all instances, if they evaluate different functions, modules or data.
         """
         return self._evaluator.evaluate(MeansOfRows(fn or self._loss_fn), self._training, dataset)
 
     def predict(
         self, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
     ) -> Iterator[Tree]:
-        """Yield what the module says of each row, in the order of the data; taking a batch is a collective call.
+        """Yield the module's outputs for each row, in the order of the data. Taking a batch is a collective call.
 
         Args:
-            dataset: see `evaluate`; with `shuffle=False`.
+            dataset: A data set as `evaluate` takes it, with `shuffle=False`.
             fn: `(module, batch) -> outputs`, a pytree of tensors `[rows, ...]`; None for a `loss_fn` that returns
                 outputs as its third value.
-            to_all: whether all instances get the outputs, as arrays; otherwise all but instance 0 get None.
+            to_all: Whether all instances get the outputs, as arrays. If not, all but instance 0 get None.
 
         Raises:
-            ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs are not one
-                for each row.
+            ValueError: If there is no row, or the data set leaves rows out, accumulates or is shuffled, or the first
+                axis of an output is not the rows.
+            DisagreementError: On all instances, if they predict with different functions, modules or data.
         """
         task = OutputsOfRows(fn or self._loss_fn, is_loss=fn is None)
         return self._evaluator.predict(task, self._training, dataset, to_all)
 
     def scale_losses(self, scale: float) -> None:
-        """Multiply the losses of later steps by another number, and divide mean gradients by it; on all instances."""
+        """Multiply the losses of later steps by `scale`, and divide mean gradients by it. Call it on all instances."""
         self._loop.scaling = self._engine.scale_losses(self._training, scale)
 
     def close(self) -> None:
-        """End the threads of the replicas; a step or an evaluation begins new ones."""
+        """End the threads of the replicas. A later step or evaluation starts new ones."""
         self._engine.close()
 
     # ---- checkpoints
 
     @property
     def state(self) -> TrainState:
-        """Everything that training changes, as arrays: what `strategies.Checkpoints` saves, until the next step."""
+        """Everything that training changes, as arrays for `strategies.Checkpoints`, valid until the next step."""
         return self._engine.snapshot(self._training)
 
     def restore(self, checkpoints: Checkpoints, *, other_replicas: bool = False) -> None:
-        """Go on from the newest whole checkpoint, if there is one; see `Checkpoints.restore`. A collective call."""
+        """Continue from the newest whole checkpoint, if there is one; see `Checkpoints.restore`. Collective."""
         state = self.state
         restored = checkpoints.restore(state, other_replicas=other_replicas)
         if restored is not state:
@@ -245,9 +255,9 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances have different parts of the state: of the optimizer's, or residuals."""
+        """Whether instances have different parts of the state: of the optimizer's state, or residuals."""
         return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` for every array of which this instance has only a part."""
         return self._training.whole(state)

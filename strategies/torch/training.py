@@ -1,4 +1,4 @@
-"""The state that a training on PyTorch changes, and the same as a tree of arrays."""
+"""The state that a PyTorch training changes, also as a tree of arrays."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ from strategies.typing import Tree
 IS_MADE = "is_made"
 """The key in an optimizer's tree for one boolean per parameter: whether the optimizer has a state for it.
 
-Without one the tree has zeros.
+For a parameter without a state the tree has zeros.
 """
 
 AVERAGES_GRADIENTS = "averages_gradients"
-"""The attribute that marks classes of modules which average gradients by themselves."""
+"""The attribute of module classes whose modules average gradients by themselves."""
 
 
 class TorchTraining:
-    """A module, its optimizer, and how far they are.
+    """A module, its optimizer, and their progress.
 
     Attributes:
-        parameters: of the module, in the order of `named_parameters`.
-        step: how many updates were made.
-        loss_scale: of the next loss; None where none is scaled.
-        residuals: of int8 gradients, for each local replica.
-        memory_of_replicas: where they compute.
+        parameters: The parameters of the module, in the order of `named_parameters`.
+        buffers: The buffers and frozen parameters on which replicas agree.
+        step: The number of updates so far.
+        loss_scale: The scale of the next loss; None without loss scaling.
+        residuals: The residuals of int8 gradients, for each local replica.
+        memory_of_replicas: The memory in which the replicas compute.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class TorchTraining:
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that are trained, in the order of `named_parameters`."""
+        """The trained parameters, in the order of `named_parameters`."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def replaced(self) -> None:
-        """Note that what was given of the state is used up."""
+        """Invalidate the states that were returned before."""
         self._age.number += 1
 
     # ---- as a tree
 
     def state(self) -> TrainState:
-        """Return the state now: views of the memory of tensors, which the next step uses up."""
+        """Return the present state as views of the tensors' memory, which the next step invalidates."""
         variables, model_state = self.tensors()
         residuals = None
         if self._options.transfer.is_quantised:
@@ -105,13 +106,13 @@ class TorchTraining:
         return TrainState(variables, optimizer, self.step, self.loss_scale, residuals, model_state)
 
     def recorded(self) -> TrainState:
-        """Return what instances compare: parameters, buffers, and optimizer state unless it is sharded."""
+        """Return the state that instances compare: parameters, buffers, and optimizer state unless it is sharded."""
         variables, model_state = self.tensors()
         optimizer = None if isinstance(self.update, ShardedTorchUpdate) else state_of(self.optimizer)
         return TrainState(variables, optimizer, self.step, self.loss_scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-        """Return parameters, and buffers, None if there are none: their memory, or copies of it from the device."""
+        """Return parameters, and buffers (None without any): their memory on the host, or copies from a device."""
         variables = {name: host_array(parameter) for name, parameter in self.module.named_parameters()}
         return variables, {name: host_array(tensor) for name, tensor in self.buffers.named().items()} or None
 
@@ -125,7 +126,7 @@ class TorchTraining:
         return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` for every array of which this instance has only a part."""
         update, optimizer = self.update, state.optimizer_state
         if isinstance(update, ShardedTorchUpdate):
             whole = {
@@ -136,10 +137,10 @@ class TorchTraining:
         residuals = jax.tree.map(rows_of_replicas(self._replicas), state.residuals)
         return replace(state, optimizer_state=optimizer, residuals=residuals)
 
-    # ---- taking it over
+    # ---- loading
 
     def load(self, state: TrainState) -> None:
-        """Go on from a state, whose arrays are copied."""
+        """Continue from a state, whose arrays are copied."""
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 parameter.copy_(_tensor(state.variables[name]))
@@ -163,9 +164,9 @@ class TorchTraining:
         set_state(self.optimizer, made)
 
     def share(self, root: int) -> None:
-        """Take over the state of instance `root`; a collective call. Hyperparameters stay.
+        """Take over the state of instance `root`, except hyperparameters. Collective.
 
-        Nothing changes before everything has arrived: `root` may be lost on the way.
+        Nothing changes before everything has arrived, because `root` may be lost on the way.
         """
         communicator = self._replicas.communicator
         known = np.array([self.step, *self._scale_words()], np.float64)
@@ -180,7 +181,7 @@ class TorchTraining:
         self.replaced()
 
     def _received_optimizer(self, root: int) -> dict[int, ArraysByName]:
-        """Return the state that the optimizer is about to take over."""
+        """Return the optimizer state of instance `root`, for `share`."""
         broadcast = self._replicas.communicator.broadcast
         parameters = parameters_of(self.optimizer)
         is_made = np.array([parameter in self.optimizer.state for parameter in parameters])
@@ -204,7 +205,7 @@ class TorchTraining:
 def received_tensors(
     named: Sequence[tuple[str, torch.Tensor]], communicator: Communicator, root: int
 ) -> list[torch.Tensor]:
-    """Return tensors as rank `root` has them, in memory of their own; a collective call."""
+    """Return copies of the tensors of rank `root`, in new memory on the host. Collective."""
     received = [tensor.detach().to(HOST, copy=True, memory_format=torch.contiguous_format) for _, tensor in named]
     for (name, _), copy in zip(named, received, strict=True):
         communicator.broadcast(as_array(copy), root, name=name)
@@ -223,39 +224,39 @@ def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
 
 
 def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
-    """Return a shard without its padding, as the optimizer has it."""
+    """Return a shard without its padding, in the form of the optimizer."""
     part: np.ndarray = np.asarray(array)
     return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 
 
 def refuse_modules(module: object) -> None:
-    """Look at what is to be trained.
+    """Raise if a module cannot be trained.
 
     Raises:
-        TypeError: if it is no module.
-        ValueError: if it has no parameter that is trained, or one whose shape is not known yet.
-        StrategyError: if its parts are on several devices, or a parameter is complex or sparse.
+        TypeError: If it is no module.
+        ValueError: If it has no trained parameter, or a parameter whose shape is not known yet.
+        StrategyError: If its parts are on several devices, or a parameter is complex or sparse.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
     if lazy := [name for name, one in module.named_parameters() if torch.nn.parameter.is_lazy(one)]:
         raise ValueError(
-            f"{lazy[0]} is of a lazy module that was not called yet, so it has no shape; call the module once with "
-            "rows like those of the data set, in every process"
+            f"{lazy[0]} belongs to a lazy module that was not called yet, so its shape is unknown; call the module "
+            "once with rows like those of the data set, in every process"
         )
     if wrapped := [name for name, one in module.named_modules() if getattr(type(one), AVERAGES_GRADIENTS, False)]:
         raise StrategyError(
             f"{wrapped[0] or 'the module'} is a DistributedModel, which averages gradients by itself; give its .module"
         )
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError("the module has no parameter that is trained; set requires_grad of one of them at least")
+        raise ValueError("the module has no trained parameter; set requires_grad of at least one parameter")
     device_of(module)
     sync_layers_of(module)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or parameter.layout is not torch.strided:
             raise StrategyError(
-                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}; gradients that are exchanged are "
-                "dense and real: keep the parameter so, and compute the other from it in the forward pass"
+                f"{name} is a {parameter.dtype} tensor of layout {parameter.layout}, but only dense real gradients are "
+                "exchanged; keep a dense real parameter, and compute the other from it in the forward pass"
             )
 
 
@@ -263,7 +264,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
     """Return the device of a module's parameters and buffers.
 
     Raises:
-        StrategyError: if there are several, or one where tensors have no numbers.
+        StrategyError: If they are on several devices, or on "meta".
     """
     found = {tensor.device: name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     if len(found) > 1:
@@ -272,29 +273,29 @@ def device_of(module: torch.nn.Module) -> torch.device:
     device = next(iter(found), HOST)
     if device.type == "meta":
         raise StrategyError(
-            f"{found[device]} is on 'meta', where tensors have no numbers; make the module on the CPU or on a GPU"
+            f"{found[device]} is on 'meta', whose tensors have no values; make the module on the CPU or on a GPU"
         )
     return device
 
 
 def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move a module, and what its optimizer knows of its parameters, to a device.
+    """Move a module and the state of its optimizer to a device.
 
     Raises:
-        StrategyError: if PyTorch makes new parameters there, which the optimizer does not have.
+        StrategyError: If PyTorch makes new parameters there, which the optimizer does not have.
     """
     before = list(map(id, module.parameters()))
     module.to(device)
     if list(map(id, module.parameters())) != before:
         raise StrategyError(
             f"module.to({str(device)!r}) has made new parameters, which the optimizer does not have; move the module "
-            "before you make the optimizer"
+            "before you construct the optimizer"
         )
     move_state(optimizer, device)
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state of an optimizer to a device, but for counters that PyTorch keeps on the host."""
+    """Move the state of an optimizer to a device, except counters that PyTorch keeps on the host."""
     for group in optimizer.param_groups:
         counts_there = bool(group.get("capturable") or group.get("fused"))
         for parameter in group[PARAMS]:
@@ -305,15 +306,15 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def refuse_other_devices(module: torch.nn.Module, whose: str) -> None:
-    """Refuse a module with a parameter or buffer that is not on the CPU.
+    """Raise if a module has a parameter or buffer that is not on the CPU.
 
     Args:
-        module: see above.
-        whose: computes only there.
+        module: The module.
+        whose: The name of the component that computes on the CPU only.
     """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.device.type != "cpu":
             raise StrategyError(
-                f"{name} is on {tensor.device}, and {whose} computes on the CPU; move the module there with "
+                f"{name} is on {tensor.device}, but {whose} computes on the CPU; move the module there with "
                 "module.cpu(), or train it on the device with strategies.torch.Trainer (docs: gpus)"
             )

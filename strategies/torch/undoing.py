@@ -1,4 +1,4 @@
-"""A pass through a module that leaves no trace: what it has changed in Python is put back."""
+"""A pass through a module that leaves no trace: its changes to Python objects are undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from strategies.torch.tensors import have_same_bits
 
 MOST_BYTES, MOST_OBJECTS = 64 << 20, 200_000
-"""Limits: bytes of arrays outside of the module that are copied, and number of objects that are looked at."""
+"""Limits: bytes of arrays outside of the module that are copied, and number of objects that are searched."""
 
 _LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
 
@@ -26,26 +26,26 @@ Restore = Callable[[], object]
 
 
 class CannotBeUndoneError(Exception):
-    """A pass may change what cannot be put back; the message says what."""
+    """A pass may change something that cannot be undone; the message names it."""
 
 
 @contextmanager
 def undone(
     module: torch.nn.Module, function: Callable[..., object], other: Callable[..., object] | None = None
 ) -> Iterator[None]:
-    """Put back, at the end, what was changed in a module and in what a function reaches.
+    """Undo, at the end of the context, changes to a module and to objects that a function reaches.
 
-    It puts back parameters, gradients and buffers; attributes; elements of lists, dictionaries and sets; tensors and
-    arrays; generators of random numbers, also those of Python and NumPy. It looks for them in the module, its hooks,
-    the closure of the function, the global variables that this names, and objects of classes of the same program.
+    Undone are changes to parameters, gradients and buffers; to attributes; to elements of lists, dictionaries and sets;
+    to tensors and arrays; and to generators of random numbers, including Python's and NumPy's. The search covers the
+    module, its hooks, the closure of the function and its global variables, and objects of the program's classes.
 
     Args:
-        module: of the program.
-        function: of the program; called with the module.
-        other: one more function of the program, if there is one.
+        module: The program's module.
+        function: The program's function, which is called with the module.
+        other: One more function of the program; None without one.
 
     Raises:
-        CannotBeUndoneError: before anything is run, if an iterator is among these, or too much.
+        CannotBeUndoneError: Before the context begins, if these reach an iterator, or too many objects or bytes.
     """
     search = _Search(_root_of(function))
     hooks = []
@@ -68,13 +68,14 @@ def undone(
 
 
 class _Search:
-    """A search for objects that can be changed, and for the ways to put them back.
+    """A search for objects that can change, and for ways to undo changes.
 
     Args:
-        program: the package whose classes are the program's own.
+        program: The package whose classes are the program's own.
 
     Attributes:
-        own_bytes: of the arrays that were copied.
+        restores: Functions that undo changes; to be called in reverse order.
+        own_bytes: The bytes of the arrays that were copied.
     """
 
     def __init__(self, program: str) -> None:
@@ -84,7 +85,7 @@ class _Search:
         self.own_bytes = 0
 
     def look(self, found: Iterable[object]) -> None:
-        """Look at objects, and at all that they reach."""
+        """Search objects, and all objects that they reach."""
         waiting = list(found)
         while waiting:
             one = waiting.pop()
@@ -96,7 +97,7 @@ class _Search:
                 raise CannotBeUndoneError("the loss function reaches more than can be copied")
 
     def keep(self, one: torch.Tensor) -> None:
-        """Note how to put back the contents of a tensor."""
+        """Record how to restore the contents of a tensor."""
         self._seen[id(one)] = one
         self.own_bytes += one.nbytes
         memory, saved = one.detach(), one.detach().clone()
@@ -104,13 +105,13 @@ class _Search:
         def restore() -> None:
             if one.data_ptr() != memory.data_ptr() or one.shape != memory.shape:
                 one.data = memory
-            if not have_same_bits(memory, saved):  # versions do not tell: batch norm writes its statistics without
+            if not have_same_bits(memory, saved):  # versions do not show it: batch norm does not count its writes
                 memory.copy_(saved)
 
         self.restores.append(restore)
 
     def _reached(self, one: object) -> Iterable[object]:
-        """Note how to put an object back, and return the objects that it reaches."""
+        """Record how to restore an object, and return the objects that it reaches."""
         if isinstance(one, torch.Tensor):
             if one.layout is torch.strided and one.device.type != "meta":
                 self.keep(one)
@@ -146,7 +147,7 @@ class _Search:
         for cell in function.__closure__ or ():
             try:
                 found.append(cell.cell_contents)
-            except ValueError:  # it is empty yet
+            except ValueError:  # the cell is still empty
                 continue
             self.restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
         if _root_of(function) in _LIBRARIES:
@@ -164,7 +165,7 @@ def _root_of(one: object) -> str:
 
 
 def _names_in(code: CodeType, operation: str) -> set[str]:
-    """Return the names in operations of a kind, in a function and in those inside of it."""
+    """Return the names in a function's operations of one kind, and in those of inner functions."""
     own = {str(one.argval) for one in dis.get_instructions(code) if one.opname.startswith(operation)}
     return own.union(*(_names_in(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
 

@@ -1,4 +1,4 @@
-"""The update of a step: PyTorch's optimizer, once per instance, on the mean gradients of all replicas."""
+"""The update of a step: PyTorch's optimizer, run once per instance, on the mean gradients of all replicas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import final
 import jax
 import numpy as np
 import torch
+from typing_extensions import override
 
 from strategies.errors import StrategyError
 from strategies.exchange.on_device import DevicePath
@@ -33,43 +34,49 @@ ELEMENTWISE = (
     "Rprop",
     "SGD",
 )
-"""The optimizers of `torch.optim` that compute every element from those of gradient, state and parameter alone."""
+"""Optimizers of `torch.optim` that compute each element from the same element of gradient, state and parameter."""
 
 
 class TorchUpdate(ABC):
-    """New parameters, in place, of mean gradients."""
+    """The update of parameters in place, from mean gradients.
+
+    The engine asks for `shards` when it plans the exchange, and calls `apply` once per step, on all instances. If
+    `apply` raises, parameters and optimizer state may have changed in part; the error is final.
+    """
 
     path: DevicePath | None = None
-    """The path of gradients that stay on a device; None: they are exchanged on the host."""
+    """The path of gradients that stay on a device; None if the host exchanges them."""
 
     @property
     @abstractmethod
     def shards(self) -> Shards | None:
-        """The way mean gradients are cut, of which this instance takes its part; None: it takes them whole."""
+        """The cut of mean gradients, of which this instance gets its shard; None if it gets whole means."""
 
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """Update the parameters that have a mean gradient; the others are let alone, as optimizers of PyTorch do.
+        """Update the parameters that have a mean gradient; others stay as they are, as with PyTorch's optimizers.
 
         Args:
-            means: of each parameter that is trained: in its shape and dtype, or this instance's part, flat.
+            means: Each trained parameter with its mean gradient, whole or as this instance's flat shard; None without
+                one.
         """
 
 
 @final
 class WholeTorchUpdate(TorchUpdate):
-    """The whole optimizer state on every instance."""
+    """An update with the whole optimizer state on every instance."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     @property
+    @override
     def shards(self) -> Shards | None:
-        """See `TorchUpdate`: they are whole."""
+        """None: the means are whole."""
         return None
 
+    @override
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `TorchUpdate`."""
         for parameter, mean in means:
             parameter.grad = mean
         self._optimizer.step()
@@ -77,27 +84,30 @@ class WholeTorchUpdate(TorchUpdate):
 
 @final
 class ShardedTorchUpdate(TorchUpdate):
-    """Each instance keeps (its replicas / R) of the optimizer state; the new parameters are gathered.
+    """An update with sharded optimizer state, like stage 1 of ZeRO (Rajbhandari et al., 2020).
 
-    The optimizer gets parameters of one axis, which are this instance's parts of the others in their memory.
+    An instance with r of R replicas keeps r/R of the optimizer state, and updates that part of the parameters. Then
+    instances gather the new parameters. The optimizer gets flat parameters, which are this
+    instance's shards, as views of the whole parameters.
 
     Args:
-        optimizer: of all parameters; from here on of the parts.
-        min_elements: smaller parameters have their state whole on every instance.
+        replicas: The replicas of all instances.
+        optimizer: The optimizer of all parameters. From here on it holds the shards.
+        min_elements: The state of smaller parameters stays whole on every instance.
 
     Raises:
-        StrategyError: if it is not known that the optimizer looks at elements one by one, or it has a state already.
+        StrategyError: If the optimizer is not known to be elementwise, or it has a state already.
     """
 
     def __init__(self, replicas: Replicas, optimizer: torch.optim.Optimizer, min_elements: int) -> None:
         refuse_across_elements(optimizer)
         if optimizer.state:
-            raise StrategyError("the optimizer has made steps already; give a new one, whose state can be sharded")
+            raise StrategyError("the optimizer has already made steps; give a new one, whose state can be sharded")
         self._replicas = replicas
         self._optimizer = optimizer
         self._shards = shards_of(replicas, min_elements)
-        self._parts: dict[int, torch.nn.Parameter] = {}  # by the id of the whole
-        self._memory: dict[int, int] = {}  # where the whole is of which that is a part
+        self._parts: dict[int, torch.nn.Parameter] = {}  # shards by the ids of whole parameters
+        self._memory: dict[int, int] = {}  # addresses of the whole parameters with shards
         self._wholes: list[torch.nn.Parameter] = []  # by their numbers in the optimizer
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
@@ -106,20 +116,27 @@ class ShardedTorchUpdate(TorchUpdate):
         self._gathered = ShardedArrays(self._shards, shapes, "parts of parameters")
 
     @property
+    @override
     def shards(self) -> Shards | None:
-        """See `TorchUpdate`: as the state is, where the transport can."""
+        """The shards of the state, if the transport can scatter reductions; None for whole means."""
         return self._shards if self._replicas.communicator.scatters_reductions else None
 
     def whole(self, number: int, array: np.ndarray) -> np.ndarray | PartOfArray:
-        """Return an array of a parameter's state, by its number in the optimizer: a `PartOfArray` where it is cut."""
+        """Return an array of a parameter's state, as a `PartOfArray` if it is sharded.
+
+        Args:
+            number: The number of the parameter in the optimizer.
+            array: The array on this instance.
+        """
         whole = self._wholes[number]
         if not array.ndim or not self._shards.divides(whole):
             return array
         shape = jax.ShapeDtypeStruct(tuple(whole.shape), array.dtype)
         return PartOfArray(self._shards.padded(array, whole), shape, self._shards, self._replicas)
 
+    @override
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
-        """See `TorchUpdate`; a collective call."""
+        """Update this instance's shards, and gather the parameters. Collective."""
         self._begin()
         for parameter, mean in means:
             part = self._parts.get(id(parameter))
@@ -133,10 +150,10 @@ class ShardedTorchUpdate(TorchUpdate):
         self._gather()
 
     def _begin(self) -> None:
-        """Follow what the program has changed, and drop the gradients of the last step, of frozen parameters too."""
+        """Follow the program's changes, and drop the gradients of the last step, of frozen parameters too."""
         if list(map(id, parameters_of(self._optimizer))) != self._numbered:
             raise StrategyError(
-                "the optimizer's groups have other parameters than when the Trainer was made, and its state is sharded "
+                "the optimizer's groups have other parameters than when the Trainer was made, but its state is sharded "
                 "by those; make another optimizer and Trainer, or use replicated_optimizer_state_sharding=False"
             )
         for parameter in self._wholes:
@@ -157,7 +174,7 @@ class ShardedTorchUpdate(TorchUpdate):
     def _view(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if not parameter.is_contiguous():
             raise StrategyError(
-                "a parameter is not contiguous in memory; give the module one that is, to shard its state"
+                "a parameter is not contiguous in memory, so its state cannot be sharded; make it contiguous"
             )
         return parameter.detach().view(-1)[self._bounds(parameter)]
 
@@ -165,7 +182,7 @@ class ShardedTorchUpdate(TorchUpdate):
         return self._shards.bounds(parameter, self._replicas.local_replicas.start)
 
     def _gather(self) -> None:
-        """Gather the parts of all instances into the memory of the parameters."""
+        """Gather the shards of all instances into the memory of the parameters."""
         if self._replicas.num_instances == 1:
             return
         with torch.no_grad():
@@ -182,7 +199,7 @@ class ShardedTorchUpdate(TorchUpdate):
                     self._put(parameter, gathered[:, start:])
 
     def _gathered_on(self, number: int, own: torch.Tensor) -> torch.Tensor:
-        """Return the parts of all instances in a buffer: on the device, if gradients stay there; else on the host."""
+        """Return the shards of all instances in a buffer: on the device if gradients stay there, else on the host."""
         if self.path is not None:
             found: torch.Tensor = self.path.gather(f"parts of parameters/{number}", own)
             return found
@@ -198,68 +215,68 @@ class ShardedTorchUpdate(TorchUpdate):
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known that an optimizer computes every element from those of gradient, state and parameter."""
+    """Return whether an optimizer is known to be elementwise, see `ELEMENTWISE`."""
     kind = type(optimizer)
     is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
     return is_known or bool(getattr(optimizer, "is_elementwise", False))
 
 
 def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of which it is not known that it computes element by element.
+    """Raise unless an optimizer is known to compute element by element.
 
     Raises:
-        StrategyError: it is neither one of `ELEMENTWISE`, nor does its class say `is_elementwise = True`; or it has a
-            fused kernel, which on CPUs rounds the last elements of an array otherwise than those before them.
+        StrategyError: If it is neither one of `ELEMENTWISE`, nor has its class `is_elementwise = True`. Or if it has a
+            fused kernel, which on CPUs rounds the last elements of an array differently.
     """
     kind = type(optimizer)
     if any(group.get("fused") for group in optimizer.param_groups):
         raise StrategyError(
             f"the optimizer state cannot be sharded: {kind.__name__} has fused=True, whose kernel rounds elements at "
-            "the end of an array otherwise, and where parts end depends on the number of instances; use fused=False, "
-            "or replicated_optimizer_state_sharding=False"
+            "the end of an array differently, and the ends of shards depend on the number of instances; use "
+            "fused=False, or replicated_optimizer_state_sharding=False"
         )
     if not is_elementwise(optimizer):
         raise StrategyError(
-            f"the optimizer state cannot be sharded: of {kind.__name__} it is not known that it looks at every element "
-            f"alone; use one of {', '.join(ELEMENTWISE)}, give the class an attribute is_elementwise = True if it "
-            "does, or use replicated_optimizer_state_sharding=False"
+            f"the optimizer state cannot be sharded: {kind.__name__} is not known to compute every element by itself; "
+            f"use one of {', '.join(ELEMENTWISE)}, give the class an attribute is_elementwise = True if it does, or "
+            "use replicated_optimizer_state_sharding=False"
         )
 
 
 def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
-    """Refuse rows of groups of replicas if the optimizer, or the way in which gradients travel, would mix them."""
+    """Raise if the optimizer, or the way in which gradients travel, would mix the rows of groups of replicas."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
     if not grouped:
         return
     if options.transfer.is_quantised:
         raise StrategyError(
-            f"groups of replicas have rows of {grouped[0]}, and int8 gradients are quantised whole; use "
+            f"{grouped[0]} has a row for each group of replicas, but int8 gradients are quantised whole; use "
             "gradient_transfer_dtype='bfloat16'"
         )
     if not is_elementwise(optimizer):
         raise StrategyError(
-            f"groups of replicas have rows of {grouped[0]}, and of {type(optimizer).__name__} it is not known that it "
-            f"looks at every element alone; use one of {', '.join(ELEMENTWISE)}, or give the class an attribute "
+            f"{grouped[0]} has a row for each group of replicas, but {type(optimizer).__name__} is not known to "
+            f"compute every element by itself; use one of {', '.join(ELEMENTWISE)}, or give the class an attribute "
             "is_elementwise = True if it does"
         )
 
 
 def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
-    """Look at what is to update a module.
+    """Raise if an optimizer cannot update a module.
 
     Raises:
-        TypeError: if it is no optimizer.
-        StrategyError: if it computes the loss by itself.
-        ValueError: if it has parameters that are not the module's.
+        TypeError: If it is no optimizer.
+        StrategyError: If it computes the loss by itself.
+        ValueError: If it has parameters that are not the module's.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give one of torch.optim, made already")
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give an instance of a class of torch.optim")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise StrategyError("LBFGS computes the loss several times in a step; use an optimizer that takes gradients")
     own = {id(parameter) for parameter in module.parameters()}
     others = [one for one in parameters_of(optimizer) if id(one) not in own]
     if others:
         raise ValueError(
-            f"the optimizer has {len(others)} parameters that are none of the module's, the first of shape "
+            f"the optimizer has {len(others)} parameters that do not belong to the module, the first of shape "
             f"{list(others[0].shape)}; make it with module.parameters()"
         )

@@ -68,7 +68,7 @@ def test_names_that_a_host_does_not_know_are_reported(hosts):
     finally:
         hosts.on("h1", "umount", "/etc/hosts")
     assert status == 0
-    assert rows(report, "name service")["h1"].startswith("has no or other addresses for h0, ")
+    assert rows(report, "name service")["h1"].startswith("has no address, or a different one, for h0, ")
     assert rows(report, "name service")["h2"] == "knows all hosts"
 
 

@@ -68,7 +68,7 @@ def test_an_instance_that_open_mpi_brings_to_another_host_does_not_run(bed):
     done = run(bed, "h0", BOTH, "--mpi-global-args=--prtemca prte_keep_fqdn_hostnames 0")
     assert done.returncode == 1
     assert (
-        "instance 1 is meant for host n1.west, and Open MPI has started it on n1.east, so it does not run"
+        "instance 1 is meant for host n1.west, but Open MPI has started it on n1.east, so it does not run"
         in done.stderr
     )
     assert own_lines(done.stderr)[0].startswith("instance 1 on host n1.east (pid ")

@@ -99,7 +99,7 @@ class TestSrun:
         done = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", sys.executable, "-c", WHO)
         assert done.returncode == 1
         assert "srun started 2 tasks (SLURM_PROCID=" in done.stderr
-        assert "each of them would be alone; start them with `srun --mpi=pmix`" in done.stderr
+        assert "each task would run alone; start them with `srun --mpi=pmix`" in done.stderr
 
     @pytest.mark.parametrize(
         ("fails", "blamed"),
@@ -241,7 +241,9 @@ class TestPopRun:
             "salloc", "--quiet", "-N2", "-n3", *POPRUN, *("--num-instances", "4", "--num-replicas", "4"), "true"
         )
         assert done.returncode == 2
-        assert re.search(r"4 instances on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use 2 ", done.stderr)
+        assert re.search(
+            r"4 instances do not fit on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use 2 ", done.stderr
+        )
 
     def test_it_is_not_started_by_every_task(self, slurm):
         done = slurm.run("srun", "-N2", "-n2", *POPRUN, "true")

@@ -303,7 +303,7 @@ def test_a_key_is_installed_once_and_the_hosts_know_each_other(keyed):
     assert first.returncode == 0, first.stderr
     for host in ("h1", "h2"):
         assert f"host {host}: the ssh key was added" in own_lines(first, "I")
-        assert f"host {host}: 2 host keys added to those that it knows" in own_lines(first, "I")
+        assert f"host {host}: 2 host keys added to its known hosts" in own_lines(first, "I")
     before = [shell(keyed, host, f"cat {HOME}/.ssh/*") for host in ("h1", "h2")]
     assert [text.count("me@h0") for text in before] == [1, 1]
 

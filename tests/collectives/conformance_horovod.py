@@ -210,7 +210,7 @@ def a_name_in_use_is_busy(communicator: Communicator) -> None:
     array = np.ones(7)
     if communicator.rank == 0:
         handle = begin()
-        with pytest.raises(BusyError, match="Horovod says: .*give each operation .* a name of its own"):
+        with pytest.raises(BusyError, match="Horovod says: .*give each concurrent operation its own name"):
             backend.finished(begin, watch)
     communicator.barrier()
     backend.finished(begin if communicator.rank else lambda: handle, watch)

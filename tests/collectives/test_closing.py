@@ -146,5 +146,5 @@ def test_what_ends_the_thread_of_named_collectives_is_said_though_nobody_waits_f
     queue = NamedQueue(PointToPointTransport(ThreadLink(ThreadHub(2, fail), 0, 1), watch), watch)
     queue.begin_close()
     queue.end_close()
-    [said] = [record for record in caplog.records if record.message == "the named collectives have ended"]
+    [said] = [record for record in caplog.records if record.message == "the thread of named collectives failed"]
     assert "no room for a message" in (said.exc_text or "")

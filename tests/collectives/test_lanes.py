@@ -82,7 +82,7 @@ def test_a_message_that_is_longer_than_its_memory_is_complained_of_and_not_writt
     into = np.zeros(7, np.uint8)
     inbox.put(message(7))
     assert not Received(inbox, into, complaints.append).done()
-    assert complaints == ["it sent 8 bytes where 7 at most were expected"]
+    assert complaints == ["it sent 8 bytes, but 7 at most were expected"]
     assert not into.any()
 
 
@@ -101,7 +101,7 @@ def test_a_message_of_another_size_is_complained_of(bell: Bell, nbytes: int) -> 
     inbox, complaints = Inbox(bell), []
     inbox.put(message(7, nbytes))
     assert not Fetched(inbox, 8, complaints.append).done()
-    assert complaints == [f"it sent {nbytes} bytes where 8 were expected"]
+    assert complaints == [f"it sent {nbytes} bytes, but 8 were expected"]
 
 
 # ---- what goes

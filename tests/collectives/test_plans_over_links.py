@@ -186,5 +186,5 @@ def test_ranks_that_choose_by_different_costs_are_refused() -> None:
         PeerRefusedError, match="rank 0 chooses plans by the usual costs, rank 2 by Network.latency_s=2e"
     ):
         refuse_other_networks([None, None, LOOPBACK])
-    with pytest.raises(PeerRefusedError, match="rank 1 by Network.latency_s=0.001.*give all of them the same costs"):
+    with pytest.raises(PeerRefusedError, match="rank 1 by Network.latency_s=0.001.*give all ranks the same costs"):
         refuse_other_networks([LOOPBACK, SHAPED])

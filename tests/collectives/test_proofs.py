@@ -48,5 +48,5 @@ def test_a_proof_may_come_as_bytes() -> None:
 
 @pytest.mark.parametrize("value", ["", " ", "\n"])
 def test_a_token_that_is_set_and_empty_is_refused(value: str) -> None:
-    with pytest.raises(SecurityError, match=f"{TOKEN} is set and empty, .*; give it a secret, or unset it"):
+    with pytest.raises(SecurityError, match=f"{TOKEN} is set but empty, .*; give it a secret, or unset it"):
         Security.from_environ({TOKEN: value})

@@ -240,7 +240,7 @@ def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:
     [
         (["all-reduce", "--hosts", "0"], "hosts is 0"),
         (["plot", "--most-hosts", "1", "--output", "x"], "begins with 2"),
-        (["all-reduce", "--hosts", "2", "--network", "{}"], "has speed; a network has latency_s"),
+        (["all-reduce", "--hosts", "2", "--network", "{}"], "unknown keys speed; use only latency_s"),
         (["all-reduce", "--hosts", "2", "--network", "nowhere.json"], "nowhere.json"),
     ],
 )
@@ -256,7 +256,7 @@ def test_what_cannot_be_simulated_is_said(
 def test_a_file_that_is_no_network_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text("[]")
-    with pytest.raises(ValueError, match="no network"):
+    with pytest.raises(ValueError, match="not describe a network"):
         Network.read(path)
     with pytest.raises(ValueError, match="bytes_per_s of a network is 0"):
         Network(bytes_per_s=0)

@@ -41,7 +41,7 @@ def on_a_file_system_of_one_megabyte(command: list[str], directory: Path) -> lis
 def assert_refused(lines: list[str], directory: Path) -> None:
     assert len(lines) == RANKS
     assert len(set(lines)) == 1
-    assert f"RuntimeError: mechanism 'window' needs ranks that share a host and room in {directory}" in lines[0]
+    assert f"RuntimeError: mechanism 'window' needs ranks that share a host and enough room in {directory}" in lines[0]
 
 
 @in_a_job

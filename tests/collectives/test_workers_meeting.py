@@ -388,7 +388,7 @@ def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str])
     settings = Settings(limits=Limits(connect_timeout_s=10, clock=FakeClock(tick_s=0.01)))
     with answering(addresses[0], _abuse), pytest.raises(CollectiveTimeoutError) as error:
         collectives.connect("grpc", settings, addresses=addresses[:2], rank=1)
-    assert "what listens there does not answer as a worker: \\x1b[2J\\nerror: all is well" in str(error.value)
+    assert "the process there does not answer as a worker: \\x1b[2J\\nerror: all is well" in str(error.value)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 1000
 
@@ -454,7 +454,7 @@ def test_who_takes_the_place_of_a_host_that_has_vanished_is_found(monkeypatch: p
     with watched() as warnings, stranger_at(group.addresses[1], be_silent):
         first = group.join(0, connect_timeout_s=float("inf"), clock=FakeClock(tick_s=0.001))
         assert is_asked.wait(60)
-        warnings.wait_for(1, f"for rank 1 at {group.addresses[1]} (what listens there has not answered for 0.5 s)")
+        warnings.wait_for(1, f"for rank 1 at {group.addresses[1]} (the process there has not answered for 0.5 s)")
     group.assert_end_well([first, group.join(1)])
 
 

@@ -474,7 +474,7 @@ def test_who_says_hello_first_but_does_not_listen_does_not_keep_the_right_worker
     with channel_to(lonely.address) as channel:
         call, _ = welcomed(channel, lonely.group.addresses)
         second = lonely.group.join(1)
-        lonely.warnings.wait_for(1, "sent somebody away: rogue.py of eve, process 7 on h1 said hello as rank 1")
+        lonely.warnings.wait_for(1, "sent a process away: rogue.py of eve, process 7 on h1 said hello as rank 1")
         assert call.exception(LIMIT_S) is not None
         lonely.group.assert_end_well([lonely.first, second])
 
@@ -595,7 +595,7 @@ def assert_refused(pair: Running, answer: tuple[grpc.StatusCode, str], reason: s
 @in_a_job
 @METHODS
 def test_a_stream_without_hello_is_refused(pair: Running, method: str) -> None:
-    assert_refused(pair, answer_at(pair.job.addresses[0], (), method), "it says no hello")
+    assert_refused(pair, answer_at(pair.job.addresses[0], (), method), "it sent no hello")
 
 
 @in_a_job
@@ -622,8 +622,8 @@ def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol": 0}, "it speaks version 0 and we speak 2"),
-        ({"protocol": 3}, "it speaks version 3 and we speak 2"),
+        ({"protocol": 0}, "it speaks version 0, but we speak 2"),
+        ({"protocol": 3}, "it speaks version 3, but we speak 2"),
         ({"cluster": "0" * 16}, "its cluster is not ours"),
         ({"source": 0}, "it is rank 0 and looks for rank 0, but this is rank 0"),
         ({"source": 2}, "it is rank 2 and looks for rank 0, but this is rank 0"),

@@ -30,8 +30,8 @@ def test_the_job_fails_where_the_chief_is_lost_before_its_end_and_nobody_takes_i
     finished = end_apart("chief", 2)
     assert finished.status == 1
     said = [line for line in finished.stderr.splitlines() if "POPRUN [E] first cause: " not in line]
-    assert "\n".join(said).count("instance 0 was lost when all others had come to their end") == 1
-    assert "let strategy.on_chief do that" in finished.stderr
+    assert "\n".join(said).count("instance 0 was lost when all others had finished") == 1
+    assert "write them in strategy.on_chief" in finished.stderr
 
 
 @pytest.mark.complete

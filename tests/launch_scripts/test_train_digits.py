@@ -41,7 +41,7 @@ def start(*arguments):
         (["--learning-rate", "nan"], "'nan' is not a number above zero"),
         (["--learning-rate", "fast"], "'fast' is not a number above zero"),
         (["--json", "/no/such/place/x.json"], "argument --json: /no/such/place is no directory"),
-        (["--checkpoint-every", "3"], "argument --checkpoint-every: where? Give --checkpoint-dir as well"),
+        (["--checkpoint-every", "3"], "argument --checkpoint-every: there is no folder; give --checkpoint-dir as well"),
         (["--checkpoint-dir", "x", "--checkpoint-every", "0"], "argument --checkpoint-every: '0' is not"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
         (["more"], "unrecognized arguments: more"),

@@ -38,7 +38,7 @@ def test_a_fault_is_read(text, fault):
         ("flip-bit:instance=0,phase=update", "its phase is forward and not update"),
         ("kill:instance=0,colour=red", "'colour' is not understood"),
         ("kill:instance=0,instance=1", "instance= is given twice"),
-        ("stop:instance=0,seconds=5", "seconds= is how long a delay takes, and this is stop"),
+        ("stop:instance=0,seconds=5", "seconds= is the duration of a delay, but this fault is stop"),
         ("delay:instance=0,seconds=nan", "seconds=nan is not a number of seconds"),
         ("delay:instance=0,seconds=-1", "seconds=-1 is not a number of seconds"),
     ],

@@ -38,7 +38,7 @@ ALONE = {
     ),
     "an unknown group lists the known": (
         "popdist.registerCommunicator({0}, 'mine')\n"
-        "with pytest.raises(ValueError, match=\"'other'; known are default, mine\"):\n"
+        "with pytest.raises(ValueError, match=\"'other'; use one of default, mine\"):\n"
         "    popdist.allreduce(1.0, communicator_id='other')\n"
     ),
     "exceptions come through": (
@@ -51,7 +51,7 @@ ALONE = {
 TWO = {
     "an unknown id lists the known": (
         "popdist.registerCommunicator({0, 1}, 'both')\n"
-        "with pytest.raises(ValueError, match=\"'other'; known are both, default\"):\n"
+        "with pytest.raises(ValueError, match=\"'other'; use one of both, default\"):\n"
         "    popdist.allgather(1.0, communicator_id='other')\n"
     ),
     # Instance 1 answers a message that instance 0 waits for inside.

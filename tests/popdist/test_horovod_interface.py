@@ -161,7 +161,7 @@ class TestOneProcess:
             "hvd.shutdown()\nhvd.shutdown()\n"
             "assert not hvd.is_initialized()\n"
             "with pytest.raises(popdist.NotInitializedError):\n    hvd.size()\n"
-            "with pytest.raises(popdist.LifeCycleError, match='Horovod was shut down, and cannot be started again'):\n"
+            "with pytest.raises(popdist.LifeCycleError, match='Horovod was shut down and cannot be started again'):\n"
             "    hvd.init()\n"
             "popdist.init()\nassert popdist.allreduce(1.0) == 1.0\n"
         )

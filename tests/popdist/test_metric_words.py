@@ -28,9 +28,9 @@ def test_words_are_separated_by_commas_and_add_up():
     [
         ("xml:a", "xml:a: there is no 'xml'; use one of csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:"),
         ("run.csv", "there is no 'run.csv'; use one of csv:FILE"),
-        ("csv", "csv: it does not say where; write csv:FILE"),
-        ("tensorboard:", "it does not say where; write tensorboard:FOLDER"),
-        ("prometheus:localhost", "'localhost' is no port, which are 0 to 65535; write prometheus:"),
+        ("csv", "csv: the target is missing; write csv:FILE"),
+        ("tensorboard:", "the target is missing; write tensorboard:FOLDER"),
+        ("prometheus:localhost", "'localhost' is no port; write prometheus:"),
         ("prometheus:65536", "'65536' is no port"),
         ("csv:a,csv:./a", "csv:./a: metrics would go there twice; leave one out"),
     ],

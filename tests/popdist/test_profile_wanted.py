@@ -46,7 +46,7 @@ def test_a_profile_without_a_timeline_is_refused():
 
 
 def test_a_profiler_that_cannot_be_imported_is_refused_at_the_start(tmp_path):
-    with pytest.raises(EnvironmentMismatchError, match="by not_there is asked for, which .* cannot import; install it"):
+    with pytest.raises(EnvironmentMismatchError, match="by not_there was asked for, but .* import it; install it"):
         Profiling(WantedProfile("not_there"), tmp_path, int, print)
 
 

@@ -68,17 +68,17 @@ class TestFlags:
     def test_a_user_who_asks_for_wrong_sums_is_told(self, flags):
         assert setting(flags) is None
         assert complain_of_sums("0.10.2", {"XLA_FLAGS": flags}) == (
-            "jaxlib 0.10.2 adds up wrongly on CPUs when it leaves sums to YNNPACK, and XLA_FLAGS asks for it "
+            "jaxlib 0.10.2 computes wrong sums on CPUs if it passes them to YNNPACK, and XLA_FLAGS asks for it "
             "(--xla_cpu_experimental_ynn_fusion_type); take reduce out of it "
-            "(POPDIST_ALLOW_WRONG_SUMS=1 lets it add up wrongly)"
+            "(POPDIST_ALLOW_WRONG_SUMS=1 allows wrong sums)"
         )
 
     @pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=false", f"{FUSIONS}=-individual_dot"])
     def test_a_start_without_the_flag_is_complained_of(self, flags):
         assert complain_of_sums("0.11.0", {"XLA_FLAGS": flags}) == (
-            "jaxlib 0.11.0 adds up wrongly on CPUs when it leaves sums to YNNPACK, and JAX has started without "
-            "--xla_cpu_experimental_ynn_fusion_type=-reduce; make the strategy before JAX is used, or put that into "
-            "XLA_FLAGS (POPDIST_ALLOW_WRONG_SUMS=1 lets it add up wrongly)"
+            "jaxlib 0.11.0 computes wrong sums on CPUs if it passes them to YNNPACK, and JAX has started without "
+            "--xla_cpu_experimental_ynn_fusion_type=-reduce; make the strategy before JAX is used, or put that flag "
+            "into XLA_FLAGS (POPDIST_ALLOW_WRONG_SUMS=1 allows wrong sums)"
         )
 
     def test_what_is_set_once_is_enough(self):

@@ -183,13 +183,13 @@ class TestAddresses:
             ("unix:/tmp/\ud800", "cannot be printed"),
             ("0.0.0.0:3737", "every interface, not for one machine; name the machine"),
             ("[::]:3737", "every interface"),
-            ("unix:relative", "no absolute path of a file; write unix:/path"),
-            ("unix:", "no absolute path of a file"),
-            ("unix:/", "no absolute path of a file"),
-            ("unix:/tmp/", "no absolute path of a file"),
-            ("unix:///", "no absolute path of a file"),
-            ("unix://host/tmp", "no absolute path of a file"),
-            ("unix:/" + 107 * "a", "has a path of 108 bytes, a socket's has at most 107"),
+            ("unix:relative", "not an absolute path of a file; write unix:/path"),
+            ("unix:", "not an absolute path of a file"),
+            ("unix:/", "not an absolute path of a file"),
+            ("unix:/tmp/", "not an absolute path of a file"),
+            ("unix:///", "not an absolute path of a file"),
+            ("unix://host/tmp", "not an absolute path of a file"),
+            ("unix:/" + 107 * "a", "has a path of 108 bytes; a socket path has at most 107"),
         ],
     )
     def test_faulty_ones_are_quoted(self, address, words):
@@ -265,10 +265,10 @@ class TestFaultyTFConfig:
             (config(chief=[]), 'the job "chief" in TF_CONFIG is []'),
             (config("localhost:3737"), 'is "localhost:3737", not a list'),
             (config({"0": "localhost:3737"}), 'is {"0": "localhost:3737"}, not a list'),
-            (config(["localhost:3737", 3738]), "lists 3738, not a text"),
-            (config(task_type=1), "the task type in TF_CONFIG is 1, not a text"),
+            (config(["localhost:3737", 3738]), "lists 3738, not a string"),
+            (config(task_type=1), "the task type in TF_CONFIG is 1, not a string"),
             (config(task_type=None), "the task type in TF_CONFIG is null"),
-            (config(rpc_layer="http"), 'the rpc_layer is "http", workers speak only gRPC'),
+            (config(rpc_layer="http"), 'the rpc_layer is "http", but workers speak only gRPC'),
             (config(rpc_layer=["grpc"]), 'the rpc_layer is ["grpc"]'),
         ],
     )
@@ -282,7 +282,7 @@ class TestFaultyTFConfig:
     @pytest.mark.parametrize("index", [-1, 2, 10**30, "2"])
     def test_the_index_lies_in_the_range_of_its_job(self, index):
         message = refused(environ(index=index))
-        assert f"the task index is {index}, the cluster lists 2 of type worker: {json.dumps(TWO)}" in message
+        assert f"the task index is {index}, but the cluster lists 2 of type worker: {json.dumps(TWO)}" in message
         assert message.endswith("use one of 0..1")
 
     def test_the_chief_has_the_index_0(self):
@@ -292,7 +292,7 @@ class TestFaultyTFConfig:
         assert 'lists 2 chiefs, ["a:1", "b:1"]; keep one' in refused(environ(chief=["a:1", "b:1"]))
 
     def test_the_task_is_part_of_the_cluster(self):
-        assert 'the task type is "chief", the cluster has only the job worker; add' in refused(
+        assert 'the task type is "chief", but the cluster has only the job worker; add' in refused(
             environ(task_type="chief")
         )
 
@@ -301,7 +301,7 @@ class TestFaultyTFConfig:
         [
             ("evaluator", "evaluators are not supported; evaluate on a worker"),
             ("ps", "parameter servers are not supported; leave them out"),
-            ("master", 'an old name; call it "chief"'),
+            ("master", 'the old name of the chief; write "chief"'),
             ("workers", "unknown; use worker or chief"),
             ("", "unknown; use worker or chief"),
             ("Worker", "unknown; use worker or chief"),
@@ -403,7 +403,7 @@ class TestClusterResolver:
         ("arguments", "words"),
         [
             ({"task_type": "ps"}, 'the task type is "ps", parameter servers are not supported'),
-            ({"task_id": 2}, "the task index is 2, the cluster lists 2"),
+            ({"task_id": 2}, "the task index is 2, but the cluster lists 2"),
             ({"task_id": object()}, "not a whole number"),
             ({"rpc_layer": "grpc+verbs"}, 'the rpc_layer is "grpc+verbs"'),
         ],

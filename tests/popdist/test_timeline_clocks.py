@@ -80,7 +80,7 @@ def test_nothing_is_known_without_an_exchange():
     alignment = Alignment.of([])
     assert not alignment.is_known
     assert alignment.drift == (0.0, DRIFT)
-    with pytest.raises(ValueError, match="nothing is known"):
+    with pytest.raises(ValueError, match="the clocks is unknown"):
         alignment.at(np.zeros(1, np.int64))
 
 

@@ -226,7 +226,7 @@ def test_nobody_has_reserved_hosts(environ):
             {"/home/alice/hosts": "fast\nslow cores=3\n"},
             "hostfile /home/alice/hosts, line 2: 'cores=3' is not understood",
         ),
-        *((OPENPBS, {PBS_FILE: f"{name}\n"}, "not the name of one") for name in ODD_NAMES),
+        *((OPENPBS, {PBS_FILE: f"{name}\n"}, "not the name of a host") for name in ODD_NAMES),
         (
             records.JOB_OF_3 | LSF,
             {},
@@ -345,7 +345,7 @@ class TestChoosingHosts:
         with pytest.raises(UsageError) as refused:
             choose_hosts(allocation_of(2, 1), 4)
         assert str(refused.value) == (
-            "4 instances on the 3 slots of Slurm job 12 (h0: 2, h1: 1): use 3 (--num-instances), "
+            "4 instances do not fit on the 3 slots of Slurm job 12 (h0: 2, h1: 1): use 3 (--num-instances), "
             "ask Slurm for more tasks (--ntasks), or name the hosts with --host, which counts no slots"
         )
 
@@ -363,8 +363,8 @@ class TestChoosingHosts:
         reserved = allocation_of(4, 2, 1)
         used = choose_hosts(reserved, 4).hosts
         assert describe_use(reserved, used, LaunchSettings(("p",), num_instances=4, num_replicas=12)) == (
-            "4 instances on the 7 slots of Slurm job 12 (h0: 2 of 4, h1: 2 of 2, h2: 0 of 1), "
-            "for equal shares go before more hosts, and 4 are equal on 2 at most; "
+            "4 instances on the 7 slots of Slurm job 12 (h0: 2 of 4, h1: 2 of 2, h2: 0 of 1): "
+            "equal shares come before more hosts, and 4 divide equally over 2 at most; "
             "6 is the most for 12 replicas (--num-instances)"
         )
         everything = choose_hosts(reserved, 7).hosts

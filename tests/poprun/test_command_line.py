@@ -116,8 +116,8 @@ def test_the_last_of_several_values_holds():
         ("-c 4 p", "unknown option -c, did you mean --num-instances"),
         ("-m train", r"unknown option -m, which is Python's: write `poprun \[options\] python -m MODULE`"),
         ("-n auto p", f"a whole number, got 'auto'; this machine has {os.cpu_count()} cores"),
-        ("--standalone p", "--standalone: instances find each other by themselves; leave it out"),
-        ("--rdzv_backend=c10d p", "--rdzv_backend: instances find each other by themselves; leave it out"),
+        ("--standalone p", "--standalone: instances find each other without it; leave it out"),
+        ("--rdzv_backend=c10d p", "--rdzv_backend: instances find each other without it; leave it out"),
         ("-n2 p", "unknown option -n2"),
         ("-np2 p", "unknown option -np2"),
         ("-n python x.py", "--num-instances needs a whole number, got 'python'"),
@@ -128,14 +128,17 @@ def test_the_last_of_several_values_holds():
         ("--nproc_per_node=2 p", r"--nproc_per_node; --num-instances \(-n\) counts"),
         ("--nnodes=2 p", "--nnodes; .*, and --host names the hosts"),
         ("-x A=1 p", "unknown option -x, did you mean --mpi-local-args"),
-        ("--output-dir --timestamps p", "needs a path, got '--timestamps'; write --output-dir=--timestamps if that is"),
+        (
+            "--output-dir --timestamps p",
+            "needs a path, got '--timestamps'; write --output-dir=--timestamps if",
+        ),
         ("-H --num-instances 2 p", "--host needs a list of hosts .*, got '--num-instances'"),
         ("--vipu-partition -v p", "--vipu-partition needs a word, got '-v'"),
         (
             "--num- p",
             "option --num- is ambiguous: --num-replicas or --num-instances or --num-ilds; write it in full",
         ),
-        ("--num-replicas", "--num-replicas needs a whole number, the command line ends there"),
+        ("--num-replicas", "--num-replicas needs a whole number, but the command line ends there"),
         ("--num-replicas --num-instances", "--num-replicas needs a whole number, got '--num-instances'"),
         ("--num-replicas 1.5 p", "got '1.5'"),
         ("--num-replicas 1_0 p", "needs a whole number, got '1_0'"),
@@ -170,7 +173,7 @@ def test_what_cannot_be_understood_is_refused_with_a_way_out(text, message):
 
 @pytest.mark.parametrize("option", ["--mpi-global-args='-x A=1'", "--instance-mpi-local-args=0:'-x A=1' -x B=2"])
 def test_an_option_for_mpirun_and_its_value_in_one_word_are_refused(option):
-    with pytest.raises(UsageError, match="-args begins with '-x A=1', all in one word"):
+    with pytest.raises(UsageError, match="-args begins with the single word '-x A=1'"):
         settings_from(read_command_line([option, "p"]))
 
 
@@ -314,8 +317,8 @@ class TestSettings:
             ({"num_ilds": 1, "num_replicas": 65}, r"an ILD has at most 64: use 2 or more \(--num-ilds\)"),
             ({"vipu_partition": "p", "num_replicas": 128}, "asked for 1 instance on 2 ILDs"),
             ({"inject": ("kill:instance=1",)}, "the job has 1 instance; use 0$"),
-            ({"min_instances": 2}, "--min-instances is 2, the job has 1 instance; use at most 1"),
-            ({"instance_mpi_local_args": ((1, ()),)}, "names instance 1, the job has 1 instance; use 0$"),
+            ({"min_instances": 2}, "--min-instances is 2, but the job has 1 instance; use at most 1"),
+            ({"instance_mpi_local_args": ((1, ()),)}, "names instance 1, but the job has 1 instance; use 0$"),
         ],
     )
     def test_contradictions_are_refused(self, given, message):

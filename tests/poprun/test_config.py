@@ -109,8 +109,8 @@ class TestRefusals:
             ("num_replicas = 4", "has an unknown key num_replicas, did you mean num-replicas"),
             ("prorgam = ['p']", "has an unknown key prorgam, did you mean program"),
             ("xyzzy = 4", "has an unknown key xyzzy; poprun --help-all lists all options"),
-            ("dry-run = true", "dry-run concerns one call of poprun; give it on the command line"),
-            ("import-config = 'g'", "import-config concerns one call of poprun"),
+            ("dry-run = true", "dry-run applies to a single call of poprun; give it on the command line"),
+            ("import-config = 'g'", "import-config applies to a single call of poprun"),
             ("num-replicas = 1.5", "configuration f: --num-replicas needs a whole number, got 1.5"),
             ("num-replicas = true", "--num-replicas needs a whole number, got True"),
             ("stuck-timeout-s = nan", "--stuck-timeout-s is nan; use at most 2147483647"),
@@ -186,7 +186,7 @@ class TestWhoseItIs:
 
     def test_one_that_others_can_write_to_is_refused_with_the_way_out(self, path):
         path.chmod(0o666)
-        with pytest.raises(UsageError, match=rf"{path} says what is run, and others can write .*0666.*chmod go-w"):
+        with pytest.raises(UsageError, match=rf"{path} decides what is run, and others can write .*0666.*chmod go-w"):
             import_config(CommandLine({"import-config": str(path)}))
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -258,7 +258,8 @@ def test_an_instance_that_announces_more_than_anything_has_is_lost_and_the_reaso
     list(read_reports(member, 1))
     theirs.sendall(struct.pack("!BI", wire.STDOUT, 1 << 31))
     (lost,) = read_reports(member, 1)
-    assert lost == InstanceChanged(0, LOST, f"a message has {1 << 31} bytes, and {wire.MOST_BYTES} at most are taken")
+    fault = f"a message has {1 << 31} bytes, but at most {wire.MOST_BYTES} are accepted"
+    assert lost == InstanceChanged(0, LOST, fault)
 
 
 @pytest.mark.parametrize(("offset", "value"), [(16, 99), (16, (1 << 64) - 1)])

@@ -169,7 +169,7 @@ def test_the_table_of_a_job_on_two_hosts():
         "1         node0  2-3    1     2-3       4-7    25",
         "2         n1     0-1    0     4-5       8-11   26",
         "3         n1     2-3    1     6-7       12-15  27",
-        "The cores of node0, n1 are taken to be like those of this machine.",
+        "The cores of node0, n1 are assumed to be like those of this machine.",
         "",
         "environment of all instances:",
         "  POPDIST_NUM_TOTAL_REPLICAS=8",
@@ -212,7 +212,7 @@ def test_a_single_instance_has_its_whole_environment_at_once_and_no_device():
 @pytest.mark.parametrize(("names", "is_said"), [(["here"], False), (["here", "b"], True)])
 def test_what_is_assumed_about_other_hosts_is_said(names, is_said):
     text = draw_placement(plan(*names, num_instances=4, num_replicas=4))
-    assert ("The cores of b are taken to be like those of this machine." in text) == is_said
+    assert ("The cores of b are assumed to be like those of this machine." in text) == is_said
 
 
 def test_nothing_is_assumed_where_nothing_is_pinned():

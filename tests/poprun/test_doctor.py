@@ -85,8 +85,8 @@ def test_hosts_in_good_order_get_no_advice():
     [
         ({"attach_fault": "Operation not permitted"}, "memory attach", "may not read each other's memory: Operation"),
         ({"clock": ClockOffset(-3.0, 0.01)}, "clock", "-3000.0 ms, +-10.0"),
-        ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no or other addresses for h0"),
-        ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no or other addresses for h0"),
+        ({"addresses": {"h0": [], "h1": ["10.77.0.11"]}}, "name service", "has no address, or a different one, for h0"),
+        ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no address, or a different one, for h0"),
     ],
 )
 def test_what_works_but_badly_gets_advice(found, check, fact):
@@ -245,7 +245,7 @@ def says(jaxlib: str, **environ: str) -> Finding:
     [
         ("0.10.1", "jaxlib 0.10.1 adds up right"),
         ("0.11.0", "jaxlib 0.11.0 adds up wrongly by itself; strategies keep sums from YNNPACK"),
-        ("0.13.0", "jaxlib 0.13.0 is newer than those that were looked at; strategies keep sums from YNNPACK"),
+        ("0.13.0", "jaxlib 0.13.0 is newer than the measured versions; strategies keep sums from YNNPACK"),
     ],
 )
 @pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}])
@@ -263,7 +263,7 @@ def test_flags_that_ask_for_wrong_sums_are_a_fault():
 def test_a_user_who_allows_wrong_sums_gets_a_hint():
     finding = says("0.10.2", POPDIST_ALLOW_WRONG_SUMS="1")
     assert finding.fact == "jaxlib 0.10.2 adds up wrongly on CPUs, and POPDIST_ALLOW_WRONG_SUMS is 1"
-    assert (finding.way_out, finding.is_fault) == ("take that out of the environment", False)
+    assert (finding.way_out, finding.is_fault) == ("remove POPDIST_ALLOW_WRONG_SUMS from the environment", False)
 
 
 def test_hosts_without_jaxlib_have_no_sums():

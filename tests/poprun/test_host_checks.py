@@ -106,8 +106,8 @@ def test_too_few_cores_are_worth_a_warning():
 def test_shared_memory_must_hold_the_segments_of_all_instances():
     small = host(1, shm_free_bytes=20 << 20)
     assert faults(small, instances=2) == [
-        "host h1: 20 MiB free in /dev/shm, 2 instances need 32 MiB; "
-        "remove what is left there, or make it larger (mount -o remount,size=, docker --shm-size)"
+        "host h1: 20 MiB free in /dev/shm, but 2 instances need 32 MiB; "
+        "remove unused files there, or make it larger (mount -o remount,size=, docker --shm-size)"
     ]
     assert faults(small, instances=1) == []
 
@@ -122,7 +122,7 @@ def test_every_host_needs_an_address_in_the_chosen_network():
 
 def test_two_hosts_with_the_same_name_are_refused_because_open_mpi_hangs():
     assert faults(host(1, name="h0")) == [
-        "host h1: has the host name h0, as h0 has; Open MPI would hang: `hostnamectl set-hostname` a name of its own"
+        "host h1: has the host name h0, as h0 has; Open MPI would hang; name it anew with `hostnamectl set-hostname`"
     ]
 
 
@@ -130,7 +130,7 @@ def test_so_is_one_with_the_name_of_the_machine_that_launches_and_takes_no_part(
     facts = {"h1.west": host(1, host="h1.west", name="h0")}
     assert faults_of(facts, wanted()) == [
         "host h1.west: has the host name h0, as h0 has; "
-        "Open MPI would hang: `hostnamectl set-hostname` a name of its own"
+        "Open MPI would hang; name it anew with `hostnamectl set-hostname`"
     ]
 
 
@@ -148,7 +148,9 @@ def test_a_machine_that_is_named_twice_is_refused():
 def test_few_open_files_are_only_worth_a_warning():
     facts = {"h0": host(0), "h1": host(1, open_files=64)}
     assert faults_of(facts, wanted()) == []
-    assert advice_of(facts, wanted()) == ["host h1: 64 open files, 384 would be safe; raise the limit: `ulimit -n 384`"]
+    assert advice_of(facts, wanted()) == [
+        "host h1: 64 open files, but 384 would be safe; raise the limit: `ulimit -n 384`"
+    ]
 
 
 def test_every_fault_of_every_host_is_one_line():
@@ -162,5 +164,5 @@ def test_every_fault_of_every_host_is_one_line():
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"name": "h1"}])
 def test_an_answer_that_is_none_is_refused(nonsense):
-    with pytest.raises(ValueError, match=r"no answer of survey_script.py"):
+    with pytest.raises(ValueError, match=r"not an answer of survey_script.py"):
         facts_from("h1", nonsense)

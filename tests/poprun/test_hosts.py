@@ -106,8 +106,8 @@ class TestHostfile:
             ("a slots=x", "'slots=x' is not understood"),
             ("a 2", "'2' is not understood"),
             ("a:2", "'a:2' is not the name of a host"),
-            ("node[0-1]", "is not the name of a host; ranges are for --host"),
-            ("user@a", "is not the name of a host; a user belongs into ~/.ssh/config"),
+            ("node[0-1]", "is not the name of a host; use ranges with --host"),
+            ("user@a", "is not the name of a host; set the user in ~/.ssh/config"),
             ("^a", "is not the name of a host"),
         ],
     )
@@ -158,7 +158,7 @@ class TestThisMachine:
             )
 
     def test_localhost_is_no_name_among_several_hosts(self):
-        with pytest.raises(UsageError, match="localhost is one of 2 hosts.*use the name by which the others know"):
+        with pytest.raises(UsageError, match="localhost is one of 2 hosts.*use the name that this machine has"):
             recognise_this_machine([Host("localhost"), Host("node1")], "localhost".__eq__)
 
 
@@ -195,14 +195,17 @@ class TestConstraints:
     def test_no_host_gets_more_instances_than_it_has_slots(self):
         check_hosts([Host("a", 2), Host("b", 3)], job(4))
         check_hosts([Host("a", 2), Host("b", 3)], job(5))
-        with pytest.raises(UsageError, match=r"the hosts have 5 slots, 6 instances are asked for: use 3 \(--num-inst"):
+        with pytest.raises(
+            UsageError, match=r"the hosts have 5 slots, but 6 instances are asked for: use 3 \(--num-inst"
+        ):
             check_hosts([Host("b", 3), Host("a", 2)], job(6))
-        with pytest.raises(UsageError, match=r"have 3 slots, 4 .*: use 3 .* with a multiple of 3 replicas"):
+        with pytest.raises(UsageError, match=r"have 3 slots, but 4 .*: use 3 .* with a multiple of 3 replicas"):
             check_hosts([Host("a", 1), Host("b", 1), Host("c", 1)], job(4))
 
     def test_hosts_of_which_only_some_have_slots_get_equally_many(self):
         with pytest.raises(
-            UsageError, match=r"host a has 2 slots, 6 instances on 2 hosts need 3 on each: use 2 \(--num-instances\)"
+            UsageError,
+            match=r"host a has 2 slots, but 6 instances on 2 hosts need 3 on each: use 2 \(--num-instances\)",
         ):
             check_hosts([Host("b"), Host("a", 2)], job(6))
         with pytest.raises(UsageError, match="asked for 5 instances on 2 hosts; instances must divide evenly"):

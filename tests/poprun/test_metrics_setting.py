@@ -42,9 +42,9 @@ def test_nothing_is_told_where_nothing_is_asked_for():
     ("text", "message"),
     [
         ("--metrics xml:a", "^--metrics xml:a: there is no 'xml'; use one of csv:FILE"),
-        ("--metrics=,", "--metrics is empty; give it where metrics go, such as csv:run.csv"),
+        ("--metrics=,", "--metrics is empty; give a destination for metrics, such as csv:run.csv"),
         ("--metrics csv:a --metrics csv:a", "--metrics csv:a: metrics would go there twice; leave one out"),
-        ("--metrics --debug", "--metrics needs where metrics go, such as csv:run.csv, got '--debug'"),
+        ("--metrics --debug", "--metrics needs a destination for metrics, such as csv:run.csv, got '--debug'"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(text, message):

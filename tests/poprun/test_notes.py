@@ -23,7 +23,10 @@ def test_deprecated_options_name_what_to_use():
         "--numa-aware is deprecated and has no effect; "
         "--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own"
     ]
-    assert "--vipu-allocation has replaced it" in warn_of_deprecated(["vipu-cluster"])[0]
+    assert (
+        "--vipu-cluster is deprecated and has no effect; use --vipu-allocation"
+        in warn_of_deprecated(["vipu-cluster"])[0]
+    )
 
 
 def test_options_of_mpirun_for_output_that_it_does_not_see_name_what_to_use():

@@ -47,7 +47,7 @@ def test_a_library_that_does_not_know_the_others_is_named_once(tmp_path: Path, l
     library(name)
     library("deepspeed")
     said = run(tmp_path, f"import {name}, deepspeed").stderr
-    assert said.startswith(f"poprun: {name} was imported in instance 0 of 2, and does not know of the other instances")
+    assert said.startswith(f"poprun: {name} was imported in instance 0 of 2, and it does not know the other instances")
     assert said.count("\n") == 1
     assert "give `poprun --torch-distributed-env yes`" in said
     assert ("(devices=2, num_nodes=1)" in said) == ("lightning" in name)

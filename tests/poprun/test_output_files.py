@@ -39,7 +39,7 @@ class TestNames:
 class TestFolders:
     def test_earlier_output_is_never_touched(self, tmp_path):
         output_into(tmp_path)
-        with pytest.raises(UsageError, match=r"holds the output of an earlier job \(instance-000.stderr\); nothing is"):
+        with pytest.raises(UsageError, match=r"holds the output of an earlier job \(instance-000.stderr\), and poprun"):
             output_into(tmp_path)
 
     def test_not_even_that_of_other_instances(self, tmp_path):

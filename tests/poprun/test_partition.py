@@ -45,12 +45,12 @@ class TestDeviceMap:
             ("", "does not give its size as a whole number"),
             ('ipus = "16"', "does not give its size as a whole number"),
             ("ipus = true", "does not give its size as a whole number"),
-            ("ipus = 12", "m.toml has 12 IPUs; a partition has a power of two"),
+            ("ipus = 12", "m.toml has 12 IPUs; the size must be a power of two"),
             ("ipus = 0", "a power of two"),
             ("ipus = 2\ndevices = 1", "devices is not a list of whole numbers"),
             ("ipus = 2\ndevices = [0.5]", "devices is not a list of whole numbers"),
-            ("ipus = 2\ndevices = [1, 1]", "each instance needs one of its own"),
-            ("ipus = 2\ndevices = [-1, 1]", "each instance needs one of its own"),
+            ("ipus = 2\ndevices = [1, 1]", "each instance needs its own device"),
+            ("ipus = 2\ndevices = [-1, 1]", "each instance needs its own device"),
         ],
     )
     def test_what_describes_no_partition_is_refused(self, text, message):
@@ -74,7 +74,7 @@ class TestFit:
     @pytest.mark.parametrize("ipus", [8, 32])
     def test_another_size_is_refused_unless_it_may_be_changed(self, ipus):
         with pytest.raises(
-            UsageError, match=rf"has {ipus} IPUs, the job needs 16 IPUs \(4 replicas x 4\); use as many"
+            UsageError, match=rf"has {ipus} IPUs, but the job needs 16 IPUs \(4 replicas x 4\); choose equal"
         ):
             fit_partition(Partition("p", ipus), "p", need(4, 4, 1))
         assert fit_partition(Partition("p", ipus), "p", need(4, 4, 1, update_partition=True)) == Partition("p", 16)
@@ -83,9 +83,9 @@ class TestFit:
         ("replicas", "per_replica", "nearest"), [(6, 1, "4 or 8"), (3, 4, "8 or 16"), (5, 5, "16 or 32")]
     )
     def test_a_need_that_is_no_power_of_two_is_refused(self, replicas, per_replica, nearest):
-        with pytest.raises(UsageError, match=f"a partition has a power of two: use {nearest} "):
+        with pytest.raises(UsageError, match=f"the size of a partition must be a power of two: use {nearest} "):
             fit_partition(None, "p", need(replicas, per_replica, 1, update_partition=True))
 
     def test_listed_devices_are_as_many_as_the_instances(self):
-        with pytest.raises(UsageError, match="lists 2 devices, the job has 4 instances"):
+        with pytest.raises(UsageError, match="lists 2 devices, but the job has 4 instances"):
             fit_partition(Partition("p", 4, (0, 1)), "p", need(4, 1, 4, update_partition=True))

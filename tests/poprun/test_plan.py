@@ -194,7 +194,7 @@ class TestCommand:
     def test_a_level_that_is_none_is_warned_of(self, capfd, monkeypatch):
         monkeypatch.setenv("POPRUN_LOG_LEVEL", "loud")
         assert main(["--dry-run", "echo"]) == 0
-        assert "[W] POPRUN_LOG_LEVEL is 'loud', which is no level; use one of ERROR, WARN" in capfd.readouterr().err
+        assert "[W] POPRUN_LOG_LEVEL is 'loud', which is no log level; use one of ERROR, WARN" in capfd.readouterr().err
 
     def test_debug_lists_the_options_in_force(self, capfd):
         main(["--debug", "--dry-run", "--num-replicas=2", "echo"])

@@ -51,8 +51,8 @@ def test_what_can_be_started_is_accepted(folder, program):
         ("./sub", "'./sub' is a directory; check its spelling"),
         ("sub/none", "'sub/none' does not exist; the working directory is {folder}"),
         ("", "'' is not in PATH; check its spelling"),
-        ("sh -c true", "'sh -c true' is one word; write the program and its arguments as words of their own"),
-        ("./windows", r"'./windows' wants the interpreter '/bin/sh\r', which does not exist; mend its first line"),
+        ("sh -c true", "'sh -c true' is one word; write the program and its arguments as separate words"),
+        ("./windows", r"'./windows' needs the interpreter '/bin/sh\r', which does not exist; correct its first line"),
     ],
 )
 def test_what_cannot_is_refused_with_the_way_out(folder, program, message):
@@ -81,7 +81,7 @@ def test_a_working_directory_that_is_gone_is_refused(folder, monkeypatch):
         ("tmeline", ", did you mean poprun timeline?"),
         ("version", "; poprun --version prints it"),
         ("help", "; poprun --help lists the options"),
-        ("logs", "; --output-dir DIR keeps what instances print, and poprun top shows what they do"),
+        ("logs", "; --output-dir DIR keeps the output of instances, and poprun top shows their state"),
         ("status", "; poprun top shows the jobs that run"),
         ("run", "; leave it out: poprun [options] program [program arguments]"),
     ],

@@ -35,7 +35,7 @@ def refusal(monkeypatch, capfd):
         (["--num-replica-s=2", "echo"], "unknown option --num-replica-s, did you mean --num-replicas"),
         (
             ["--only-output-from-instance=1", "echo"],
-            "--only-output-from-instance is 1, the job has 1 instance",
+            "--only-output-from-instance is 1, but the job has 1 instance",
         ),
         (["--num-replicas=2"], "no program given"),
         (["no-such-program"], "program 'no-such-program' is not in PATH"),

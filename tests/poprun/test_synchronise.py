@@ -83,7 +83,7 @@ class TestEnvironment:
 
     @pytest.mark.parametrize("prefix", ["/", "/usr", "/usr/local"])
     def test_the_python_of_the_system_is_not_copied(self, prefix):
-        with pytest.raises(PopRunError, match=f"the system's own, {prefix}, and not copied; use a virtual env"):
+        with pytest.raises(PopRunError, match=f"the system's own \\({prefix}\\) and is not copied; use a virtual env"):
             describe_environment(Path(prefix), Path("/usr/bin/python3"), Path("/p"), LIBRARY)
 
 
@@ -160,8 +160,8 @@ class TestClaim:
         assert [path.name for path in folder.iterdir()] == ["thesis"]
         assert not folder.with_name("other").exists()
         assert claim_faults("h1", claim, ended(done.returncode), LATE) == [
-            f"host h1: {folder} was not made by poprun and is not empty; if it may be replaced, remove it there, "
-            f"otherwise leave out --synchronise-python-venv"
+            f"host h1: {folder} was not made by poprun and is not empty; remove it there if it may be replaced, "
+            f"or leave out --synchronise-python-venv"
         ]
 
     def test_a_file_in_its_place_is_refused(self, environment, folder):
@@ -353,5 +353,5 @@ class TestCopies:
 
 
 def test_an_environment_that_cannot_be_written_here_is_refused():
-    with pytest.raises(PopRunError, match=r"/proc cannot be written here \(.*\), which would show which hosts"):
+    with pytest.raises(PopRunError, match=r"/proc cannot be written here \(.*\), so poprun cannot tell which hosts"):
         synchronise(["far"], PythonEnvironment((Tree(Path("/proc")),), ()), os.environ, Log())

@@ -310,7 +310,7 @@ CONFIG = '{"cluster":{"worker":["localhost:3737","localhost:3738"]},"task":{"typ
     [
         (None, "2", "TF_CONFIG is not set"),
         ("{'cluster': {}}", "2", "TF_CONFIG is not JSON"),
-        (CONFIG % 2, "2", "the task index is 2, the cluster lists 2 of type worker"),
+        (CONFIG % 2, "2", "the task index is 2, but the cluster lists 2 of type worker"),
         (CONFIG.replace("3738", "3737") % 0, "2", 'TF_CONFIG lists the address "localhost:3737" twice'),
         (CONFIG.replace("localhost:3738", "localhost") % 0, "2", 'the address "localhost" in TF_CONFIG has no port'),
         (CONFIG % 0, "3", "--replicas 3 on 2 workers; each has equally many: use a multiple of 2"),

@@ -101,7 +101,7 @@ def test_they_are_wrong_otherwise(run):
     )
     assert finished.returncode == 0, finished.stderr
     assert set(finished.stdout.splitlines()) >= ALWAYS_WRONG
-    assert finished.stderr.count(f"jaxlib {JAXLIB} adds up wrongly on CPUs") == 1
+    assert finished.stderr.count(f"jaxlib {JAXLIB} computes wrong sums on CPUs") == 1
 
 
 @pytest.mark.complete

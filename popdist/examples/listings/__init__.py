@@ -1,1 +1,1 @@
-"""Programs of the original documentation, as they run here."""
+"""Programs of the original documentation in the form that runs here."""

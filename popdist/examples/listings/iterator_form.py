@@ -1,4 +1,4 @@
-"""The same in iterator form: elements are dequeued where they are needed, and results are iterated."""
+"""The training loop in iterator form: the body dequeues its elements, and the program iterates over the results."""
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,19 @@ outfeed = OutfeedQueue()
 
 
 def loss_of(weights, batch):
-    """The mean squared error of one batch."""
+    """Return the mean squared error of one batch."""
     return jnp.mean((batch["x"] @ weights - batch["y"]) ** 2)
 
 
 def training_step(weights):
-    """The body of the loop: takes the loop variable only."""
+    """Run the body of the loop, which takes only the loop variable."""
     loss, gradient = jax.value_and_grad(loss_of)(weights, infeed.dequeue())
     outfeed.enqueue({"loss": loss, "gradient": jnp.abs(gradient).max()})
     return weights - 0.05 * gradient
 
 
 def train(steps, weights):
-    """Compiled once: the number of steps is an argument."""
+    """Run the loop; it is compiled once, because the number of steps is an argument."""
     return loops.repeat(steps, training_step, [weights])
 
 
@@ -39,5 +39,5 @@ weights = np.zeros((8, 1), np.float32)
 means = []
 for epoch in range(4):
     [weights] = strategy.run(train, args=(np.int32(STEPS), weights))
-    means.append(np.mean([result["loss"] for result in outfeed]))  # the outfeed may be iterated again and again
+    means.append(np.mean([result["loss"] for result in outfeed]))  # an outfeed can be iterated repeatedly
     print(f"epoch {epoch}: mean loss {means[-1]:.6f}")

@@ -1,4 +1,4 @@
-"""A functional model in two stages, on two devices of each replica; with accumulated gradients.
+"""A functional model in two stages, on two devices of each replica, with gradient accumulation.
 
 python -m popdist.examples.listings.keras_pipelined
 poprun --num-instances 2 --num-replicas 2 --ipus-per-replica 2 python -m popdist.examples.listings.keras_pipelined

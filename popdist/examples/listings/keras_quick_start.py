@@ -1,4 +1,4 @@
-"""The quick start of the original's Keras: a model that is made, trained, tested and asked in the scope of a strategy.
+"""The quick start of the original's Keras: make, train, test and query a model in the scope of a strategy.
 
 python -m popdist.examples.listings.keras_quick_start
 poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.listings.keras_quick_start

@@ -10,19 +10,19 @@ import strategies.torch.poptorch as poptorch
 
 
 class Block(nn.Module):
-    """A convolution, and the largest of each four pixels."""
+    """A convolution with max-pooling over 2x2 pixels."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(inputs, outputs, 5), nn.MaxPool2d(2), nn.ReLU())
 
     def forward(self, images):
-        """The smaller images."""
+        """Return the smaller images."""
         return self.layers(images)
 
 
 class Network(nn.Module):
-    """Each layer is a block; what lies between two blocks belongs to the first."""
+    """A network with one block per layer; operations between two blocks belong to the first of them."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Network(nn.Module):
         self.layer3, self.layer4 = nn.Linear(320, 256), nn.Linear(256, 10)
 
     def forward(self, images):
-        """The logits."""
+        """Return the logits."""
         with poptorch.Block("B1"):
             hidden = self.layer1(images)
         with poptorch.Block("B2"):
@@ -42,7 +42,7 @@ class Network(nn.Module):
 
 
 class TrainingNetwork(nn.Module):
-    """Returns the loss as well, where there are labels; it is computed in the last block."""
+    """A network that also returns the loss, computed in the last block, if it gets labels."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class TrainingNetwork(nn.Module):
         self.loss = nn.CrossEntropyLoss()
 
     def forward(self, images, labels=None):
-        """The logits, or logits and loss."""
+        """Return the logits, or logits and loss."""
         output = self.network(images)
         if labels is None:
             return output
@@ -59,12 +59,12 @@ class TrainingNetwork(nn.Module):
 
 
 def accuracy_of(outputs, labels):
-    """The fraction that is right; outputs may be those of the last labels only."""
+    """Return the fraction that is right; outputs may belong to the last labels only."""
     return (outputs.argmax(1) == labels[-len(outputs) :]).float().mean().item()
 
 
 def new_options(device_iterations=2, gradient_accumulation=10):
-    """Four stages of one block each, and all outputs."""
+    """Return options for four stages of one block each, with all outputs."""
     options = poptorch.Options()
     options.deviceIterations(device_iterations)
     options.Training.gradientAccumulation(gradient_accumulation)
@@ -78,7 +78,7 @@ def new_options(device_iterations=2, gradient_accumulation=10):
 if __name__ == "__main__":
     torch.manual_seed(0)
     labels = torch.randint(0, 10, (400,))
-    images = torch.randn(10, 1, 28, 28)[labels] + 0.5 * torch.randn(400, 1, 28, 28)  # ten patterns, and noise
+    images = torch.randn(10, 1, 28, 28)[labels] + 0.5 * torch.randn(400, 1, 28, 28)  # ten patterns with noise
     model = TrainingNetwork()
     options = new_options()
     optimizer = poptorch.optim.AdamW(model.parameters(), lr=0.002)

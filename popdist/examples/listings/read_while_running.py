@@ -1,4 +1,4 @@
-"""A thread reads the losses of a training loop while the loop runs on the device."""
+"""A thread that reads the losses of a training loop while the loop runs on the device."""
 
 import threading
 
@@ -22,21 +22,21 @@ reads = []
 
 
 def read_losses():
-    """Take what has come so far, in order, until the loop has ended and nothing is left."""
+    """Take the available losses in order, until the loop has ended and nothing is left."""
     while not has_ended.wait(0.001):
         take()
     take()
 
 
 def take():
-    """One read."""
+    """Read the available losses once."""
     new = list(outfeed)
     losses.extend(new)
     reads.extend([len(new)] if new else [])
 
 
 def training_step(weights, x, y):
-    """The body of the loop."""
+    """Run the body of the loop."""
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(weights)
     outfeed.enqueue(loss)
     return weights - 0.01 * gradient

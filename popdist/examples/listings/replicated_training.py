@@ -1,4 +1,4 @@
-"""A training loop that every replica runs, with gradients added over all of them; on any number of instances.
+"""A training loop of every replica, with gradients added over all replicas; on any number of instances.
 
 python -m popdist.examples.listings.replicated_training
 poprun --num-instances 2 --num-replicas 4 python -m popdist.examples.listings.replicated_training
@@ -22,13 +22,13 @@ random = np.random.default_rng(0)
 inputs = random.standard_normal((STEPS * REPLICAS, 16, 8)).astype(np.float32)
 targets = inputs @ random.standard_normal((8, 1)).astype(np.float32)
 
-# Every instance has all elements: k * 4 + r is for step k of replica r.
+# Every instance has all elements. Element k * 4 + r is for step k of replica r.
 infeed = InfeedQueue(zip(inputs, targets, strict=True), mode=InfeedMode.WHOLE)
 outfeed = OutfeedQueue()
 
 
 def training_step(weights, x, y):
-    """The body of the loop, for one replica."""
+    """Run the body of the loop for one replica."""
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(weights)
     outfeed.enqueue(loss)
     total = cross_replica_ops.cross_replica_sum(gradient)
@@ -36,12 +36,12 @@ def training_step(weights, x, y):
 
 
 def train():
-    """The program of every replica."""
+    """Run the program of every replica."""
     return loops.repeat(STEPS, training_step, [jnp.zeros((8, 1))], infeed)
 
 
 weights = strategy.run(train)[0]  # the same on all replicas
-losses = outfeed.dequeue()  # float32 [100, local replicas], without that axis where there is one
+losses = outfeed.dequeue()  # float32 [100, local replicas]; with one local replica [100]
 infeed.delete()
 fingerprint = strategies.fingerprint(weights)
 print(f"loss {losses[0].mean():.3f} at first, {losses[-1].mean():.6f} in the end, {fingerprint}")

@@ -14,12 +14,12 @@ targets = inputs @ random.standard_normal((8, 1)).astype(np.float32)
 
 
 def loss_of(weights, x, y):
-    """The mean squared error of one batch."""
+    """Return the mean squared error of one batch."""
     return jnp.mean((x @ weights - y) ** 2)
 
 
 def training_step(weights, x, y):
-    """The body of the loop: takes the loop variable and an element of the infeed."""
+    """Run the body of the loop, with the loop variable and an element of the infeed."""
     loss, gradient = jax.value_and_grad(loss_of)(weights, x, y)
     outfeed.enqueue(loss)
     return weights - 0.05 * gradient

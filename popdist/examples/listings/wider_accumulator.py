@@ -9,16 +9,16 @@ import strategies
 COUNT = 256
 
 inputs = np.full((COUNT, 1), 1.0, np.float32)
-inputs[0] = 256.0  # the first gradient is so large that bfloat16 would lose the others behind it
+inputs[0] = 256.0  # the first gradient is so large that a bfloat16 sum would lose the later ones
 
 
 def loss_fn(variables, batch, key):
-    """One micro-batch; its gradient is the mean of its inputs."""
+    """Return the loss of one micro-batch; its gradient is the mean of its inputs."""
     return jnp.mean(batch * variables["w"].astype(jnp.float32))
 
 
 def train(dtype):
-    """One update with a learning rate of 1 from the sum of the gradients of all micro-batches."""
+    """Make one update with learning rate 1, with the sum of the gradients of all micro-batches."""
     strategy = strategies.IPUStrategy(num_replicas=1)
     trainer = strategies.Trainer(
         strategy,

@@ -1,8 +1,8 @@
-"""Warnings about libraries that would train in each of several instances alone, as Python sees their imports.
+"""Warnings about libraries that would train separately in each instance, triggered by their import.
 
-The agent of instance 0 puts this folder in front of PYTHONPATH, and Python imports the file when it starts. It puts
-everything back: PYTHONPATH, `sys.path`, and the `sitecustomize` that Python would have found without it. It runs in
-whatever Python the program has, and in every one, so it loads nothing until such a library is imported.
+The agent of instance 0 puts this folder in front of PYTHONPATH, so Python imports this file when it starts. The file
+then restores PYTHONPATH, `sys.path` and the `sitecustomize` that Python would have found otherwise. It runs in every
+Python of the program, of any version, so it imports nothing until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IMPORTED = {
     "pytorch_lightning": _DEVICES,
     "transformers.trainer": "",
 }
-"""Libraries that train, and what their users have to write besides."""
+"""Libraries that train, each with the code that its users have to write in addition."""
 
 _TRAINERS = {
     "lightning.fabric.fabric": "Fabric",
@@ -40,16 +40,16 @@ _GROUPS = "torch.distributed.distributed_c10d"
 
 
 class ImportWatch:
-    """A finder of modules that leaves all of them to the other finders, and warns once."""
+    """A module finder that warns once, and leaves all modules to the other finders."""
 
     def __init__(self) -> None:
         self._has_said = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Warn about a library that cannot know the other instances; look into one that can.
+        """Warn about a library that cannot know the other instances; watch the calls of a library that can.
 
         Returns:
-            The way in which Python is to load the module; None if that is the usual way.
+            The spec by which Python loads the module. None: Python loads it as usual.
         """
         if name in _IMPORTED and not _knows_others() and not _is_own_horovod(name, path):
             self._warn(f"{name} was imported", _IMPORTED[name])
@@ -107,7 +107,7 @@ class ImportWatch:
         ways = [] if _knows_others() else [_WAY_OUT]
         ways += [f"write {besides.format(local=local, nodes=count // local)}"] if besides else []
         sys.stderr.write(
-            f"poprun: {fact} in instance 0 of {count}, and does not know of the other instances by itself, so each may "
+            f"poprun: {fact} in instance 0 of {count}, and it does not know the other instances, so each may "
             f"train a model of its own; {' and '.join(ways)}, or train with a strategy of this project\n"
         )
 
@@ -117,18 +117,18 @@ def _knows_others() -> bool:
 
 
 def _is_own_horovod(name: str, path: Sequence[str] | None) -> bool:
-    """Return whether this is a package of ours under the name of Horovod; Horovod itself has a `runner`."""
+    """Return whether the module is this project's package under Horovod's name; Horovod itself has a `runner`."""
     return name == "horovod.torch" and not any(os.path.isdir(os.path.join(each, "runner")) for each in path or ())
 
 
 def _find(name: str, path: Sequence[str] | None, finders: Iterable[object]) -> ModuleSpec | None:
-    """Return how the first finder that knows a module would load it; None if nobody does."""
+    """Return the spec of the first finder that knows a module, or None."""
     specs = (finder.find_spec(name, path) for finder in finders if hasattr(finder, "find_spec"))
     return next((spec for spec in specs if spec is not None), None)
 
 
 def _put_back() -> None:
-    """Undo what the agent has done, and import the `sitecustomize` that this one hides."""
+    """Undo the agent's changes, and import the `sitecustomize` that this file hides."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
     rest = os.environ.pop("PYTHONPATH", "").partition(os.pathsep)[2]
     if rest:
@@ -140,6 +140,6 @@ def _put_back() -> None:
         hidden.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize":  # not in a test
+if __name__ == "sitecustomize":  # false in tests
     sys.meta_path.insert(0, ImportWatch())
     _put_back()

@@ -1,1 +1,1 @@
-"""The schedulers that give poprun its hosts when nobody names them: one file for each kind."""
+"""The schedulers from which poprun gets its hosts if the user names none: one file for each kind."""

@@ -1,7 +1,7 @@
-"""Default hostfiles of Open MPI, which mpirun too uses without a batch system, and those of Kubernetes.
+"""The default hostfiles of Open MPI, which mpirun too uses outside of a batch system, and of Kubernetes.
 
 The MPI Operator of Kubernetes (https://github.com/kubeflow/mpi-operator, v2beta1) mounts a hostfile in the launcher of
-an MPIJob and sets the variable of Open MPI 4 for it; to Open MPI 5 that variable means nothing.
+an MPIJob, and names it in a variable of Open MPI 4, which Open MPI 5 ignores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VARIABLES = (
     "OMPI_MCA_orte_default_hostfile",  # Open MPI 4
 )
 NO_FILE = "none"
-"""The value with which mpirun reads no file, not even that of the installation."""
+"""The value with which mpirun reads no hostfile, not even that of the installation."""
 
 ROLE = "K_MPI_JOB_ROLE"
 LAUNCHER = "launcher"
@@ -25,19 +25,19 @@ DEFAULT_PATH = "/etc/mpi/hostfile"
 
 
 class KubernetesScheduler(Scheduler):
-    """The workers of an MPIJob; the launcher itself is not one of them."""
+    """The workers of an MPIJob; the launcher itself is no worker."""
 
     variables = (ROLE, *VARIABLES)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
-        """Read the operator's hostfile; older operators set only the variable of the hostfile."""
+        """Read the operator's hostfile; older operators set only the variable that names it."""
         variable = hostfile_variable(environ)
         if environ.get(ROLE) != LAUNCHER and (variable is None or environ[variable] != DEFAULT_PATH):
             return None
         if variable is None:
             raise UsageError(
-                f"this is the launcher of an MPIJob ({ROLE}={LAUNCHER}) that is not for Open MPI; "
-                f"write `mpiImplementation: OpenMPI` into it, or {NAME_HOSTS}"
+                f"this is the launcher of an MPIJob ({ROLE}={LAUNCHER}), but the MPIJob is not for Open MPI; "
+                f"set `mpiImplementation: OpenMPI` in it, or {NAME_HOSTS}"
             )
         return Allocation(
             hosts=read_hosts(environ, variable, read_text),
@@ -47,7 +47,7 @@ class KubernetesScheduler(Scheduler):
 
 
 class OpenMPIHostfile(Scheduler):
-    """The hostfile that one of Open MPI's variables names."""
+    """The hostfile that a variable of Open MPI names."""
 
     variables = VARIABLES
 
@@ -65,10 +65,10 @@ class OpenMPIHostfile(Scheduler):
 
 
 def hostfile_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the variable that names the default hostfile; that of the newer Open MPI counts where both do."""
+    """Return the variable that names the default hostfile; if both are set, the newer Open MPI's counts."""
     return next((name for name in VARIABLES if environ.get(name, NO_FILE) not in ("", NO_FILE)), None)
 
 
 def read_hosts(environ: Mapping[str, str], variable: str, read_text: ReadText) -> tuple[Host, ...]:
-    """Return the hosts in the file that a variable names."""
+    """Return the hosts in the hostfile that a variable names."""
     return parse_hostfile(read_file(environ, variable, read_text), environ[variable])

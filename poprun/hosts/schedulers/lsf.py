@@ -1,4 +1,4 @@
-"""LSF: https://www.ibm.com/docs/en/spectrum-lsf, environment variables of jobs."""
+"""LSF and the environment variables of its jobs (https://www.ibm.com/docs/en/spectrum-lsf)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LsfScheduler(Scheduler):
     variables = (PAIRS, FILE)
 
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation:
-        """Read the list of hosts and slots, otherwise the file with one line for each slot."""
+        """Read the list of hosts and slots or, without it, the file with a line for each slot."""
         if PAIRS in environ:
             source, hosts = PAIRS, _read_pairs(environ)
         else:

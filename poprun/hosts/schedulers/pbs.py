@@ -1,4 +1,4 @@
-"""PBS: OpenPBS, PBS Professional and Torque, whose node file has one line for each slot."""
+"""PBS (OpenPBS, PBS Professional and Torque), whose node file has a line for each slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poprun.hosts.schedulers.scheduler import (
 FILE = "PBS_NODEFILE"
 JOB = "PBS_JOBID"
 SLOTS = "PBS_NP"
-"""Set by Torque only."""
+"""A variable that only Torque sets."""
 
 
 class PbsScheduler(Scheduler):

@@ -1,4 +1,4 @@
-"""The interface of a scheduler, what it hands over, and short readers for its variables."""
+"""The interface of a scheduler, the allocation that it returns, and short readers for its variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, first_twice, is_host_name
 
 ReadText = Callable[[str], str]
-"""Returns the contents of a file; raises OSError."""
+"""A function that returns the contents of a file, and raises OSError if it cannot."""
 
 NAME_HOSTS = "name the hosts with --host"
 
@@ -24,11 +24,11 @@ class Allocation:
     """The hosts that a scheduler has reserved for this job.
 
     Attributes:
-        hosts: in the scheduler's order, each once, with the instances that it takes.
-        source: whose it is, for messages: `Slurm job 12`.
-        way_to_more: how a user asks for more slots.
-        variables: what mpirun needs in its environment besides.
-        shell: what runs a command on one of the hosts instead of ssh; empty: ssh does.
+        hosts: The hosts in the scheduler's order, each once, with the number of instances that it takes.
+        source: The owner of the allocation, for messages: `Slurm job 12`.
+        way_to_more: The way to ask for more slots, for messages.
+        variables: Further environment variables that mpirun needs.
+        shell: The words that run a command on one of the hosts, in place of ssh. Empty: ssh.
     """
 
     hosts: tuple[Host, ...]
@@ -43,7 +43,7 @@ class Allocation:
             raise UsageError(f"{self.source} has no host; {NAME_HOSTS}")
         wrong = [name for name in names if not is_host_name(name)]
         if wrong:
-            raise UsageError(f"{self.source} names a host {wrong[0]!r}, which is not the name of one; {NAME_HOSTS}")
+            raise UsageError(f"{self.source} names {wrong[0]!r}, which is not the name of a host; {NAME_HOSTS}")
         if (twice := first_twice(names)) is not None:
             raise UsageError(f"{self.source} names the host {twice} twice; {NAME_HOSTS}")
 
@@ -55,17 +55,26 @@ class Allocation:
 
 
 class Scheduler(ABC):
-    """A place where the hosts of a job may be written down."""
+    """A source from which poprun can learn the hosts of a job.
+
+    `find_allocation` asks each scheduler whose variables are set, once for each launch.
+    """
 
     variables: ClassVar[tuple[str, ...]]
-    """The scheduler is asked only if one of these environment variables is set."""
+    """Environment variables; the scheduler is asked only if at least one of them is set."""
 
     @abstractmethod
     def allocation(self, environ: Mapping[str, str], read_text: ReadText) -> Allocation | None:
-        """Return the hosts of this job, or None if this scheduler did not start it. Nothing is changed.
+        """Return the hosts of this job, or None if this scheduler did not start it.
+
+        The method changes nothing, neither its arguments nor the system, so it may be called again after an error.
+
+        Args:
+            environ: Environment variables of poprun.
+            read_text: Function that returns the contents of a file named by a variable.
 
         Raises:
-            UsageError: variables or files are missing, unreadable or contradict each other; they are quoted.
+            UsageError: Variables or files are missing, unreadable or contradict each other; the message quotes them.
         """
 
 
@@ -79,19 +88,19 @@ def read_file(environ: Mapping[str, str], name: str, read_text: ReadText) -> str
 
 
 def host_for_each_line(lines: Iterable[str]) -> tuple[Host, ...]:
-    """Return the hosts of a file that has one line for each slot, in the order in which they appear first."""
+    """Return the hosts in a file that has a line for each slot, in the order of their first lines."""
     slots = Counter(line.strip() for line in lines if line.strip())
     return tuple(Host(name, number) for name, number in slots.items())
 
 
 def check_slots(environ: Mapping[str, str], system: str, names: tuple[str, str], hosts: Sequence[Host]) -> None:
-    """Refuse hosts whose slots are not as many as another variable says, where it is set.
+    """Refuse hosts whose number of slots differs from another variable, if that variable is set.
 
     Args:
-        environ: the variables.
-        system: whose they are, for the message.
-        names: the variable from which the hosts are, and the one that holds how many slots there are.
-        hosts: all with slots.
+        environ: Environment variables.
+        system: The batch system, for the message.
+        names: The variable that lists the hosts, and the variable with the number of slots.
+        hosts: The hosts, all with slots.
     """
     slots = sum(host.slots or 0 for host in hosts)
     if environ.get(names[1], str(slots)) != str(slots):
@@ -102,6 +111,6 @@ def check_slots(environ: Mapping[str, str], system: str, names: tuple[str, str],
 
 
 def describe_slots(hosts: Sequence[Host]) -> str:
-    """Return the hosts and their slots, for messages; many are cut short."""
+    """Return the hosts and their slots, for messages; a long list is cut short."""
     shown = ", ".join(host.name if host.slots is None else f"{host.name}: {host.slots}" for host in hosts[:4])
     return shown if len(hosts) <= 4 else f"{shown}, ... {count(len(hosts), 'host')} in all"

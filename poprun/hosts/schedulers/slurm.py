@@ -1,4 +1,4 @@
-"""Slurm: https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES."""
+"""Slurm (https://slurm.schedmd.com/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COMPONENTS = "SLURM_HET_SIZE"
 TERMINAL = "SLURM_PTY_PORT"
 
 FOR_MPIRUN = (("SLURM_OVERLAP", "1"), ("SLURM_EXPORT_ENV", "ALL"))
-"""mpirun reaches the other hosts with a step of its own, which waits for ever inside of a step that shares nothing, and
-whose daemons find no variables after `sbatch --export=NONE`."""
+"""The variables with which mpirun's own step reaches the other hosts. Without the first, the step waits for ever inside
+of an exclusive step; without the second, its daemons find no variables after `sbatch --export=NONE`."""
 
 
 class SlurmScheduler(Scheduler):
-    """The nodes of a job, and for each its tasks; inside of a step those of the step."""
+    """The nodes of a job with the tasks of each; inside of a step, the nodes and tasks of the step."""
 
     variables = (JOB, HOSTS)
 
@@ -33,7 +33,7 @@ class SlurmScheduler(Scheduler):
         """Read the variables of sbatch, salloc or srun."""
         if COMPONENTS in environ:
             raise UsageError(
-                f"the Slurm job is made of {environ[COMPONENTS]} unlike parts ({quote(environ, [COMPONENTS])}), "
+                f"the Slurm job has {environ[COMPONENTS]} different parts ({quote(environ, [COMPONENTS])}), "
                 f"which poprun cannot divide evenly; {NAME_HOSTS}, or start the program with `srun --mpi=pmix`"
             )
         _refuse_several(environ)
@@ -61,12 +61,12 @@ class SlurmScheduler(Scheduler):
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """Return the names in a list such as `gpu[01-03,7],login`, in its order, to which the slots belong.
+    """Return the names in a list such as `gpu[01-03,7],login`, in the order of the list, which the slots follow.
 
-    Not by ClusterShell's NodeSet, which sorts.
+    ClusterShell's NodeSet cannot do this, because it sorts.
 
     Raises:
-        UsageError: the list cannot be understood.
+        UsageError: The list cannot be understood.
     """
     try:
         return tuple(name for part in _parts(text) for name in _names(part))
@@ -78,7 +78,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     """Return the numbers in a list such as `2(x3),1`, one for each host.
 
     Raises:
-        UsageError: the list cannot be understood.
+        UsageError: The list cannot be understood.
     """
     entries = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry) for entry in text.split(",")]
     if not all(entries):
@@ -87,7 +87,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _refuse_several(environ: Mapping[str, str]) -> None:
-    """Refuse to be started once for each task; a shell with a terminal is alone, whatever its step's size."""
+    """Refuse to run once for each task of a step; a shell with a terminal runs alone, whatever the step's size."""
     if is_task(environ) and environ.get(STEP_SIZE) != "1" and TERMINAL not in environ:
         raise UsageError(
             f"srun started poprun as one of several tasks ({quote(environ, [STEP_SIZE])}), and each would start every "
@@ -104,7 +104,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _parts(text: str) -> list[str]:
-    """Return the parts between the commas that are outside of brackets."""
+    """Return the parts between the commas outside of brackets."""
     part = r"(?:[^,\[\]]|\[[\d,-]+\])+"
     if not re.fullmatch(f"{part}(?:,{part})*", text):
         raise ValueError(text)

@@ -1,4 +1,4 @@
-"""The arguments of a loss function in a pipeline: which of them micro-batches share, have each, or hand on."""
+"""The arguments of a loss function in a pipeline: shared by micro-batches, different for each, or carried on."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from strategies.pipelines.timetable import Places
 from strategies.typing import Tree
 
 LOSS, TOTAL = range(2)
-"""The first results of a micro-batch, before the leaves of the model state: the loss; the sum of the values so far."""
+"""The first results of a micro-batch, before the leaves of the model state: the loss, and the sum of values so far."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The flat arguments of what a replica computes of one micro-batch, and what it is.
+    """The flat arguments of a replica's computation for one micro-batch, and the computation.
 
     Attributes:
-        program: of the replica.
-        like: the arguments as pytrees of shapes: variables, micro-batch, its number, index of the replica, control
+        program: The program of the replica.
+        like: The arguments as pytrees of shapes: variables, micro-batch, its number, index of the replica, control
             words, model state, sum of the values so far.
-        has_outputs: whether outputs are computed.
+        has_outputs: Whether outputs are computed.
     """
 
     program: ReplicaProgram
@@ -39,7 +39,7 @@ class Arguments:
 
     @classmethod
     def of(cls, program: ReplicaProgram, shapes: ReplicaShapes, has_outputs: bool) -> Arguments:
-        """Return the arguments of a program, for values of some shapes."""
+        """Return the arguments of a program, for values of these shapes."""
         return cls(
             program,
             (
@@ -69,13 +69,13 @@ class Arguments:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """The numbers of those that are trained."""
+        """The numbers of the trained arguments."""
         numbers = jax.tree.unflatten(jax.tree.structure(self.like[0]), list(self.places[0]))
         return tuple(jax.tree.leaves(self.program.trainable.pick(numbers)))
 
     @property
     def varying(self) -> frozenset[int]:
-        """The numbers of those that are others for each micro-batch."""
+        """The numbers of the arguments that differ between micro-batches."""
         _, batch, number, _, _, model_state, total = self.places
         return frozenset([*batch, *number, *model_state, *total])
 
@@ -90,7 +90,7 @@ class Arguments:
         return loss, total + values, after, jax.tree.map(jnp.asarray, outcome.outputs) if self.has_outputs else None
 
     def carried(self, graph: Graph) -> tuple[dict[int, int], frozenset[int]]:
-        """Return what the next micro-batch takes over: arguments with their results; and results that are arguments."""
+        """Return the carried arguments, each with its result; and the results that only repeat an argument."""
         *_, state, (total,) = self.places
         pairs = {number: TOTAL + 1 + place for place, number in enumerate(state)} | {total: TOTAL}
         same = {number for number, result in pairs.items() if graph.results[result] is graph.arguments[number]}
@@ -98,18 +98,18 @@ class Arguments:
         return changed, frozenset(pairs[number] for number in same)
 
     def refuse_spread(self, staged: Staged, mapping: Places) -> None:
-        """Refuse what would have to be on several devices at once, or in several micro-batches.
+        """Raise if stages on different devices, or in different micro-batches, would share a value.
 
         Raises:
-            ValueError: if stages on several devices read a variable; or one reads a leaf of the model state that
-                another one makes.
+            ValueError: If stages on several devices read a variable; or if a stage reads a leaf of the model state that
+                another stage makes.
         """
         for place, (path, _) in zip(self.places[0], jax.tree_util.tree_leaves_with_path(self.like[0]), strict=True):
             homes = [staged.homes[number] for number in staged.readers(place)]
             devices = {mapping[stage][own] for stage, own in homes if len(staged.stages[stage]) == len(mapping[stage])}
             if len(devices) > 1:
                 raise ValueError(
-                    f"stages {sorted({stage for stage, _ in homes})} use variable {jax.tree_util.keystr(path)}, and "
+                    f"stages {sorted({stage for stage, _ in homes})} use variable {jax.tree_util.keystr(path)}, but "
                     f"are on devices {sorted(devices)}; stages that share a variable must be on one device: map them "
                     "to the same one"
                 )
@@ -119,9 +119,9 @@ class Arguments:
             makers = staged.makers(staged.carried[place])
             if others := set(staged.readers(place)) - set(makers):
                 raise ValueError(
-                    f"leaf {name} of the model state is used by stage {staged.homes[min(others)][0]}, and stage "
-                    f"{staged.homes[makers[0]][0]} makes the new one, when the next micro-batch has been in the other "
-                    "stage already; use it in the stage that makes it only"
+                    f"leaf {name} of the model state is used by stage {staged.homes[min(others)][0]}, but stage "
+                    f"{staged.homes[makers[0]][0]} makes the new one, when the other stage has already begun the next "
+                    "micro-batch; use the leaf only in the stage that makes it"
                 )
 
     def given(

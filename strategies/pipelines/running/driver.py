@@ -1,4 +1,4 @@
-"""Carries out a timetable on threads, one for each device of a replica, or one for each micro-batch."""
+"""Drivers that carry out a timetable on threads, one for each device of a replica, or one for each micro-batch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.pipelines.timetable import StageAction, Timed, Timetable, in_order
 
 Perform = Callable[[int, StageAction], None]
-"""(device, action) -> None: does the device's part of an action, and returns when that is done."""
+"""(device, action) -> None: runs the device's part of an action, and returns when it is done."""
 
 
 _ALL: AbstractContextManager[object] = nullcontext()
 
 Part = tuple[int, StageAction]
-"""A device, and an action of which it does its part."""
+"""A device, and an action of which the device runs its part."""
 
 
 class AbandonedError(Exception):
-    """Another thread of the replica has failed; the error of that one is what the user has to see."""
+    """Another thread of the replica has failed; the user should see that thread's error."""
 
 
 def begin_devices(
     columns: Sequence[ReplicaDevices], follow: Callable[[int, int], None], failed: Callable[[BaseException], None]
 ) -> list[Future[None]]:
-    """Have each device of all local replicas do what it has to do, in a thread.
+    """Start a thread for each device of all local replicas, which follows the device's actions.
 
     Args:
-        columns: for each device of a replica those of all local replicas.
-        follow: called with a device, and the position of a replica.
-        failed: called with what the first device to fail has raised, and not with `AbandonedError`.
+        columns: For each device of a replica, that device of all local replicas.
+        follow: Called with a device, and the position of a replica.
+        failed: Called with the error of the first device that fails, but not with `AbandonedError`.
     """
 
     def fail(error: BaseException) -> None:
@@ -48,7 +48,7 @@ def begin_devices(
 
 
 def raise_first(begun: Sequence[Future[None]]) -> None:
-    """Wait until all threads have ended; raise what one of them has raised by itself, if any has."""
+    """Wait until all threads have ended, and raise an error of one, `AbandonedError` only if there is no other."""
     errors = [error for error in (future.exception() for future in begun) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, AbandonedError)):
         raise error
@@ -59,10 +59,10 @@ class ScheduledAction:
     """An action of a device.
 
     Attributes:
-        device: that does it, or its part of it.
-        action: what is done.
-        needs: the numbers of the signals that it waits for; what its own thread does before gives none.
-        gives: the number of the signal that it gives; None if nobody waits for it.
+        device: The device that runs the action, or its part of it.
+        action: The action.
+        needs: The numbers of the signals that it waits for. Earlier actions of its own thread give none.
+        gives: The number of the signal that it gives; None if no thread waits for it.
     """
 
     device: int
@@ -73,11 +73,11 @@ class ScheduledAction:
 
 @dataclass(frozen=True)
 class Course:
-    """A timetable as drivers follow it.
+    """A timetable in the form that drivers follow.
 
     Attributes:
-        devices: for each device its turns.
-        signals: how many there are.
+        devices: The scheduled actions of each device.
+        signals: The number of signals.
     """
 
     devices: tuple[tuple[ScheduledAction, ...], ...]
@@ -88,9 +88,9 @@ class Course:
         """Return the course of a timetable.
 
         Args:
-            timetable: to be followed.
-            thread_of: the thread that does a part of an action, by default one for each device. A thread does its
-                parts in the order of the timetable.
+            timetable: The timetable.
+            thread_of: Returns the thread that runs a part of an action, by default one for each device. A thread runs
+                its parts in the order of the timetable.
         """
         needed = dict(_needed(timetable))
         elsewhere = {
@@ -104,7 +104,7 @@ class Course:
 
 
 def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
-    """Yield each part with those that come before it: by the data, and the one before on its device."""
+    """Yield each part with the parts that it waits for: the makers of its data, and the one before it on its device."""
     for device, actions in enumerate(timetable.devices):
         for before, action in zip([None, *actions], actions, strict=False):
             by_data = [
@@ -120,12 +120,13 @@ def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
 class Drive:
     """One replica's threads while a course is followed once.
 
-    A thread of a device calls `follow`; others wait for each of their turns, and say when it is done.
+    A thread of a device calls `follow`. Other threads call `wait` before each of their actions, and `done` after it.
+    After an error all threads raise `AbandonedError` before their next action, and the drive cannot be used again.
 
     Attributes:
-        course: of the timetable.
-        begin_s: when the pipeline began, on the clock.
-        clock: seconds.
+        course: The course of the timetable.
+        begin_s: The time when the pipeline began, on the clock.
+        clock: Returns seconds.
     """
 
     course: Course
@@ -139,20 +140,20 @@ class Drive:
 
     @property
     def spans(self) -> Sequence[Timed]:
-        """When each device did what, once all have ended, in the order of the begins."""
+        """The timed actions of all devices after all have ended, sorted by their begins."""
         return in_order(chain.from_iterable(self._spans))
 
     def follow(self, device: int, perform: Perform, at_once: AbstractContextManager[object] = _ALL) -> None:
-        """Do all that a device has to do.
+        """Run all actions of a device.
 
         Args:
-            device: of the replica.
-            perform: does the actions; called by all devices at once.
-            at_once: entered for each action; lets in as many as may be carried out at once.
+            device: The number of the device in the replica.
+            perform: Runs an action. All devices call it at once.
+            at_once: Entered for each action; limits the number of actions that run at once.
 
         Raises:
-            AbandonedError: another device has failed.
-            BaseException: what an action has raised; all other devices end.
+            AbandonedError: If another device has failed.
+            BaseException: The error of an action; then all other devices end.
         """
         try:
             for turn in self.course.devices[device]:
@@ -166,10 +167,10 @@ class Drive:
             raise
 
     def wait(self, turn: ScheduledAction) -> None:
-        """Return when all is done that an action needs.
+        """Wait until an action may begin.
 
         Raises:
-            AbandonedError: another thread has failed.
+            AbandonedError: If another thread has failed.
         """
         for number in turn.needs:
             self._signals[number].wait()
@@ -177,14 +178,14 @@ class Drive:
             raise AbandonedError(f"device {turn.device} gives up before the {turn.action}: another thread has failed")
 
     def done(self, turn: ScheduledAction, begin_s: float) -> None:
-        """Note an action that began at this time of the clock and ends now; wake the threads that wait for it."""
+        """Record an action that began at `begin_s` of the clock and ends now; wake the threads that wait for it."""
         times = (begin_s - self.begin_s, self.clock() - self.begin_s)
         self._spans[turn.device].append(Timed(turn.device, turn.action, *times))
         if turn.gives is not None:
             self._signals[turn.gives].set()
 
     def give_up(self) -> None:
-        """Have all threads end before their next actions; from any thread."""
+        """End all threads before their next actions. May be called from any thread."""
         self._has_failed = True
         for signal in self._signals:
             signal.set()

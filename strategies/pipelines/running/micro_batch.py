@@ -1,4 +1,4 @@
-"""The questions that a stage may ask: the number of its micro-batch, its random key, and the model state."""
+"""The context of a stage: the number of its micro-batch, its random key, and the model state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class MicroBatch:
     """The micro-batch that is being traced.
 
     Attributes:
-        number: an int32 scalar, from 0 on for each update.
-        key: a random key; None where nothing is learned.
-        model_state: as the stages that were traced have left it.
+        number: The number of the micro-batch, an int32 scalar, from 0 in each update.
+        key: A random key; None without training.
+        model_state: The model state, as the stages traced so far have left it.
     """
 
     number: jax.Array
@@ -33,12 +33,12 @@ _current: ContextVar[MicroBatch | None] = ContextVar("micro_batch", default=None
 
 
 def get_current_iteration_counter() -> jax.Array:
-    """Return the number of the micro-batch that a stage works on, from 0 on for each update; an int32 scalar.
+    """Return the number of the micro-batch that a stage works on, from 0 in each update; an int32 scalar.
 
     Semantics: the original's operation of that name. Without a pipeline, as in evaluation, it is 0.
 
     Raises:
-        RuntimeError: outside of programs of replicas.
+        RuntimeError: Outside of programs of replicas.
     """
     current = _current.get()
     if current is not None:
@@ -47,25 +47,27 @@ def get_current_iteration_counter() -> jax.Array:
         zero: jax.Array = jnp.int32(0)
         return zero
     raise RuntimeError(
-        "get_current_iteration_counter counts the micro-batches of a pipeline, and there is none here; call it in a "
-        "stage"
+        "get_current_iteration_counter counts the micro-batches of a pipeline, but no program of replicas is being "
+        "traced here; call it in a stage"
     )
 
 
 def get_random_key() -> jax.Array:
     """Return the random key of the micro-batch that a stage of a pipeline of functions works on, for dropout.
 
-    It differs for each replica, update and micro-batch, and not for stages: a stage that is not the only one to use it
-    folds a number of its own in.
+    The key differs for each replica, update and micro-batch, but not for stages. If several stages use it, each should
+    fold in a number of its own:
+
+        key = jax.random.fold_in(get_random_key(), 1)
 
     Raises:
-        RuntimeError: outside of stages of a pipeline of functions that learns.
+        RuntimeError: Outside of stages of a pipeline of functions that trains.
     """
     key = None if (current := _current.get()) is None else current.key
     if key is None:
         raise RuntimeError(
-            "get_random_key is for the stages of a pipeline of functions that learns, and there is none here; call it "
-            "in a stage, and hand keys over in the infeed where nothing is learned"
+            "get_random_key is for the stages of a pipeline of functions that trains, but there is none here; call it "
+            "in a stage, and without training pass keys in through the infeed"
         )
     return key
 
@@ -73,25 +75,27 @@ def get_random_key() -> jax.Array:
 def get_model_state() -> Tree:
     """Return the model state (moving means, counters) of a pipeline of functions, in a stage; see `Pipeline.init`.
 
-    A leaf is for the stage that updates it: another one would have to wait for it.
+    Only the stage that updates a leaf may use it: another stage would have to wait for it.
 
     Raises:
-        RuntimeError: where there is none.
+        RuntimeError: If there is no model state.
     """
     return _with_model_state("get_model_state").model_state
 
 
 def update_model_state(**changes: Tree) -> None:
-    """Give entries of the model state, a dictionary, new values, in a stage of a pipeline of functions.
+    """Set entries of the model state, a dictionary, in a stage of a pipeline of functions.
 
-    Where nothing is learned this does nothing: the state that was given stays.
+    Without training this does nothing: the given state stays.
+
+        update_model_state(mean=0.9 * get_model_state()["mean"] + 0.1 * batch_mean)
 
     Args:
-        changes: the new values by their names.
+        changes: The new values, by name.
 
     Raises:
-        RuntimeError: where there is no model state.
-        ValueError: for a name that is not in it.
+        RuntimeError: If there is no model state.
+        ValueError: If a name is not in the model state.
     """
     current = _with_model_state("update_model_state")
     if unknown := changes.keys() - current.model_state.keys():
@@ -106,7 +110,7 @@ def _with_model_state(name: str) -> MicroBatch:
     current = _current.get()
     if current is None or current.model_state is None:
         raise RuntimeError(
-            f"{name} is for stages of a pipeline of functions with a model state, and there is none here; give one: "
+            f"{name} is for stages of a pipeline of functions with a model state, but there is none here; give one: "
             "net.init(variables, model_state)"
         )
     return current
@@ -114,7 +118,7 @@ def _with_model_state(name: str) -> MicroBatch:
 
 @contextmanager
 def tracing(micro_batch: MicroBatch) -> Iterator[MicroBatch]:
-    """Have stages that are traced in the block ask this micro-batch; they leave their model state in it."""
+    """Let stages that are traced in the block use this micro-batch, and leave their model state in it."""
     token = _current.set(micro_batch)
     try:
         yield micro_batch

@@ -23,9 +23,9 @@ class StepArguments:
     """The arguments of a step.
 
     Attributes:
-        lasting: by the numbers of the arguments, those that are the same for all micro-batches.
-        of_each: likewise those that each micro-batch has for itself, one after another.
-        first: likewise those that the first micro-batch gets, and that it makes for the next one.
+        lasting: The arguments that are the same for all micro-batches, by their numbers.
+        of_each: The arguments that each micro-batch has for itself, by their numbers, one value per micro-batch.
+        first: The arguments of the first micro-batch that each micro-batch makes for the next one, by their numbers.
     """
 
     lasting: Mapping[int, StageArray]
@@ -38,8 +38,8 @@ class _Kept:
     """The values that a segment keeps of a micro-batch for its backward passes.
 
     Attributes:
-        values: of the segment, None for those that nothing reads any more.
-        residuals: what the forward pass has made; None where it is run again.
+        values: The values of the segment; None for values that are no longer needed.
+        residuals: The results of the forward pass for the backward passes; None if the forward pass runs again.
     """
 
     values: list[StageArray | None]
@@ -48,13 +48,13 @@ class _Kept:
 
 @dataclass(frozen=True)
 class StashPolicy:
-    """The options of what is kept of micro-batches for backward passes, and where.
+    """The values that are kept of micro-batches for backward passes, and their memory.
 
     Attributes:
-        recomputes: whether forward passes are run again for the backward passes.
-        offloads: whether what is kept lies in host memory.
-        offloads_sums: whether accumulators lie there while nothing is added to them.
-        in_blocks: the numbers of the segments that recompute by themselves.
+        recomputes: Whether forward passes run again for the backward passes.
+        offloads: Whether kept values are in host memory.
+        offloads_sums: Whether accumulators are in host memory between additions.
+        in_blocks: The numbers of the segments that recompute by blocks themselves.
     """
 
     recomputes: bool = False
@@ -72,8 +72,8 @@ class MicroBatchOutputs:
     """The outputs of each micro-batch.
 
     Attributes:
-        structure: of it.
-        results: the numbers of its leaves among the results.
+        structure: The tree structure of the outputs.
+        results: The numbers of their leaves among the results.
     """
 
     structure: jax.tree_util.PyTreeDef
@@ -84,12 +84,12 @@ _KEEPING = StashPolicy()
 
 
 class ReplicaStages:
-    """The actions of one replica; those of different devices are carried out at once.
+    """The actions of one replica. Actions of different devices run at once, in their threads.
 
     Attributes:
-        carried: by the numbers of the arguments what the last micro-batch has made of those that it carries on.
-        outputs: for each result that is not carried what each micro-batch has made, in their order.
-        sums: for each segment the accumulators of its weights; None before there are any.
+        carried: The values that the next micro-batch takes over, by the numbers of the arguments.
+        outputs: For each result that is not carried, the values of the micro-batches, in their order.
+        sums: For each segment, the accumulators of its weights; None before the first addition.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ReplicaStages:
         self._cotangents: dict[tuple[int, int, int], StageArray] = {}
 
     def perform(self, device: int, action: StageAction) -> None:
-        """Carry out a device's part of an action that is no update; return when it is done."""
+        """Run a device's part of an action other than an update, and return when it is done."""
         assert action.micro_batch is not None
         for number in self.segments_of(device, action.stage):
             if action.kind is ActionKind.FORWARD:
@@ -137,7 +137,7 @@ class ReplicaStages:
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
-        """Return the segments of a stage that a device computes; its first device computes a stage of one function."""
+        """Return the segments of a stage that a device computes. Its first device computes a stage of one function."""
         return self._segments.get((device, stage), [])
 
     # ---- actions
@@ -198,13 +198,13 @@ class ReplicaStages:
             sums = programs.zeros(device)
         elif self._keeping.offloads_sums:
             sums = back_on(sums, device)
-        self.sums[number] = None  # used up, whatever happens
+        self.sums[number] = None  # the program consumes them, even if it fails
         place = np.int32(micro_batch)
         sums = programs.backward_weights(device, kept.values, kept.residuals, sums, place)
         self.sums[number] = on_host(sums, device) if self._keeping.offloads_sums else sums
 
     def release(self) -> None:
-        """Let go of the arguments of the step, of which nothing is left to do."""
+        """Drop the arguments of the step, which are no longer needed."""
         self._given = StepArguments({}, {}, {})
 
     def outputs_of(self, outputs: MicroBatchOutputs) -> list[Tree]:

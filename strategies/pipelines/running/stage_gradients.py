@@ -1,4 +1,4 @@
-"""Carries out a pipeline on the local replicas: a thread for each device of each of them."""
+"""The gradients of a pipeline on local replicas, computed by a thread for each device of each replica."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import final
 import jax
 import numpy as np
 from jax.extend import core
+from typing_extensions import override
 
 from strategies.exchange.flat import FlatLayout
 from strategies.exchange.means import Allocate, Bucket
@@ -27,15 +28,15 @@ from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 from strategies.typing import Tree, Variables
 
 Watch = Callable[[Mapping[int, Sequence[Timed]]], None]
-"""Gets, after each step, for each local replica what its devices did when."""
+"""Gets, after each step, the timed actions of each local replica's devices."""
 
 Take = Callable[[Mapping[int, Sequence[Tree]]], None]
-"""Gets, after each step, for each local replica the outputs of each of its micro-batches."""
+"""Gets, after each step, the outputs of each local replica's micro-batches."""
 
 
 @final
 class PipelinePlan(ReplicaPlan):
-    """See `ReplicaPlan`."""
+    """A pipeline as a Trainer's plan for the gradients of replicas: the programs of its stages."""
 
     def __init__(self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None, take: Take | None) -> None:
         self.stages = stages
@@ -46,16 +47,18 @@ class PipelinePlan(ReplicaPlan):
         self.take = take
         self._closed = closed
 
+    @override
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """See `ReplicaPlan`."""
         return self.stages.buckets_in(memory)
 
+    @override
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """See `ReplicaPlan`: of the passes of stages, and of what ends a step."""
+        """Return the programs of the passes of stages, and of the end of a step."""
         return self.stages.executables([column.device_of(0) for column in grid.columns])
 
+    @override
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
-        """See `ReplicaPlan`; as `ReplicaStages.kept_bytes` counts it."""
+        """Return the memory that each stage needs between passes, as `ReplicaStages.kept_bytes` counts it."""
         plan = self.stages
         nbytes = [0] * plan.timetable.num_stages
         for number, (stage, _) in enumerate(plan.staged.homes):
@@ -63,20 +66,21 @@ class PipelinePlan(ReplicaPlan):
             nbytes[stage] += plan.stages[number].kept_bytes(device, plan.keeping.runs_again(number))
         return [Kept(stage, plan.timetable.stash(stage), of_stage) for stage, of_stage in enumerate(nbytes)]
 
+    @override
     def equations(self) -> core.ClosedJaxpr:
-        """See `ReplicaPlan`: what is computed of a micro-batch."""
+        """Return the computation for a micro-batch, to be compared with other instances."""
         return self._closed
 
+    @override
     def gradients_on(
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> StageGradients:
-        """See `ReplicaPlan`."""
         return StageGradients(self, grid, allocate, failed)
 
 
 @final
 class StageGradients(ReplicaGradients):
-    """See `ReplicaGradients`."""
+    """The gradients of local replicas that are pipelines, computed step by step."""
 
     _runs: Sequence[_ReplicaStep]
 
@@ -92,9 +96,9 @@ class StageGradients(ReplicaGradients):
         parts = [*(bucket.parts for bucket in stages.buckets), stages.state_parts]
         super().__init__(memory, plan.buckets(memory), parts, runs)
 
+    @override
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
-        """See `ReplicaGradients`."""
-        wait(self._begun)  # of a step that was given up
+        wait(self._begun)  # for a step that was given up
         flat = jax.tree.leaves(variables)
         begin_s = time.perf_counter()
         for run, arguments in zip(self._runs, of_replicas, strict=True):
@@ -113,10 +117,10 @@ class StageGradients(ReplicaGradients):
 
 
 def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object]:
-    """Lets in all devices of all replicas; where memory is to be saved, as many as there are cores.
+    """Return a context that limits how many devices compute at once: one per core, if memory is to be saved.
 
-    What a stage computes again is there while its backward pass runs. More devices than cores would hold more of it at
-    once, and be no faster. Those that have to meet in collectives are not kept from each other.
+    Values that a stage recomputes exist while its backward pass runs. More devices than cores would hold more of them
+    at once, and be no faster. If stages call collectives, there is no limit, because devices wait for each other.
     """
     if not (plan.keeping.recomputes and plan.program.is_independent and grid.first.is_cpu):
         return nullcontext()
@@ -124,10 +128,10 @@ def _at_once(plan: StagePlan, grid: DeviceGrid) -> AbstractContextManager[object
 
 
 class _ReplicaStep(ReplicaRun):
-    """One local replica.
+    """One local replica in the steps of a pipeline.
 
     Attributes:
-        drive: the drivers of the last step.
+        drive: The threads of the last step.
     """
 
     def __init__(
@@ -146,16 +150,16 @@ class _ReplicaStep(ReplicaRun):
         """Take the arguments of a step.
 
         Args:
-            variables: flat.
-            arguments: batch, index, control words, and residuals with the replica's own model state.
-            others: the model state of all replicas, with None for what each has for itself.
-            begin_s: when the step begins.
+            variables: The variables, flat.
+            arguments: Batch, index, control words, and residuals with the replica's own model state.
+            others: The model state of all replicas, with None for leaves that each replica has for itself.
+            begin_s: The time when the step begins.
         """
         plan = self._plan
         for finished in self.finished:
             finished.clear()
-        if self.is_broken:  # no buffers yet, or what is left of donated ones
-            plan.executables(self._devices)  # compiled here, before several threads ask for them
+        if self.is_broken:  # there are no buffers yet, or only some of the donated ones are left
+            plan.executables(self._devices)  # compile here, before several threads ask for them
             self._replica = ReplicaStages(plan.staged, plan.stages, plan.timetable.mapping, self._devices, plan.keeping)
             layouts = [*((bucket.segment, bucket.layout) for bucket in plan.buckets), (None, plan.state_layout)]
             self.buffers = [self._zeros(segment, layout) for segment, layout in layouts]
@@ -179,7 +183,7 @@ class _ReplicaStep(ReplicaRun):
         return self._replica.outputs_of(self._plan.outputs)
 
     def follow(self, device: int) -> None:
-        """Do what a device has to do, in this thread."""
+        """Run all actions of a device, in this thread."""
         try:
             self.drive.follow(device, self._perform, self._at_once)
         except BaseException:
@@ -212,12 +216,13 @@ class _ReplicaStep(ReplicaRun):
 
     def _sum(self, segment: int, place: int, device: jax.Device) -> jax.Array:
         found = self._replica.sums[segment]
-        if found is None:  # nothing of it has a gradient
+        if found is None:  # no loss depends on its weights
             found = self._plan.stages[segment].zeros(device)
         return back_on(found[place], device) if self._plan.keeping.offloads_sums else found[place]
 
+    @override
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """See `ReplicaRun`: the last bucket, of what is no gradient, is computed when all devices have ended."""
+        """Wait for a bucket. The last one, without gradients, is computed after all devices have ended."""
         plan, device = self._plan, self._devices[0]
         *_, state, (total,) = plan.arguments.places
         carried = self._replica.carried

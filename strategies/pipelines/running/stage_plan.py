@@ -1,4 +1,4 @@
-"""The programs of a pipeline, and how gradients leave it: stage by stage, while other stages still run."""
+"""The programs of a pipeline; gradients leave it stage by stage, while other stages still run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class StageBucket:
     """The gradients that leave with a segment.
 
     Attributes:
-        segment: its number.
-        leaves: the numbers of the gradients.
-        sums: for each of them the accumulators that are added up: segments, and the places among their weights.
-        layout: how they lie in buffers.
+        segment: The number of the segment.
+        leaves: The numbers of the gradients.
+        sums: For each gradient, the accumulators to be added: segments, and places among their weights.
+        layout: The layout of the gradients in buffers.
     """
 
     segment: int
@@ -41,22 +41,23 @@ class StageBucket:
 
     @property
     def parts(self) -> list[Part]:
-        """As results of a replica."""
+        """The gradients as results of a replica."""
         return [Part(TAIL + 1 + leaf) for leaf in self.leaves]
 
 
 class StagePlan:
     """The programs of the stages, and those with which gradients, loss, metrics and model state leave a replica.
 
-    A gradient leaves with the first segment that uses its variable, the sum over all segments that do: they are on one
-    device. The buckets are those of the last stage first, which is done first, then one of all that is no gradient.
+    A gradient leaves with the first segment that uses its variable, as the sum over all segments that use it; these are
+    on one device. Buckets leave in the order of their completion: the last stage's first. The last bucket has all
+    values that are no gradients.
 
     Attributes:
-        buckets: in the order in which they leave, without the last one.
-        leaving: how all of them lie in buffers.
-        state_layout: how what is no gradient does.
-        course: of the timetable.
-        stages: the programs of the segments.
+        buckets: The buckets, in the order in which they leave, without the last one.
+        leaving: The layout of all values in buffers.
+        state_layout: The layout of the values that are no gradients.
+        course: The course of the timetable.
+        stages: The programs of the segments.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class StagePlan:
         for leaf, place in enumerate(self.staged.weights):
             if len(self.staged.readers(place)) > 1:
                 raise ValueError(
-                    f"map_gradient needs the whole gradient of a micro-batch, and variable {leaf} is used by several "
+                    f"map_gradient needs the whole gradient of a micro-batch, but variable {leaf} is used by several "
                     "stages, each of which has a part of it; use it in one stage only, or leave map_gradient out"
                 )
 
-    # ---- what leaves with which segment
+    # ---- gradients that leave with a segment
 
     def _bucket(self, number: int) -> StageBucket:
-        """Return the gradients that leave with a segment; with the first one also those that no segment has."""
+        """Return the gradients that leave with a segment. Those that no segment computes leave with the first."""
         weights = enumerate(self.staged.weights)
         leaves = [leaf for leaf, place in weights if (self.staged.readers(place) or [0])[0] == number]
         sums = tuple(
@@ -124,7 +125,7 @@ class StagePlan:
     # ---- programs
 
     def executables(self, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
-        """Return all programs for the devices of a replica, by what they compute; compiled when first asked for."""
+        """Return all programs for the devices of a replica, by description; compiled on the first call."""
         found: dict[str, jax.stages.Compiled] = {}
         for number, stage in enumerate(self.stages):
             of_passes = zip(PASSES, stage.compiled(devices[self.device_of(number)]), strict=True)
@@ -153,7 +154,7 @@ class StagePlan:
     def end(self, device: jax.Device) -> jax.stages.Compiled:
         """Return the program `(sum of values, index, control, *model state, *which are not finite, *buffers) -> ...`.
 
-        It returns buffers, and what is kept of the model state.
+        It returns the buffers, and the leaves of the model state that the replica keeps.
         """
         key = (-1, device)
         if key not in self._found:

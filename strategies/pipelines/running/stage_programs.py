@@ -1,9 +1,11 @@
-"""The programs of a stage: its forward pass, its backward pass for the inputs, and that for the weights.
+"""The programs of a stage: its forward pass, and its backward passes for the inputs and for the weights.
 
-A stage and its gradient are traced as one function, which is cut in three. All schedules run these three, so that none
-of them can change a bit: a whole backward pass is both parts, one after the other, and a stage that computes again what
-it has not kept runs its forward pass once more. What is kept of a micro-batch is what the backward passes read of the
-forward pass; weights are not, nor what depends on them alone, which is computed again.
+A stage and its gradient are traced as one function, which is cut into three. All schedules run these three, so no
+schedule can change a bit. A whole backward pass is both parts, one after the other. A stage that recomputes runs its
+forward pass once more.
+
+A stage keeps the forward pass's values that backward passes read. It does not keep weights, and it computes values of
+weights alone again.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ FORWARD, INPUTS, WEIGHTS = range(len(PASSES))
 Shape: TypeAlias = jax.ShapeDtypeStruct | jax.core.ShapedArray
 
 Compile = Callable[[Function, Sequence[int]], DeviceProgram]
-"""(Function, which arguments are donated) -> the program of it."""
+"""(function, numbers of the donated arguments) -> its program."""
 
 
 class Executables:
-    """Compiles functions, and knows again what it has compiled."""
+    """The compiled functions of a pipeline, each compiled once."""
 
     def __init__(self, compile_program: Compile) -> None:
         self._compile = compile_program
@@ -52,7 +54,7 @@ class Executables:
     def compiled(
         self, device: jax.Device, function: Function, shapes: Sequence[Shape], donated: Sequence[int] = ()
     ) -> jax.stages.Compiled:
-        """Return the executable of a function for arguments of some shapes on a device."""
+        """Return the executable of a function for arguments of these shapes on a device."""
         closed = jax.make_jaxpr(function)(*shapes)
         key = (tuple(lines_of(closed)), tuple(donated)) if _is_known_by_its_text(closed) else function
         if key not in self._programs:
@@ -61,22 +63,22 @@ class Executables:
 
 
 def _is_known_by_its_text(closed: core.ClosedJaxpr) -> bool:
-    """Return whether all that is computed is in the text, and nothing is called in Python."""
+    """Return whether the text of a program determines its results: it calls no Python and has no effects."""
     return not closed.effects and not any("callback" in one.primitive.name for one in every_equation(closed.jaxpr))
 
 
 class StagePrograms:
-    """The compiled programs of one segment of a stage, and how values flow through them.
+    """The compiled programs of one segment of a stage, and the flow of values through them.
 
-    Its values are its arguments and what it takes of earlier segments, in this order, and behind them the cotangents.
+    The segment's values are its arguments, then the values that it takes from earlier segments, then the cotangents.
 
     Attributes:
-        segment: see there.
-        weights: the numbers of the arguments whose gradients it computes.
-        slopes: for each of the values that it gives, and that has gradients, the segments that take it.
-        steep: which of the values that it takes have gradients.
-        sum_shapes: of the accumulators of its weights.
-        has_loss: whether the last cotangent is that of the loss.
+        segment: The segment.
+        weights: The numbers of the arguments whose gradients it computes.
+        slopes: For each value that it gives and that has gradients, the segments that take it.
+        steep: The values that it takes and that have gradients.
+        sum_shapes: The shapes of its weights' accumulators.
+        has_loss: Whether the last cotangent is that of the loss.
     """
 
     def __init__(self, staged: Staged, number: int, accumulators: Accumulators, executables: Executables) -> None:
@@ -163,7 +165,7 @@ class StagePrograms:
         return found
 
     def _cut(self) -> list[ProgramSegment]:
-        """Cut the three passes, and a segment that hands over the results of the forward pass."""
+        """Cut out the three passes, and a segment that hands over the results of the forward pass."""
         graph = Graph.of(self.closed)
         segment = self.segment
         results = len(segment.parts) + len(segment.gives)
@@ -209,9 +211,9 @@ class StagePrograms:
     # ---- compiling
 
     def compiled(self, device: jax.Device) -> list[jax.stages.Compiled | None]:
-        """Return the executables of the three passes on a device, None for those that have nothing to compute.
+        """Return the executables of the three passes on a device, None for passes with nothing to compute.
 
-        They are compiled when they are asked for first.
+        They are compiled on the first call.
         """
         if device not in self._compiled:
             self._compiled[device] = self._compile(device)
@@ -261,9 +263,9 @@ class StagePrograms:
     def forward(
         self, device: jax.Device, values: Sequence[StageArray | None]
     ) -> tuple[list[StageArray], dict[int, jax.Array]]:
-        """Return the parts and what is given; and what the backward passes read of it, by numbers.
+        """Run the forward pass; return its parts and given values, and the values for backward passes, by number.
 
-        Where the forward pass runs again, only the values that `needed` names have to be there.
+        If the forward pass runs again, only the values that `needed` names must be present.
         """
         made = self._run(device, FORWARD, self._forward.read(values, {}))
         found = dict(zip(self._forward.gives, made, strict=True))
@@ -272,7 +274,7 @@ class StagePrograms:
         return handed, {number: found[number] for number in self._kept}
 
     def _run(self, device: jax.Device, number: int, given: Sequence[StageArray | None]) -> Sequence[jax.Array]:
-        """Run one of the three passes; all of its results are ready when one is."""
+        """Run one of the three passes, and wait for one result; then all are ready."""
         program = self.compiled(device)[number]
         assert program is not None
         results: Sequence[jax.Array] = program(*given)
@@ -282,7 +284,7 @@ class StagePrograms:
 
     @cached_property
     def _kept(self) -> list[int]:
-        """The numbers of what the forward pass makes for the backward passes."""
+        """The numbers of the values that the forward pass makes for the backward passes."""
         read = {*self._inputs.takes, *self._weights.takes}
         return [number for number in self._forward.gives if number in read]
 
@@ -292,9 +294,10 @@ class StagePrograms:
         """Return the gradients of `steep`.
 
         Args:
-            device: where.
-            values: of the segment, with the cotangents.
-            kept: what `forward` has returned; what the other backward pass reads besides is added.
+            device: The device.
+            values: The values of the segment, with the cotangents.
+            kept: The values that `forward` has returned for backward passes. Values that only this pass reads are
+                removed, and values that it makes for the other backward pass are added.
         """
         inputs = self._inputs
         if not self.steep:
@@ -302,7 +305,7 @@ class StagePrograms:
         made = self._run(device, INPUTS, inputs.read(values, kept))
         kept.update(zip(inputs.gives, made[len(inputs.parts) :], strict=True))
         for number in set(inputs.takes) - set(self._weights.takes):
-            del kept[number]  # nothing reads it any more
+            del kept[number]  # no later pass reads it
         return list(made[: len(inputs.parts)])
 
     def backward_weights(
@@ -313,14 +316,14 @@ class StagePrograms:
         sums: Sequence[jax.Array],
         number: np.int32,
     ) -> list[jax.Array]:
-        """Return the new accumulators; the old ones are used up.
+        """Return the new accumulators; the old ones are consumed.
 
         Args:
-            device: where.
-            values: of the segment, with the cotangents.
-            kept: as `backward_inputs` has left it.
-            sums: the accumulators, in the order of `weights`.
-            number: of the micro-batch, an int32 scalar.
+            device: The device.
+            values: The values of the segment, with the cotangents.
+            kept: The kept values, as `backward_inputs` has left them.
+            sums: The accumulators, in the order of `weights`.
+            number: The number of the micro-batch, an int32 scalar.
         """
         if not self.weights:
             return []
@@ -328,7 +331,7 @@ class StagePrograms:
 
 
 class _Handed(int):
-    """The number of a value, in its place where a segment without equations is evaluated."""
+    """The number of a value, which stands for the value when a segment without equations is evaluated."""
 
 
 def _parts(atoms: Sequence[Atom]) -> dict[Part, Atom]:
@@ -336,7 +339,7 @@ def _parts(atoms: Sequence[Atom]) -> dict[Part, Atom]:
 
 
 def _reading(graph: Graph, atoms: Sequence[Variable]) -> set[int]:
-    """Return the numbers of the equations that read some arguments, or what is made of them."""
+    """Return the numbers of the equations that read these arguments, or values computed from them."""
     known, found = set(atoms), set()
     for number, equation in enumerate(graph.equations):
         if known & set(variables(equation.invars)):

@@ -1,4 +1,4 @@
-"""The computation of one micro-batch on a replica, cut into stages, before programs are made of it."""
+"""The computation of one micro-batch on a replica, cut into stages that are not yet compiled."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Staged:
     """The computation of one micro-batch on a replica, cut into stages.
 
     Attributes:
-        stages: for each stage its segments, one for each of its functions.
-        arguments: the shapes and dtypes of the flat arguments.
-        weights: the numbers of the arguments that are differentiated.
-        varying: the numbers of the arguments that are others for each micro-batch.
-        carried: for arguments among them the results that are the arguments of the next micro-batch.
-        loss: the number of the result that is differentiated; None where nothing is learned.
+        stages: For each stage its segments, one for each of its functions.
+        arguments: The shapes and dtypes of the flat arguments.
+        weights: The numbers of the arguments that are differentiated.
+        varying: The numbers of the arguments that differ between micro-batches.
+        carried: For arguments among `varying`, the results that become the arguments of the next micro-batch.
+        loss: The number of the result that is differentiated; None without training.
     """
 
     stages: tuple[tuple[ProgramSegment, ...], ...]
@@ -51,7 +51,7 @@ class Staged:
 
     @cached_property
     def shapes(self) -> dict[int, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of what stages hand on."""
+        """The shapes and dtypes of the values that stages hand on."""
         found: dict[int, jax.ShapeDtypeStruct] = {}
         for segment in self.segments:
             given = segment.read(self.arguments, found)
@@ -61,7 +61,7 @@ class Staged:
 
     @cached_property
     def learning(self) -> frozenset[int]:
-        """The numbers of what stages hand on that have gradients: floating-point numbers that weights decide."""
+        """The numbers of the handed-on values with gradients: floating-point values that depend on weights."""
         if self.loss is None:
             return frozenset()
         found: set[int] = set()
@@ -71,7 +71,7 @@ class Staged:
         return frozenset(found)
 
     def takers(self, value: int) -> list[int]:
-        """Return the numbers of the segments that take what another one gives."""
+        """Return the numbers of the segments that take a value of another segment."""
         return [number for number, segment in enumerate(self.segments) if value in segment.takes]
 
     def readers(self, argument: int) -> list[int]:
@@ -79,20 +79,20 @@ class Staged:
         return [number for number, segment in enumerate(self.segments) if argument in segment.inputs]
 
     def makers(self, result: int) -> list[int]:
-        """Return the numbers of the segments that make a result: of the one, if it is no argument."""
+        """Return the numbers of the segments that make a result: one, unless the result is an argument."""
         return [number for number, segment in enumerate(self.segments) if Part(result) in segment.parts]
 
 
 @dataclass(frozen=True)
 class Accumulators:
-    """The way to add up the gradients of a stage's weights over the micro-batches.
+    """The way to add the gradients of a stage's weights over the micro-batches.
 
     Attributes:
-        shapes: of the accumulators, by the numbers of the arguments.
-        method: how.
-        count: of micro-batches.
-        map_gradient: of each micro-batch, before; None for none.
-        keeps_bad: see `mapped`.
+        shapes: The shapes of the accumulators, by the numbers of the arguments.
+        method: The way to combine micro-batches.
+        count: The number of micro-batches.
+        map_gradient: A function applied to each micro-batch's gradients before they are added; None for none.
+        keeps_bad: Whether the map leaves elements that are not finite as they are; see `mapped`.
     """
 
     shapes: Mapping[int, jax.ShapeDtypeStruct] = field(default_factory=dict)

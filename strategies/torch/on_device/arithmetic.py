@@ -1,4 +1,4 @@
-"""PyTorch's arithmetic of sums and means, on any device, with the bits of the host's."""
+"""PyTorch's arithmetic of sums and means on any device, with the bits of the host's arithmetic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives.tree import TreeNode, steps
 from strategies.exchange.on_device import DeviceArithmetic
@@ -17,15 +18,15 @@ _NARROW = (torch.float16, torch.bfloat16)
 class TorchArithmetic(DeviceArithmetic):
     """PyTorch's arithmetic on flat tensors of one device, with the bits of `collectives.reduction.Reduction`.
 
-    Sums are made in the memory of the tensors that are given, where these have the accumulators' dtype.
+    If the given tensors have the accumulators' dtype, sums overwrite them.
     """
 
     def total(self, nodes: Sequence[TreeNode], sums: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of neighbours in the tree, in the order of the tree and in the accumulators' dtype.
 
         Args:
-            nodes: in order; together they are one node.
-            sums: see `DeviceArithmetic.mean`.
+            nodes: Neighbours in their order, which together are one node.
+            sums: The sums of these nodes, which may be overwritten.
         """
         with torch.no_grad():
             values = list(sums)
@@ -33,13 +34,14 @@ class TorchArithmetic(DeviceArithmetic):
                 values.append(_added(values[left], values[right]))
             return widened(values[-1])
 
+    @override
     def mean(
         self, nodes: Sequence[TreeNode], sums: Sequence[torch.Tensor], dtype: np.dtype, replicas: int
     ) -> torch.Tensor:
-        """See `DeviceArithmetic`."""
         with torch.no_grad():
             return _divided(self.total(nodes, sums), replicas).to(torch_dtype(dtype))
 
+    @override
     def means(
         self,
         nodes: Sequence[TreeNode],
@@ -47,13 +49,12 @@ class TorchArithmetic(DeviceArithmetic):
         dtypes: Sequence[np.dtype],
         replicas: int,
     ) -> list[torch.Tensor]:
-        """See `DeviceArithmetic`."""
         pairs = zip(zip(*sums, strict=True), dtypes, strict=True)
         return [self.mean(nodes, of_buffer, dtype, replicas) for of_buffer, dtype in pairs]
 
 
 def torch_dtype(dtype: np.dtype) -> torch.dtype:
-    """Return PyTorch's name of a dtype of NumPy or ml_dtypes."""
+    """Return the PyTorch dtype for a dtype of NumPy or ml_dtypes."""
     return as_tensor(np.empty(0, dtype)).dtype
 
 
@@ -71,10 +72,10 @@ def _added(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(total: torch.Tensor, replicas: int) -> torch.Tensor:
-    """Divide in place, once, as IEEE 754 has it."""
+    """Divide in place, once, as IEEE 754 defines division."""
     if replicas == 1:
         return total
     if replicas & (replicas - 1) == 0:
         return total.mul_(1 / replicas)  # exact, so the same bits as a division
-    # CUDA's kernel multiplies by the reciprocal of a number of the host; by one on the device it divides.
+    # CUDA's kernel multiplies by the reciprocal of a number on the host, but divides by a tensor on the device.
     return total.div_(torch.full((), replicas, dtype=total.dtype, device=total.device))

@@ -1,4 +1,4 @@
-"""Agreement on buffers where one instance has all replicas: nothing leaves the device, and nothing waits for it."""
+"""Agreement on buffers if one instance has all replicas: on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from strategies.torch.tensors import dtype_of
 
 
 class BuffersHere:
-    """New values of a module's buffers, of all replicas, with the bits of `ModelBuffers.agreed`.
+    """New values of a module's buffers on all replicas, with the bits of `ModelBuffers.agreed`.
 
     Args:
-        buffers: of the module.
-        replicas: all of them are on this instance.
-        memory: of the replicas.
+        buffers: The buffers of the module.
+        replicas: The replicas, all of which are on this instance.
+        memory: The memory of the replicas.
     """
 
     def __init__(self, buffers: ModelBuffers, replicas: Replicas, memory: ReplicaMemory) -> None:
@@ -35,12 +35,12 @@ class BuffersHere:
     def agreed(
         self, slots: Sequence[Sequence[Slot]], changed: Sequence[Sequence[Told]], reads: bool
     ) -> tuple[dict[int, torch.Tensor], frozenset[int]]:
-        """Return the new values by their numbers, and the numbers of those that have changed for sure.
+        """Return the new values by their numbers, and the numbers of the buffers known to have changed.
 
         Args:
-            slots: for each replica its buffers after the step.
-            changed: for each replica which of them the step has changed.
-            reads: whether to wait until that is known of all of them, as in a first step.
+            slots: For each replica, its buffers after the step.
+            changed: For each replica and buffer, whether the step has changed it.
+            reads: Whether to wait until this is known of all of them, as in a first step.
         """
         columns = [list(of_slot) for of_slot in zip(*changed, strict=True)]
         if reads:
@@ -62,7 +62,7 @@ class BuffersHere:
         return values, frozenset(sure)
 
     def _read(self, columns: list[list[Told]]) -> list[list[Told]]:
-        """Return the same as numbers of the host, which are read at once."""
+        """Return the same values as numbers on the host, with one read."""
         unknown = [one for column in columns for one in column if isinstance(one, torch.Tensor)]
         if not unknown:
             return columns
@@ -70,7 +70,7 @@ class BuffersHere:
         return [[float(next(known)) if isinstance(one, torch.Tensor) else one for one in column] for column in columns]
 
     def _value(self, word: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the value on which replicas agree, if any of them has changed it."""
+        """Return the value on which replicas agree, if any of them has changed the buffer."""
         if word == PER_REPLICA:
             return torch.stack(list(values))
         if word == FIRST or len(values) == 1:
@@ -80,14 +80,14 @@ class BuffersHere:
         return mean.view(values[0].shape)
 
     def _kept(self, number: int, value: torch.Tensor, column: Sequence[Told]) -> torch.Tensor:
-        """Return the value if any replica has changed its own; otherwise what was there."""
+        """Return the new value if any replica has changed its own; otherwise the old value."""
         old = self._buffers.own.get(number, self._buffers.slots[number].tensor).detach()
         has_changed = torch.stack([one for one in column if isinstance(one, torch.Tensor)]).any()
         return torch.where(has_changed, value, old)
 
 
 def any_unknown(column: Sequence[Told]) -> bool:
-    """Return whether one of them is on the device."""
+    """Return whether a value is on the device, so that the host does not know it."""
     return any(isinstance(one, torch.Tensor) for one in column)
 
 

@@ -1,4 +1,4 @@
-"""The path of sums of gradients over PyTorch's own collectives: NCCL on GPUs, gloo on the host."""
+"""The path of gradient sums over PyTorch's own collectives: NCCL on GPUs, gloo on the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from collectives.arrays import ALIGNMENT_BYTES, accumulator_dtype
@@ -17,25 +18,26 @@ from strategies.torch.on_device.arithmetic import TorchArithmetic, torch_dtype
 from strategies.torch.on_device.instance_group import InstanceGroup
 
 FUSED_BYTES = 64 << 20
-"""Buffers travel together up to so many bytes. A copy of them costs less than collectives of their own."""
+"""Largest size of buffers that travel together. Copying them costs less than a collective for each."""
 
 
 @final
 class TorchCompiledPath(DevicePath):
-    """All-to-all of slices, sum of the own slice in the order of the tree, all-gather of the means of slices.
+    """An all-to-all of slices, the sum of the own slice in the order of the tree, an all-gather of the slices' means.
 
-    So 2 (n - 1) / n of the bytes pass each link, as in a ring. To make it is a collective call.
+    So 2 (n - 1) / n of the bytes pass each link, as in a ring all-reduce (Patarasuk & Yuan, 2009). The constructor is a
+    collective call.
 
-    Instances meet on the host before each exchange: one that never comes is noticed there, and no collective of PyTorch
-    waits for it.
+    Instances pass a barrier on the host before each exchange. The barrier detects an instance that never comes, so no
+    collective of PyTorch waits for it.
 
     Args:
-        communicator: connects the instances; used to meet only.
-        spread: see `DevicePath`.
-        device: on which the sums lie. The current device of the calling thread has nothing to do with it.
+        communicator: The communicator of all instances, for the barriers only.
+        spread: The spread of the replicas over the instances.
+        device: The device of the sums. It need not be the current device of the calling thread.
 
     Raises:
-        StrategyError: see `InstanceGroup`.
+        StrategyError: On all instances, if one of them cannot connect.
     """
 
     word = COMPILED
@@ -49,10 +51,11 @@ class TorchCompiledPath(DevicePath):
         self._travels_narrow = all(node.is_leaf for node in self._all_nodes)
         self._group = InstanceGroup(communicator, device)
 
+    @override
     def means(
         self, name: str, sums: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[np.dtype]
     ) -> Sequence[torch.Tensor]:
-        """See `DevicePath`; the means of a parcel of buffers are views of one tensor, aligned to 64 bytes."""
+        """Return the mean of each buffer. Buffers that travel together become 64-byte-aligned views of one tensor."""
         self._meet(name)
         with torch.no_grad():
             found = [torch.empty(0, dtype=torch_dtype(dtype), device=self._device) for dtype in dtypes]
@@ -62,8 +65,8 @@ class TorchCompiledPath(DevicePath):
                     found[number] = mean
             return found
 
+    @override
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """See `DevicePath`."""
         self._meet(name)
         with torch.no_grad():
             rows = own.new_empty((self.spread.size, own.numel()))
@@ -71,8 +74,8 @@ class TorchCompiledPath(DevicePath):
                 self._group.all_gather(rows.view(-1), own.contiguous().view(-1))
             return rows
 
+    @override
     def close(self) -> None:
-        """See `DevicePath`."""
         self._group.close()
 
     def _meet(self, name: str) -> None:
@@ -98,7 +101,7 @@ class TorchCompiledPath(DevicePath):
         return found
 
     def _exchange(self, rows: Sequence[torch.Tensor], dtype: np.dtype) -> torch.Tensor:
-        """Return the means of flat tensors, of which there is one for each of the nodes of this instance."""
+        """Return the means of flat tensors, given one for each node of this instance."""
         instances, size = self.spread.size, rows[0].numel()
         part = _rounded_up(-(-size // instances), _multiple(dtype))
         bounds = [min(size, part * instance) for instance in range(instances + 1)]
@@ -122,7 +125,7 @@ class TorchCompiledPath(DevicePath):
 
 
 def _joined(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:
-    """Return flat tensors one behind the other, each at a multiple of elements; one alone as it is."""
+    """Concatenate flat tensors, each padded to a multiple of elements; a single tensor stays as it is."""
     if len(parts) == 1:
         return parts[0].contiguous()
     pieces = []

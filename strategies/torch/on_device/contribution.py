@@ -17,18 +17,18 @@ from strategies.torch.replica_groups import GroupRow
 from strategies.torch.replica_memory import put
 
 Told: TypeAlias = float | torch.Tensor
-"""A number that the host knows, or one of no axes on the device."""
+"""A number on the host, or a tensor of no axes on the device."""
 
 
 @dataclass(frozen=True)
 class ToldByReplica:
-    """Facts about a replica's step, besides its gradients.
+    """Facts about a replica's step besides its gradients.
 
     Attributes:
-        notice: whether its instance was given one.
-        settings: see `Tail.settings`.
-        has_gradient: for each parameter that is trained.
-        has_changed: for each buffer whether the step has changed it; 0 or 1, and more if its shape has.
+        notice: Whether its instance was given a notice.
+        settings: The word for the settings, see `StepSettings.word`.
+        has_gradient: For each trained parameter, whether it has a gradient.
+        has_changed: For each buffer, whether the step has changed it: 0 or 1, and more if its shape has changed.
     """
 
     notice: bool
@@ -38,20 +38,21 @@ class ToldByReplica:
 
 
 class DeviceContribution:
-    """A replica's gradients of one step after another, as flat tensors that may be used up.
+    """A replica's gradients as flat tensors, which the exchange may overwrite. One object serves all steps.
 
-    A large gradient is given as autograd has made it; small ones are copied into the buffer of their dtype.
+    A large gradient is passed on as autograd has made it; small gradients are copied into the buffer of their dtype.
 
     Args:
-        plan: of the gradients, in one bucket, not quantised.
-        rows: see `Contribution`.
-        device: of the gradients.
-        is_alone: whether the mean is this contribution. Gradients stay as they are then, in buffers of their own.
-        tells_all: whether all that is told travels behind the gradients; otherwise only the metrics do.
-        checks: whether it is to be known later which of the gradients were finite.
+        plan: The plan of the gradients, with one bucket, not quantised.
+        rows: For parameters with one row per group of replicas, this replica's row, by the parameter's number.
+        device: The device of the gradients.
+        is_alone: Whether there is one replica. Its gradients are the means, and stay as they are, in buffers of their
+            own.
+        tells_all: Whether the whole tail travels behind the gradients. If not, only the metrics do.
+        checks: Whether to record which gradients are finite.
 
     Attributes:
-        told: what is told of the step.
+        told: The facts about the step.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class DeviceContribution:
         self.told = ToldByReplica(False, 0, (), ())
 
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of all parameters, in their order. They may be changed from here on.
+        """Take the gradients of all parameters, in their order. The exchange may change them from here on.
 
         Raises:
-            StrategyError: if one is sparse.
+            StrategyError: If a gradient is sparse.
         """
         with torch.no_grad():
             found = [self._whole(number, gradient) for number, gradient in enumerate(gradients)]
@@ -94,7 +95,8 @@ class DeviceContribution:
         name = self._plan.parameters[number].name
         if gradient.layout is not torch.strided:
             raise StrategyError(
-                f"the gradient of {name} is sparse, and replicas average dense ones; make its layer with sparse=False"
+                f"the gradient of {name} is sparse, but only dense ones can be averaged; construct its layer with "
+                "sparse=False"
             )
         row = self._rows.get(number)
         if row is None:
@@ -104,7 +106,7 @@ class DeviceContribution:
         return whole
 
     def _apart(self, gradients: list[torch.Tensor | None]) -> None:
-        """Give each gradient memory of its own: autograd may hand one and the same to two parameters."""
+        """Give each gradient memory of its own, because autograd may give the same tensor to two parameters."""
         addresses = [one.data_ptr() for one in gradients if one is not None and one.numel()]
         if len(set(addresses)) == len(addresses):
             return
@@ -124,14 +126,14 @@ class DeviceContribution:
         has_gradient: Sequence[bool],
         has_changed: Sequence[Told],
     ) -> None:
-        """Put what travels behind the gradients into its place; see `Tail`.
+        """Write the values that travel behind the gradients; see `Tail`.
 
         Args:
-            metrics: float64, on the device, of no axes.
-            notice: see `ToldByReplica`, like those behind it.
-            settings: see there.
-            has_gradient: see there.
-            has_changed: see there.
+            metrics: The metrics, float64 tensors of no axes on the device.
+            notice: Whether the instance was given a notice.
+            settings: The word for the settings.
+            has_gradient: For each trained parameter, whether it has a gradient.
+            has_changed: For each buffer, whether the step has changed it.
         """
         self.told = ToldByReplica(notice, settings, tuple(has_gradient), tuple(has_changed))
         values = torch.stack([one for one in metrics if isinstance(one, torch.Tensor)]).float()
@@ -156,24 +158,24 @@ class DeviceContribution:
                 tail[first + number].copy_(one)
 
     def arrays(self, bucket: int) -> list[torch.Tensor | None]:
-        """Return the buffers of the only bucket, of which this has none any more.
+        """Hand over the buffers of the only bucket.
 
-        Of a replica that is alone: each gradient, None where there is none, and the metrics.
+        If there is one replica, they are its gradients (None for a parameter without one), and the metrics.
         """
         found, self._buffers = self._buffers, []
         return found
 
     def is_finite(self, number: int) -> bool:
-        """Whether a gradient that was taken is finite; waits for the device."""
+        """Return whether a gradient that was taken is finite. Waits for the device."""
         return self._are_finite is None or bool(self._are_finite[number])
 
     def give_back(self) -> None:
-        """Let go of the gradients of the step."""
+        """Release the gradients of the step."""
         self._buffers = []
 
 
 def are_finite(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return for each tensor whether all of it is finite, on the device; True where there is none."""
+    """Return booleans on the device: whether all of each tensor is finite; True for None."""
     places = [number for number, one in enumerate(tensors) if one is not None and one.numel()]
     if len(places) < len(tensors):
         found = torch.ones(len(tensors), dtype=torch.bool, device=device)

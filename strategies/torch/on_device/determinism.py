@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACE = ":4096:8"
-"""Eight buffers of 4 MiB, one of the two settings with which cuBLAS gives the same bits in each run."""
+"""Eight buffers of 4 MiB: one of the two settings with which cuBLAS gives the same bits in each run."""
 _DETERMINISTIC_WORKSPACES = (WORKSPACE, ":16:8")
 _COMPLAINT = "deterministic"
 
 
 def use_deterministic_operations(environ: MutableMapping[str, str]) -> None:
-    """Have PyTorch use deterministic operations in this process; call it before CUDA starts.
+    """Make PyTorch use deterministic operations in this process. Call this before CUDA starts.
 
-    A choice that the user has made before (`torch.use_deterministic_algorithms`, also with `warn_only`) is kept.
-    cuDNN times no algorithms. New memory is not filled, which PyTorch would do besides: bits do not depend on it.
+    An earlier choice of the user (`torch.use_deterministic_algorithms`, also with `warn_only`) is kept. cuDNN does not
+    choose algorithms by their times. PyTorch's filling of new memory is turned off, because bits do not depend on it.
 
     Args:
         environ: `os.environ`, from which cuBLAS reads its workspace when CUDA starts.
@@ -39,7 +39,7 @@ def use_deterministic_operations(environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def way_out_of_refusals() -> Iterator[None]:
-    """Add a note with the way out to PyTorch's error about an operation that has no deterministic form."""
+    """Add a way out to PyTorch's error about an operation that has no deterministic form."""
     try:
         yield
     except RuntimeError as error:
@@ -59,8 +59,8 @@ def _set_workspace(environ: MutableMapping[str, str]) -> None:
 def _warn_of_workspace(value: str) -> None:
     said = f"is {value!r}" if value else "was not set when CUDA started"
     logger.warning(
-        "%s %s, and products on GPUs may have other bits in each run; set it to %s before the program starts, or "
-        "choose that with Defaults(deterministic=False)",
+        "%s %s, so products on GPUs may have other bits in each run; set it to %s before the program starts, or "
+        "accept other bits with Defaults(deterministic=False)",
         WORKSPACE_VARIABLE,
         said,
         WORKSPACE,

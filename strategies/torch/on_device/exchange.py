@@ -1,4 +1,4 @@
-"""The mean gradients of a module, computed on the device where its replicas are."""
+"""The mean gradients of a module, computed on the device of its replicas."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ class DeviceExchange:
     """An exchange whose sums and means stay on a device.
 
     Args:
-        plan: of the gradients, in one bucket, not quantised; its tail has all that is told, or the metrics only where
+        plan: The plan of the gradients, with one bucket, not quantised. Its tail has all values, or the metrics only if
             one instance has all replicas.
-        names: of the metrics.
-        path: makes means of sums.
-        arithmetic: adds the gradients of the local replicas.
-        memory: of the replicas.
+        names: The names of the metrics.
+        path: The path that makes means of sums.
+        arithmetic: The arithmetic that adds the gradients of the local replicas.
+        memory: The memory of the replicas.
 
     Attributes:
-        plan: see above.
-        names: see above.
-        buckets: the only one, without memory of the host.
-        changed: for each local replica what its step has changed; see `ToldByReplica`.
+        plan: The plan of the gradients.
+        names: The names of the metrics.
+        buckets: The only bucket, without memory on the host.
     """
 
     def __init__(
@@ -62,17 +61,17 @@ class DeviceExchange:
 
     @property
     def changed(self) -> list[Sequence[Told]]:
-        """For each local replica what its step has changed, see `ToldByReplica`."""
+        """For each local replica and buffer, whether the step has changed it; see `ToldByReplica.has_changed`."""
         return [one.has_changed for one in self._told]
 
     def let_go(self) -> None:
-        """Give back what the last step has left."""
+        """Drop the results of the last step."""
         self._results = ()
         self._told.clear()
         self._sums.clear()
 
     def add(self, replica: int, buffers: Sequence[torch.Tensor | None], told: ToldByReplica) -> None:
-        """Take a replica's gradients, which may be used up; replicas come in their order."""
+        """Add a replica's gradients, which may be overwritten. Replicas must come in their order."""
         self._told.append(told)
         if self._is_alone:
             self._results = buffers
@@ -84,15 +83,15 @@ class DeviceExchange:
         return [[one] for one in self._results] if self._is_alone else self._sums.take()
 
     def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """See `Exchange`. The mean of one replica is what it gave."""
+        """Compute the means of the bucket. Collective. If there is one replica, its gradients are the means."""
         if not self._is_alone:
             dtypes = [buffer.dtype for buffer in bucket.layout.buffers]
             self._results = self._path.means(bucket.name, contributions, dtypes)
 
     def means(self, scale: float) -> list[torch.Tensor | None]:
-        """Return the mean gradients divided by `scale`, in the dtypes of their parameters; to be called once.
+        """Return the mean gradients divided by `scale`, in the dtypes of their parameters. May be called once.
 
-        Of a replica that is alone None where it has no gradient.
+        If there is one replica, the mean of a parameter without a gradient is None.
         """
         with torch.no_grad():
             found = self._received()
@@ -109,10 +108,10 @@ class DeviceExchange:
         return [*gradients_in(self.plan, [one for one in self._results if one is not None])]
 
     def arrived(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
-        """Return what came along, and for each mean whether it is not finite, if that is to be checked.
+        """Return the tail, and for each mean whether it is not finite, if `checks` is True.
 
-        Where one instance has all replicas, nothing waits for the device but the check. Otherwise, or to check, a few
-        numbers are read, once.
+        If one instance has all replicas, the host waits for the device only for this check. Otherwise it reads a few
+        numbers, once.
         """
         flags = [~are_finite(means, self._memory.device)] if checks else []
         if self._is_of_one:
@@ -124,15 +123,15 @@ class DeviceExchange:
 
     @property
     def _tail(self) -> torch.Tensor:
-        """What is behind the gradients."""
+        """The values behind the gradients."""
         last = self._results[-1] if self._is_alone else self._results[0]
         assert last is not None
         return last[last.numel() - self.plan.tail :]
 
     def _own_tail(self) -> Tail:
-        """Return what the replicas of the only instance have told; the metrics stay where they are until they are read.
+        """Return the tail of the only instance, whose metrics stay on the device until they are read.
 
-        What has changed is in `changed`.
+        `changed` has the buffers that have changed.
         """
         first = self._told[0]
         shares = np.array([one.has_gradient for one in self._told]).mean(axis=0, dtype=np.float32)

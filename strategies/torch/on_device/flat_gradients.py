@@ -1,4 +1,4 @@
-"""Gradients on a device in the flat buffers in which they travel."""
+"""Gradients on a device in the flat buffers that travel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from strategies.torch.on_device.arithmetic import torch_dtype
 def flat_buffers(
     plan: TorchGradientPlan, gradients: Sequence[torch.Tensor | None], device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the buffers of a plan in one bucket, with zeros for what is missing; autograd must be off.
+    """Return the buffers of a plan with one bucket, with zeros for missing gradients. Autograd must be off.
 
-    A gradient that has a buffer alone may be that buffer as it is; others are copied.
+    A gradient that has a buffer alone may become that buffer without a copy; others are copied.
 
     Args:
-        plan: of the gradients.
-        gradients: dense ones, in the order of the plan's parameters.
-        device: of the gradients.
+        plan: The plan of the gradients.
+        gradients: Dense gradients, in the order of the plan's parameters.
+        device: The device of the gradients.
     """
     alone = {place.buffer: gradients[number] for number, place in enumerate(plan.places) if place.is_of_one}
     buffers = []
@@ -40,7 +40,7 @@ def flat_buffers(
 
 
 def gradients_in(plan: TorchGradientPlan, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients that lie in the buffers of a plan, as views."""
+    """Return the gradients in the buffers of a plan, as views."""
     return [
         buffers[place.buffer][place.start : place.start + math.prod(parameter.shape)].view(tuple(parameter.shape))
         for place, parameter in zip(plan.places, plan.parameters, strict=True)

@@ -1,4 +1,4 @@
-"""The path of gradients of a GPU through the host, for loops in which an instance is one replica."""
+"""The path of a GPU's gradients through the host, for loops in which each instance is one replica."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from collectives import Communicator
 from collectives.plans.spread import Spread
@@ -17,14 +18,14 @@ from strategies.torch.tensors import as_array, host_array
 
 @final
 class TorchHostPath(DevicePath):
-    """Means that the communicator makes in the memory of the host, which is page-locked where a GPU copies to it.
+    """Means that the communicator makes in the memory of the host, page-locked if a GPU copies to it.
 
-    496 MB take 9 ms each way on an H100, and 319 ms without page-locked memory. One buffer is added while the next ones
-    are on their way.
+    496 MB take 9 ms each way on an H100, and 319 ms without page locks. While one buffer is added, the next ones are
+    being copied.
 
     Args:
-        communicator: connects the instances, of one replica each.
-        device: on which gradients lie.
+        communicator: The communicator of all instances, with one replica each.
+        device: The device of the gradients.
     """
 
     word = HOST
@@ -34,10 +35,11 @@ class TorchHostPath(DevicePath):
         self._communicator, self._device = communicator, device
         self._memory: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @override
     def means(
         self, name: str, sums: Sequence[Sequence[torch.Tensor]], dtypes: Sequence[np.dtype]
     ) -> Sequence[torch.Tensor]:
-        """See `DevicePath`; waits for the gradients, but not until the means are on the device."""
+        """Return the mean of each buffer. Waits for the gradients, but not for the copies back to the device."""
         with torch.no_grad():
             rooms = [
                 self._rooms(name, number, of_buffer[0].numel(), torch_dtype(dtype))
@@ -50,21 +52,21 @@ class TorchHostPath(DevicePath):
             found = []
             for number, ((given, mean), arrival) in enumerate(zip(rooms, arrivals, strict=True)):
                 if arrival is not None:
-                    arrival.synchronize()  # earlier means have left their memory by then
+                    arrival.synchronize()  # by then earlier means have been copied out of their memory
                 if given.numel():
                     of_buffer = f"{name}/{number}"
                     self._communicator.ordered_all_reduce([as_array(given)], as_array(mean), "mean", name=of_buffer)
                 found.append(mean.to(self._device, non_blocking=True, copy=True))
             return found
 
+    @override
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """See `DevicePath`."""
         octets = np.ascontiguousarray(host_array(own)).view(np.uint8)
         gathered = torch.from_numpy(self._communicator.all_gather(octets, name=name))
         return gathered.view(own.dtype).to(self._device)
 
+    @override
     def close(self) -> None:
-        """See `DevicePath`."""
         self._memory.clear()
 
     def _rooms(self, name: str, number: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +80,7 @@ class TorchHostPath(DevicePath):
         return known
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Return an event behind all copies that were asked for; None where they have been made."""
+        """Return an event after all copies so far; None if they are already done."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()

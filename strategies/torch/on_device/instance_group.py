@@ -1,4 +1,4 @@
-"""The instances of a job as a process group of PyTorch, which is not the group of the program."""
+"""The instances of a job as a process group of PyTorch, separate from the program's own group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _POLL_S = 0.001
 
 
 class Backend(Protocol):
-    """A process group of PyTorch without a `ProcessGroup` around it; the annotations of PyTorch leave these out."""
+    """A process group of PyTorch without a `ProcessGroup` around it. PyTorch's annotations lack these methods."""
 
     def alltoall_base(
         self,
@@ -47,24 +47,25 @@ class Backend(Protocol):
         """Begin an all-gather into one flat tensor."""
 
     def abort(self) -> None:
-        """Give up without waiting for others."""
+        """Close the group without waiting for other instances."""
 
 
 class InstanceGroup:
-    """A process group of all instances: NCCL for tensors on GPUs, gloo for those of the host.
+    """A process group of all instances: NCCL for tensors on GPUs, gloo for tensors on the host.
 
-    It is built directly on a store of its own. So `torch.distributed` has no default group afterwards, or still that of
-    the program, and no variable of the environment is set. Making it is a collective call of the communicator.
+    It is built directly on a store of its own. So it does not touch the default group of `torch.distributed`, which the
+    program may use, and it sets no environment variable. The constructor is a collective call of the communicator.
 
-    Collectives are called by all instances in one order, from one thread at a time. On a GPU they are queued on the
-    current stream, and what follows there comes after them; on the host they return when they are done.
+    All instances call collectives in the same order, from one thread at a time. On a GPU, collectives are queued on the
+    current stream, before later work there; on the host they return when they are done. A collective raises
+    `CollectiveTimeoutError` after `timeout_s`, or `PeerLostError` if another instance has failed or ended.
 
     Args:
-        communicator: connects the instances.
-        device: on which the tensors lie.
+        communicator: The communicator of all instances.
+        device: The device of the tensors.
 
     Raises:
-        StrategyError: on all instances, if one of them could not connect.
+        StrategyError: On all instances, if one of them could not connect.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -101,7 +102,7 @@ class InstanceGroup:
         own = f"; here: {reason}" if reason else ""
         raise StrategyError(
             f"the instances {failed.tolist()} could not join a process group of PyTorch for tensors on {self._device}"
-            f"{own}; use POPDIST_EXCHANGE=host, or see what NCCL_DEBUG=INFO says"
+            f"{own}; use POPDIST_EXCHANGE=host, or look for the reason with NCCL_DEBUG=INFO"
         )
 
     # ---- collectives
@@ -109,13 +110,13 @@ class InstanceGroup:
     def all_to_all(
         self, into: torch.Tensor, given: torch.Tensor, into_counts: Sequence[int], given_counts: Sequence[int]
     ) -> None:
-        """Send each instance its part of a flat tensor, and receive this one's part of those of all instances.
+        """Send each instance its part of a flat tensor, and receive this instance's part from each of them.
 
         Args:
-            into: flat and contiguous; receives the parts, in the order of the instances.
-            given: flat and contiguous, of the same dtype.
-            into_counts: the elements that come from each instance.
-            given_counts: the elements for each instance.
+            into: The tensor that receives the parts, in the order of the instances; flat and contiguous.
+            given: The tensor to send, flat and contiguous, of the same dtype.
+            into_counts: The number of elements from each instance.
+            given_counts: The number of elements for each instance.
         """
         width = given.itemsize
         received, sent = ([width * count for count in counts] for counts in (into_counts, given_counts))
@@ -133,7 +134,7 @@ class InstanceGroup:
         """Return the backend.
 
         Raises:
-            ClosedError: the group has been closed.
+            ClosedError: If the group is closed.
         """
         if self._backend is None:
             raise ClosedError(f"this process group of {self._size} instances has been closed")
@@ -150,43 +151,43 @@ class InstanceGroup:
             waited_s = time.monotonic() - begun_s
             text = f"the {what} of instance {self._rank} with {self._size - 1} others failed after {waited_s:.1f} s"
             if waited_s >= self._limit_s:
-                raise CollectiveTimeoutError(f"{text}, and timeout_s is {self._limit_s:g}: {error}") from error
+                raise CollectiveTimeoutError(f"{text}; timeout_s is {self._limit_s:g}: {error}") from error
             raise PeerLostError(f"{text}; one of them has failed or ended: {error}") from error
 
     # ---- the end
 
     def close(self) -> None:
-        """Let go of connections, threads and memory; no collective call. A second call does nothing.
+        """Release connections, threads and memory. Not collective. A second call does nothing.
 
-        What is queued on a GPU is waited for, as others need it, but no longer than `timeout_s`.
+        Work queued on a GPU, which other instances need, is waited for, but no longer than `timeout_s`.
         """
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type != "cpu":
             if not process.has_failed:
                 self._wait_for_device()
             backend.abort()  # unlike shutdown(), it waits for no other instance
-        del backend  # gloo's threads end with the last reference, and those of the store
+        del backend  # ends gloo's threads, and the store's
         self._store = None
 
     def _wait_for_device(self) -> None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         end_s = time.monotonic() + self._limit_s
-        with suppress(RuntimeError):  # of a collective that has failed
+        with suppress(RuntimeError):  # from a collective that failed
             while not event.query() and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a flat tensor: NCCL has not all dtypes."""
+    """Return the memory of a flat tensor as bytes, because NCCL does not know all dtypes."""
     return tensor.view(torch.uint8)
 
 
-# ---- how instances meet
+# ---- rendezvous
 
 
 def _hosts_of(communicator: Communicator) -> list[str]:
-    """Return the names of the instances' hosts; none if all reach each other by loopback. Collective."""
+    """Return the names of the instances' hosts, or an empty list if all reach each other by loopback. Collective."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     words = [boot.read_text() if boot.exists() else this_host()]
     with suppress(OSError):
@@ -198,7 +199,7 @@ def _hosts_of(communicator: Communicator) -> list[str]:
 
 
 def _store(communicator: Communicator, hosts: Sequence[str], limit: timedelta) -> Store:
-    """Return a store that all instances share; a collective call. Instance 0 has it in a thread of its own."""
+    """Return a store that all instances share. Collective. A thread of instance 0 serves it."""
     told = np.zeros((communicator.size, _ADDRESS_BYTES), np.uint8)
     store = None
     if communicator.rank == 0:
@@ -211,13 +212,13 @@ def _store(communicator: Communicator, hosts: Sequence[str], limit: timedelta) -
 
 
 def _listening(is_local: bool, limit: timedelta) -> tuple[Store, int]:
-    """Return a store that listens, to this host alone where that is enough, and its port."""
+    """Return a listening store and its port. If all instances are on this host, it listens to this host only."""
     if not is_local:
         store = TCPStore(this_host(), 0, is_master=True, timeout=limit, wait_for_workers=False)
         return store, store.port
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        descriptor = listener.detach()  # it is the store's from here on
+        descriptor = listener.detach()  # the store owns it from here on
     store = TCPStore(LOOPBACK, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
     return store, port
 
@@ -235,7 +236,7 @@ def _gloo(store: Store, rank: int, hosts: Sequence[str], size: int, limit: timed
     options._timeout = limit
     if _INTERFACE in os.environ:
         options._devices = [ProcessGroupGloo.create_default_device()]
-    else:  # the name of a host may stand for an address that others do not reach
+    else:  # a host's name may stand for an address that other hosts cannot reach
         address = own_address_towards(hosts[rank == 0]) if hosts else LOOPBACK
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return cast(Backend, ProcessGroupGloo(store, rank, size, options))

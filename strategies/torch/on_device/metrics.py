@@ -1,4 +1,4 @@
-"""The metrics of a step, on a device until somebody reads them."""
+"""The metrics of a step, which stay on a device until they are read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from strategies.torch.replica_memory import ReplicaMemory
 
 
 class UnreadMetrics:
-    """An array of one axis on a device, which is read once, when NumPy asks for it; that waits for the device.
+    """An array of one axis on a device. NumPy's first access reads it, which waits for the device.
 
     Args:
-        values: on the device; nobody changes them.
-        memory: which counts what is read.
+        values: A tensor on the device, which nobody changes later.
+        memory: The memory of the replicas, which counts reads.
     """
 
     def __init__(self, values: torch.Tensor, memory: ReplicaMemory) -> None:
@@ -22,13 +22,13 @@ class UnreadMetrics:
         self._read = np.empty(0, np.float32)
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        unread = self._unread  # once: another thread may read, too
+        unread = self._unread  # read the attribute once: another thread may clear it
         if unread is not None:
             values, memory, event = unread
             if event is not None:
-                event.synchronize()  # the stream of this thread may be another one
+                event.synchronize()  # this thread may have another current stream
             self._read = memory.read(values)
-            self._unread = None  # programs keep metrics that were read
+            self._unread = None  # free the device's memory: programs keep metrics
         return self._read.copy() if copy else self._read
 
     def __getitem__(self, number: int) -> np.float32:
@@ -40,12 +40,12 @@ class UnreadMetrics:
         return event is None or bool(event.query())
 
     def is_deleted(self) -> bool:
-        """Return whether the memory was given up, which it never is."""
+        """Return False: the memory is never released early."""
         return False
 
 
 def _event_of(values: torch.Tensor) -> torch.cuda.Event | None:
-    """Return an event behind all that the values depend on; None on a device without events."""
+    """Return an event after the computation of the values; None on a device without events."""
     if values.device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""The choice of the path that gradients of PyTorch take between the instances."""
+"""The choice of the path that PyTorch's gradients take between instances."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _of_loops: WeakKeyDictionary[Communicator, dict[torch.device, DevicePath | None]
 
 
 def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -> DevicePath | None:
-    """Return the path of gradients that stay on the replicas' device; None where they are exchanged on the host.
+    """Return the path of gradients that stay on the replicas' device; None if the host exchanges them.
 
-    With one instance they stay there, unless "host" is asked for. Collective, but for replicas without a device.
+    With one instance they stay there, unless "host" is requested. Collective, except for replicas without a device.
 
     Args:
-        replicas: of all instances.
-        memory: of this instance's replicas.
-        options: of the training.
+        replicas: The replicas of all instances.
+        memory: The memory of this instance's replicas.
+        options: The options of the training.
 
     Raises:
-        DeviceError, ValueError: see `Replicas.exchange_on` and `asked_exchange`.
-        MappingError: windows are asked for, and instances cannot map each other's memory.
-        StrategyError: an exchange on the device is asked for, and an option needs that of the host.
+        DeviceError, ValueError: As `Replicas.exchange_on` and `asked_exchange` do.
+        MappingError: If windows are requested, but instances cannot map each other's memory.
+        StrategyError: If an exchange on the device is requested, but an option needs the host's.
     """
     if not memory.is_shared:
         return None
@@ -58,23 +58,23 @@ def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -
 
 
 def path_of_loops(replicas: Replicas, device: torch.device, obstacle: str = "") -> DevicePath | None:
-    """Return the path that modules in loops of the program's own have in common; None for tensors on the host.
+    """Return the path that models in loops of the program's own share; None for tensors on the host.
 
-    A collective call for the first tensors on a device. The path is closed when the process ends, or before.
+    Collective for the first tensors on a device. The path is closed when the communicator is freed, or when
+    the process ends.
 
     Args:
-        replicas: of all instances, of which there are two at least, with one replica each.
-        device: on which gradients lie, of the same type on all instances.
-        obstacle: the reason why these gradients need the exchange in the memory of the host, and the way out; "" if
-            they do not.
+        replicas: The replicas of all instances: two or more instances, with one replica each.
+        device: The device of the gradients, of the same type on all instances.
+        obstacle: The reason why these gradients need the host's exchange, and the way out; "" if there is none.
 
     Raises:
-        DeviceError, MappingError: the exchange that is asked for cannot work.
-        StrategyError: there is an obstacle, and an exchange on devices was asked for; or see `InstanceGroup`.
+        DeviceError, MappingError: If the requested exchange cannot work.
+        StrategyError: If there is an obstacle and an exchange on devices was requested, or an instance cannot connect.
     """
     asked = asked_exchange(replicas.defaults.exchange, os.environ)
     if obstacle and asked not in (AUTO, HOST):
-        raise StrategyError(f"the exchange {asked!r} was asked for, and {obstacle}; or use POPDIST_EXCHANGE=host")
+        raise StrategyError(f"the exchange {asked!r} was requested, but {obstacle}; or use POPDIST_EXCHANGE=host")
     if obstacle or (asked == HOST and device == HOST_MEMORY):
         return None
     found = _of_loops.setdefault(replicas.communicator, {})
@@ -95,7 +95,7 @@ def _can_stay(options: TorchOptions, asked: str) -> bool:
     what = "gradient_transfer_dtype='int8' is quantised on the host"
     if asked != AUTO:
         raise StrategyError(
-            f"{what}, and the exchange {asked!r} was asked for; use gradient_transfer_dtype='bfloat16', or the "
+            f"{what}, but the exchange {asked!r} was requested; use gradient_transfer_dtype='bfloat16', or the "
             "exchange 'host'"
         )
     logger.info("exchange host: gradients are added on the host (%s)", what)

@@ -15,13 +15,13 @@ FlatBuffers = Sequence[torch.Tensor]
 
 
 class TreeSums:
-    """The sums of an instance's replicas, each made as soon as both of its parts are there.
+    """The sums of an instance's replicas. Two neighbours are added as soon as both are there.
 
-    So log2 of the local replicas, and one more, are alive at a time.
+    So at most log2(local replicas) + 1 sums exist at a time.
 
     Args:
-        path: takes the sums of its nodes.
-        arithmetic: adds.
+        path: The path that takes the sums of its nodes.
+        arithmetic: The arithmetic of the sums.
     """
 
     def __init__(self, path: DevicePath, arithmetic: TorchArithmetic) -> None:
@@ -31,12 +31,12 @@ class TreeSums:
         self._sums: list[FlatBuffers] = []
 
     def clear(self) -> None:
-        """Let go of the sums of a step that was given up."""
+        """Drop the sums of a step that was given up."""
         self._nodes.clear()
         self._sums.clear()
 
     def add(self, replica: int, buffers: FlatBuffers) -> None:
-        """Take what a replica gives, which may be used up; replicas come in their order."""
+        """Add the buffers of a replica, which may be overwritten. Replicas must come in their order."""
         self._nodes.append(TreeNode(replica, replica + 1))
         self._sums.append(buffers)
         while (found := self._parent()) is not None:
@@ -45,7 +45,7 @@ class TreeSums:
             self._nodes[-2:], self._sums[-2:] = [found], [total]
 
     def _parent(self) -> TreeNode | None:
-        """Return the node that the last two sums make, if that is part of one that the path takes."""
+        """Return the parent node of the last two sums if a node of the path covers it; otherwise None."""
         if len(self._nodes) < 2:
             return None
         left, right = self._nodes[-2:]
@@ -54,7 +54,7 @@ class TreeSums:
         return parent if is_taken else None
 
     def take(self) -> list[list[torch.Tensor]]:
-        """Return, for each buffer, the sums of the nodes that are left, in order, and begin anew."""
+        """Return, for each buffer, the sums of the remaining nodes, in order, and begin anew."""
         found = [list(of_buffer) for of_buffer in zip(*self._sums, strict=True)]
         self.clear()
         return found

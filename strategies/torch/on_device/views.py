@@ -1,4 +1,4 @@
-"""The memory behind tensors of PyTorch."""
+"""The memory behind PyTorch's tensors."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from strategies.torch.tensors import dtype_of
 
 @final
 class TorchViews:
-    """See `DeviceViews`. All streams of the device are waited for."""
+    """PyTorch's form of `DeviceViews`. It waits for all streams of the device."""
 
     def view(self, array: ExportedArray) -> torch.Tensor:
-        """See `DeviceViews`."""
+        """Return an array in memory of the path as a tensor, without a copy."""
         found: torch.Tensor = from_dlpack(array)
         return found
 
     def addresses(self, arrays: Sequence[torch.Tensor]) -> list[int]:
-        """See `DeviceViews`."""
+        """Wait until contiguous tensors have been computed, and return their addresses."""
         if arrays:
             _wait(arrays[0])
         return [array.data_ptr() for array in arrays]
 
     def dtype_of(self, array: torch.Tensor) -> np.dtype:
-        """See `DeviceViews`."""
+        """Return the dtype of a tensor as a NumPy dtype."""
         return dtype_of(array)
 
     def taken(self, view: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """See `DeviceViews`; the copies are parts of one tensor."""
+        """Return copies of parts of a flat view, once they are made; they are parts of one tensor."""
         whole = view.clone()
         _wait(whole)
         return [whole[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
     def stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `DeviceViews`."""
+        """Return a copy of flat views, stacked along a new first axis, once it is made."""
         found = torch.stack(list(rows))
         _wait(found)
         return found

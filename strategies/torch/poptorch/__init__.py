@@ -1,4 +1,4 @@
-"""PopTorch's interface, under the name by which programs import it; its modules are those of `strategies.compat`."""
+"""PopTorch's interface, under the name that programs import. Its modules are in `strategies.compat.poptorch`."""
 
 import sys
 

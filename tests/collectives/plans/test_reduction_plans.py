@@ -164,7 +164,7 @@ def test_an_evaluation_finds_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "hosts", "message"),
-    [((1, 0), (0, 0), "at least one"), ((1, 1), (0,), "one for each"), ((1, 1), (0, 2), "number them from 0")],
+    [((1, 0), (0, 0), "at least one"), ((1, 1), (0,), "one host per rank"), ((1, 1), (0, 2), "numbered from 0")],
 )
 def test_a_spread_that_is_none_is_refused(counts: tuple[int, ...], hosts: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -190,7 +190,7 @@ def test_a_subclass_marks_its_stages_in_call(alone):
         (
             lambda model: fit(pipelined(model, 6, device_mapping=[0, 0, 0]), TARGETS, 6),
             ValueError,
-            "stage 2 is marked nowhere .*, and device_mapping has 3 stages",
+            "stage 2 is marked nowhere .*, but device_mapping has 3 stages",
         ),
     ],
 )

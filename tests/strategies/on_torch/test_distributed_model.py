@@ -254,7 +254,7 @@ class TestRefusals:
         module = new_module("mlp")
 
         def make(strategy):
-            with pytest.raises(StrategyError, match="'compiled' was asked for, .* leave stream_gradients out"):
+            with pytest.raises(StrategyError, match="'compiled' was requested, .* leave stream_gradients out"):
                 distributed(strategy, module, stream_gradients=True)
 
         on_instances(2, 2, make)

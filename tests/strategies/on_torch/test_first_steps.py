@@ -86,7 +86,7 @@ class TestADifference:
 
         with pytest.raises(
             StrategyError,
-            match=r"the gradient of last\.weight on replica 0 has the norm .*, the norm .* verify_steps=0",
+            match=r"the gradient of last\.weight on replica 0 has the norm .* computes the norm .* verify_steps=0",
         ):
             one_step(Halves())
 
@@ -397,7 +397,7 @@ class TestWhatCounts:
         assert self.found(self.GRADIENT * 1e-4, -self.GRADIENT * 1e-4)
 
     def test_a_gradient_that_is_missing(self):
-        assert "has no value, and plain PyTorch" in self.found(None)
+        assert "has no value, but plain PyTorch" in self.found(None)
         assert self.found(self.GRADIENT, None)
         assert not self.found(None, None)
         assert not self.found(None, torch.zeros(3))

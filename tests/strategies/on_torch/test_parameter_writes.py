@@ -328,7 +328,7 @@ class TestBuffersThatGrow:
         trainer = sgd_trainer(2, module, loss_fn)
         batch = {name: each[:4].clone() for name, each in data().items()}
         batch["x"][2:] = 0
-        with pytest.raises(StrategyError, match=r"^largest has become of the shapes \[1\], \[64\] on different repl"):
+        with pytest.raises(StrategyError, match=r"^largest has the shapes \[1\], \[64\] on different repl"):
             trainer.step(batch)
 
     def test_are_registered_with_a_tensor(self):

@@ -60,5 +60,5 @@ def test_an_obstacle_is_an_error_where_a_path_is_asked_for(on_instances, monkeyp
 
     assert on_instances(2, 2, run) == [None] * 2
     monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
-    with pytest.raises(StrategyError, match="'compiled' was asked for, and there is no way; go on foot; or use"):
+    with pytest.raises(StrategyError, match="'compiled' was requested, but there is no way; go on foot; or use"):
         on_instances(2, 2, run)

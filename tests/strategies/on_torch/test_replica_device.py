@@ -129,8 +129,8 @@ class TestTheDevice:
     @pytest.mark.parametrize(
         ("given", "count", "message"),
         [
-            ("cuda", 0, "replica_device is 'cuda', and PyTorch sees no cuda device here; .* leave replica_device out"),
-            ("cuda:3", 3, "replica_device is 'cuda:3', and there are 3 here, numbered from 0; use 'cuda'"),
+            ("cuda", 0, "replica_device is 'cuda', but PyTorch sees no cuda device here; .* leave replica_device out"),
+            ("cuda:3", 3, "replica_device is 'cuda:3', but there are only 3 here, .* or 'cuda', so"),
         ],
     )
     def test_has_to_be_there(self, given, count, message):
@@ -148,7 +148,7 @@ class TestTheDevice:
             (True, TypeError, "replica_device is True; give 'cuda'"),
             (0, TypeError, "replica_device is 0; give 'cuda'"),
             ("gpu", ValueError, "replica_device is 'gpu', which PyTorch does not know"),
-            ("meta", ValueError, "tensors have no numbers"),
+            ("meta", ValueError, "tensors have no values"),
         ],
     )
     def test_is_checked_as_an_option(self, given, kind, message):
@@ -161,7 +161,7 @@ class TestTheDevice:
 
     def test_has_no_stages_of_a_pipeline(self):
         pipeline = poptorch.PipelinedExecution("B1", "B2").pipeline
-        with pytest.raises(ValueError, match="replica_device is 'cuda', on which replicas take turns, and the stages"):
+        with pytest.raises(ValueError, match="replica_device is 'cuda', on which replicas take turns, but the stages"):
             TorchOptions(replica_device="cuda", pipeline=pipeline)
 
     def test_of_a_module_has_numbers(self):
@@ -188,7 +188,7 @@ class TestTheDevice:
 
     def test_may_not_leave_the_optimizer_with_other_parameters(self):
         module = nn.Linear(2, 1)
-        with pytest.raises(StrategyError, match="to.'meta'. has made new parameters.* before you make the optimizer"):
+        with pytest.raises(StrategyError, match="to.'meta'. has made new parameters.* before you construct"):
             move(module, torch.optim.Adam(module.parameters()), META)
 
 

@@ -344,14 +344,14 @@ class TestChangesBetweenSteps:
         trainer = new_trainer(module)
         trainer.step(rows())
         change(module)
-        with pytest.raises(StrategyError, match=rf"^{name} was replaced, added or removed since .* make another"):
+        with pytest.raises(StrategyError, match=rf"^{name} was replaced, added or removed after .* construct another"):
             trainer.step(rows())
 
     def test_another_shape_is_refused(self):
         module = net()
         trainer = new_trainer(module)
         module.second.bias.data = torch.ones(4)
-        with pytest.raises(StrategyError, match=r"second\.bias is of shape \[4\], and was \[5\] when"):
+        with pytest.raises(StrategyError, match=r"second\.bias is of shape \[4\], but was \[5\] when"):
             trainer.step(rows())
 
 

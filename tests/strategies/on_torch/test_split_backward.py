@@ -159,7 +159,7 @@ def test_products_are_made_in_the_part_that_needs_them_and_once():
 
 def test_a_parameter_in_two_stages_is_refused():
     layer = nn.Linear(8, 8)
-    with pytest.raises(StrategyError, match=r"is used in the stages [12] and [12], .* use it in one stage, or another"):
+    with pytest.raises(StrategyError, match=r"is used in the stages [12] and [12], .* or use another schedule"):
         split_of([nn.Linear(8, 8), layer, nn.Sequential(nn.Linear(8, 8), layer)], torch.ones(4, 8))
 
 

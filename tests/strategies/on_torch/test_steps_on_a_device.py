@@ -304,7 +304,7 @@ def test_a_replica_that_computes_something_else_is_found():
 def test_int8_gradients_and_a_forced_exchange_on_the_device_exclude_each_other(on_instances):
     def function(strategy):
         trainer, dataset = begun(strategy, "mlp", gradient_transfer_dtype="int8")
-        with pytest.raises(StrategyError, match="'int8' is quantised on the host, and the exchange 'compiled' was"):
+        with pytest.raises(StrategyError, match="'int8' is quantised on the host, but the exchange 'compiled' was"):
             trainer.step(next(dataset.epoch(0)))
         trainer.close()
         return True

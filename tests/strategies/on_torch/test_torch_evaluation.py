@@ -123,7 +123,7 @@ class TestRefusals:
         in_order = self.dataset(trainer, remainder="pad", shuffle=False)
         with pytest.raises(ValueError, match="the loss function returns no outputs to predict"):
             next(trainer.predict(in_order))
-        with pytest.raises(ValueError, match="is of shape .* for 3 rows; the first axis of outputs is the rows"):
+        with pytest.raises(ValueError, match="is of shape .* for 3 rows; the first axis of each output"):
             next(trainer.predict(in_order, lambda module, batch: module(batch["x"]).mean(0)))
 
     def test_instances_that_evaluate_other_things(self, module, on_instances):

@@ -219,7 +219,7 @@ def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network)
     own = copy.deepcopy(network)
     strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4")
     training = poptorch.trainingModel(own, new_options(strategy, iterations=1))
-    with pytest.raises(ValueError, match="trace of no action"):
+    with pytest.raises(ValueError, match="a trace needs actions"):
         _ = training.trace
     for _ in range(2):
         training(*(each[: COUNT * ROWS] for each in batch()))
@@ -287,7 +287,7 @@ def test_inference_goes_through_the_stages_too(schedule, network):
     inference = poptorch.inferenceModel(network, new_options(execution, 2, 1, 5))
     rows = batch()[0][:20]
     plainly = [network(each).detach() for each in rows.split(2)]
-    with pytest.raises(ValueError, match="trace of no action"):
+    with pytest.raises(ValueError, match="a trace needs actions"):
         _ = inference.trace
     for _ in range(2):
         assert torch.equal(inference(rows), torch.cat(plainly))
@@ -395,10 +395,10 @@ class TestRefusals:
         ("module", "message"),
         [
             (lambda: Two(("A", "C")), r"no stage with the block 'C'; those of the strategy are 'A', 'B'"),
-            (lambda: Two(("B", "A")), r"block 'A' of stage 0 begins behind stage 1; stages follow each other"),
+            (lambda: Two(("B", "A")), r"block 'A' of stage 0 begins after stage 1; the order of stages"),
             (lambda: Two(wrong="parameter"), r"a parameter of shape .* is used on the devices 1 and 0"),
             (lambda: Two(wrong="buffer"), r"module norm has buffers, and runs in the stages 0 and 1"),
-            (lambda: Two(wrong="changed"), r"buffer scale is changed, and used in the stages 0, 1"),
+            (lambda: Two(wrong="changed"), r"buffer scale changes, and is used in the stages 0, 1"),
         ],
     )
     def test_what_stages_cannot_share(self, module, message):
@@ -409,13 +409,13 @@ class TestRefusals:
         call_two(Two(wrong="used"), times=2)
 
     def test_too_few_micro_batches(self):
-        with pytest.raises(StrategyError, match=r"has 2 stages, and a step 1 micro-batches, .* of 2 or more"):
+        with pytest.raises(StrategyError, match=r"has 2 stages, but a step has 1 micro-batches, .* of 2 or more"):
             call_two(Two(), count=1)
         call_two(Two(), count=1, execution=poptorch.ShardedExecution("A", "B"))
 
     def test_too_few_micro_batches_of_an_inference(self):
         few = poptorch.inferenceModel(Two(), new_options(poptorch.PipelinedExecution("A", "B"), 1, 1, 1))
-        with pytest.raises(StrategyError, match=r"a call 1 micro-batches, .* use deviceIterations of 2 or more"):
+        with pytest.raises(StrategyError, match=r"a call has 1 micro-batches, .* use deviceIterations of 2 or more"):
             few(torch.ones(2, 3))
         few.destroy()
         sharded = poptorch.inferenceModel(Two(), new_options(poptorch.ShardedExecution("A", "B"), 1, 1, 1))

@@ -101,15 +101,15 @@ def test_also_where_the_state_of_the_optimizer_is_sharded_or_gradients_travel_in
 
 def test_what_a_group_cannot_have_is_refused():
     strategy = strategies.IPUStrategy(REPLICAS)
-    with pytest.raises(StrategyError, match=r"table is of shape \[3, 3, 2\], and 4 replicas make 4 groups"):
+    with pytest.raises(StrategyError, match=r"table is of shape \[3, 3, 2\], but 4 replicas make 4 groups"):
         trained(strategy, ReplicaGroups(), 3)
     with pytest.raises(StrategyError, match="groups of 3; use a size that divides"):
         trained(strategy, ReplicaGroups(3), 3)
-    with pytest.raises(StrategyError, match="rows of table, and int8 gradients"):
+    with pytest.raises(StrategyError, match="table has a row for each group of replicas, but int8 gradients"):
         trained(strategy, ReplicaGroups(), 4, gradient_transfer_dtype="int8")
     module = new_grouped(1)
     group_replicas(module.table, ReplicaGroups())
-    with pytest.raises(StrategyError, match=r"the module is the replica itself; use strategies\.torch\.Trainer"):
+    with pytest.raises(StrategyError, match=r"a DistributedModel is a single replica; use strategies\.torch\.Trainer"):
         strategies.torch.DistributedModel(module, strategies.IPUStrategy(1))
 
 
@@ -146,7 +146,7 @@ class TestPopTorch:
 
     def test_what_mixes_rows_is_refused(self):
         module, training = self.model(poptorch.ReductionType.Mean, poptorch.optim.LAMB)
-        with pytest.raises(StrategyError, match="of LAMB it is not known that it looks at every element alone"):
+        with pytest.raises(StrategyError, match="but LAMB is not known to compute every element by itself"):
             training(batch())
         with pytest.raises(StrategyError, match=r"use VariableRetrievalMode\.OnePerGroup"):
             module.table.replicaGrouping(

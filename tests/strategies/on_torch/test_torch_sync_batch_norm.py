@@ -423,7 +423,7 @@ def test_a_group_of_processes_is_refused_by_name():
 @pytest.mark.filterwarnings("ignore")
 def test_a_layer_that_is_traced_is_refused_by_name():
     module = torch.jit.trace(nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3)), torch.randn(4, 2), check_trace=False)
-    with pytest.raises(StrategyError, match=r"SyncBatchNorm '1' is inside of a traced or scripted module"):
+    with pytest.raises(StrategyError, match=r"SyncBatchNorm '1' is inside a traced or scripted module"):
         strategies.torch.DistributedModel(module, strategies.IPUStrategy(1))
 
 

@@ -149,8 +149,8 @@ def test_times_and_bytes_are_those_of_the_stages():
     [
         ({"schedule": "auto", "recompute": True}, "decides on both"),
         ({"schedule": "auto", "batch_serialization_iterations": 2}, "decides on both"),
-        ({"schedule": "grouped", "memory_limit_bytes": 100}, "a limit is what"),
-        ({"memory_limit_bytes": 100}, "a limit is what"),
+        ({"schedule": "grouped", "memory_limit_bytes": 100}, "uses a limit"),
+        ({"memory_limit_bytes": 100}, "uses a limit"),
         ({"schedule": "auto", "memory_limit_bytes": 0}, "memory_limit_bytes is 0"),
     ],
 )

@@ -135,7 +135,7 @@ def test_where_nothing_fits_it_says_what_would():
 
 
 def test_all_stages_need_times_and_bytes():
-    with pytest.raises(ValueError, match="4 stages, times of 4, and bytes of 3 and 4; give all of each stage"):
+    with pytest.raises(ValueError, match="4 stages, but times of 4, and bytes of 3 and 4; give all of them for each"):
         choose(TIMES, StashBytes((1,) * 3, (1,) * 4), FOUR, 8)
 
 

@@ -99,7 +99,7 @@ def test_where_nothing_is_gained_it_says_so():
     parts = StageTimes((1e-3,) * 8, (2e-3,) * 8)
     even = better_cut(timetable("grouped", [0, 1]), parts, (4, 4))
     assert (even.sizes, even.gain) == ((4, 4), 0)
-    assert str(even) == "no cut of these parts was found with which an update is 1% shorter than 108 ms"
+    assert str(even) == "no cut of these parts was found that makes an update 1% shorter than 108 ms"
     in_turn = better_cut(timetable("sequential", [0, 1]), parts, (6, 2))
     assert in_turn.sizes == (6, 2), "stages that never run at the same time are as fast however they are cut"
 
@@ -138,5 +138,5 @@ def test_a_device_with_two_stages_gets_as_much_as_one_with_one():
 
 
 def test_sizes_are_those_of_the_stages():
-    with pytest.raises(ValueError, match="sizes of 3 stages are given, and the pipeline has 2"):
+    with pytest.raises(ValueError, match="sizes of 3 stages are given, but the pipeline has 2"):
         better_cut(timetable("grouped", [0, 1]), StageTimes((1,) * 3, (1,) * 3), (1, 1, 1))

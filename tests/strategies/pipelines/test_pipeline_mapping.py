@@ -34,7 +34,7 @@ def test_stages_are_on_any_devices(mapping):
 
 def test_a_stage_on_all_devices_leaves_none_without_work():
     refuse_idle_devices([0, -1, 2])
-    with pytest.raises(ValueError, match="leaves out device 1, with nothing to do"):
+    with pytest.raises(ValueError, match="leaves out device 1, which would be idle"):
         refuse_idle_devices([0, 0, 2])
 
 
@@ -61,7 +61,7 @@ FEW = "Each stage must be mapped to an IPU: there are 3 stages"
         *((each, ValueError, FEW) for each in (range(4), (0,), [], [0, 1])),
         *(([0, device, 2], TypeError, WHOLE) for device in ("1", 1.0, None, True)),
         *(
-            ([0, device, 2], ValueError, f"{WHOLE} device {device}, and a replica spans 4 devices: use")
+            ([0, device, 2], ValueError, f"{WHOLE} device {device}, but a replica spans 4 devices: use")
             for device in (-2, 4, 100)
         ),
     ],
@@ -73,25 +73,25 @@ def test_a_mapping_is_a_list_with_one_of_the_replicas_devices_for_each_stage(map
 
 
 def test_by_default_too_a_replica_needs_enough_devices():
-    with pytest.raises(ValueError, match="stage 2 is mapped to device 2, and a replica spans 2 devices"):
+    with pytest.raises(ValueError, match="stage 2 is mapped to device 2, but a replica spans 2 devices"):
         places(None, ipus=2)
 
 
 @pytest.mark.parametrize(
     ("stages", "mapping", "error", "words"),
     [
-        ([stage, [stage, stage]], None, ValueError, "stage 1 is a list of functions, and there is no device_mapping"),
-        ([stage, [stage, stage]], [0, 1], ValueError, "stage 1 is a list of 2 functions, and mapped to 1"),
+        ([stage, [stage, stage]], None, ValueError, "stage 1 is a list of functions, but there is no device_mapping"),
+        ([stage, [stage, stage]], [0, 1], ValueError, "stage 1 is a list of 2 functions, but mapped to 1"),
         ([stage, [stage, stage]], [0, [1]], ValueError, "give it a list of 2 devices"),
         ([stage, [stage, stage]], [0, [1, -1]], ValueError, "device -1"),
         ([stage, [stage, stage]], [0, [1, [2]]], ValueError, "cannot be nested"),
         ([stage, [stage, [stage]]], [0, [1, 2]], ValueError, "cannot be nested"),
-        ([stage, []], [0, []], ValueError, "a list of no functions"),
+        ([stage, []], [0, []], ValueError, "an empty list"),
         ([stage, [stage, 3]], [0, [1, 2]], TypeError, "stage 1 has 3 among its functions"),
         ([stage, "stage"], [0, 1], TypeError, "stage 1 is 'stage'"),
         ([stage, stage], [0, [1]], ValueError, "stage 1 is one function"),
-        ([stage], None, ValueError, "Pipeline requires at least two computational stages, and has 1"),
-        ([], None, ValueError, "Pipeline requires at least two computational stages, and has 0"),
+        ([stage], None, ValueError, "Pipeline requires at least two computational stages, but has 1"),
+        ([], None, ValueError, "Pipeline requires at least two computational stages, but has 0"),
     ],
 )
 def test_lists_of_functions_and_of_devices_belong_together(stages, mapping, error, words):
@@ -142,7 +142,7 @@ def test_the_other_schedules_take_any_number(count):
 @pytest.mark.parametrize(
     ("count", "error", "words"),
     [
-        (None, ValueError, "is needed"),
+        (None, ValueError, "is missing"),
         (0, ValueError, "at least 1"),
         (-1, ValueError, "at least 1"),
         (2**31, ValueError, "at most 2147483647"),

@@ -100,7 +100,7 @@ def test_times_begin_where_the_first_action_does():
 
 
 def test_too_few_columns_are_refused():
-    with pytest.raises(ValueError, match="39 columns is asked for; it takes 40 or more"):
+    with pytest.raises(ValueError, match="39 columns is too narrow; use 40 or more"):
         draw_text(panel("grouped", [0, 1], 4), 39)
 
 

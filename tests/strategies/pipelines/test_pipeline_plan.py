@@ -35,7 +35,7 @@ def test_given_times_are_seconds():
     assert made.in_seconds
     assert made.length == pytest.approx(0.01 + 8 * 0.07 + 0.02 + 0.001)
     assert "ms" in made.text()
-    with pytest.raises(ValueError, match="there are 3 stages, and times of 2"):
+    with pytest.raises(ValueError, match="there are 3 stages, but times of 2"):
         plan(3, 6, times=times)
 
 
@@ -88,9 +88,9 @@ def test_batch_serialization_keeps_as_many_micro_batches():
         (ValueError, "at least two", (1, 8), {}),
         (TypeError, "computational_stages is 2.5", (2.5, 8), {}),
         (FailedPreconditionError, "must be a multiple of 3", (3, 10, "interleaved"), {"training": False}),
-        (ValueError, "gradient_accumulation_count is needed", (3, None), {}),
+        (ValueError, "gradient_accumulation_count is missing", (3, None), {}),
         (ValueError, "Each stage must be mapped", (3, 6), {"device_mapping": range(4)}),
-        (ValueError, r"stage 0 is one function, and mapped to \[\]", (2, 4), {"device_mapping": [[], 1]}),
+        (ValueError, r"stage 0 is one function, but mapped to \[\]", (2, 4), {"device_mapping": [[], 1]}),
         (ValueError, "a replica spans 2 devices", (3, 6), {"ipus_per_replica": 2}),
         (ValueError, "ipus_per_replica is 0", (3, 6), {"ipus_per_replica": 0}),
         (ValueError, "no pipeline schedule 'fast'", (3, 6, "fast"), {}),

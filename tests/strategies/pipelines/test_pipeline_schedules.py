@@ -152,9 +152,9 @@ def test_stages_that_take_several_micro_batches_one_after_another_keep_them():
 
 
 def test_stages_that_take_several_micro_batches_are_on_one_device():
-    with pytest.raises(NotImplementedError, match="all must be on one"):
+    with pytest.raises(NotImplementedError, match="needs all stages on one device"):
         serialized(placed([0, 1, 0]), 4, True, 4)
-    with pytest.raises(ValueError, match="there are 6 micro-batches, and batch_serialization_iterations is 4; use"):
+    with pytest.raises(ValueError, match="there are 6 micro-batches, but batch_serialization_iterations is 4; use"):
         serialized(placed([0, 0]), 6, True, 4)
 
 

@@ -19,11 +19,11 @@ def test_half_of_a_backward_pass_is_for_the_weights_unless_it_is_said():
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("2 times of forward passes and 1 of backward", ((1, 2), (3,))),
+        ("2 times of forward passes, but 1 of backward", ((1, 2), (3,))),
         ("of stage 1 for forward is -2; it must be 0 or more", ((1, -2), (3, 4))),
         ("of stage 0 for backward is nan", ((1,), (float("nan"),))),
         ("of stage 0 for update is inf", ((1,), (1,), (0,), (float("inf"),))),
-        ("stage 0 takes 4 for the part .* and 3 for all of it", ((1,), (3,), (4,))),
+        ("stage 0 takes 4 for the weights' part .* but 3 for all of it", ((1,), (3,), (4,))),
     ],
 )
 def test_impossible_times_are_refused(words, arguments):
@@ -41,7 +41,7 @@ def test_stages_take_as_long_as_their_parts_together():
     parts = StageTimes((1, 2, 3, 4), (10, 20, 30, 40), (1, 1, 2, 2), (0, 0, 1, 5))
     assert parts.joined([1, 3]) == StageTimes((1, 9), (10, 90), (1, 5), (0, 6))
     for sizes in ([1, 2], [0, 4], [2, 3], []):
-        with pytest.raises(ValueError, match="every stage needs one or more, and every part a stage"):
+        with pytest.raises(ValueError, match="every stage needs at least one part, and every part a stage"):
             parts.joined(sizes)
 
 

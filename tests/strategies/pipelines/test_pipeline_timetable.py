@@ -38,11 +38,11 @@ def test_a_mapping_has_lists_for_stages_that_are_lists():
         (["F0.0 U0"], "device 0 lacks the backward of stage 0 for micro-batch 0"),
         (["F0.0 B0.0"], "device 0 lacks the update of stage 0"),
         (["F0.0 F0.0 B0.0 U0"], "has the forward of stage 0 for micro-batch 0, a second time"),
-        (["F0.0 B0.0 B0.1 U0"], "backward of stage 0 for micro-batch 1, which is none of those of stages"),
-        (["F0.0 U0 B0.0"], "behind an update"),
-        (["F0.0 B0.0 I0.0 W0.0 U0"], "has the backward of stage 0 for micro-batch 0, which is none"),
+        (["F0.0 B0.0 B0.1 U0"], "backward of stage 0 for micro-batch 1, which does not belong to its stages"),
+        (["F0.0 U0 B0.0"], "after an update"),
+        (["F0.0 B0.0 I0.0 W0.0 U0"], "has the backward of stage 0 for micro-batch 0, which does not belong"),
         (["F0.0 I0.0 U0"], "lacks the backward of weights of stage 0"),
-        (["F0.0 B0.0 U0 F1.0 B1.0 U1"], "forward of stage 1 for micro-batch 0, which is none of those of stages"),
+        (["F0.0 B0.0 U0 F1.0 B1.0 U1"], "forward of stage 1 for micro-batch 0, which does not belong to its stages"),
         (["B0.0 F0.0 U0"], "device 0 for the forward of stage 0 for micro-batch 0, before the backward of stage 0"),
         (["F0.0 W0.0 I0.0 U0"], "for the backward of inputs of stage 0 for micro-batch 0"),
     ],
@@ -53,18 +53,18 @@ def test_impossible_lists_are_refused(devices, words):
 
 
 def test_micro_batches_do_not_overtake_each_other():
-    with pytest.raises(ValueError, match="backward of stage 0 for micro-batch 0 behind that for micro-batch 1"):
+    with pytest.raises(ValueError, match="backward of stage 0 for micro-batch 0 after that for micro-batch 1"):
         table("F0.0 F0.1 B0.1 B0.0 U0", micro_batches=2)
 
 
 def test_a_stage_on_a_device_that_has_no_actions_is_refused():
-    with pytest.raises(ValueError, match="actions for 1 devices, and stages on device 1"):
+    with pytest.raises(ValueError, match="actions for 1 devices, but stages on device 1"):
         table("F0.0", mapping=[0, 1], training=False)
 
 
 def test_devices_that_wait_for_each_other_are_refused():
     """Device 1 wants the second micro-batch first, and device 0 waits for the first to come back."""
-    with pytest.raises(ValueError, match=r"devices \[0, 1\] would wait for ever: device 0 for the backward of stage 1"):
+    with pytest.raises(ValueError, match=r"devices \[0, 1\] would wait forever: device 0 for the backward of stage 1"):
         table("F0.0 B0.0 U0", "B1.0 F1.0 U1")
 
 

@@ -50,7 +50,7 @@ def test_a_part_of_an_update_is_refused():
 
 @pytest.mark.parametrize("replicas", [{}, {0: ()}])
 def test_a_trace_of_nothing_is_refused(replicas):
-    with pytest.raises(ValueError, match="a trace of no action"):
+    with pytest.raises(ValueError, match="a trace needs actions"):
         Trace(replicas)
 
 
@@ -71,9 +71,9 @@ def test_length_and_bubbles_are_those_of_the_replicas():
 
 def test_advice_names_the_slowest_stage_what_an_even_cut_would_gain_and_how_to_move_the_cuts():
     assert trace().advice() == (
-        "stage 2 is the slowest: 80 ms for a micro-batch, where the mean is 46.7 ms. If all devices had equally much "
-        "to do an update would take 374 ms and not 541 ms (both simulated): move the first 56% of stage 1 (16.7 ms) to "
-        "stage 0, the first 42% of stage 2 (33.3 ms) to stage 1"
+        "stage 2 is the slowest: 80 ms for a micro-batch; the mean is 46.7 ms. With equal work on all devices an "
+        "update would take 374 ms instead of 541 ms (both simulated): move the first 56% of stage 1 (16.7 ms) to stage "
+        "0, the first 42% of stage 2 (33.3 ms) to stage 1"
     )
 
 

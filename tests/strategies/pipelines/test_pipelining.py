@@ -479,7 +479,7 @@ def test_a_model_state_is_used_where_it_is_made():
     strategy = one_instance(2)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=GROUPED)
     state = trainer.init(START, {"mean": np.float32(0)})
-    with pytest.raises(ValueError, match=r"leaf \['mean'\] of the model state is used by stage 0, and stage 1 makes"):
+    with pytest.raises(ValueError, match=r"leaf \['mean'\] of the model state is used by stage 0, but stage 1 makes"):
         trainer.step(state, numbers(strategy))
 
 
@@ -487,7 +487,7 @@ def test_a_model_state_is_used_where_it_is_made():
     ("options", "error", "words"),
     [
         ({"device_mapping": 1}, TypeError, "it must be a list of devices"),
-        ({"device_mapping": [0, 2]}, ValueError, "leaves out device 1, with nothing to do; number the devices without"),
+        ({"device_mapping": [0, 2]}, ValueError, "leaves out device 1, which would be idle; number the devices"),
         ({"device_mapping": [3, [1, 4]]}, ValueError, "leaves out devices 0, 2,"),
         ({"device_mapping": [None, 1]}, TypeError, "stage 0 is mapped to None, a NoneType; a device is a whole number"),
         ({"device_mapping": [0, {1}]}, TypeError, r"stage 1 is mapped to \{1\}, a set"),

@@ -89,7 +89,7 @@ def test_g_14_the_number_of_the_micro_batch():
         outfeed_mask=[True, False, False],
     )
     np.testing.assert_array_equal(made(net)[0], [np.tile(np.arange(10), 3)] * 2)
-    with pytest.raises(RuntimeError, match="there is none here"):
+    with pytest.raises(RuntimeError, match="call it in a stage"):
         counter()
 
 
@@ -145,7 +145,7 @@ def test_a_model_state_is_read_where_nothing_is_learned():
     ("stage", "error", "words"),
     [
         (lambda _, x: pipelining_ops.get_model_state()["mean"], RuntimeError, "net.init\\(variables, model_state\\)"),
-        (lambda _, x: jax.random.normal(pipelining_ops.get_random_key()), RuntimeError, "hand keys over in the infeed"),
+        (lambda _, x: jax.random.normal(pipelining_ops.get_random_key()), RuntimeError, "pass keys in through the"),
     ],
 )
 def test_what_a_stage_cannot_have_is_said(stage, error, words):
@@ -447,7 +447,7 @@ REFUSED = {
         NotImplementedError,
         "The pipelining",
     ),
-    "no count": (learns(count=None), ValueError, "gradient_accumulation_count is needed"),
+    "no count": (learns(count=None), ValueError, "gradient_accumulation_count is missing"),
     "a count in between": (learns(count=jnp.float32(4.5)), TypeError, "an integer of at least 1 is needed"),
     "nested": (learns(**NESTED), ValueError, "cannot be nested"),
     "a list at the end": (learns(**LIST_LAST), ValueError, "add a stage"),
@@ -499,7 +499,7 @@ def test_stages_are_on_the_devices_that_they_shard_over():
 
     net = pipeline([stage, same], 4, device_mapping=[0, 1], **ONLY_RUN)
     state = net.init(START)
-    with pytest.raises(ValueError, match=r"stage 0 computes something in ipu_shard\(1\), and is on device 0"):
+    with pytest.raises(ValueError, match=r"stage 0 computes something in ipu_shard\(1\), but is on device 0"):
         net(state)
 
 
