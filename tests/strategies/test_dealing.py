@@ -227,7 +227,7 @@ class TestOthersBatches:
                 trainer.step(state, kept)
             with pytest.raises(ValueError, match=r"among replicas \d to \d of 4, and it is used on 4 replicas"):
                 strategy.run(lambda b: b["x"], args=(kept,))
-            with pytest.raises(ValueError, match="a PerReplica has 2 values, and this instance has 4"):
+            with pytest.raises(ValueError, match="a PerReplica has 2 values, but this instance has 4"):
                 strategy.run(lambda x: x, args=(own,))
             return rows_of(strategy.run(lambda y: y, args=(first_batch(strategy)["y"],)))
 
@@ -236,7 +236,7 @@ class TestOthersBatches:
     def test_values_of_other_replicas_are_refused(self, on_instances, strategy):
         theirs = on_instances(2, 8, lambda own: own.per_replica(float))[1]
         assert list(theirs) == [4, 5, 6, 7]
-        with pytest.raises(ValueError, match=r"of the replicas \[4, 5, 6, 7\], and this instance has \[0, 1, 2, 3\]"):
+        with pytest.raises(ValueError, match=r"to the replicas \[4, 5, 6, 7\], but this instance has \[0, 1, 2, 3\]"):
             strategy.run(lambda x: x, args=(theirs,))
 
 

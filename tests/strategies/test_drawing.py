@@ -136,7 +136,7 @@ def test_s16_elements_are_not_for_python():
 def test_a_data_set_of_a_closure_is_to_be_an_argument():
     strategy = strategies.IPUStrategy(1)
     iterator = iter(strategy.distribute_dataset(np.float32(ELEMENTS), 1))
-    with pytest.raises(RuntimeError, match="hand the iterator over among the arguments|hand it over among"):
+    with pytest.raises(RuntimeError, match="pass the iterator among the arguments|hand it over among"):
         strategy.run(lambda: next(iterator))
 
 

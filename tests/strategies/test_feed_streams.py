@@ -179,7 +179,7 @@ class TestRefusals:
         def on_one(strategy):
             made = strategy.distribute_datasets_from_function(shard)
             calls = strategy.communicator.calls_made
-            with pytest.raises(StrategyError, match="batch 0 of the data set is read ahead in a thread, and taking"):
+            with pytest.raises(StrategyError, match="batch 0 of the data set is read ahead in a thread, but taking"):
                 InfeedQueue({"x": x} for x in made)
             again = strategy.distribute_dataset(made, batch_size=1)
             with pytest.raises(StrategyError, match="batch 0 of the data set is read ahead in a thread"):

@@ -194,7 +194,7 @@ def test_what_is_assigned_in_a_loop_of_jax_is_refused(alone):
             optimizer.apply([jnp.ones((1, 1))], model.trainable_variables)
             return count + 1
 
-        with pytest.raises(RuntimeError, match="was assigned inside of a loop or branch of JAX"):
+        with pytest.raises(RuntimeError, match="was assigned inside a loop or branch of JAX"):
             strategy.run(lambda: loops.repeat(3, body, [0.0]))
         return model.get_weights()[0].tolist(), int(optimizer.iterations.value)
 
