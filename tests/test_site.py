@@ -126,8 +126,6 @@ def test_every_picture_has_a_dark_variant(picture):
 
 
 MOST_WORDS = 2500
-NOT_YET = {"strategies.md"}
-"""Pages still to be divided."""
 
 
 def test_pages_have_at_most_the_allowed_length():
@@ -135,4 +133,4 @@ def test_pages_have_at_most_the_allowed_length():
     generated = {page.name for page in write_reference.pages()}
     read = [page for page in DOCS if page.name not in generated and page.parent.name != "project"]
     longer = {page.name for page in read if len(page.read_text(encoding="utf-8").split()) > MOST_WORDS}
-    assert longer <= NOT_YET
+    assert longer == set()
