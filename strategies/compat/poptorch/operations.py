@@ -54,7 +54,7 @@ def isRunningOnIpu() -> bool:
 
 
 CLAIMED = "POPTORCH_IPU_HARDWARE_VERSION"
-"""A variable for programs that do not start without IPUs: the IPU version that programs see, such as 21."""
+"""Version of IPUs that `ipuHardwareVersion` reports, such as 21, for programs that refuse to start without IPUs."""
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
