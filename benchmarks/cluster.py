@@ -23,7 +23,7 @@ def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
         except OSError:
             holder.close()
             continue
-        # With this option a server, which sets it too, may listen on the port while nobody else can take it.
+        # With this option, a server that sets it too may listen on the port, but no other socket can take it.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _holders.append(holder)
         free.append(f"{host}:{port}")

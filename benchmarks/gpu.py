@@ -46,7 +46,7 @@ HEADING = (
 )
 SETTINGS = ("only", "rows", "steps", "seconds")
 LEAST_S = 15.0  # a case needs at least this much time
-ANSWER_S = 40.0  # time limit of a queue of steps; of two queues if steps are slow
+ANSWER_S = 40.0  # time limit of a queue of steps, which has at least two
 
 Row = dict[str, Any]
 

@@ -10,7 +10,8 @@ Keras with the same model, and `Trainer` with the same network in JAX. In millis
 "two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with an epoch of stock
 Keras on instance 0, while the other waits in a barrier, and with two epochs of stock Keras on both. "apart": they
 exchange nothing, so this is the limit of two processes on this machine. "lockstep": they meet in a barrier after every
-step, so this is the limit of a common step without an exchange. In rows per second; by CPU time, that of instance 0.
+step, so this is the limit of a common step without an exchange. Figures are rows per second; CPU times are
+those of instance 0.
 
 "multi_worker": `fit` of Keras on TensorFlow under its MultiWorkerMirroredStrategy, with a worker on each core and the
 Python of --tensorflow-python (pip install tensorflow-cpu keras tf_keras). It has its own processes and is not paired.

@@ -113,7 +113,7 @@ def read_options() -> argparse.Namespace:
         metavar="N",
         help=f"rows per worker ({listed(BATCH_SIZES)}; with a transfer dtype {listed(BATCH_SIZES_OF_TRANSFERS)})",
     )
-    add("--gradient-transfer-dtype", choices=DTYPES, help="compare this dtype with float32, instead of both ways")
+    add("--gradient-transfer-dtype", choices=DTYPES, help="compare this dtype with float32, not streaming with plain")
     add("--rate", type=rate, default="200mbit", help="rate of each direction, in kbit, mbit or gbit (%(default)s)")
     add("--delay-ms", type=float, default=1.0, metavar="MS", help="delay of each direction (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")

@@ -34,7 +34,7 @@ STATUS = {"cut": 137, "kill": 137, "exit": 3, "raise": 1, "stop": 124, "delay": 
 PHASES = ("data", "forward", "all_reduce", "update")
 LIMIT_S = 120.0
 STUCK_S = 10
-"""Time limit of a stuck instance; the others wait that long for its compilation in the first step."""
+"""Timeout for stuck instances, in seconds; others wait that long while one compiles in its first step."""
 MARKER, MINE = "POPDIST_SOAK", uuid.uuid4().hex
 """A variable in the environment of all processes of a job; other runs on this machine have other values."""
 

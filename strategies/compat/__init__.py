@@ -1,1 +1,1 @@
-"""Interfaces of the original, as thin translations to the interfaces of this package."""
+"""Interfaces of the original, as thin translations to those of this package."""

@@ -200,7 +200,7 @@ def pipeline(
         offload_gradient_accumulation_buffers=bool(offload_gradient_accumulation_buffers),
         allow_idle_devices=True,
     )
-    pipelining.timetable(ipus_per_replica, count, learns)  # which may refuse the mapping
+    pipelining.timetable(ipus_per_replica, count, learns)  # may refuse the mapping
     options = {
         "gradient_accumulation_dtype": gradient_accumulation_dtype,
         "reduction_method": method,

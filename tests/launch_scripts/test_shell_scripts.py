@@ -128,7 +128,7 @@ class TestSlurmJob:
     def test_outside_of_slurm_it_says_how_to_submit_it(self, copy, project, tools):
         done = sh(copy, path=str(tools), cwd=project)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == "error: this is no job of Slurm; submit it: sbatch launch_scripts/slurm.sbatch\n"
+        assert done.stderr == "error: this is not a Slurm job; submit it: sbatch launch_scripts/slurm.sbatch\n"
 
     def test_it_is_submitted_from_the_project(self, copy, tools, tmp_path):
         done = sh(copy, path=str(tools), cwd=tmp_path, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))

@@ -180,7 +180,7 @@ class Pipeline:
             self._enqueue_outputs()
         return state
 
-    # ---- what is computed
+    # ---- computing
 
     def _loss(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree = None) -> Outcome:
         assert self._learning is not None
@@ -258,7 +258,7 @@ class Pipeline:
     def _take(self, outputs: Mapping[int, Sequence[Tree]]) -> None:
         self._made = outputs
 
-    # ---- what comes in and goes out
+    # ---- elements and outputs
 
     def _elements(self) -> _Elements:
         """Return the arrays of the elements by local replica and micro-batch."""

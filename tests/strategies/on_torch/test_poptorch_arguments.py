@@ -294,7 +294,7 @@ class TestDataLoader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
         with pytest.raises(TypeError, match="does not take bufer_size; it takes buffer_size, "):
             poptorch.DataLoader(new_options(), torch.arange(4), mode=mode, async_options={"bufer_size": 2})
-        with pytest.raises(TypeError, match="takes no load; it takes buffer_size, "):
+        with pytest.raises(TypeError, match="does not take load; it takes buffer_size, "):
             poptorch.AsynchronousDataAccessor([1], load=True)
         with pytest.raises(StrategyError, match="rebatched_size is 4, .* let the DataLoader make batches"):
             poptorch.AsynchronousDataAccessor([1], rebatched_size=4)
