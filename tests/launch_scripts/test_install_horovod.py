@@ -313,7 +313,7 @@ class TestWhatIsMissing:
     @pytest.mark.parametrize("version", ["2.2.2+cpu", "1.13.1"])
     def test_an_old_torch(self, machine, version):
         (machine.folder / "torch").write_text(f"{version}\n")
-        assert machine.fails().startswith(f"error: torch {version} is installed, and Horovod here needs 2.3 or newer;")
+        assert machine.fails().startswith(f"error: torch {version} is installed, but Horovod needs 2.3 or newer here;")
 
     def test_sources_with_other_bytes(self, machine):
         """Of the right name and version, from an index or a proxy that the real pip asks."""
@@ -341,7 +341,7 @@ class TestWhatIsMissing:
         assert "\na.cc:1:1: error: oh\n51\n" in done.stderr
         assert "\n49\n" not in done.stderr
         log = next(machine.cache.rglob("build.log"))
-        assert f"the log, of which 20 lines are above, is {log};" in machine.fails()
+        assert f"20 lines of the log are above, all of it is in {log};" in machine.fails()
         assert machine.kept() == ["build.log"]
 
     def test_a_build_that_does_not_work_is_neither_left_nor_kept(self, machine):
@@ -379,7 +379,7 @@ class TestWhatIsMissing:
 
     def test_an_unknown_extra(self, machine):
         assert machine.fails("all") == (
-            "error: there is no extra all of the project for this; use examples, test or dev"
+            "error: this script has no extra all; use examples, test or dev"
         )
 
 
