@@ -378,9 +378,7 @@ class TestWhatIsMissing:
         assert machine.fails(VIRTUAL_ENV="").startswith("error: no Python 3.11 or newer found; install one, or name it")
 
     def test_an_unknown_extra(self, machine):
-        assert machine.fails("all") == (
-            "error: this script has no extra all; use examples, test or dev"
-        )
+        assert machine.fails("all") == ("error: this script has no extra all; use examples, test or dev")
 
 
 def is_prepared():

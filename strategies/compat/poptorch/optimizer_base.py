@@ -263,7 +263,7 @@ def refuse_pairs(options: Options, scale: float) -> None:
     if running and options.Training.reduction is ReductionType.Mean and options.execution_strategy is not None:
         raise StrategyError(
             "MeanReductionStrategy.Running rescales all gradients before each micro-batch, but with an execution "
-            "strategy others are being accumulated then; use MeanReductionStrategy.Post, or no execution strategy"
+            "strategy other micro-batches run at that time; use MeanReductionStrategy.Post, or no execution strategy"
         )
     if options.Precision.checks_numerics and (scale != 1 or options.Training.automatic_loss_scaling):
         raise StrategyError(
