@@ -63,7 +63,7 @@ def child(environ: dict[str, str], program: str = CHILD, *wrapper: str) -> str:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_program_that_an_instance_starts_is_not_the_instance(launcher: str) -> None:
     said = child(joined(LAUNCHERS[launcher]), CHILD, *(["env"] if launcher == "mpirun" else []))
-    assert f"process {os.getpid()} takes part in the job as instance 1 of 2, and has started this one (pid " in said
+    assert f"process {os.getpid()} is already instance 1 of 2, and has started this one (pid " in said
     assert "start this one with POPDIST_ALONE=1 in its environment" in said
 
 
@@ -108,7 +108,7 @@ def test_an_instance_may_start_a_job_of_its_own(other: dict[str, str]) -> None:
     mark = joined(POPRUN)[JOINED_VARIABLE].partition(":")[2]
     environ = other | {JOINED_VARIABLE: f"1:{mark}"}
     join_once(detect_instance(environ), None, environ)
-    with pytest.raises(LifeCycleError, match="process 1 takes part"):
+    with pytest.raises(LifeCycleError, match="process 1 is already"):
         join_once(detect_instance(POPRUN), None, POPRUN | {JOINED_VARIABLE: f"1:{mark}"})
 
 

@@ -70,7 +70,9 @@ class TestInstance:
         variables = {"TF_CONFIG": json.dumps(config(index=1) | {"num_replicas": 6})}
         assert detect_instance(variables).local_replica_range == range(3, 6)
         assert detect_instance(variables, num_replicas=6) == detect_instance(variables)
-        with pytest.raises(EnvironmentMismatchError, match=r"asks for 4 replicas, .* is 6; give both the same number"):
+        with pytest.raises(
+            EnvironmentMismatchError, match=r"asks for num_replicas=4, .* is 6; give both the same number"
+        ):
             detect_instance(variables, num_replicas=4)
 
     @pytest.mark.parametrize("said", ["6", 0, True, 2.5])

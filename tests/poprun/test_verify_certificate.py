@@ -154,7 +154,9 @@ class TestRepeating:
 def test_one_that_others_can_write_to_is_not_run(path):
     assert path.stat().st_mode & 0o777 == 0o644
     path.chmod(0o622)
-    with pytest.raises(UsageError, match=rf"certificate {path} decides what is run, and others can write .*chmod go-w"):
+    with pytest.raises(
+        UsageError, match=rf"certificate {path} controls which program poprun runs, but others can write .*chmod go-w"
+    ):
         read_certificate(path)
 
 
