@@ -1,9 +1,23 @@
-"""Distributed training: replicas, steps, data and reductions."""
+"""Data-parallel training on R replicas, with the same bits however the replicas are spread over instances.
+
+A strategy says where the replicas run, a data set gives each replica its rows, and a trainer makes the steps. Models
+are functions of JAX, or of Keras (`strategies.keras`); for modules of PyTorch there is `strategies.torch`.
+
+Example::
+
+    strategy = strategies.PopDistStrategy()
+    dataset = strategy.distribute_dataset({"image": x, "label": y}, batch_size=32)
+    trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-3))
+    state = trainer.init(variables)
+    for batch in dataset.epoch(0):
+        state, metrics = trainer.step(state, batch)
+    strategies.fingerprint(state.variables)  # the same on all instances, and for every number of instances
+"""
 
 import gc
 from types import ModuleType
 
-try:  # JAX and optax make 100,000 objects that all stay: looking for garbage meanwhile takes a fifth of this import
+try:  # JAX and optax make 100,000 permanent objects; garbage collection would take a fifth of this import
     _collects_garbage = gc.isenabled()
     gc.disable()
     import jax  # noqa: F401
@@ -66,7 +80,7 @@ from strategies.trainer import Trainer
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Return `strategies.keras`, which is imported, with Keras, when a program asks for it."""
+    """Return `strategies.keras`; the first access imports it and Keras."""
     if name == "keras":
         import strategies.keras as room
 
@@ -75,7 +89,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def _keras_room() -> KerasRoom:
-    """Import the room for Keras, and Keras."""
+    """Import the part of `strategies.keras` that strategies call, and Keras."""
     from strategies.keras import hook
 
     return hook

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 Axis = int | tuple[int, ...] | list[int]
-"""One axis or several, counted from the end where negative."""
+"""One axis, or several; a negative axis counts from the end."""
 
 _ELSEWHERE = dict.fromkeys(
     (
@@ -20,11 +20,11 @@ _ELSEWHERE = dict.fromkeys(
     ),
     "gradient_accumulation_count",
 )
-"""Names that other libraries give to an option."""
+"""Names that other libraries give to an option, with its name here."""
 
 
 def wrong_type(name: str, value: object, way_out: str) -> TypeError:
-    """Return the TypeError for an argument, with its name, value and type, and the way out."""
+    """Return a TypeError that says an argument's name, value and type, and the way out."""
     return TypeError(f"{name} is {value!r}, a {type(value).__name__}; {way_out}")
 
 
@@ -44,7 +44,7 @@ def at_least(minimum: int, name: str, value: object) -> int:
 
 
 def integer(value: Any) -> int | None:
-    """Return an integer of any library as an int; None for anything else, truth values too."""
+    """Return an integer of any library as an int; None for anything else, booleans included."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -52,20 +52,24 @@ def integer(value: Any) -> int | None:
 
 
 def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes of an array of that shape, in order and none of them negative.
+    """Return the axes of an array, sorted, with negative axes counted from the end.
+
+    Args:
+        axis: One axis or several.
+        shape: The shape of the array.
 
     Raises:
-        TypeError: if one is no whole number.
-        ValueError: if there is no such axis, or it is named twice.
+        TypeError: If an axis is not an integer.
+        ValueError: If the array has no such axis, or an axis is named twice.
     """
     numbers = [integer(one) for one in (axis if isinstance(axis, tuple | list) else (axis,))]
     found = sorted(one + len(shape) if one < 0 else one for one in numbers if one is not None)
     if len(found) < len(numbers):
-        raise TypeError(f"axis is {axis!r}; it must be a whole number, or a tuple of them")
+        raise TypeError(f"axis is {axis!r}; it must be an integer, or a tuple of integers")
     if not set(found) <= set(range(len(shape))):
         raise ValueError(
-            f"axis is {axis!r}, and a replica's value has the shape {list(shape)}; name an axis that it has, or give "
-            "values with one more"
+            f"axis is {axis!r}, but a replica's value has the shape {list(shape)}; name an axis that it has, or give "
+            "values with one more axis"
         )
     if len(set(found)) < len(found):
         raise ValueError(f"axis is {axis!r}, which names one axis of {list(shape)} twice; name each once")
@@ -73,23 +77,24 @@ def checked_axes(axis: Axis, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_axis(axis: int, shape: Sequence[int]) -> int:
-    """Return one axis; see `checked_axes`."""
+    """Return one axis, checked as `checked_axes` does."""
     if integer(axis) is None:
-        raise TypeError(f"axis is {axis!r}; it must be a whole number")
+        raise TypeError(f"axis is {axis!r}; it must be an integer")
     return checked_axes(axis, shape)[0]
 
 
 def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
-    """Cut an array into parts without these axes, one after another along them.
+    """Cut an array along some axes and return the parts in order; the parts lack these axes.
 
     Raises:
-        TypeError, ValueError: see `checked_axes`; or an axis has the length 0.
+        TypeError: If an axis is not an integer.
+        ValueError: If the array has no such axis, an axis is named twice, or its length is 0.
     """
     axes = checked_axes(axis, array.shape)
     lengths = [array.shape[one] for one in axes]
     if 0 in lengths:
         raise ValueError(
-            f"axis is {axis!r}, and a replica's value of the shape {list(array.shape)} has nothing along it; give each "
+            f"axis is {axis!r}, but a replica's value of the shape {list(array.shape)} is empty along it; give each "
             "replica at least one row"
         )
     rest = [length for place, length in enumerate(array.shape) if place not in axes]
@@ -98,15 +103,15 @@ def parts_along(axis: Axis, array: np.ndarray) -> list[np.ndarray]:
 
 
 def require_known_options(taker: Callable[..., object], given: Iterable[str], options: Mapping[str, object]) -> None:
-    """Refuse a keyword that is no option, as a function does, and name the option that is nearest.
+    """Refuse an unknown keyword argument, and suggest the option with the nearest name.
 
     Args:
-        taker: the class that the user calls.
-        given: the keywords.
-        options: all there are besides the parameters of `taker`, by name.
+        taker: The class that the user calls.
+        given: The keywords of that call.
+        options: The options that `taker` accepts besides its own parameters, by name.
 
     Raises:
-        TypeError: for the first one that is unknown.
+        TypeError: For the first unknown keyword.
     """
     own = [name for name, kind in inspect.signature(taker).parameters.items() if kind.kind is not kind.VAR_KEYWORD]
     known = [*own, *(name for name in options if name not in own)]

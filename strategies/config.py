@@ -1,4 +1,4 @@
-"""The original's configuration, under the name by which programs import it."""
+"""The original's configuration (`strategies.compat.config`), under the name that programs import."""
 
 from strategies.compat.config import *  # noqa: F403
 from strategies.compat.config import __all__ as __all__

@@ -1,14 +1,23 @@
-"""Collectives between replicas, inside `strategy.run` and loss functions, with derivatives of any order.
+"""Differentiable collectives between replicas, for use inside `strategy.run` and loss functions.
 
-Values are taken in the order of the replicas and 16-bit floats are combined in float32, so results have the same bits
-for every number of instances. The local replicas meet in a callback; values leave the instance only where a group of
-replicas crosses instances. Every function is called by all replicas, alike, and takes a pytree of
-arrays (a single array, a list, a dict) of equal shapes and dtypes on all of them. `replica_group_size` divides the
-replicas into groups of neighbours, None or 0 makes one group of all; `orthogonal` divides them across: see
-`ReplicaGroups`. All raise RuntimeError where there is no replica, ValueError for a size that does not divide the
-number of replicas, and TypeError for dtypes that instances do not exchange (complex numbers; sums of bool).
+All replicas call each function in the same order, with a pytree of arrays (one array, a list, a dict) of the same
+shapes and dtypes. Derivatives of any order are defined. Values are combined in replica order, and 16-bit floats in
+float32, so results have the same bits for every number of instances. The local replicas meet in a callback. Values
+leave the instance only if a group of replicas spans several instances.
+
+`replica_group_size` divides the replicas into groups of neighbours; None or 0 makes one group of all. `orthogonal`
+divides them across such groups (see `ReplicaGroups`): of 8 replicas in groups of 4, {0, 2, 4, 6} and {1, 3, 5, 7}.
+
+All functions raise RuntimeError outside a replica's program, and ValueError if the group size does not divide the
+number of replicas. They raise TypeError for dtypes that instances do not exchange: complex numbers, and bool in sums.
 
 Semantics: the original's `cross_replica_ops`, `all_to_all_op`, `reduce_scatter_op` and `replication_ops`.
+
+Example::
+
+    def loss_fn(variables, batch, key):
+        mean = cross_replica_ops.cross_replica_mean(batch.mean(axis=0))  # over the rows of all replicas
+        ...
 """
 
 from __future__ import annotations
@@ -35,28 +44,28 @@ from strategies.typing import Leaf, Tree
 
 
 def replication_index() -> jax.Array:
-    """Return the global index of this replica, 0 to R - 1; an int32 scalar."""
+    """Return the global index of this replica, from 0 to R - 1, as an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 
 
 def cross_replica_sum(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
-    """Return the sum over the replicas of a group; its gradient is the sum of their gradients."""
+    """Return the sum over a group of replicas; a replica's gradient is the sum of the group's gradients."""
     return jax.tree.map(partial(_ReplicaGroup(replica_group_size, orthogonal).collect, Reduce("sum")), x)
 
 
 def cross_replica_mean(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
-    """Return the mean over the replicas of a group; its gradient is the mean of their gradients.
+    """Return the mean over a group of replicas; a replica's gradient is the mean of the group's gradients.
 
-    Float16 does not overflow on the way. Integers are truncated towards zero.
+    The intermediate sum of float16 values does not overflow. Means of integers are truncated towards zero.
     """
     return jax.tree.map(partial(_ReplicaGroup(replica_group_size, orthogonal).collect, Reduce("mean")), x)
 
 
 def replication_normalise(x: Tree) -> Tree:
-    """Divided by the number of all replicas.
+    """Divide by the number of all replicas.
 
     Raises:
-        TypeError: if it is not of a floating-point dtype.
+        TypeError: If an array does not have a floating-point dtype.
     """
     total = get_replica_context().num_replicas_in_sync
 
@@ -72,10 +81,11 @@ def replication_normalise(x: Tree) -> Tree:
 
 
 def assume_equal_across_replicas(x: Tree, inplace: bool = False) -> Tree:
-    """Return the same values; tell readers that replicas agree on them, as conditions of loops must.
+    """Return the same values, declared equal on all replicas, as the conditions of loops must be.
 
-    Nothing is checked and nothing is sent. A condition that does differ makes replicas wait for each other for ever
-    when a collective stands in its branches. `inplace` is the original's: here nothing is copied either way.
+    Nothing is checked and nothing is sent. If a condition differs between replicas and a collective stands in one of
+    its branches, the replicas wait for each other forever. `inplace` is the original's argument; nothing is copied
+    in either case.
     """
     require_switches(inplace=inplace)
     return jax.tree.map(jnp.asarray, x)
@@ -84,7 +94,7 @@ def assume_equal_across_replicas(x: Tree, inplace: bool = False) -> Tree:
 def all_gather(x: Tree, replica_group_size: int | None = None, *, orthogonal: bool = False) -> Tree:
     """Return the values of a group's k replicas, of shape [k, *shape], on each of them.
 
-    A replica's gradient is the sum of the gradients of what all of them got of its value.
+    A replica's gradient is the sum, over the group, of the gradients with respect to its value.
     """
     return jax.tree.map(partial(_ReplicaGroup(replica_group_size, orthogonal).collect, Gather()), x)
 
@@ -97,19 +107,19 @@ def all_to_all(
     *,
     orthogonal: bool = False,
 ) -> Tree:
-    """Split into one block for each of a group's k replicas; each concatenates the blocks meant for it, in order.
+    """Split a value into one block per replica of a group, send each replica its block, and concatenate the blocks.
 
-    Its gradient is the same with the dimensions swapped.
+    The gradient is the same operation with the two dimensions swapped.
 
     Args:
-        x: arrays of shape [..., k * m, ...].
-        split_dimension: that of the k blocks.
-        concat_dimension: along which those that arrive are put together.
-        replica_group_size: k.
-        orthogonal: see `ReplicaGroups`.
+        x: Arrays of shape [..., k * m, ...], for a group of k replicas.
+        split_dimension: The dimension that is split into k blocks.
+        concat_dimension: The dimension along which the received blocks are concatenated, in replica order.
+        replica_group_size: The size k of a group.
+        orthogonal: Whether groups lie across blocks of neighbours; see `ReplicaGroups`.
 
     Raises:
-        ValueError: if there is no such dimension, or it cannot be divided by k.
+        ValueError: If an array lacks one of the dimensions, or k does not divide the length of `split_dimension`.
     """
     group = _ReplicaGroup(replica_group_size, orthogonal)
     return jax.tree.map(lambda leaf: group.exchange(leaf, split_dimension, concat_dimension), x)
@@ -118,22 +128,22 @@ def all_to_all(
 def reduce_scatter(
     x: Tree, replica_group_size: int | None = None, op: str = "ADD", *, orthogonal: bool = False
 ) -> Tree:
-    """Reduce over a group of k replicas and give each its part of the result.
+    """Reduce vectors over a group of k replicas, and give each replica its part of the result.
 
     ADD, MEAN, SQUARE_ADD and LOCAL have a gradient.
 
     Args:
-        x: arrays of shape [n].
-        replica_group_size: k.
-        op: ADD, MEAN, MUL, MIN, MAX, LOGICAL_AND, LOGICAL_OR, SQUARE_ADD (the sum of the squares) or LOCAL (this
-            replica's part of its own value), also with the original's prefix COLLECTIVE_OP_.
-        orthogonal: see `ReplicaGroups`.
+        x: Arrays of shape [n].
+        replica_group_size: The size k of a group.
+        op: ADD, MEAN, MUL, MIN, MAX, LOGICAL_AND, LOGICAL_OR, SQUARE_ADD (the sum of squares) or LOCAL (this
+            replica's part of its own value). The original's prefix COLLECTIVE_OP_ is accepted.
+        orthogonal: Whether groups lie across blocks of neighbours; see `ReplicaGroups`.
 
     Returns:
-        Arrays of shape [ceil(n / k)] and the same dtypes; the last ones end with zeros where k does not divide n.
+        Arrays of shape [ceil(n / k)] with the same dtypes. If k does not divide n, the last parts end with zeros.
 
     Raises:
-        ValueError: for another op, or for arrays of another rank.
+        ValueError: If `op` is unknown, or an array is not a vector.
     """
     group = _ReplicaGroup(replica_group_size, orthogonal)
     name_of_op = parse_op(op)
@@ -144,7 +154,7 @@ def reduce_scatter(
 
 
 class _ReplicaGroup:
-    """The group of the replica whose program is being traced."""
+    """The group to which the replica of the current trace belongs."""
 
     def __init__(self, size: int | None, is_orthogonal: bool) -> None:
         require_switches(orthogonal=is_orthogonal)
@@ -160,20 +170,20 @@ class _ReplicaGroup:
         return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)
 
     def exchange(self, x: Tree, split: int, concat: int) -> jax.Array:
-        """Return this replica's blocks of what all have, one behind the other."""
+        """Return the blocks that all replicas of the group have for this one, concatenated."""
         shape = jnp.shape(x)
         for dimension in (split, concat):
             if not 0 <= at_least(0, "a dimension of all_to_all", dimension) < len(shape):
-                raise ValueError(f"all_to_all along dimension {dimension} of shape {list(shape)}; there is none")
+                raise ValueError(f"all_to_all along dimension {dimension}, but the shape is {list(shape)}")
         if shape[split] % self._size:
             raise ValueError(
-                f"all_to_all splits dimension {split} of shape {list(shape)} among {self._size} replicas; it must "
-                "be a multiple of their number"
+                f"all_to_all splits dimension {split} of shape {list(shape)} among {self._size} replicas; its length "
+                "must be a multiple of their number"
             )
         return self.collect(BlockExchange(split, concat), x)
 
     def reduce_scatter(self, x: Tree, op: str) -> jax.Array:
-        """Return this replica's part of the reduction of vectors."""
+        """Return this replica's part of the reduced vector."""
         value = jnp.asarray(x)
         name = self._context.next_name()
 

@@ -1,4 +1,4 @@
-"""The command `python -m strategies.dataset_benchmark`; for programs the package has a function of that name."""
+"""The command `python -m strategies.dataset_benchmark`; programs call `strategies.dataset_benchmark()` instead."""
 
 from strategies.measure.bottleneck import main
 

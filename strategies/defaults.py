@@ -1,4 +1,4 @@
-"""The defaults for what a program leaves open: given to a strategy, or put in force by `IPUConfig` for the process."""
+"""Default values of options, given to a strategy or set for the process by `IPUConfig`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Selection:
-    """The device that a strategy drives: the first one that a configuration describes.
+    """The IPUs that a strategy drives: the first device that a configuration describes.
 
     Attributes:
-        ipus: how many it has.
-        said: where that was said, for messages.
-        is_counted: whether the program has named their number; otherwise it has named devices, and under a launcher
-            these are the launcher's.
+        ipus: The number of IPUs.
+        said: The place in the configuration that gives the number, for messages.
+        is_counted: Whether the program names the number of IPUs. If False, the program names devices; under a launcher
+            these are the launcher's devices.
     """
 
     ipus: int
@@ -24,10 +24,10 @@ class Selection:
     is_counted: bool
 
     def replicas(self, ipus_per_replica: int = 1) -> int:
-        """Return the number of replicas that span so many IPUs, or stages.
+        """Return the number of replicas, if each spans `ipus_per_replica` IPUs or stages.
 
         Raises:
-            ValueError: if its IPUs are not enough, or some would be left.
+            ValueError: If the IPUs are too few, or some would be left over.
         """
         needed = rounded_to_power_of_two(ipus_per_replica)
         if self.ipus % needed:
@@ -41,29 +41,34 @@ class Selection:
 
 
 def rounded_to_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is at least `count`, which is positive."""
     return 1 << (count - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """The defaults of a strategy, and of the trainers, pipelines, data sets and feeds that are made for it.
+    """Default options of a strategy, and of the trainers, pipelines, data sets and feeds made for it.
 
-    An argument of one of these comes first; a default decides only where the argument is left out.
+    An explicit argument of these objects wins; a default applies only if the argument is left out.
+
+    Example::
+
+        strategy = strategies.PopDistStrategy(defaults=strategies.Defaults(checks_numerics=True, prefetches=False))
 
     Attributes:
-        selection: the IPUs of a strategy that names no number of replicas.
-        process_index: the index that a launcher must have given this process; read with `process_count` only.
-        process_count: the number of processes that a launcher must have started; 0 for any.
-        recomputes: whether pipelines recompute; None where nothing is configured, and their own arguments decide.
-        checks_numerics: whether trainers refuse gradients that are not finite.
-        rounds_stochastically: whether trainers round 16-bit variables stochastically.
-        min_elements_for_sharding: the state of smaller variables stays whole where optimizer state is sharded.
-        prefetches: whether data are prepared ahead.
-        executables: the folder where compiled programs are kept; "" for none.
-        attaches: whether programs run at all.
-        exchange: the way of gradients that lie on a device, one of `strategies.exchange.on_device.EXCHANGES`.
-        deterministic: whether programs on GPUs use operations with the same bits in each run.
+        selection: The IPUs of a strategy that names no number of replicas; None if none are configured.
+        process_index: The index that a launcher must have given this process; read only if `process_count` is set.
+        process_count: The number of processes that a launcher must have started; 0 for any number.
+        recomputes: Whether pipelines recompute activations; None leaves it to their own arguments.
+        checks_numerics: Whether trainers refuse gradients that are not finite.
+        rounds_stochastically: Whether trainers round 16-bit variables stochastically.
+        min_elements_for_sharding: If optimizer state is sharded, the state of variables with fewer elements stays
+            whole.
+        prefetches: Whether data sets prepare batches ahead.
+        executables: The folder that caches compiled programs; "" for no cache.
+        attaches: Whether programs may run at all.
+        exchange: The path of gradients that lie on a device, one of `strategies.exchange.on_device.EXCHANGES`.
+        deterministic: Whether programs on GPUs use operations that give the same bits in every run.
     """
 
     selection: Selection | None = None
@@ -86,7 +91,7 @@ _of_strategy: ContextVar[Callable[[], Defaults] | None] = ContextVar("defaults",
 
 
 def put_in_force(defaults: Defaults) -> None:
-    """Make these the defaults of strategies that are given none, and of what is made without a strategy."""
+    """Set the defaults of the process, for strategies without their own and for objects made without a strategy."""
     global _in_force
     _in_force = defaults
 
@@ -94,15 +99,15 @@ def put_in_force(defaults: Defaults) -> None:
 def in_force() -> Defaults:
     """Return the defaults of this process.
 
-    Two places read them: a strategy that is given no defaults, and `current_defaults` outside of a strategy's scope.
+    They apply to a strategy that was given no defaults, and to `current_defaults` outside of a strategy's scope.
     """
     return _in_force
 
 
 def current_defaults() -> Defaults:
-    """Return the defaults of the strategy in whose scope this is called; outside of any, those of the process.
+    """Return the defaults of the strategy whose scope is open; without an open scope, those of the process.
 
-    It is for what is made without a strategy at hand: infeeds, `Pipelining`, pipelines of functions.
+    Infeeds, `Pipelining` and pipelines of functions use them, because they are made without a strategy.
     """
     of_strategy = _of_strategy.get()
     return in_force() if of_strategy is None else of_strategy()
@@ -110,7 +115,7 @@ def current_defaults() -> Defaults:
 
 @contextmanager
 def current_defaults_of(of_strategy: Callable[[], Defaults]) -> Iterator[None]:
-    """Make a strategy's defaults, whatever they are when they are read, the current ones inside the block."""
+    """Make `of_strategy()`, called at each read, the current defaults inside the block."""
     token = _of_strategy.set(of_strategy)
     try:
         yield

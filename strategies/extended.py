@@ -1,4 +1,4 @@
-"""The attributes of `strategy.extended` that programs written for the original use."""
+"""The attributes of `strategy.extended`, for programs written for the original."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from strategies.typing import Tree
 
 @dataclass(frozen=True)
 class StrategyExtended:
-    """The role of this instance, and other names of `Strategy.reduce`.
+    """The role of this instance, and the original's names for `Strategy.reduce`.
 
     Attributes:
-        experimental_between_graph: every instance runs the program.
-        experimental_should_init: every instance makes its variables.
-        should_checkpoint: whether this is the instance that writes checkpoints.
-        should_save_summary: whether this is the instance that writes summaries.
+        experimental_between_graph: True: every instance runs the program.
+        experimental_should_init: True: every instance creates its variables.
+        should_checkpoint: Whether this instance writes checkpoints.
+        should_save_summary: Whether this instance writes summaries.
     """
 
     should_checkpoint: bool
@@ -26,24 +26,24 @@ class StrategyExtended:
     experimental_should_init: bool = True
 
     def reduce_to(self, reduce_op: str, value: Tree, destinations: object = None, options: object = None) -> Tree:
-        """`strategy.reduce(reduce_op, value)`: all instances get the result, whatever the destinations.
+        """Return `strategy.reduce(reduce_op, value)`; all instances get the result, whatever the destinations.
 
         Args:
-            reduce_op: see `Strategy.reduce`.
-            value: likewise.
-            destinations: changes nothing, as in the original.
-            options: likewise.
+            reduce_op: "sum", "mean", "min" or "max".
+            value: A value per replica, as `Strategy.reduce` takes it.
+            destinations: Ignored, as in the original.
+            options: Ignored, as in the original.
         """
         return self._reduce(reduce_op, value)
 
     def batch_reduce_to(
         self, reduce_op: str, value_destination_pairs: Iterable[tuple[Tree, object]], options: object = None
     ) -> list[Tree]:
-        """`reduce_to` of the value of each pair, one after another.
+        """Return `reduce_to` of the value of each pair, in order.
 
         Args:
-            reduce_op: see `Strategy.reduce`.
-            value_destination_pairs: values, each with its destinations.
-            options: changes nothing, as in the original.
+            reduce_op: "sum", "mean", "min" or "max".
+            value_destination_pairs: Pairs of a value and its destinations.
+            options: Ignored, as in the original.
         """
         return [self.reduce_to(reduce_op, value, destinations) for value, destinations in value_destination_pairs]

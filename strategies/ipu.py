@@ -1,9 +1,11 @@
-"""The strategy of one process that drives all replicas."""
+"""The strategy for one process that drives all replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import ClassVar, final
+
+from typing_extensions import override
 
 from collectives import Communicator, Settings, connect
 from collectives.instruments import Instrument, Instruments
@@ -17,13 +19,13 @@ from strategies.strategy import Strategy
 
 @final
 class SingleProcess(Membership):
-    """One process, with all replicas; nobody else takes part.
+    """The membership of one process that drives all replicas.
 
     Args:
-        num_replicas: R. None: as many as the IPUs of `defaults` are enough for, otherwise one.
-        ipus_per_replica: devices that each of them spans. None: as a launcher says, if IPUs are configured.
-        attached: instruments that see what the process does.
-        defaults: see `Membership`.
+        num_replicas: The number of replicas, R. None: as many as fit on the IPUs of `defaults`; without IPUs, one.
+        ipus_per_replica: The number of devices per replica. None: the launcher's number if IPUs are configured.
+        attached: Instruments that observe the process.
+        defaults: Default options; None for those of `IPUConfig`, read each time they are used.
     """
 
     members: ClassVar[str] = "replicas of a single process"
@@ -38,6 +40,7 @@ class SingleProcess(Membership):
         self._num_replicas, self._attached = num_replicas, attached
         super().__init__(ipus_per_replica, defaults)
 
+    @override
     def join(self) -> tuple[Instance, Communicator]:
         number, spanned = self._num_replicas, self._ipus_per_replica
         if number is None:
@@ -56,22 +59,27 @@ class SingleProcess(Membership):
 
 @final
 class IPUStrategy(Strategy):
-    """All replicas in this process, in threads; the reference for all other strategies.
+    """All replicas in threads of this process; the reference for all other strategies.
 
-    Unlike the original's, its `num_replicas_in_sync` is the number of replicas, and gradients are averaged, so that
-    a program behaves as under `PopDistStrategy`.
+    Example::
+
+        strategy = strategies.IPUStrategy(num_replicas=8)
+        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-3))
+
+    Unlike the original's, its `num_replicas_in_sync` is the number of replicas, and it averages gradients. So a
+    program behaves as under `PopDistStrategy`.
 
     Args:
-        num_replicas: R. None: as many as the IPUs of the configuration in force (`strategies.config`) are enough for;
-            one where there is none.
-        ipus_per_replica: devices that each of them spans, for pipelines. None: one; under poprun, with a configuration
-            in force, as many as it says.
-        attached: instruments that see what the process does (`collectives.instruments`).
-        defaults: see `Strategy.defaults`.
+        num_replicas: The number of replicas, R. None: as many as fit on the configured IPUs (`strategies.config`);
+            without a configuration, one.
+        ipus_per_replica: The number of devices per replica, for pipelines. None: one; under poprun with a
+            configuration in force, poprun's number.
+        attached: Instruments that observe the process (`collectives.instruments`).
+        defaults: Default options of everything made for this strategy; see `Strategy.defaults`.
 
     Raises:
-        ValueError: if one of the numbers is not positive, or the configured IPUs are not enough.
-        EnvironmentMismatchError: poprun has started this process with other numbers than are configured.
+        ValueError: If a number is not positive, or the configured IPUs are too few.
+        EnvironmentMismatchError: If poprun started this process with other numbers than the configuration has.
     """
 
     def __init__(
@@ -87,8 +95,8 @@ class IPUStrategy(Strategy):
         self._divisible = process.defaults.selection if is_open else None
         self._given_defaults = defaults
 
+    @override
     def for_stages(self, stages: int) -> IPUStrategy:
-        """See `Strategy`; over the same IPUs, if the configuration has counted them and nobody said what one spans."""
         is_enough = positive("stages", stages) <= self.replicas.grid.ipus_per_replica
         if is_enough or self._divisible is None:
             return self

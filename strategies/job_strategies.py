@@ -1,8 +1,10 @@
-"""Strategies of several instances: started by a launcher and connected by MPI or Horovod, or over a network alone."""
+"""The strategies for several instances, connected by MPI, by Horovod, or over a network without a launcher."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, final
+
+from typing_extensions import override
 
 import popdist
 from collectives import Communicator
@@ -20,41 +22,49 @@ from strategies.strategy import Strategy
 
 @final
 class MpiJob(Membership):
-    """The instances that a launcher started, connected by MPI; one alone without a launcher."""
+    """The membership in a job of a launcher, connected by MPI; without a launcher, a job of one instance."""
 
+    @override
     def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`; calls `popdist.init`."""
         return join_as_configured(self.defaults, self._ipus_per_replica), popdist.communicator()
 
     @property
+    @override
     def is_chief(self) -> bool:
-        """It is none of those who carry on after the chief has come to its end."""
-        return self.instance.is_leader and popdist.is_chief()
+        return self.instance.is_leader and popdist.is_chief()  # False everywhere once the chief has ended normally
 
     @property
+    @override
     def can_carry_on(self) -> bool:
-        """Under poprun --on-failure shrink."""
-        return popdist.can_carry_on()
+        return popdist.can_carry_on()  # under poprun --on-failure shrink
 
+    @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
         return popdist.carry_on(), popdist.communicator()
 
 
 @final
 class PopDistStrategy(Strategy):
-    """The replicas of all instances of the job, connected by MPI; calls `popdist.init`.
+    """The replicas of all instances of a job, connected by MPI; calls `popdist.init`.
 
-    Works without a launcher too, as one instance. Where no launcher has said how many replicas there are, the
-    configuration in force (`strategies.config`) does; otherwise there is one for each instance.
+    Without a launcher it works as one instance. If no launcher gives the number of replicas, the configuration in force
+    (`strategies.config`) does; without a configuration each instance has one replica.
+
+    Example::
+
+        strategy = strategies.PopDistStrategy()  # poprun --num-instances 2 --num-replicas 8 python program.py
+        strategy.num_replicas_in_sync            # 8
+        strategy.local_replicas                  # range(0, 4) on instance 0
 
     Args:
-        add_ipu_cross_replica_reductions: if False, reductions inside functions that `run` compiles leave the values as
-            they are (the original's option of the same name).
-        ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
-        defaults: see `Strategy.defaults`.
+        add_ipu_cross_replica_reductions: If False, reductions inside functions that `run` compiles return their
+            arguments unchanged. The original has an option of this name.
+        ipus_per_replica: The number of devices per replica, for pipelines; None for `poprun --ipus-per-replica`.
+        defaults: Default options of everything made for this strategy; see `Strategy.defaults`.
 
     Raises:
-        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
+        TypeError: If `ipus_per_replica` is not an integer.
+        ValueError: If `ipus_per_replica` is not positive, or differs from poprun's number.
     """
 
     def __init__(
@@ -69,38 +79,40 @@ class PopDistStrategy(Strategy):
 
 @final
 class HorovodJob(Membership):
-    """The instances of the job, connected by Horovod; who is lost ends the job of all."""
+    """The membership in a job that Horovod connects; if one instance is lost, the job ends for all."""
 
     adds_in_order: ClassVar[bool] = False
     members: ClassVar[str] = "instances that Horovod connects"
     transport: ClassVar[str] = HOROVOD
 
+    @override
     def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`; calls `popdist.init` and `horovod.init`."""
         return join_as_configured(self.defaults, self._ipus_per_replica), horovod.communicator()
 
 
 @final
 class IPUHorovodStrategy(Strategy):
-    """The replicas of all instances of the job, connected by Horovod; calls `popdist.init` and `horovod.init`.
+    """The replicas of all instances of a job, connected by Horovod; calls `popdist.init` and `horovod.init`.
 
-    Works under poprun, under mpirun and, as one instance, without a launcher. The gradients of an instance's replicas
-    are added in their order, and the sums of the instances by Horovod, in the order that MPI chooses: the variables
-    are the same to the last bit on all instances, and close to those of `PopDistStrategy` (docs: horovod.md). With
-    `variables_on_host`, `Trainer` streams gradients: what the backward pass has finished travels while the rest of it
-    still runs.
+    It works under poprun, under mpirun and, as one instance, without a launcher. Each instance adds the gradients of
+    its replicas in their order. Horovod adds the sums of the instances in the order that MPI chooses. So the variables
+    have the same bits on all instances, and are close to those of `PopDistStrategy` (docs: horovod.md).
 
-    Semantics: the original's `IPUHorovodStrategyV1`, with several replicas per instance.
+    With `variables_on_host`, `Trainer` streams gradients: finished gradients travel while the backward pass still runs.
+
+    Semantics: the original's `IPUHorovodStrategyV1`, with several replicas per instance. Horovod: Sergeev & Del Balso,
+    2018 (arXiv:1802.05799).
 
     Args:
-        variables_on_host: keep variables and optimizer state once per instance in host memory.
-        ipus_per_replica: devices that each replica spans, for pipelines; None: what `poprun --ipus-per-replica` says.
-        defaults: see `Strategy.defaults`.
+        variables_on_host: Keep variables and optimizer state once per instance, in host memory.
+        ipus_per_replica: The number of devices per replica, for pipelines; None for `poprun --ipus-per-replica`.
+        defaults: Default options of everything made for this strategy; see `Strategy.defaults`.
 
     Raises:
-        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
-        MissingBackendError: Horovod is not installed; the message names the script that builds it.
-        LifeCycleError: Horovod and the launcher disagree about who is there.
+        TypeError: If `ipus_per_replica` is not an integer.
+        ValueError: If `ipus_per_replica` is not positive, or differs from poprun's number.
+        MissingBackendError: If Horovod is not installed; the message names the script that builds it.
+        LifeCycleError: If Horovod and the launcher disagree about the instances.
     """
 
     def __init__(
@@ -115,25 +127,26 @@ class ClusterResolver(Protocol):
 
     @property
     def task_type(self) -> str:
-        """The job of this task: "chief" or "worker"."""
+        """The job name of this task: "chief" or "worker"."""
 
     @property
     def task_id(self) -> int:
-        """Its index in that job."""
+        """The index of this task in its job."""
 
     def cluster_spec(self) -> Any:
-        """Return the cluster; `as_dict` gives the addresses of each job."""
+        """Return the cluster, whose `as_dict()` maps each job name to its addresses."""
 
 
 @final
 class WorkerCluster(Membership):
-    """The workers of a cluster, connected over gRPC; who is lost ends the job of all.
+    """The membership in a cluster of workers, connected over gRPC; if one worker is lost, the job ends for all.
 
     Args:
-        cluster: who they are.
-        num_local_replicas: replicas of each. None: as many as the IPUs of `defaults` are enough for, otherwise one.
-        ipus_per_replica: devices that each replica spans.
-        defaults: see `Membership`.
+        cluster: The addresses of all workers.
+        num_local_replicas: The replicas of each worker. None: as many as fit on the IPUs of `defaults`; without IPUs,
+            one.
+        ipus_per_replica: The number of devices per replica.
+        defaults: Default options; None for those of `IPUConfig`, read each time they are used.
     """
 
     members: ClassVar[str] = "workers of a cluster"
@@ -146,8 +159,8 @@ class WorkerCluster(Membership):
         self._num_local_replicas = num_local_replicas
         super().__init__(ipus_per_replica, defaults)
 
+    @override
     def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`; returns when all workers have come."""
         each = self._num_local_replicas
         if each is None:
             each = replicas_of_instance(self.defaults, self._ipus_per_replica) or 1
@@ -158,30 +171,36 @@ class WorkerCluster(Membership):
 
 @final
 class IPUMultiWorkerStrategy(Strategy):
-    """The replicas of all workers of a cluster, connected over gRPC; no launcher, no MPI.
+    """The replicas of all workers of a cluster, connected over gRPC, without a launcher and without MPI.
 
-    Every worker makes it at the beginning of the program; it returns when all of them have come. Gradients are added
-    in the order of the tree, so the variables have the same bits as under `IPUStrategy` and `PopDistStrategy` with
-    equally many replicas. With `variables_on_host`, `Trainer` streams gradients: what the backward pass has finished
-    travels while the rest of it still runs.
+    Every worker makes this strategy at the beginning of the program. The call returns when all workers have connected.
+    Gradients are added in the order of the tree, so the variables have the same bits as under `IPUStrategy` and
+    `PopDistStrategy` with the same number of replicas.
+
+    Example::
+
+        # TF_CONFIG='{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}}'
+        strategy = strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), num_local_replicas=4)
+
+    With `variables_on_host`, `Trainer` streams gradients: finished gradients travel while the backward pass still runs.
 
     Semantics: the original's `IPUMultiWorkerStrategyV1`, with several replicas per worker.
 
     Args:
-        cluster_resolver: says who the workers are and which one this is.
-        variables_on_host: keep variables and optimizer state once per worker in host memory.
-        num_local_replicas: replicas of each worker, the same on all of them. None: as many as the IPUs of the
-            configuration in force (`strategies.config`) are enough for; one where there is none.
-        ipus_per_replica: devices that each replica spans, for pipelines.
-        defaults: see `Strategy.defaults`.
+        cluster_resolver: Names the workers, and the worker that this process is.
+        variables_on_host: Keep variables and optimizer state once per worker, in host memory.
+        num_local_replicas: The replicas of each worker, the same on all of them. None: as many as fit on the configured
+            IPUs (`strategies.config`); without a configuration, one.
+        ipus_per_replica: The number of devices per replica, for pipelines.
+        defaults: Default options of everything made for this strategy; see `Strategy.defaults`.
 
     Raises:
-        TypeError: `cluster_resolver` is none.
-        EnvironmentMismatchError: the cluster makes no sense.
-        PeerRefusedError: this worker's address is in use, or another worker refuses it.
-        SecurityError: workers on several machines need certificates.
-        CollectiveTimeoutError: a worker has not come in time.
-        ValueError: if `num_local_replicas` or `ipus_per_replica` is not positive.
+        TypeError: If `cluster_resolver` is not a cluster resolver.
+        EnvironmentMismatchError: If the description of the cluster is inconsistent.
+        PeerRefusedError: If this worker's address is in use, or another worker refuses it.
+        SecurityError: If workers on several machines have no certificates.
+        CollectiveTimeoutError: If a worker does not connect in time.
+        ValueError: If `num_local_replicas` or `ipus_per_replica` is not positive.
     """
 
     def __init__(

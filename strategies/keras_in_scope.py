@@ -1,4 +1,4 @@
-"""The way from strategies to their room for Keras, which is imported where a program has imported Keras."""
+"""The link from strategies to `strategies.keras`, which is imported only after the program imports Keras."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ class KerasRoom(Protocol):
     """The functions of `strategies.keras` that a strategy calls."""
 
     def hook(self, is_scope_open: Callable[[], bool]) -> None:
-        """Have models know the scope in which they are made."""
+        """Make Keras models check, when they are made, whether a strategy's scope is open."""
 
     def KerasState(self, objects: Sequence[object], replicas: Replicas) -> HeldState:
-        """Return the variables of the objects of Keras that a program reads."""
+        """Return the variables of these Keras objects, as state that a program reads and assigns."""
 
 
 _loaders: list[Callable[[], KerasRoom]] = []
 
 
 def load_keras_room_with(load: Callable[[], KerasRoom]) -> None:
-    """Register the function that imports the room; the package's `__init__`, which may import every room, has it."""
+    """Register the function that imports `strategies.keras`; only the package's `__init__` may import every room."""
     _loaders[:] = [load]
 
 
 def keras_room() -> KerasRoom:
-    """Return the room for Keras; the first call imports it, and Keras."""
+    """Return `strategies.keras`; the first call imports it, and Keras."""
     [load] = _loaders
     return load()
 
 
 class _LateImport(MetaPathFinder, Loader):
-    """A finder that refuses the first import of Keras while a scope is open, in any thread.
+    """A finder that refuses the first import of Keras while a scope is open in any thread.
 
-    Models of a Keras that is not hooked would be trained by each instance alone.
+    If Keras were imported inside a scope, it would not be hooked, and each instance would train its models alone.
     """
 
     def __init__(self) -> None:
-        self.scopes: list[object] = []  # appended to and popped in one step each, by any thread
+        self.scopes: list[object] = []  # append and pop are atomic, so any thread may call them
         self.get_strategy: Callable[[], object] = lambda: None  # a copy of a scope's context outlives the scope
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of an installed Keras, which cannot be loaded in a scope or in a copy of one."""
+        """Return the specification of Keras, made unloadable, if a scope or a copy of its context is active."""
         if fullname != "keras" or not (self.scopes or self.get_strategy() is not None):
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
@@ -61,10 +61,10 @@ class _LateImport(MetaPathFinder, Loader):
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        """Refuse to load Keras."""
+        """Raise ImportError."""
         raise ImportError(
-            "keras is imported for the first time while strategy.scope() is open, and models are the strategy's only "
-            "where the scope finds Keras when it is entered; import keras before the scope",
+            "keras is imported for the first time inside strategy.scope(), but a scope only handles models of a Keras "
+            "that was imported before; import keras before you enter the scope",
             name="keras",
         )
 
@@ -74,12 +74,12 @@ _late_import = _LateImport()
 
 @contextmanager
 def keras_in_scope(get_strategy: Callable[[], object]) -> Iterator[None]:
-    """Hook Keras for a scope if it is imported; refuse its first import while the scope is open.
+    """Connect Keras with a scope if it is imported; refuse its first import while the scope is open.
 
     Args:
-        get_strategy: tells the current strategy, or None.
+        get_strategy: Returns the current strategy, or None.
     """
-    if _late_import not in sys.meta_path:  # it stays: another thread may go through the list at any time
+    if _late_import not in sys.meta_path:  # stays there: another thread may iterate over the list at any time
         sys.meta_path.insert(0, _late_import)
     _late_import.get_strategy = get_strategy
     _late_import.scopes.append(None)

@@ -1,7 +1,7 @@
-"""The numbers of instances and replicas where a job has a launcher and its strategy has defaults.
+"""The numbers of instances and replicas of a job, from its launcher and the defaults of its strategy.
 
-The launcher's numbers decide. poprun fixes all of them. Open MPI, Slurm and TF_CONFIG fix the instances, and the
-defaults say how many replicas each instance has. Without a launcher the defaults say it too.
+The launcher's numbers win. poprun fixes instances and replicas. Open MPI, Slurm and TF_CONFIG fix only the instances;
+the defaults give the replicas of each instance. Without a launcher the defaults give them too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from strategies.defaults import Defaults, rounded_to_power_of_two
 
 
 def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tuple[int, int]:
-    """Return the replicas of a strategy of one process that names none, and the devices that each spans.
+    """Return (replicas, devices per replica) for a strategy of one process that was given no number of replicas.
 
     Args:
-        defaults: of the strategy.
-        ipus_per_replica: that the strategy names.
+        defaults: Default options of the strategy.
+        ipus_per_replica: Devices per replica that the program asks for, or None.
 
     Raises:
-        ValueError: if the IPUs are not enough.
-        EnvironmentMismatchError: poprun has started this process for others.
+        ValueError: If the configured IPUs are too few.
+        EnvironmentMismatchError: If poprun started this process with other numbers than the defaults have.
     """
     if defaults.selection is None:
         return 1, ipus_per_replica or 1
@@ -34,10 +34,10 @@ def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tup
 
 
 def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> int | None:
-    """Return the replicas of each instance by the defaults; None if they name no IPUs, or poprun fixes the number.
+    """Return the replicas of each instance by the defaults; None if these name no IPUs, or poprun fixes the number.
 
     Raises:
-        ValueError: if the IPUs are not enough.
+        ValueError: If the configured IPUs are too few.
     """
     if defaults.selection is None or popdist.instance().launcher == "poprun":
         return None
@@ -45,11 +45,11 @@ def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> in
 
 
 def join_as_configured(defaults: Defaults, ipus_per_replica: int | None) -> Instance:
-    """Call `popdist.init` for as many replicas as the defaults say, unless poprun fixes the number.
+    """Call `popdist.init` with the number of replicas that the defaults give, unless poprun fixes it.
 
     Raises:
-        ValueError: if the IPUs are not enough.
-        EnvironmentMismatchError: see `refuse_contradictions`.
+        ValueError: If the configured IPUs are too few.
+        EnvironmentMismatchError: If the defaults contradict the launcher.
     """
     each = None if popdist.isBackendInitialized() else replicas_of_instance(defaults, ipus_per_replica)
     popdist.init(None if each is None else each * popdist.instance().count)
@@ -60,23 +60,23 @@ def join_as_configured(defaults: Defaults, ipus_per_replica: int | None) -> Inst
 
 
 def refuse_contradictions(defaults: Defaults, instance: Instance) -> None:
-    """Refuse defaults that describe another instance, or other replicas than this instance has.
+    """Refuse defaults that describe another instance, or another number of replicas than this instance has.
 
     Raises:
-        EnvironmentMismatchError: if they do.
+        EnvironmentMismatchError: If the defaults contradict `instance`.
     """
     refuse_other_process(defaults, instance)
     selection = defaults.selection
     if selection is None or not selection.is_counted:
         return
     spanned, local, total = instance.ipus_per_replica, instance.local_replicas, instance.total_replicas
-    # IPUs of this process, as in the original, or of all instances
+    # The number may mean the IPUs of this process, as in the original, or of all instances.
     every = {replicas * ipus for replicas in (local, total) for ipus in (spanned, rounded_to_power_of_two(spanned))}
     if selection.ipus not in every:
         raise popdist.EnvironmentMismatchError(
-            f"{selection.said}, and this instance has {local} of {total} replicas that span {spanned} IPUs each "
-            f"({instance.launcher}); make it {local * spanned}, or {total * spanned} for all instances, leave it out, "
-            "or configure before popdist.init"
+            f"{selection.said}, but this instance has {local} of {total} replicas that span {spanned} IPUs each "
+            f"({instance.launcher}); set it to {local * spanned}, or to {total * spanned} for all instances, leave it "
+            "out, or configure before popdist.init"
         )
 
 
@@ -84,12 +84,12 @@ def refuse_other_process(defaults: Defaults, instance: Instance) -> None:
     """Refuse defaults that name another process than this instance.
 
     Raises:
-        EnvironmentMismatchError: if they do.
+        EnvironmentMismatchError: If `process_index` or `process_count` differ from the instance's.
     """
     count, index = defaults.process_count, defaults.process_index
     if count and (count, index) != (instance.count, instance.index):
         raise popdist.EnvironmentMismatchError(
-            f"the configuration has process_index {index} of process_count {count}, and this is instance "
+            f"the configuration has process_index {index} of process_count {count}, but this is instance "
             f"{instance.index} of {instance.count} ({instance.launcher}); leave "
-            "experimental.multi_replica_distribution out, or have popdist.tensorflow.set_ipu_config set it"
+            "experimental.multi_replica_distribution out, or let popdist.tensorflow.set_ipu_config set it"
         )

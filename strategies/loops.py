@@ -1,4 +1,4 @@
-"""Loops that run on the devices, fed by infeeds."""
+"""Loops that run on the devices and take elements from infeeds."""
 
 from __future__ import annotations
 
@@ -35,25 +35,29 @@ Condition = Function
 def repeat(n: ArrayLike, body: Body, inputs: Tree = None, infeed: InfeedQueue | None = None) -> Tree:
     """Run `body` n times on the device.
 
-    In a function that `strategy.run` compiles, every replica runs the loop, and takes its own elements of the infeed.
-    Called from Python, the loop is compiled, once per body, and runs on one device as one replica.
+    In a function that `strategy.run` compiles, every replica runs the loop and takes its own elements of the infeed.
+    If Python calls `repeat` directly, the loop is compiled once per body and runs on one device as one replica.
+
+    Example::
+
+        total = loops.repeat(10, lambda total, x: total + x, [jnp.float32(0)], infeed)
 
     Args:
-        n: how often; an integer, or a scalar array that the program computes.
-        body: `body(*inputs, *element)` returns the next inputs. Elements that are dictionaries come as keyword
-            arguments. What it returns behind them has to be None, as `OutfeedQueue.enqueue` does.
-        inputs: the loop variables: a list or tuple of pytrees, or one array or dictionary.
-        infeed: where the elements come from, one in each iteration; with n = 0 it is left alone.
+        n: Number of iterations: an integer, or a scalar integer array that the program computes.
+        body: `body(*inputs, *element)` returns the next inputs. An element that is a dictionary is passed as keyword
+            arguments. Results after the inputs must be None, as `OutfeedQueue.enqueue` returns.
+        inputs: Loop variables: a list or tuple of pytrees, or one array or dictionary.
+        infeed: Queue that gives each iteration one element. With n = 0 nothing is taken from it.
 
     Returns:
-        The loop variables in the end: a list, or what there is if it is one, or None.
-        Gradients flow through the loop if n is known when it is compiled.
+        The final loop variables: a list if there are several, the variable itself if there is one, None without any.
+        If n is known at compile time, gradients flow through the loop.
 
     Raises:
-        TypeError: if the loop variables change their structure, shapes or dtypes, or `body` takes other arguments.
-        ValueError: if n is negative or above 2**31 - 1, or `body` takes no elements and so the infeed "has not been
+        TypeError: If the loop variables change their structure, shapes or dtypes, or `body` takes other arguments.
+        ValueError: If n is negative or above 2**31 - 1; or `body` takes no elements, so the infeed "has not been
             dequeued".
-        EndOfDataError: if the infeed has too few elements.
+        EndOfDataError: If the infeed has too few elements.
     """
     return _run(_Loop.of(None, body, inputs, infeed), inputs, _count("n", n))
 
@@ -65,22 +69,23 @@ def while_loop(
     infeed: InfeedQueue | None = None,
     maximum_iterations: ArrayLike | None = None,
 ) -> Tree:
-    """Run `body` on the device while `condition(*inputs)` is true, otherwise as `repeat`.
+    """Run `body` on the device while `condition(*inputs)` is true.
 
     Args:
-        condition: gets the loop variables only; returns a boolean scalar.
-        body: see `repeat`.
-        inputs: see `repeat`.
-        infeed: see `repeat`.
-        maximum_iterations: the most iterations; an integer, or a scalar array that the program computes.
+        condition: Function of the loop variables that returns a boolean scalar.
+        body: `body(*inputs, *element)` returns the next inputs, as in `repeat`.
+        inputs: Loop variables: a list or tuple of pytrees, or one array or dictionary.
+        infeed: Queue that gives each iteration one element.
+        maximum_iterations: Largest number of iterations: an integer, or a scalar integer array that the program
+            computes.
 
     Returns:
-        As `repeat`; gradients do not flow through the loop backwards.
+        The final loop variables, as `repeat` returns them. Reverse-mode gradients do not flow through the loop.
 
     Raises:
-        TypeError: as `repeat`, and if the condition is no boolean scalar.
-        ValueError: as `repeat`.
-        EndOfDataError: as `repeat`.
+        TypeError: If the condition is not a boolean scalar; also for the reasons of `repeat`.
+        ValueError: For the reasons of `repeat`.
+        EndOfDataError: If the infeed has too few elements.
     """
     _require_function("condition", condition)
     count = None if maximum_iterations is None else _count("maximum_iterations", maximum_iterations)
@@ -89,14 +94,14 @@ def while_loop(
 
 @dataclass(frozen=True)
 class _Loop:
-    """A loop, apart from the values of its variables.
+    """A loop without the values of its variables.
 
     Attributes:
-        condition: whether to go on; None if only the number of iterations decides.
-        body: one iteration.
-        infeed: where elements come from; weakly, since compiled loops are kept for longer.
-        structure: of the list of loop variables.
-        shapes: shape and dtype of all arrays in them.
+        condition: Function that decides whether to go on; None if only the number of iterations decides.
+        body: Function of one iteration.
+        infeed: Weak reference to the queue of elements, because compiled loops are kept longer than queues.
+        structure: Structure of the list of loop variables.
+        shapes: Shape and dtype of each array in the loop variables.
     """
 
     condition: Condition | None
@@ -115,7 +120,7 @@ class _Loop:
         return cls(condition, body, None if infeed is None else weakref.ref(infeed), structure, shapes)
 
     def flat_body(self, program: FeedProgram) -> Callable[..., tuple[Leaf, ...]]:
-        """`(token, number, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
+        """Return `(token, number, *element, *leaves) -> (token, *collected, *leaves)` of one iteration."""
 
         def iterate(token: jax.Array, number: jax.Array, *arrays: jax.Array) -> tuple[Leaf, ...]:
             count = len(arrays) - len(self.shapes)
@@ -145,7 +150,7 @@ class _Loop:
 
     @property
     def queue(self) -> InfeedQueue | None:
-        """The infeed, as long as there is one."""
+        """The infeed; None without one, or after it was deleted."""
         return None if self.infeed is None else self.infeed()
 
     def _check_arguments(self, variables: int, elements: int, names: Sequence[str]) -> None:
@@ -153,7 +158,7 @@ class _Loop:
             return
         if (elements or names) and _takes(self.body, variables, ()):
             raise ValueError(
-                "The infeed queue has not been dequeued: the body of the loop takes the loop variables only; have it "
+                "The infeed queue has not been dequeued: the body of the loop takes only the loop variables; let it "
                 "take the elements too, or leave out the infeed"
             )
         taken = [f"{variables} loop variables", f"{elements} elements of the infeed" if elements else ""]
@@ -161,7 +166,7 @@ class _Loop:
         raise TypeError(f"the body of the loop does not take its arguments: {' and '.join(filter(None, taken))}")
 
     def _checked(self, result: Tree) -> list[jax.Array]:
-        """Return the leaves of what the body returned, if they can be the next loop variables."""
+        """Return the leaves of the body's result, after checking that they can be the next loop variables."""
         count = len(jax.tree.unflatten(self.structure, [None] * len(self.shapes)))
         leaves, structure = jax.tree.flatten(_next_variables(result, count, self.structure))
         refuse_float64(leaves, "output")
@@ -173,7 +178,7 @@ class _Loop:
                 for tree, of in ((self.structure, self.shapes), (structure, shapes))
             )
             raise TypeError(
-                f"the body of the loop takes the loop variables {before} and returns {after}; they have to be the same"
+                f"the body of the loop takes the loop variables {before} but returns {after}; they must be the same"
             )
         return arrays
 
@@ -204,7 +209,7 @@ def _inline(loop: _Loop, program: FeedProgram, leaves: Values, count: Leaf) -> V
 
 
 def _inline_alone(loop: _Loop, leaves: Values, count: Leaf) -> Values:
-    """Put the loop into a program that is none of ours, or in which JAX differentiates without compiling."""
+    """Put the loop into a trace that no strategy has begun, such as the user's own `jax.jit` or `jax.grad`."""
     with tracing(current_program()) as program:
         return _inline(loop, program, leaves, count)
 
@@ -222,7 +227,7 @@ class _Program:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it can be called again: a loop in a function that is differentiated depends on what is there."""
+        """Whether it can be called again. A loop inside a differentiated function holds tracers, and cannot."""
         return not any(isinstance(constant, jax.core.Tracer) for constant in self._closed.consts)
 
     def _trace(self, token: Leaf, count: Leaf, leaves: Values) -> Values:
@@ -237,7 +242,7 @@ class _Program:
 
     @property
     def is_current(self) -> bool:
-        """Whether the variables that its body reads are what they were when it was traced."""
+        """Whether the outside variables that its body reads have not changed since it was traced."""
         return all(is_same() for is_same in self._constants)
 
     def _report(self, error: BaseException) -> None:
@@ -256,7 +261,7 @@ _programs: OrderedDict[Any, _Program] = OrderedDict()
 
 
 def _call(loop: _Loop, leaves: Values, count: Leaf) -> Values:
-    """Compile the loop, unless that is done, and run it."""
+    """Run the loop; compile it first if no current compiled loop exists."""
     dynamic = None if count is None else jnp.asarray(count, jnp.int32)
     program = _programs.get(loop)
     if program is None or not program.is_current:
@@ -275,7 +280,7 @@ def _count(name: str, n: object) -> Leaf:
         return n
     count = integer(n)
     if count is None:
-        raise TypeError(f"{name} is {n!r}; it must be an integer, or a scalar array of integers")
+        raise TypeError(f"{name} is {n!r}; it must be an integer, or a scalar integer array")
     if count < 0:
         raise ValueError(f"{name} is {count}; a loop runs 0 times or more")
     if count > MOST_ITERATIONS:
@@ -297,7 +302,7 @@ def _listed(inputs: Tree) -> list[Tree]:
 
 
 def _next_variables(result: Tree, count: int, structure: jax.tree_util.PyTreeDef) -> list[Tree]:
-    """Return the loop variables that the body returned as a list, without the results of `enqueue`."""
+    """Return the body's loop variables as a list, without the None results of `enqueue`."""
     if count == 1 and jax.tree.structure([result]) == structure:
         return [result]
     values = _listed(result)
@@ -310,7 +315,7 @@ def _next_variables(result: Tree, count: int, structure: jax.tree_util.PyTreeDef
 def _takes(function: Function, positional: int, names: Sequence[str]) -> bool:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # functions of libraries have none
+    except ValueError:  # some functions of libraries have no signature
         return True
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""Loss scaling: keeps small gradients of low-precision programs above zero, and skips steps that overflow."""
+"""Loss scaling (Micikevicius et al., 2018): keep small low-precision gradients above zero, skip overflowing steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strategies.argument_checks import positive
 from strategies.typing import Scalar
 
 MOST = 2.0**24
-"""No loss is scaled by more."""
+"""The largest scale."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class LossScale:
     """The state of loss scaling after a step, the same on all instances.
 
     Attributes:
-        scale: what the next loss is multiplied with; float32.
-        good_steps: since the scale changed; int32.
-        skipped: steps that were not applied since training began; int32.
+        scale: Factor of the next loss, float32.
+        good_steps: Number of steps since the scale last changed, int32.
+        skipped: Number of steps that were not applied since training began, int32.
     """
 
     scale: Scalar
@@ -34,19 +34,26 @@ class LossScale:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Multiplies the loss before the backward pass, and divides the mean gradients by the same number.
+    """The rule of loss scaling (Micikevicius et al., "Mixed Precision Training", 2018).
 
-    A step whose gradients are not finite on any replica is not applied on all of them.
+    The loss is multiplied by the scale before the backward pass, and the mean gradients are divided by it. If a
+    gradient is not finite on any replica, no replica applies the step, and the scale is divided by `factor`.
+
+    Example::
+
+        trainer = strategies.Trainer(strategy, loss_fn, optimizer, compute_dtype="float16",
+                                     loss_scaling=strategies.LossScaling(initial=2.0**12, interval=500))
 
     Attributes:
-        initial: the first scale; powers of two change no bit of what does not overflow.
-        factor: after `interval` steps without overflow the scale is multiplied with it; with each overflow it is
-            divided by it, down to 1. 1 for a scale that stays.
-        interval: see there.
+        initial: First scale, above 0 and at most 2**24. A power of two changes no bit of gradients that do not
+            overflow.
+        factor: After `interval` steps without overflow the scale is multiplied by `factor`. Each overflow divides it
+            by `factor`, down to 1. A factor of 1 keeps the scale constant.
+        interval: Number of steps without overflow before the scale grows.
 
     Raises:
-        TypeError: if `interval` is not an integer.
-        ValueError: if a number is out of range.
+        TypeError: If `interval` is not an integer.
+        ValueError: If a number is out of range.
     """
 
     initial: float = 2.0**15
@@ -55,14 +62,14 @@ class LossScaling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.initial) and 0 < self.initial <= MOST):
-            raise ValueError(f"the loss scale is {self.initial}; it is above 0 and at most 2**24")
+            raise ValueError(f"the loss scale is {self.initial}; it must be above 0 and at most 2**24")
         if not (math.isfinite(self.factor) and self.factor >= 1):
-            raise ValueError(f"the factor of the loss scale is {self.factor}; it is at least 1, which keeps the scale")
+            raise ValueError(f"the factor of the loss scale is {self.factor}; it must be at least 1 (1: constant)")
         positive("the interval of the loss scale", self.interval)
 
     @classmethod
     def parse(cls, scaling: object) -> LossScaling | None:
-        """None, "dynamic", a number for a scale that stays, or a `LossScaling`."""
+        """Return the rule for None, "dynamic", a number (a constant scale) or a `LossScaling`; None without scaling."""
         if scaling is None or isinstance(scaling, cls):
             return scaling
         if scaling == "dynamic":
@@ -72,11 +79,11 @@ class LossScaling:
         raise ValueError(f"loss_scaling is {scaling!r}; use None, 'dynamic', a number or a LossScaling")
 
     def start(self) -> LossScale:
-        """Before the first step."""
+        """Return the state before the first step."""
         return LossScale(np.float32(self.initial), np.int32(0), np.int32(0))
 
     def after(self, last: LossScale, is_finite: bool) -> LossScale:
-        """After a step whose gradients were finite, or not."""
+        """Return the state after a step, given whether its gradients were finite."""
         scale, good = np.float32(last.scale), int(last.good_steps) + 1
         if not is_finite:
             lower = max(float(scale) / self.factor, min(1.0, self.initial))

@@ -1,7 +1,7 @@
-"""Metrics on their way out: to files, TensorBoard, Prometheus, MLflow, Weights & Biases, or a sink of one's own.
+"""Metrics for files, TensorBoard, Prometheus, MLflow, Weights & Biases, or sinks of your own.
 
-`poprun --metrics WORD`, or POPDIST_METRICS, has all steps and evaluations of a job written without a change of the
-program. See observability.md.
+`poprun --metrics WORD`, or POPDIST_METRICS, writes all steps and evaluations of a job; the program stays as it is. See
+observability.md.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ __all__ = ["Row", "Sink", "Sinks", "log", "open"]
 
 
 def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
-    """Have the metrics of every step and evaluation written; to be called on every instance alike.
+    """Write the metrics of every step and evaluation to sinks. Call it on every instance in the same way.
+
+    One instance opens the sinks and writes to them in threads, so a step never waits for a sink. If a sink fails, a
+    message says so, and training goes on.
+
+    Example::
 
         with strategies.metrics.open("csv:run.csv", "tensorboard:logs", strategy=strategy):
             state, metrics = trainer.run(state, dataset)
 
-    One instance opens and writes them, in threads of their own; nothing waits for a sink. One that fails is said to,
-    and stops nothing.
-
     Args:
         sinks: `csv:FILE`, `jsonl:FILE`, `tensorboard:FOLDER`, `prometheus:[HOST:]PORT`, `mlflow[:URI]`,
-            `wandb[:PROJECT]`, or sinks of one's own.
-        strategy: whose trainers write there; None: the current one (`strategy.scope()`), or none: then it is for `log`.
+            `wandb[:PROJECT]`, or your own `Sink` objects.
+        strategy: Strategy whose trainers write to the sinks. None: the strategy of the open scope; without one, only
+            `log` writes to the sinks.
 
     Raises:
-        ValueError: a word means nothing, or a sink cannot be opened.
+        ValueError: If a word is unknown, or a sink cannot be opened.
     """
     strategy = strategy or get_strategy()
     if strategy is None:
@@ -47,17 +50,18 @@ def open(*sinks: str | Sink, strategy: Strategy | None = None) -> Sinks:
 
 
 def log(values: Mapping[str, Number], step: int) -> None:
-    """Write numbers of one's own to all sinks of this process; to be called on every instance alike.
+    """Write numbers to all open sinks of this process. Call it on every instance in the same way.
 
-    For loops of one's own, and for what a `Trainer` does not know. It is no collective call, and costs nothing where no
-    sink is open.
+    Training loops without a `Trainer` use it, and programs with metrics that a `Trainer` does not know. It is not a
+    collective call, and costs nothing if no sink is open.
 
     Args:
-        values: numbers by their names, or arrays of one; those of JAX may still be being computed.
-        step: how many steps were made.
+        values: Numbers, or arrays of one element, by name. Arrays of JAX may be unfinished.
+        step: Number of steps so far.
 
     Raises:
-        TypeError, ValueError: see `Sinks.log`.
+        TypeError: If a value is not a number; see `Sinks.log`.
+        ValueError: If the values or the step are out of range; see `Sinks.log`.
     """
     asked_sinks(JobFacts(is_chief=popdist.is_chief), os.environ)
     for sinks in opened():

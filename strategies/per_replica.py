@@ -1,4 +1,4 @@
-"""Values of which every replica has its own, and values that all of them share."""
+"""Values that each replica has of its own, and values that all replicas share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from strategies.typing import Tree
 class PerReplica:
     """One value per local replica.
 
+    Example::
+
+        offsets = strategy.per_replica(lambda r: float(r))  # on an instance with replicas 4 to 7:
+        list(offsets)                                       # [4.0, 5.0, 6.0, 7.0]
+
     Attributes:
-        values: in replica order, the local replicas only; each a pytree.
-        replicas: the global indices of these replicas, where the strategy has made it; None for those that are local
-            where it is used.
+        values: Pytrees of the local replicas, in replica order.
+        replicas: Global indices of these replicas if a strategy made the object; None for the local replicas of the
+            instance that uses it.
     """
 
     values: Sequence[Tree]
@@ -35,20 +40,20 @@ class PerReplica:
 
 @dataclass(frozen=True)
 class Shared:
-    """A pytree that every replica gets whole."""
+    """A pytree that every replica gets as a whole."""
 
     value: Tree
 
 
 def dealt(value: Tree, replicas: range) -> Tree:
-    """Return the value; where a part of it is a `PerReplica`, one `PerReplica` of whole trees.
+    """Return the value itself, or one `PerReplica` of whole trees if any part of it is a `PerReplica`.
 
     Args:
-        value: a pytree whose leaves may be `PerReplica`.
-        replicas: the local replicas.
+        value: Pytree whose leaves may be `PerReplica`.
+        replicas: Global indices of the local replicas.
 
     Raises:
-        ValueError: a `PerReplica` has not as many values as there are local replicas, or is of others.
+        ValueError: If a `PerReplica` does not have one value per local replica, or belongs to other replicas.
     """
     parts = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, PerReplica)]
     for part in parts:
@@ -67,11 +72,11 @@ def dealt(value: Tree, replicas: range) -> Tree:
 def _check(part: PerReplica, replicas: range) -> None:
     if len(part) != len(replicas):
         raise ValueError(
-            f"a PerReplica has {len(part)} values, and this instance has {len(replicas)} replicas; "
+            f"a PerReplica has {len(part)} values, but this instance has {len(replicas)} replicas; "
             "make it with strategy.per_replica"
         )
     if part.replicas not in (None, replicas):
         raise ValueError(
-            f"a PerReplica is of the replicas {list(part.replicas)}, and this instance has {list(replicas)}; make it "
-            "with the strategy that uses it, and anew when an instance was lost"
+            f"a PerReplica belongs to the replicas {list(part.replicas)}, but this instance has {list(replicas)}; make "
+            "it with the strategy that uses it, and make it again after an instance was lost"
         )

@@ -1,4 +1,4 @@
-"""The base class of strategies: replicas spread over instances, programs that run once per replica, and reductions."""
+"""The base class of strategies: replicas spread over instances, programs run once per replica, and reductions."""
 
 from __future__ import annotations
 
@@ -53,23 +53,38 @@ _scope: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 
 
 class Strategy(ABC):
-    """R replicas of one program, spread over instances; what they compute does not depend on how.
+    """R replicas of one program, spread over instances. Results do not depend on the spread.
 
-    Programs use `IPUStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`, which choose a
-    membership and are otherwise this class.
+    Programs use `IPUStrategy`, `PopDistStrategy`, `IPUMultiWorkerStrategy` or `IPUHorovodStrategy`. Each of them only
+    chooses a membership; everything else is in this class.
+
+    All instances make the same collective calls (marked "Collective.") in the same order. If the calls differ, every
+    instance raises `LayoutMismatchError`, and the strategy stays usable. After any other error of a collective call,
+    such as `PeerLostError`, further ones raise `BrokenError` until `carry_on` succeeds.
+
+    Example::
+
+        strategy = strategies.IPUStrategy(num_replicas=4)
+
+        def f(x):
+            context = strategies.get_replica_context()
+            return context.all_reduce("sum", x * (context.replica_id_in_sync_group + 1))
+
+        y = strategy.run(f, args=(strategy.per_replica(lambda r: float(r)),))
+        strategy.reduce("mean", y)  # 20.0: every replica has 0*1 + 1*2 + 2*3 + 3*4
 
     Args:
-        membership: who takes part, and which replicas this process drives.
-        progress: the line to its supervisor.
-        add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
-        variables_on_host: whether variables and optimizer state live in host memory.
+        membership: The instances that take part, and the replicas that this process drives.
+        progress: Progress record that the supervisor of this process reads; None for no record.
+        add_cross_replica_reductions: Whether reductions inside compiled functions are carried out.
+        variables_on_host: Whether variables and optimizer state live in host memory.
 
     Attributes:
-        progress: see above.
+        progress: Progress record that the supervisor of this process reads.
 
     Raises:
-        TypeError: a switch is not True or False.
-        DeviceError: its defaults keep this process from devices.
+        TypeError: If a switch is not True or False.
+        DeviceError: If the defaults forbid this process to use devices.
     """
 
     @abstractmethod
@@ -82,10 +97,10 @@ class Strategy(ABC):
     ) -> None:
         if not membership.defaults.attaches:
             raise DeviceError(
-                f"device_connection.type is NEVER in the configuration in force, and {type(self).__name__} would run "
-                "programs; make it ON_DEMAND, or call strategies.config.reset_ipu_configuration()"
+                f"device_connection.type is NEVER in the configuration in force, but {type(self).__name__} would run "
+                "programs; set it to ON_DEMAND, or call strategies.config.reset_ipu_configuration()"
             )
-        require_switches(  # the original's first argument is the name of a device, which would count as true
+        require_switches(  # the original's first argument is a device name, which would count as true
             ", and devices have no names here",
             add_ipu_cross_replica_reductions=add_cross_replica_reductions,
             variables_on_host=variables_on_host,
@@ -98,10 +113,10 @@ class Strategy(ABC):
 
     @property
     def defaults(self) -> Defaults:
-        """The defaults for trainers, pipelines, data sets and feeds that are made for this strategy.
+        """The default options of trainers, pipelines, data sets and feeds made for this strategy.
 
-        They are those that the strategy was given. If it was given none, they are those of the configuration that is in
-        force (`strategies.config`) when something is made for it.
+        They are the defaults that the strategy was given. A strategy without its own defaults uses those of the
+        configuration that is in force when the object is made (`strategies.config`).
         """
         return self.replicas.defaults
 
@@ -109,12 +124,12 @@ class Strategy(ABC):
 
     @property
     def replicas(self) -> Replicas:
-        """All replicas, for what is built on strategies: a step, a checkpoint, a variable."""
+        """All replicas, for objects built on strategies: a step, a checkpoint, a variable."""
         return self._replicas
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R, the replicas of all instances, also after some were lost."""
+        """R, the number of replicas of all instances; it stays the same after instances are lost."""
         return self._replicas.num_replicas_in_sync
 
     @property
@@ -124,12 +139,12 @@ class Strategy(ABC):
 
     @property
     def instance(self) -> Instance:
-        """The instance with the replicas that this process drives, as the instances are numbered now."""
+        """The identity of this process and its replicas, as the remaining instances are numbered now."""
         return self.replicas.instance
 
     @property
     def communicator(self) -> Communicator:
-        """Connects the instances that are left."""
+        """The connection of the remaining instances."""
         return self.replicas.communicator
 
     @property
@@ -139,7 +154,7 @@ class Strategy(ABC):
 
     @property
     def num_instances(self) -> int:
-        """n, the processes that drive them."""
+        """n, the number of instances."""
         note_question("strategy.num_instances")
         return self.replicas.num_instances
 
@@ -157,42 +172,42 @@ class Strategy(ABC):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the instance that prints and writes for all of them: instance 0, as they are numbered now.
+        """Whether this instance prints and writes for all: instance 0, as the instances are numbered now.
 
-        Where instances are lost and the others carry on it may be another one later, so ask when it matters, or let
-        `on_chief` ask. It is none where some carry on after the chief has come to its end.
+        If instances are lost and the others go on, another instance may become the chief. So ask each time, or use
+        `on_chief`. If the chief has ended normally and others go on, none of them is the chief.
         """
         note_question("strategy.is_chief")
         return self.replicas.is_chief
 
     def on_chief(self, function: Callable[[], object]) -> None:
-        """Have one instance do what is to be done once, such as to report a result; a collective call.
+        """Run a function on one instance only, for example to report a result. Collective.
 
-        Returns on all instances when it is done. Where the chief is lost meanwhile and the others carry on, the next
-        one does it from the beginning, also what the first had just done.
+        The call returns on all instances after the function has returned. If the chief is lost meanwhile and the others
+        go on, the next chief runs the function from its beginning, even if the first had almost finished.
 
         Args:
-            function: called on the chief only, so it must call no collective; what it returns is dropped.
+            function: Function called on the chief only. It must not make collective calls. Its result is dropped.
 
         Raises:
-            BaseException: on the chief, what `function` raises.
-            PeerLostError: on the others, if the chief is lost and they cannot carry on.
+            BaseException: On the chief, the exception of `function`.
+            PeerLostError: On the other instances, if the chief is lost and they cannot go on.
         """
         refuse_in_replica("strategy.on_chief")
         self.replicas.on_chief(function)
 
     @property
     def extended(self) -> StrategyExtended:
-        """The role of this instance, with the original's names; the chief writes files."""
+        """The role of this instance, under the original's names."""
         return StrategyExtended(self.is_chief, self.is_chief, self.reduce)
 
     def update_ipu_config(self, config: Tree) -> Tree:
-        """Write into a configuration which of how many processes this is.
+        """Write the number and the index of this instance's process into a configuration.
 
-        Semantics: the original's method of that name, which its documentation says returns the configuration.
+        Semantics: the original's method of that name, whose documentation says that it returns the configuration.
 
         Args:
-            config: an `IPUConfig`; it is changed, and returned.
+            config: An `IPUConfig`; it is changed, and returned.
         """
         distribution = config.experimental.multi_replica_distribution
         distribution.process_count = self.replicas.num_instances
@@ -200,13 +215,14 @@ class Strategy(ABC):
         return config
 
     def for_stages(self, stages: int) -> Strategy:
-        """Return the strategy for a model whose replicas span so many devices, which is known only when it is made.
+        """Return the strategy for a model whose replicas span `stages` devices, a number known only now.
 
-        It is this one, unless the number of replicas follows from that of the devices: then it is another one, of fewer
-        replicas that span more.
+        It is this strategy, unless the number of replicas follows from the number of devices. Then it is a new strategy
+        with fewer replicas that span more devices each.
 
         Raises:
-            TypeError, ValueError: if the number is not positive, or there are too few devices.
+            TypeError: If `stages` is not an integer.
+            ValueError: If `stages` is not positive, or the devices are too few.
         """
         positive("stages", stages)
         return self
@@ -215,16 +231,16 @@ class Strategy(ABC):
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
+        """Whether the other instances can go on if one is lost: under `poprun --on-failure shrink`."""
         return self.replicas.can_carry_on
 
     def carry_on(self) -> None:
-        """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
+        """Take over the replicas of lost instances, together with the other remaining instances. Collective.
 
-        The number of replicas stays; each instance drives other ones than before, also of data sets.
+        The number of replicas stays. Each remaining instance may drive other replicas than before, also of data sets.
 
         Raises:
-            LifeCycleError: the job cannot go on.
+            LifeCycleError: If the job cannot go on.
         """
         self.replicas.carry_on()
 
@@ -233,13 +249,13 @@ class Strategy(ABC):
     def variable(
         self, initial: Tree, synchronization: Synchronization = "on_write", aggregation: str = "mean"
     ) -> MirroredVariable | SyncOnReadVariable:
-        """Make a variable that begins with instance 0's `initial` everywhere; a collective call.
+        """Make a variable that begins with instance 0's `initial` on every instance. Collective.
 
         Args:
-            initial: a pytree of arrays, or a function that returns one.
-            synchronization: "on_write" for one that is the same on all replicas, "on_read" for one that each replica
-                has of its own until it is read.
-            aggregation: how replicas' values are reduced: "sum", "mean" or "only_first_replica".
+            initial: Pytree of arrays, or a function that returns one.
+            synchronization: "on_write" for one value on all replicas; "on_read" for a value of each replica, reduced
+                when it is read.
+            aggregation: Reduction over the replicas: "sum", "mean" or "only_first_replica".
         """
         refuse_in_replica("strategy.variable")
         return make_variable(self.replicas, initial, synchronization, aggregation)
@@ -249,75 +265,76 @@ class Strategy(ABC):
         return self.replicas.per_replica(function)
 
     def dealt(self, tree: Tree) -> PerReplica:
-        """Return each local replica's rows of a tree in which they lie one after another along the first axis.
+        """Split a tree along its first axis into one part per local replica.
 
-        A batch of a distributed data set need not be given to it, but what is computed of one outside of `run`.
+        `run` splits batches of a distributed data set by itself. Arrays that Python computed from a batch need this
+        call.
 
         Args:
-            tree: a pytree of arrays `[len(local_replicas) * rows, ...]`.
+            tree: Pytree of arrays `[len(local_replicas) * rows, ...]`, in replica order.
 
         Returns:
             `PerReplica` of arrays `[rows, ...]`.
 
         Raises:
-            ValueError: if the arrays cannot be divided among the local replicas, or are a batch for others.
+            ValueError: If the local replicas do not divide the arrays evenly, or the batch is for other replicas.
         """
         return self.replicas.dealing.split(tree)
 
     def shared(self, tree: Tree) -> Shared:
-        """Return a pytree that `run` gives whole to every replica, without asking whether it is a batch."""
+        """Mark a pytree that `run` gives to every replica as a whole, even if it looks like a batch."""
         return Shared(tree)
 
     def broadcast(self, tree: Same, root: int = 0) -> Same:
-        """Return the values of instance `root` on every instance, as JAX arrays.
+        """Return the values of instance `root` on every instance, as JAX arrays. Collective.
 
         Raises:
-            LayoutMismatchError: on all instances if the trees differ in names, shapes or dtypes; it names the leaf.
-            TypeError: a leaf is a `PerReplica`.
-            UnsupportedBufferError: for a masked array.
-            ValueError: integers do not fit into 32 bits, where JAX has no more.
+            LayoutMismatchError: On all instances, if the trees differ in names, shapes or dtypes; it names the leaf.
+            TypeError: If a leaf is a `PerReplica`.
+            UnsupportedBufferError: If a leaf is a masked array.
+            ValueError: If integers do not fit into 32 bits, unless JAX has 64 bits enabled.
         """
         refuse_in_replica("strategy.broadcast")
         return self.replicas.broadcast(tree, root)
 
     def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
-        """Reduce over all replicas of all instances, in the order of the tree; the same result on every instance.
+        """Reduce over all replicas of all instances, in the order of the tree; all get the same result. Collective.
 
         Args:
-            op: "sum" (of integers: wraps around where it does not fit), "mean" (of integers: truncated), "min" or
-                "max".
-            value: what `run` or `per_replica` returned, a pytree of such, or one that all local replicas share; see
-                `run` for batches.
-            axis: also over this axis of each replica's value, or several: every part along it counts once, so a mean
-                is that over all rows of all replicas, which may have different numbers of them. The tree is then one
-                over all rows, replica by replica. For long axes reduce within `run` first.
+            op: "sum" (integers wrap around on overflow), "mean" (integers are truncated towards zero), "min" or "max".
+            value: Result of `run` or `per_replica`, a pytree of such results, or a value that all local replicas share.
+                Batches are split as in `run`.
+            axis: One axis or several of each replica's value, over which to reduce as well. Every element along it
+                counts once, so a mean is the mean of all rows of all replicas, even if replicas have different numbers
+                of rows. The tree then spans all rows, replica by replica. For long axes reduce inside `run` first.
 
         Returns:
             A pytree of NumPy arrays.
 
         Raises:
-            TypeError: if an axis is no whole number.
-            ValueError: for another op, if the replicas' pytrees differ, if the value cannot be dealt out, see `run`; if
-                there is no such axis, or nothing along it.
+            TypeError: If an axis is not an integer.
+            ValueError: If `op` is unknown, or the replicas' pytrees differ, or the value cannot be split as in `run`.
+                If a replica's value lacks the axis, or is empty along it.
         """
         refuse_in_replica("strategy.reduce")
         return self.replicas.reduce(op, values_of(value), axis)
 
     def gather(self, value: Tree, axis: int) -> Tree:
-        """Return the values of all replicas one after another along an axis, in replica order, on every instance.
+        """Concatenate the values of all replicas along an axis, in replica order, on every instance. Collective.
 
         Args:
-            value: see `reduce`; replicas may have different lengths along the axis, and are alike otherwise.
-            axis: counted from the end where it is negative.
+            value: Values as in `reduce`. Replicas may have different lengths along the axis, but the same other
+                dimensions, dtypes and structure.
+            axis: The axis; a negative axis counts from the end.
 
         Returns:
             A pytree of NumPy arrays.
 
         Raises:
-            LayoutMismatchError: if the replicas of instances differ in anything else than these lengths.
-            TypeError: if the axis is no whole number.
-            UnsupportedBufferError: for what instances do not exchange, such as strings.
-            ValueError: see `reduce`; or the values are scalars, which have no axis.
+            LayoutMismatchError: If instances differ in anything but the lengths along the axis.
+            TypeError: If the axis is not an integer.
+            UnsupportedBufferError: If instances cannot exchange the values, such as strings.
+            ValueError: If the values are scalars, or for a reason of `reduce`.
         """
         refuse_in_replica("strategy.gather")
         return concatenated(self.replicas, values_of(value), axis)
@@ -325,31 +342,33 @@ class Strategy(ABC):
     # ---- programs
 
     def run(self, function: Function, args: Sequence[Tree] = (), kwargs: dict[str, Tree] | None = None) -> Tree:
-        """Run `function` once per local replica, compiled, all replicas in lockstep.
+        """Run a compiled function once per local replica, all replicas in lockstep.
+
+        If the function has collectives, all instances must call `run` with it.
 
         Args:
-            function: a JAX-traceable function; inside it `get_replica_context` gives the replica's index and
-                collectives over all replicas. Compiled once per function object and argument shapes, and anew when
-                something has changed that it reads from outside; models of Keras may be read and assigned.
-            args: pytrees. Of a `PerReplica` or an "on_read" variable, wherever it stands, each replica gets its value;
-                of an array of a batch of `distribute_dataset` its rows; of all else the whole. A new array that is as
-                long as such a batch is refused where there are several local replicas: say `dealt` or `shared` of it.
-                From an iterator, of a data set or an infeed or of Python, the function draws with `next` while it runs;
-                it belongs to programs from then on.
-            kwargs: likewise.
+            function: JAX-traceable function. In it, `get_replica_context` gives the replica's index and collectives
+                over all replicas. It is compiled once per function object and argument shapes, and again if an outside
+                value that it reads has changed. It may read and assign models of Keras.
+            args: Pytrees. Of a `PerReplica` or an "on_read" variable, at any depth, a replica gets its own value. Of a
+                batch of `distribute_dataset` it gets its rows, and of everything else the whole. With several local
+                replicas, another array with the length of a batch is refused: mark it with `dealt` or `shared`. From an
+                iterator (of a data set, an infeed or Python) the function takes elements with `next` while it runs.
+                From then on the iterator belongs to programs.
+            kwargs: Pytrees by name, treated as `args` are.
 
         Returns:
             `PerReplica` with the results.
 
         Raises:
-            RuntimeError: inside a function that `run` runs; or the function reads what is another thing each time, such
-                as a clock or an iterator of a closure.
-            TypeError: `args` is no tuple or list, or `kwargs` no dictionary; "Unsupported data type" for float64
-                arguments or results, unless JAX has 64 bits enabled.
-            UnsupportedBufferError: a `PerReplica` has a masked array.
-            ValueError: a `PerReplica` has not one value per local replica, or its values differ in shape; integers do
-                not fit into 32 bits, where JAX has no more; a batch or a `PerReplica` is for other replicas; nobody can
-                tell whether an array is a batch.
+            RuntimeError: Inside a function that `run` runs; or if the function reads a value that differs each time,
+                such as a clock or an iterator of a closure.
+            TypeError: If `args` is not a tuple or list, or `kwargs` not a dictionary; "Unsupported data type" for
+                float64 arguments or results, unless JAX has 64 bits enabled.
+            UnsupportedBufferError: If a `PerReplica` has a masked array.
+            ValueError: If a `PerReplica` does not have one value per local replica, or has values of different shapes.
+                If integers do not fit into 32 bits, unless JAX has 64 bits enabled. If a batch or a `PerReplica`
+                belongs to other replicas. If an array may or may not be a batch.
         """
         refuse_in_replica("strategy.run")
         kwargs = kwargs or {}
@@ -378,17 +397,17 @@ class Strategy(ABC):
         return PerReplica(tuple(result for result, _ in results), self.local_replicas)
 
     def experimental_run_v2(self, *arguments: object, **named: object) -> NoReturn:
-        """Refuse the name that `run` once had.
+        """Refuse the former name of `run`, as the original does.
 
         Raises:
-            RuntimeError: always, as of the original.
+            RuntimeError: Always.
         """
         raise RuntimeError(
             "strategy.experimental_run_v2 is gone, here as in the original; call strategy.run with the same arguments"
         )
 
     def _shared(self, value: Tree) -> Tree:
-        """Return a value that all replicas get whole; on which device it lies does not matter."""
+        """Return a value that all replicas get as a whole, on whatever device it lies."""
         refuse_cut_integers(refuse_float64(value))
         return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
@@ -403,12 +422,12 @@ class Strategy(ABC):
         reducer.begin()
         with reducer.ending():
             results = self.replicas.devices.each(compute, reducer.fail)
-        if reducer.last_error is not None:  # a feed has failed, and the program went on without it to its end
+        if reducer.last_error is not None:  # a feed has failed, and the program ran to its end without it
             raise reducer.last_error
         return results
 
     def _program(self, function: Function, names: tuple[str, ...]) -> tuple[DeviceProgram, HeldState]:
-        """Return the compiled function, and the variables that it has besides its arguments."""
+        """Return the compiled function, and the Keras variables that it reads besides its arguments."""
         key = function, names
         found = self.replicas.programs.get(key)
         if found is not None and all(is_same() for is_same in found[2]):
@@ -432,7 +451,7 @@ class Strategy(ABC):
                 made = changes()
             reads.settle()
             constants.extend([*context.feeds.constants, reads.is_same])
-            # With the token the program has a result that is not ready before its last feed.
+            # The token makes a result that is ready only after the program's last feed.
             results = (refuse_float64(result, "output"), made, context.feeds.token)
             return jax.tree.map(jnp.asarray, results)
 
@@ -452,22 +471,33 @@ class Strategy(ABC):
         transfer_dtype: DTypes = None,
         prefetch: int | None = None,
     ) -> DistributedDataset:
-        """Give each replica its part of a data set; see `DistributedDataset`.
+        """Return a data set that gives each replica its part of `source`; see `DistributedDataset`.
 
-        With several instances, taking a batch is a collective call unless `source` is a pytree of arrays or
-        random access.
+        With several instances, taking a batch is a collective call, unless `source` is a pytree of arrays or has random
+        access.
+
+        Example::
+
+            dataset = strategy.distribute_dataset({"image": x, "label": y}, batch_size=32, seed=0)
+            for epoch in range(3):
+                for batch in dataset.epoch(epoch):  # leaves [len(local_replicas) * 32, ...]
+                    state, metrics = trainer.step(state, batch)
 
         Args:
-            source: a pytree of arrays, a `grain.MapDataset` or `GrainSource` or another object with a length and `[i]`,
-                an object with `shard(n, i)`, an iterable, or `PerReplica` iterables.
-            batch_size: elements per replica and micro-batch.
-            seed: of the shuffle, the same on all instances.
-            shuffle: whether arrays and random access are shuffled.
-            remainder: "drop" or "pad" what does not fill the last global batch.
-            gradient_accumulation_count: micro-batches that each replica takes in one step, one after another.
-            transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch;
-                `strategies.casting` casts them back there.
-            prefetch: how many batches are prepared ahead; None: two, or none where `defaults` say so.
+            source: Pytree of arrays; `grain.MapDataset`, `GrainSource` or another object with a length and `[i]`;
+                object with `shard(n, i)`; iterable; or `PerReplica` of iterables.
+            batch_size: Elements per replica and micro-batch.
+            seed: Seed of the shuffle, the same on all instances.
+            shuffle: Whether to shuffle arrays and random access, differently in each epoch.
+            remainder: "drop" the elements that do not fill the last global batch, or "pad" that batch.
+            gradient_accumulation_count: Micro-batches that each replica takes in one step.
+            transfer_dtype: Smaller dtype in which arrays travel to the devices, or one dtype per entry of a batch;
+                `strategies.casting` casts them back on the device.
+            prefetch: Number of batches prepared ahead; None for two, or for none if `defaults` switch this off.
+
+        Raises:
+            TypeError: If `source` is of no known kind, or an argument has the wrong type.
+            ValueError: If `source` is empty or inconsistent, or smaller than one global batch.
         """
         dataset = DistributedDataset(
             source,
@@ -490,24 +520,24 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, function: Callable[[InputContext], Iterable[Element]]
     ) -> Iterable[Element]:
-        """Return the data set that `function` makes for this instance; with one instance untouched.
+        """Return the data set that `function` makes for this instance; with one instance, unchanged.
 
-        With several, taking a batch is a collective call: all end at the step at which the first of them has none,
-        with a warning.
+        With several instances, taking a batch is a collective call. All instances end at the step at which the first
+        of them has no batch, with a warning.
 
         Args:
-            function: called once per instance with its `InputContext`; returns an iterable of instance batches,
-                whose leaves have the batches of all local replicas one after another along the first axis.
+            function: Function of an `InputContext`, called once per instance. It returns an iterable of instance
+                batches; their leaves hold the batches of all local replicas in order along the first axis.
         """
         batches = function(InputContext(self.num_instances, self.instance_index, self.num_replicas_in_sync))
         return batches if self.num_instances == 1 else Lockstep(batches, self.communicator)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Make this the current strategy, which `get_strategy` returns; models of Keras made inside are its own.
+        """Make this the current strategy inside the block: `get_strategy` returns it, and new Keras models use it.
 
         Raises:
-            ImportError: by the first `import keras` of a program while a scope is open; import Keras before the scope.
+            ImportError: From the first `import keras` of a program inside a scope; import Keras before the scope.
         """
         with keras_in_scope(get_strategy), current_defaults_of(lambda: self.defaults):
             token = _scope.set(self)
@@ -518,12 +548,12 @@ class Strategy(ABC):
 
 
 def get_strategy() -> Strategy | None:
-    """Return the strategy whose scope this is, or None."""
+    """Return the strategy whose scope is open, or None."""
     return _scope.get()
 
 
 def _require_arguments(args: object, kwargs: object) -> None:
-    """Refuse a value in the place of a tuple of them, before its parts count as arguments."""
+    """Refuse a value given in place of a tuple, before its parts count as arguments."""
     if not isinstance(args, tuple | list):
         raise TypeError(f"args is {args!r}, a {type(args).__name__}; give a tuple, such as args=(value,)")
     if not isinstance(kwargs, dict):
@@ -536,7 +566,7 @@ def _is_on_one_device(leaf: Leaf) -> bool:
 
 
 def _alike(values: Sequence[Tree]) -> list[Tree]:
-    """Return the replicas' values on the host, for one program."""
+    """Return the replicas' values on the host, checked to have the same shapes."""
     for value in values:
         refuse_float64(value)
     hosted = [jax.tree.map(as_jax_would, value) for value in values]

@@ -1,4 +1,4 @@
-"""Rows of a table, as embeddings take them, with a gradient that needs no scatter with collisions."""
+"""Lookup of table rows, as in embeddings, with a deterministic gradient that scatters without collisions."""
 
 from __future__ import annotations
 
@@ -10,27 +10,32 @@ import numpy as np
 
 
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return `table[indices]`, with a gradient that is cheap where operations are deterministic.
+    """Return `table[indices]`, with a gradient that stays fast if operations are deterministic.
 
-    The gradient of `table[indices]` is a scatter, which takes long on a GPU where it has to be deterministic
-    (docs: gpus). Here rows are sorted, added to their neighbours in one fixed order in float32 (float64 for float64),
-    rounded once and written to places that are all different.
+    The gradient of `table[indices]` is a scatter, which is slow on a GPU if it must be deterministic (docs: gpus). This
+    gradient sorts the rows and adds equal rows in one fixed order, in float32 (in float64 for float64). It rounds each
+    sum once and writes the sums to distinct places.
+
+    Example::
+
+        embedded = strategies.take_rows(variables["embedding"], batch["tokens"])  # [batch, length, width]
 
     Args:
-        table: of shape (rows, ...), floats.
-        indices: integers of any shape, 0 to rows - 1; below 0 they count from the end. Others are as in JAX.
+        table: Floating-point array of shape (rows, ...).
+        indices: Integer array of any shape, with values from 0 to rows - 1. Negative values count from the end. Other
+            values behave as in JAX.
 
     Returns:
         The rows, of shape (*indices.shape, *table.shape[1:]).
 
     Raises:
-        TypeError: the table has no floats, or the indices are no integers.
+        TypeError: If the table is not floating-point, or the indices are not integers.
     """
     table, indices = jnp.asarray(table), jnp.asarray(indices)
     if not jnp.issubdtype(table.dtype, jnp.floating) or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(
-            f"a table of {table.dtype} and indices of {indices.dtype}; take_rows is for floats and integers, use "
-            "table[indices]"
+            f"the table is {table.dtype} and the indices are {indices.dtype}; take_rows needs floats and integers; for "
+            "other dtypes use table[indices]"
         )
     return _taken(table, indices, table.shape[0])
 
@@ -56,7 +61,7 @@ _taken.defvjp(_forward, _backward)
 
 
 def _sums_of_rows(places: jax.Array, values: jax.Array, rows: int) -> jax.Array:
-    """Return for each row of a table the sum of the values for it, of shape (rows, ...)."""
+    """Return the sum of the values for each row of a table, of shape (rows, ...)."""
     zeros = jnp.zeros((rows, *values.shape[1:]), values.dtype)
     if not places.size:
         return zeros
@@ -67,11 +72,11 @@ def _sums_of_rows(places: jax.Array, values: jax.Array, rows: int) -> jax.Array:
     begins = jnp.concatenate([edge, changes])
     _, sums = jax.lax.associative_scan(_added, (begins.reshape(-1, *[1] * (wide.ndim - 1)), wide))
     is_last = jnp.concatenate([changes, edge])
-    # Past the end, where they are dropped, sums of a part of a row's values have places of their own.
+    # Partial sums get distinct places past the end of the table, where they are dropped.
     unlike = jnp.where(is_last & (places >= 0) & (places < rows), places, rows + jnp.arange(places.size))
     return zeros.at[unlike].set(sums.astype(values.dtype), unique_indices=True, mode="drop")
 
 
 def _added(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Add what has come so far to the next values, unless a row begins with these."""
+    """Add the sum so far to the next values, unless a new row begins there."""
     return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])

@@ -1,4 +1,4 @@
-"""The state of a training: variables, optimizer state, step and loss scale."""
+"""The state of a training: variables, optimizer state, step, loss scale and model state."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ class TrainState:
     """Everything that training changes.
 
     Attributes:
-        variables: a pytree of arrays, the same bits on every instance.
-        optimizer_state: what the optimizer keeps; of sharded state this instance's part.
-        step: how many steps were made.
-        loss_scale: of the next step; None without loss scaling.
-        residuals: what int8 gradients of the local replicas have lost so far, for each variable float32 with the
-            replicas one after another along the first axis; None where gradients are not quantised.
-        model_state: what changes with every batch and is not trained: a pytree of arrays, the same bits on every
-            instance, but for leaves of which each replica has its own: these have the local replicas along a first
-            axis. None where the loss function has none.
+        variables: Pytree of arrays with the same bits on every instance.
+        optimizer_state: State of the optimizer; if it is sharded, this instance's part.
+        step: Number of steps so far.
+        loss_scale: Scale of the next loss; None without loss scaling.
+        residuals: Rounding errors of int8 gradients of the local replicas, carried over to the next step: for each
+            variable a float32 array with the replicas along its first axis. None if gradients are not quantised.
+        model_state: Pytree of arrays that every batch changes without gradients, or None. It has the same bits on every
+            instance. A leaf that each replica has of its own has the local replicas along its first axis instead.
     """
 
     variables: Variables
@@ -50,6 +49,6 @@ _alive: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictiona
 
 
 def is_trained(leaf: Leaf) -> bool:
-    """Return whether an array belongs to a state that the program still has: a variable, say, or a moving mean."""
+    """Return whether an array belongs to a state that the program still holds: a variable or a moving mean, say."""
     trees = [(state.variables, state.optimizer_state, state.model_state) for state in list(_alive.values())]
     return any(leaf is other for other in jax.tree.leaves(trees))

@@ -44,32 +44,44 @@ __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]
 
 
 class Trainer:
-    """Trains variables on all replicas of a strategy.
+    """A training with any loss function and optimizer of JAX, on all replicas of a strategy.
 
-    Each step runs `loss_fn` once per replica; the gradients leave XLA as views of its memory, one flat buffer per
-    dtype with the metrics in its tail; the buffers are added in the order of a tree over replicas; one compiled
-    update per instance applies their mean. The variables have the same bits on every instance, and for every number
-    of instances.
+    Each step runs `loss_fn` once per replica. XLA's memory is read in place, as one flat buffer per dtype with the
+    metrics at its end. The buffers are added in the order of a tree over replicas, and one compiled update per instance
+    applies their mean. The variables have the same bits on every instance, and for every number of instances.
+
+    Example::
+
+        def loss_fn(variables, batch, key):
+            logits = batch["image"] @ variables["w"] + variables["b"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+        trainer = strategies.Trainer(strategy, loss_fn, optax.adam(1e-3))
+        state = trainer.init({"w": np.zeros((784, 10), np.float32), "b": np.zeros(10, np.float32)})
+        for batch in dataset.epoch(0):
+            state, metrics = trainer.step(state, batch)  # metrics["loss"] is a float
 
     Args:
-        strategy: where the replicas are.
-        loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome` for one replica and one
-            micro-batch; the loss is a scalar, the key differs for each replica, step and micro-batch. With a model
-            state `(variables, batch, key, model_state) -> Outcome`, which has the new one.
-        optimizer: an optax gradient transformation, or a `MapGradientOptimizer`.
-        seed: of the keys.
-        check_numerics: raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None: as the
-            defaults of the strategy say.
-        digest_every: compare the bits of variables and optimizer state between instances before every so many steps.
-        options: the others, by name: `gradient_accumulation_count`, `compute_dtype`, ... See `StepOptions`
-            and its base class, which describe them.
+        strategy: The strategy whose replicas train.
+        loss_fn: `(variables, batch, key) -> loss`, `-> (loss, {name: scalar})` or `-> Outcome`, for one replica and one
+            micro-batch. The loss is a scalar; the key differs for each replica, step and micro-batch. With a model
+            state: `(variables, batch, key, model_state) -> Outcome` with the new model state.
+        optimizer: An optax gradient transformation, or a `MapGradientOptimizer`.
+        seed: Seed of the keys.
+        check_numerics: Whether to raise `NonFiniteGradientError` for the first gradient that is NaN or infinite. None:
+            as the defaults of the strategy say.
+        digest_every: Number of steps between comparisons of the bits of variables and optimizer state between
+            instances; 0 for none.
+        options: Other options by name, such as `gradient_accumulation_count` or `compute_dtype`; see `StepOptions` and
+            its base class.
 
     Attributes:
-        seed: of the keys.
+        seed: Seed of the keys.
 
     Raises:
-        TypeError: if `loss_fn` does not take three arguments, or four, `optimizer` is none, or there is no such option.
-        ValueError: if an option is out of range, or two of them exclude each other.
+        TypeError: If `loss_fn` does not take three or four arguments, `optimizer` is not an optimizer, or an option is
+            unknown.
+        ValueError: If an option is out of range, or two options exclude each other.
     """
 
     def __init__(
@@ -91,7 +103,7 @@ class Trainer:
         self._begun_with: tuple[Variables, Tree] | None = None  # shapes of variables and model state
 
     def _put_together(self, loss_fn: LossFunction, optimizer: StepOptimizer | GradientTransformation) -> None:
-        """Make the parts of a step, of evaluations and of plans."""
+        """Make the parts that run steps, evaluations and memory plans."""
         replicas, options = self._strategy.replicas, self._options
         check_loss_function(loss_fn)
         traced: list[Function] = [] if options.map_gradient is None else [options.map_gradient]
@@ -124,29 +136,29 @@ class Trainer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances have different parts of the state: of the optimizer's or the model's, or residuals."""
+        """Whether instances hold different parts of the state: sharded optimizer or model state, or residuals."""
         return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` in place of each array of which this instance has only a part."""
         return self._engine.whole(state)
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
-        """Return the first state: instance 0's variables on every instance.
+        """Return the first state, with instance 0's variables on every instance. Collective.
 
         Args:
-            variables: a pytree of floating-point arrays, with the same shapes and dtypes on all instances.
-            model_state: what changes with every batch and is not trained, such as moving means, counters and keys: a
-                pytree of arrays of any dtype, of which all replicas begin with instance 0's. Also evaluation and
-                prediction give it to their functions, as the last argument. None: there is none.
+            variables: Pytree of floating-point arrays, with the same shapes and dtypes on all instances.
+            model_state: Pytree of arrays of any dtype that every batch changes without gradients, such as moving
+                means, counters and keys. All replicas begin with instance 0's. Functions of evaluation and prediction
+                get it too, as their last argument. None for no model state.
 
         Raises:
-            TypeError: if a variable is no array of a floating-point dtype, or the loss function does not take a model
-                state, or takes one that is not given.
-            ValueError: if there is no variable, or one was used up by a step; or the model state does not fit to
+            TypeError: If a variable is not a floating-point array, the loss function does not take a model state, or it
+                takes one and `model_state` is None.
+            ValueError: If there is no variable, or a step used one up, or the model state does not fit
                 `model_state_aggregation`.
-            LayoutMismatchError: on all instances if their variables differ in names, shapes or dtypes.
-            RuntimeError: inside `strategy.run` or a loss function, as of all that trains.
+            LayoutMismatchError: On all instances, if their variables differ in names, shapes or dtypes.
+            RuntimeError: Inside `strategy.run` or a loss function.
         """
         refuse_in_replica("trainer.init")
         state = self.adopt(TrainState(variables, None, 0, model_state=model_state))
@@ -154,14 +166,16 @@ class Trainer:
         return state
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Go on with what something else has trained: instance 0's state on every instance; a collective call.
+        """Continue a training that other code has begun, with instance 0's state on every instance. Collective.
 
         Args:
-            state: whole, also the optimizer state, which has to be one of this optimizer's; without residuals. Loss
-                scaling begins where it has none.
+            state: Whole state, without residuals. Its optimizer state must be one of this trainer's optimizer. If it
+                has no loss scale, loss scaling begins anew.
 
         Raises:
-            TypeError, ValueError, LayoutMismatchError: see `init`.
+            TypeError: If a variable or the model state has a wrong type, as in `init`.
+            ValueError: If a variable was used up, or the model state does not fit, as in `init`.
+            LayoutMismatchError: On all instances, if their variables differ in names, shapes or dtypes.
         """
         check_takes_state(self._loss_fn, state.model_state is not None)
         check_variables(state.variables, self._options.trainable)
@@ -177,23 +191,24 @@ class Trainer:
         return self._loop.start(begun, lambda: self._engine.restore(given))
 
     def plan(self, batch: Batch, variables: Variables = None, model_state: Tree = None) -> MemoryPlan:
-        """Return the memory that this instance will need, before anything runs; no collective call.
+        """Return the memory that this instance will need, before anything runs. Not collective.
 
-        It compiles the programs of a step, and asks XLA what each of them takes. `print` it, or take its `to_json`.
+        The call compiles the programs of a step and asks XLA for the memory of each. Print the plan, or use its
+        `to_json`.
 
         Args:
-            batch: one of this instance, or the shapes and dtypes of one, as `jax.ShapeDtypeStruct`.
-            variables: likewise. None: those of the last `init`.
-            model_state: likewise.
+            batch: Batch of this instance, or its shapes and dtypes as `jax.ShapeDtypeStruct`.
+            variables: Variables, or their shapes and dtypes. None: those of the last `init`.
+            model_state: Model state, or its shapes and dtypes.
 
         Raises:
-            ValueError: if there are no variables, neither given nor from `init`; or as `step` with such a batch.
-            TypeError: see `step`.
+            ValueError: If no variables are given and `init` was not called; or for a reason of `step`.
+            TypeError: For a reason of `step`.
         """
         if variables is not None:
             return self._memory.plan(variables, model_state, batch)
         if self._begun_with is None:
-            raise ValueError("plan was called before init; call init first, or give it variables, or shapes of some")
+            raise ValueError("plan was called before init; call init first, or give plan the variables or their shapes")
         return self._memory.plan(*self._begun_with, batch)
 
     def run(
@@ -203,24 +218,25 @@ class Trainer:
         steps_per_execution: int = 1,
         after_execution: Callable[[TrainState, Metrics], None] = lambda state, metrics: None,
     ) -> tuple[TrainState, Metrics]:
-        """Make a step with every batch; `state` is used up. The same bits as of `step`.
+        """Make a step with every batch of a data set. It uses `state` up, and gives the same bits as `step`.
 
-        Nothing waits for the device before metrics are read. The only replica makes the steps of an execution without
-        returning to Python if that has the same bits; the first execution finds out, and the log says so. Several
-        replicas meet once in every step.
+        The device runs ahead until a metric is read. With one replica, the steps of an execution run in one program,
+        without a return to Python, if that gives the same bits. The first execution finds this out, and a log message
+        reports it. Several replicas exchange gradients once in every step.
 
         Args:
-            state: what `init`, `step` or `run` returned last.
-            dataset: a `DistributedDataset`, the rest of whose epoch is read, or an iterable of batches.
-            steps_per_execution: how many steps are made before `after_execution` is called, in one program where they
-                can; the last time fewer if the number of batches is not a multiple of it.
-            after_execution: called with the state and the metrics of the last step.
+            state: State that `init`, `step` or `run` returned last.
+            dataset: `DistributedDataset`, of which the rest of the epoch is read; or an iterable of batches.
+            steps_per_execution: Number of steps before each call of `after_execution`, run as one program if possible.
+                The last execution is shorter if the number of batches is not a multiple.
+            after_execution: Function called with the state and the metrics of the last step.
 
         Returns:
             The new state, and the metrics of the last step.
 
         Raises:
-            ValueError: if there is no batch, or `steps_per_execution` is not positive; and what `step` raises.
+            ValueError: If the data set has no batch, or `steps_per_execution` is not positive; and the errors of
+                `step`.
         """
         refuse_in_replica("trainer.run")
         positive("steps_per_execution", steps_per_execution)
@@ -228,7 +244,7 @@ class Trainer:
         if isinstance(dataset, DistributedDataset):
             dataset.restore(dataset.position())  # the rest of the epoch, not all of it
             dataset = dataset.epoch(dataset.position().epoch)
-        elif self._engine.may_fuse and steps_per_execution > 1:  # the batches of an execution are there at once
+        elif self._engine.may_fuse and steps_per_execution > 1:  # an execution holds all its batches at once
             dataset = map(unchanging, dataset)
         batches, metrics = iter(dataset), None
         for batch in batches:
@@ -236,11 +252,11 @@ class Trainer:
             state, metrics = self._execute(state, itertools.chain([batch], rest))
             after_execution(state, metrics)
         if metrics is None:
-            raise ValueError("there is no batch to make a step with")
+            raise ValueError("the data set has no batch; give run at least one")
         return state, metrics
 
     def _execute(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, Metrics]:
-        """Make a step with each of the batches, in one program if that has the same bits."""
+        """Make a step with each of the batches, in one program if that gives the same bits."""
         if self._engine.may_fuse:
             batches = list(batches)
             made = self._engine.at_once(state, batches)
@@ -253,25 +269,28 @@ class Trainer:
         return state, metrics
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Make one update; `state` is used up.
+        """Make one update, and use `state` up: its arrays are donated to the new state.
+
+        An error of the batch, the loss function or the exchange leaves `state` as it was, and the step can be repeated
+        with it.
 
         Args:
-            state: what `init` or `step` returned last.
-            batch: this instance's batch: a pytree whose leaves have the micro-batches of the local replicas one after
-                another along their first axis.
+            state: State that `init`, `step` or `run` returned last.
+            batch: Batch of this instance: pytree whose leaves hold the micro-batches of the local replicas, in replica
+                order, along their first axis.
 
         Returns:
             The new state, and the metrics as means over all replicas.
 
         Raises:
-            TypeError: if the loss is not a floating-point scalar, or the batch has other leaves than arrays.
-            ValueError: if the batch cannot be divided among the local replicas, has no rows, has integers of NumPy that
-                JAX would cut off, is dealt out among other replicas, or has not what the loss function asks it for; or
-                if the state was used up by a step.
-            NonFiniteGradientError: with `check_numerics`; the state is then unchanged and still usable.
-            DivergenceError: with `digest_every`.
-            DisagreementError: on all instances, at the first step with batches of a shape, if they differ in the
-                options, the data set, the loss function or the optimizer.
+            TypeError: If the loss is not a floating-point scalar, or a leaf of the batch is not an array.
+            ValueError: If the local replicas do not divide the batch evenly, or a step has used the state up. If the
+                batch has no rows, belongs to other replicas, lacks a key that the loss function reads, or has NumPy
+                integers beyond JAX's range.
+            NonFiniteGradientError: With `check_numerics`; the state is unchanged and still usable.
+            DivergenceError: With `digest_every`, if instances have different bits.
+            DisagreementError: On all instances, at the first step with a new shape of batches, if they differ in
+                options, data set, loss function or optimizer.
         """
         refuse_in_replica("trainer.step")
         check_state(state)
@@ -287,28 +306,33 @@ class Trainer:
         *,
         metrics_fn: MetricsFunction | None = None,
     ) -> Evaluation:
-        """Return means over all rows of a data set, each counted once; a collective call. The state is unchanged.
+        """Return means over all rows of a data set, each counted once. The state is unchanged. Collective.
 
-        The function gets each row as a batch of one, so that a mean over rows is the mean over all of them, however
-        many there are. Values are added in float64, a replica's rows one after another, then the replicas in the
-        order of the tree, and batch by batch. The bits depend on the number of replicas and the batch size, and not on
-        the instances.
+        The function gets each row as a batch of one, so the mean over rows is exact for any number of rows. Values are
+        added in float64: first a replica's rows in order, then the replicas in the order of the tree, then batch by
+        batch. The bits depend on the number of replicas and the batch size, and not on the instances.
+
+        Example::
+
+            test = strategy.distribute_dataset(test_data, batch_size=32, shuffle=False, remainder="pad")
+            trainer.evaluate(state, test)["loss"]
 
         Args:
-            state: what `init`, `step` or `run` returned last.
-            dataset: a `DistributedDataset` with `remainder="pad"`, the rest of whose epoch is read; or an iterable of
-                batches of this instance, of which later ones may have fewer rows than the first.
-            fn: as `loss_fn`, for instance without dropout; None for `loss_fn` itself. Its key is always
+            state: State that `init`, `step` or `run` returned last.
+            dataset: `DistributedDataset` with `remainder="pad"`, of which the rest of the epoch is read; or an iterable
+                of this instance's batches, of which later ones may have fewer rows than the first.
+            fn: Function like `loss_fn`, for instance without dropout; None for `loss_fn` itself. Its key is always
                 `jax.random.key(seed)`.
-            metrics_fn: instead of it `(variables, batch, mask, key) -> {name: metric}` of all rows of a replica, of
-                which those count whose mask, bool `[rows]`, is True. A metric is a `Mean`, or another pytree of arrays
-                with a method `merge(other)`, which is called with host arrays.
+            metrics_fn: Function used instead of `fn`: `(variables, batch, mask, key) -> {name: metric}` of all rows of
+                a replica. Rows count if their `mask`, bool `[rows]`, is True. A metric is a `Mean`, or a pytree of
+                arrays with a method `merge(other)`, which is called with host arrays.
 
         Raises:
-            TypeError: if a loss or metric is no scalar, or what `metrics_fn` returns cannot be merged.
-            ValueError: if there is no row, the data set leaves rows out or accumulates, batches differ in more than the
-                number of rows, the function has feeds or, of single rows, collectives, or the state was used up.
-            DisagreementError: on all instances, if they differ in what is evaluated.
+            TypeError: If a loss or metric is not a scalar, or a result of `metrics_fn` cannot be merged.
+            ValueError: If there is no row, or the data set leaves rows out or accumulates. If batches differ in more
+                than the number of rows. If the function has feeds, or has collectives although it gets single rows. If
+                a step has used the state up.
+            DisagreementError: On all instances, if they would not compute the same.
         """
         check_state(state)
         task = evaluation_task(self._loss_fn, fn, metrics_fn, state.model_state is not None)
@@ -317,20 +341,22 @@ class Trainer:
     def predict(
         self, state: TrainState, dataset: Iterable[Batch], fn: LossFunction | None = None, *, to_all: bool = True
     ) -> Iterator[Tree]:
-        """Yield the model's outputs for each row, in the order of the data; taking a batch is a collective call.
+        """Yield the model's outputs for the rows of each batch, in the order of the data. Taking one is collective.
 
-        If all instances leave the iterator early, the data set stays there.
+        If all instances leave the iterator early, the data set keeps its position after the last batch taken.
 
         Args:
-            state: see `evaluate`; not to be used up before the last batch is taken.
-            dataset: see there; with `shuffle=False`.
-            fn: `(variables, batch, key) -> outputs` or `-> Outcome`, the outputs a pytree of arrays `[rows, ...]`; None
+            state: State that `init`, `step` or `run` returned last; no step may use it up before the last batch.
+            dataset: Data set as in `evaluate`, with `shuffle=False`.
+            fn: `(variables, batch, key) -> outputs` or `-> Outcome`, the outputs a pytree of arrays `[rows, ...]`. None
                 for a `loss_fn` that returns an `Outcome` with outputs.
-            to_all: whether all instances get the outputs, as host arrays; otherwise all but instance 0 get None.
+            to_all: Whether all instances get the outputs, as host arrays; if False, all but instance 0 get None.
 
         Raises:
-            TypeError, ValueError, DisagreementError: see `evaluate`; and if the data set is shuffled, or the outputs
-                are not one for each row.
+            TypeError: For a reason of `evaluate`.
+            ValueError: If the data set is shuffled, the outputs do not have one row per input row, or for a reason of
+                `evaluate`.
+            DisagreementError: On all instances, if they would not compute the same.
         """
         check_state(state)
         task = prediction_task(self._loss_fn, fn, state.model_state is not None)

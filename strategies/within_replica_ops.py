@@ -1,7 +1,7 @@
-"""Collectives between the shards of one replica: functions of a list with one array per shard, in their order.
+"""Collectives between the shards of one replica.
 
-Each returns a list with what every shard gets. Semantics: the original's `within_replica_ops`; gradients are those of
-the arithmetic.
+Each function takes a list with one array per shard, in the order of the shards, and returns a list with the result of
+each shard. Gradients follow from the arithmetic. Semantics: the original's `within_replica_ops`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from strategies.jax.replicas.reduction_ops import base_of, check_dtype, operand,
 
 
 def all_gather(shards: Sequence[ArrayLike], axis: int = 0) -> list[jax.Array]:
-    """Return the arrays of all shards, concatenated along `axis`, on each of them; scalars are stacked.
+    """Concatenate the arrays of all shards along `axis`, and return the result for each shard; scalars are stacked.
 
     Raises:
-        ValueError: if dtypes, ranks or other dimensions differ, an array is there twice, or there is no such axis.
-        DeviceError: if the arrays lie on different devices in another order than theirs.
+        ValueError: If dtypes, ranks or other dimensions differ, an array occurs twice, or there is no such axis.
+        DeviceError: If the arrays lie on different devices, and not in the order of these devices.
     """
     arrays = _checked(shards)
     if not arrays[0].ndim:
         return [jnp.stack(arrays)] * len(arrays)
     if not 0 <= axis < arrays[0].ndim:
-        raise ValueError(f"all_gather along axis {axis} of arrays of rank {arrays[0].ndim}; it must be one of theirs")
+        raise ValueError(f"all_gather along axis {axis} of arrays of rank {arrays[0].ndim}; use an axis they have")
     others = {(*array.shape[:axis], *array.shape[axis + 1 :]) for array in arrays}
     if len(others) > 1:
         raise ValueError(
@@ -39,17 +39,17 @@ def all_gather(shards: Sequence[ArrayLike], axis: int = 0) -> list[jax.Array]:
 
 
 def all_reduce(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
-    """Return the reduction of all shards, on each of them, as long as the longest of them.
+    """Reduce the vectors of all shards, and return the result, as long as the longest vector, for each shard.
 
     Args:
-        shards: vectors, the shorter ones taken as if zeros followed; or scalars, taken as vectors of length 1.
-        op: as in `cross_replica_ops.reduce_scatter`.
+        shards: Vectors; shorter ones are padded with zeros. Scalars count as vectors of length 1.
+        op: Operation, as in `cross_replica_ops.reduce_scatter`.
 
     Raises:
-        UnsupportedBufferError: for a dtype that replicas do not reduce either, such as bool with other operations than
-            LOGICAL_AND and LOGICAL_OR.
-        ValueError: if dtypes or ranks differ, an array is there twice, or is neither a vector nor a scalar.
-        DeviceError: if the arrays lie on different devices in another order than theirs.
+        UnsupportedBufferError: If the dtype cannot be reduced, such as bool with other operations than LOGICAL_AND and
+            LOGICAL_OR.
+        ValueError: If dtypes or ranks differ, an array occurs twice, or is neither a vector nor a scalar.
+        DeviceError: If the arrays lie on different devices, and not in the order of these devices.
     """
     vectors = _vectors(shards)
     length = max(vector.size for vector in vectors)
@@ -57,16 +57,18 @@ def all_reduce(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
 
 
 def reduce_scatter(shards: Sequence[ArrayLike], op: str = "ADD") -> list[jax.Array]:
-    """Return the reduction of all k shards, of which each gets its part, of length ceil(longest / k), zeros at the end.
+    """Reduce the vectors of all k shards, and return each shard's part, of length ceil(longest / k).
+
+    The last parts end with zeros if k does not divide the length.
 
     Args:
-        shards: as in `all_reduce`.
-        op: as in `all_reduce`.
+        shards: Vectors; shorter ones are padded with zeros. Scalars count as vectors of length 1.
+        op: Operation, as in `cross_replica_ops.reduce_scatter`.
 
     Raises:
-        UnsupportedBufferError: as `all_reduce` does.
-        ValueError: as `all_reduce` does.
-        DeviceError: as `all_reduce` does.
+        UnsupportedBufferError: If the dtype cannot be reduced, as in `all_reduce`.
+        ValueError: If dtypes or ranks differ, an array occurs twice, or is neither a vector nor a scalar.
+        DeviceError: If the arrays lie on different devices, and not in the order of these devices.
     """
     vectors = _vectors(shards)
     part = -(-max(vector.size for vector in vectors) // len(vectors))
@@ -97,9 +99,9 @@ def _vectors(shards: Sequence[ArrayLike]) -> list[jax.Array]:
 def _checked(shards: Sequence[ArrayLike]) -> list[jax.Array]:
     if not len(shards):
         raise ValueError("the list of shards is empty; give one array per shard")
-    held = [id(shard) for shard in shards if hasattr(shard, "dtype")]  # equal numbers of Python may be one object
+    held = [id(shard) for shard in shards if hasattr(shard, "dtype")]  # equal Python numbers may be one object
     if len(set(held)) < len(held):
-        raise ValueError("an array is in the list of shards twice; each shard has one of its own")
+        raise ValueError("an array occurs twice in the list of shards; give each shard its own array")
     arrays = [jnp.asarray(shard) for shard in shards]
     for what, found in (("dtypes", {array.dtype for array in arrays}), ("ranks", {array.ndim for array in arrays})):
         if len(found) > 1:

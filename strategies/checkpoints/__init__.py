@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, how, and how it comes back."""
+"""Checkpoints of a training: contents, files, saving and loading."""

@@ -1,14 +1,14 @@
-"""Checkpoints in a folder, each written whole and checked before it is used, and the choice of the best ones.
+"""Folders of checkpoints, each written completely and checked before use, and the choice of the best checkpoints.
 
-| name | what it is |
+| name | content |
 |---|---|
 | step_00000040/ | a complete checkpoint |
-| step_00000040/state/ | all arrays of one dtype behind each other, cut into pieces, written by orbax-checkpoint |
-| step_00000040/training.json | where each array lies, and what else is needed to go on |
-| step_00000040/SHA256SUMS | of all other files; `sha256sum --check` reads it |
-| step_00000050.incomplete/ | one that is being written, or whose writer was ended |
-| step_00000030.damaged/ | one whose files are not those that were written |
-| step_00000040.replaced/ | while the checkpoint of a step is replaced by another one of it, the older one |
+| step_00000040/state/ | all arrays, one after another per dtype, cut into pieces, written by orbax-checkpoint |
+| step_00000040/training.json | the place of each array, and the other facts needed to continue |
+| step_00000040/SHA256SUMS | digests of all other files; `sha256sum --check` reads it |
+| step_00000050.incomplete/ | a checkpoint that is being written, or whose writer died |
+| step_00000030.damaged/ | a checkpoint whose files have changed since they were written |
+| step_00000040.replaced/ | the older checkpoint of a step, while a new one of the same step replaces it |
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ logger = logging.getLogger(__name__)
 
 STATE = "state"
 MAX_FAILED = 16
-"""The most failed writes whose threads may still run."""
+"""The largest number of failed writes whose threads may still run."""
 PIECE_BYTES = 1 << 28
-"""The bytes that orbax gets as one array: it may hold a second copy of them. (Few large arrays are written faster than
-many: 22 MB in 18 arrays took 55 ms of processor time, in one 22 ms.)"""
+"""The size of the arrays that orbax gets: it may hold a second copy of each. (Few large arrays are written faster than
+many: 22 MB took 55 ms of processor time as 18 arrays, and 22 ms as one.)"""
 _MODES = ("max", "min")
 _COMPLETE = re.compile(r"step_(\d{8,})")
 
@@ -68,13 +68,13 @@ class SavedTraining:
     """The facts in a checkpoint besides the arrays.
 
     Attributes:
-        step: updates that were made.
-        replicas: R, of all instances.
-        seed: the trainer's.
-        position: where the data set was, with its seed; None where there was none.
-        packing: where each array lies.
-        metrics: of this state, as the program says.
-        extra: the program's own values; JSON can write them.
+        step: Number of steps so far.
+        replicas: Number of replicas of all instances, R.
+        seed: Seed of the trainer.
+        position: Position in the data set, with its seed; None without a data set.
+        packing: Place of each array.
+        metrics: Metrics of this state, given by the program.
+        extra: The program's own values, in a form that JSON can write.
     """
 
     step: int
@@ -86,13 +86,13 @@ class SavedTraining:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The inverse of `from_json`."""
+        """Return the facts as JSON, which `from_json` reads."""
         values = asdict(self) | {"packing": self.packing.arrays}
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> SavedTraining:
-        """Return the facts that `to_json` wrote; raise ValueError for anything else."""
+        """Return the facts that `to_json` wrote; raise ValueError for any other text."""
         try:
             values = json.loads(text)
             position, packing = values.pop("position"), Packing.from_lists(values.pop("packing"))
@@ -106,15 +106,15 @@ class SavedTraining:
 
 
 class CheckpointFolder:
-    """The checkpoints of one job. One process uses it, from one thread at a time.
+    """The checkpoints of one job. One process uses the folder, from one thread at a time.
 
     Args:
-        path: the folder; made with the first checkpoint.
-        keep: how many checkpoints are kept, the newest.
-        best: which others are kept too.
+        path: Folder, created with the first checkpoint.
+        keep: Number of newest checkpoints to keep.
+        best: Choice of other checkpoints to keep; None for no others.
 
     Raises:
-        CheckpointError: if orbax-checkpoint is not installed.
+        CheckpointError: If orbax-checkpoint is not installed.
     """
 
     def __init__(self, path: Path, keep: int, best: Best | None = None) -> None:
@@ -128,27 +128,27 @@ class CheckpointFolder:
         self._keep = keep
         self._best = best
         self._attempts = itertools.count()
-        self._failed: deque[int] = deque()  # descriptors of folders that are gone
+        self._failed: deque[int] = deque()  # descriptors of removed folders
         self._orbax = orbax
-        # Trained variables hardly shrink, and compressing them takes time that training needs.
+        # Compression costs time that training needs, and trained variables hardly shrink.
         alone = _for_this_process_alone(orbax)
         handler = orbax.PyTreeCheckpointHandler(use_compression=False, use_zarr3=True, **alone)
         self._arrays = orbax.Checkpointer(handler, **alone)
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         names = [entry.name for entry in os.scandir(self.path)] if self.path.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := _COMPLETE.fullmatch(name)))
 
     def write(self, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
-        """Write a checkpoint and remove those that are too old. After an error the others are as they were.
+        """Write a checkpoint, and remove checkpoints that are too old. After an error the others are unchanged.
 
         Args:
-            training: a complete checkpoint of the same step is replaced.
-            flat: for each dtype all arrays, as its packing says.
+            training: Facts of the checkpoint. A complete checkpoint of the same step is replaced.
+            flat: For each dtype an array with all arrays of that dtype, as `training.packing` says.
 
         Raises:
-            CheckpointError: if that fails, for example because the disk is full.
+            CheckpointError: If writing fails, for example because the disk is full.
         """
         complete = self.of_step(training.step)
         incomplete = beside(complete, INCOMPLETE)
@@ -159,7 +159,7 @@ class CheckpointFolder:
             _check_space(incomplete, sum(array.nbytes for array in flat.values()))
             self._fill(incomplete, training, flat)
             put(incomplete, complete)
-        except Exception as error:  # whatever orbax raises, it does not concern the training
+        except Exception as error:  # training goes on, whatever orbax raises
             _remove_unfinished(incomplete)
             raise CheckpointError(f"{complete} could not be written: {_reason(error)}") from error
         steps = self.steps()
@@ -168,12 +168,12 @@ class CheckpointFolder:
             self._remove(self.of_step(step))
 
     def read_newest(self) -> tuple[SavedTraining, dict[str, np.ndarray]] | None:
-        """The newest checkpoint that is complete and whole; None if none was ever completed.
+        """Return the newest complete checkpoint whose files are intact; None if none was ever completed.
 
-        Warns of those that are not; incomplete ones are removed, damaged ones renamed.
+        Incomplete checkpoints are removed and damaged ones renamed, each with a warning.
 
         Raises:
-            CheckpointError: if there are complete ones and all are damaged, or orbax cannot read a whole one.
+            CheckpointError: If all complete checkpoints are damaged, or orbax cannot read an intact one.
         """
         self._remove_leftovers()
         damaged: dict[Path, str] = {}
@@ -189,21 +189,21 @@ class CheckpointFolder:
         if damaged:
             faults = "; ".join(f"{path.name}: {fault}" for path, fault in damaged.items())
             raise CheckpointError(
-                f"no checkpoint in {self.path} is whole ({faults}); to begin anew, use another folder or remove them"
+                f"no checkpoint in {self.path} is intact ({faults}); to begin anew, use another folder or remove them"
             )
         return None
 
     def of_step(self, step: int) -> Path:
-        """Where the checkpoint of a step is, if there is one."""
+        """Return the path of the checkpoint of a step, whether or not it exists."""
         return self.path / f"step_{step:08d}"
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
-        """The metrics of the complete checkpoints, by their steps; none of those that cannot be read."""
+        """Return the metrics of the complete checkpoints by their steps; none for checkpoints that cannot be read."""
         return {step: _metrics_of(self.of_step(step)) for step in self.steps()}
 
     def _fill(self, folder: Path, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
         with self._path_of_open(folder) as opened, _without_tracebacks_of_orbax():
-            # Orbax remembers what was under a path, and looks for it there though it has gone with a write that failed.
+            # A new name for each attempt: orbax remembers the content of a path even if a failed write was removed.
             attempt = f"{STATE}.{next(self._attempts)}"
             self._arrays.save(opened / attempt, args=self._orbax.args.PyTreeSave(_pieces(flat)))
         (folder / attempt).rename(folder / STATE)
@@ -212,10 +212,11 @@ class CheckpointFolder:
 
     @contextmanager
     def _path_of_open(self, folder: Path) -> Iterator[Path]:
-        """Another path to a folder, that leads nowhere once it is removed.
+        """Yield another path to a folder, which leads nowhere once the folder is removed.
 
-        Where one of its threads has failed, orbax leaves the others behind. They make the folders of a path anew, but
-        none in a folder that is gone; its descriptor stays open, for the number must not become that of another one.
+        If one of its threads fails, orbax leaves the others running. They create missing folders of a path again, but
+        cannot do so inside a removed folder. Its descriptor stays open, so that its number does not come to mean
+        another folder.
         """
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -231,10 +232,10 @@ class CheckpointFolder:
         """Return the facts in a checkpoint, and its arrays by their names.
 
         Args:
-            path: of a checkpoint without a fault, see `fault_of`.
+            path: Checkpoint without a fault; see `fault_of`.
 
         Raises:
-            CheckpointError: if it cannot be read all the same.
+            CheckpointError: If it cannot be read although its files are intact.
         """
         try:
             training = SavedTraining.from_json(content(path / TRAINING).decode())
@@ -242,7 +243,7 @@ class CheckpointFolder:
             return training, training.packing.views(flat)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{path} is whole, but this version of the project, or of orbax-checkpoint, cannot read it: {error}"
+                f"{path} is intact, but this version of the project, or of orbax-checkpoint, cannot read it: {error}"
             ) from error
 
     def _set_aside(self, path: Path, fault: str, used: int) -> None:
@@ -260,15 +261,15 @@ class CheckpointFolder:
         for path in self.path.glob(f"step_*{REPLACED}"):
             if path.with_suffix("").exists():
                 clear(path)
-            else:  # the writer was ended between two names
+            else:  # the writer died between two renames
                 path.rename(path.with_suffix(""))
         for path in self.path.glob(f"step_*{INCOMPLETE}"):
             clear(path)
-            newest = f"using step {self.steps()[-1]}" if self.steps() else "there is none before it"
-            logger.warning("checkpoint %s is incomplete: its writer was ended; it was removed; %s", path, newest)
+            newest = f"using step {self.steps()[-1]}" if self.steps() else "no earlier checkpoint exists"
+            logger.warning("checkpoint %s is incomplete, because its writer died; it was removed; %s", path, newest)
 
     def _remove(self, path: Path) -> None:
-        """Remove a complete checkpoint; half removed, it has another name."""
+        """Remove a complete checkpoint. It is renamed first, so that a half-removed one does not count as complete."""
         try:
             removed = path.rename(beside(path, REMOVED))
         except OSError as error:
@@ -278,7 +279,7 @@ class CheckpointFolder:
 
 
 def _for_this_process_alone(orbax: ModuleType) -> dict[str, object]:
-    """Return options with which orbax waits for no other process; none where JAX knows no other one."""
+    """Return options that keep orbax from waiting for other processes; none if JAX knows no other process."""
     own = own_process()
     if own is None:
         return {}
@@ -310,7 +311,7 @@ def _put_together(pieces: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, n
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what could not be finished; each write that orbax has left behind there may undo that once."""
+    """Remove an unfinished checkpoint, again if a write that orbax left running creates it again."""
     for _ in range(1000):
         clear(folder)
         if not folder.exists():
@@ -318,16 +319,16 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Do not begin what would fill the disk, on which others write too."""
+    """Refuse to begin a write that would fill the disk, which others use too."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {needed:,} bytes are needed and {free:,} are free")
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of the operating system; tensorstore puts it behind a long way through its layers.
+    """Return the operating system's message, which tensorstore puts after a long list of its own layers.
 
-    Where one of its writes has failed, another one may find the lock of that one: that is not the reason.
+    If one of its writes fails, another may report the lock of that write (EEXIST), which is not the cause.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -338,7 +339,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _without_tracebacks_of_orbax() -> Iterator[None]:
-    """Keep orbax from logging, thread by thread, the error that it raises as well."""
+    """Keep orbax's threads from logging the error that orbax also raises."""
 
     def is_not_of_orbax(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname
@@ -353,16 +354,20 @@ def _without_tracebacks_of_orbax() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoints with the best value of a metric, of those that were saved with one.
+    """The checkpoints with the best values of a metric, among those saved with this metric.
+
+    Example::
+
+        strategies.Checkpoints("digits.checkpoints", trainer, dataset, keep_best=strategies.Best("accuracy"))
 
     Attributes:
-        metric: its name, see `Checkpoints.save`.
-        mode: "max" or "min": which values are better.
-        count: how many checkpoints.
+        metric: Name of the metric, as given to `Checkpoints.save`.
+        mode: "max" if larger values are better, "min" if smaller values are.
+        count: Number of checkpoints.
 
     Raises:
-        TypeError: if `count` is no integer.
-        ValueError: if `mode` is another, or `count` is not positive.
+        TypeError: If `count` is not an integer.
+        ValueError: If `mode` is neither "max" nor "min", or `count` is not positive.
     """
 
     metric: str
@@ -375,10 +380,10 @@ class Best:
             raise ValueError(f"mode is {self.mode!r}; the best values are the largest ('max') or the smallest ('min')")
 
     def steps(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps of the best ones, the best first; of equal ones the earlier.
+        """Return the steps of the best checkpoints, the best first; of equal values the earlier step comes first.
 
         Args:
-            metrics: by the step; one without this metric, or with NaN, is never the best.
+            metrics: Metrics of each step. A step without this metric, or with NaN, is never among the best.
         """
         sign = -1 if self.mode == "max" else 1
         values = {step: of[self.metric] for step, of in metrics.items() if self.metric in of}

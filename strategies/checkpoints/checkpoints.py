@@ -1,4 +1,4 @@
-"""Checkpoints of a training: saved in the background by one instance, restored on any number of them."""
+"""Checkpoints of a training: saved in the background by one instance, restored on any number of instances."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ logger = logging.getLogger(__name__)
 
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NICE = 10
-"""The writer's share of a core for which training competes. (Two instances on two cores, a checkpoint every 10 steps of
-the MLP: a step takes 1.37 times as long without this, 0.99 with it, and 1.13 with 5; but fewer are made.)"""
+"""The niceness of the writer's thread, with which training competes for cores. (Two instances on two cores, a
+checkpoint every 10 steps of the MLP: a step takes 1.37 times as long with niceness 0, 1.13 with 5, and 0.99 with 10.
+With 10 fewer checkpoints are made.)"""
 RESIDUALS = ".residuals"
 WRITE_LIMIT_S = 600.0
-"""The most seconds that anybody waits for a checkpoint to be written."""
+"""The longest wait for a checkpoint to be written, in seconds."""
 
 
 class Checkpoints:
-    """Saves a training so that, resumed, it gives the same bits as if it had never stopped.
+    """The checkpoints of a training, from which it continues with the same bits as if it had never stopped.
 
-    Use it in a `with` statement, on all instances alike:
+    Use it in a `with` statement, in the same way on all instances::
 
         with strategies.Checkpoints("digits.checkpoints", trainer, dataset, every=100) as checkpoints:
             state = checkpoints.restore(trainer.init(variables))
@@ -60,32 +61,32 @@ class Checkpoints:
                     state, metrics = trainer.step(state, batch)
                     checkpoints.after_step(state)
 
-    Instance 0 alone reads and writes the folder. A checkpoint has all arrays of the state, the step, the seeds, R, the
-    position in the data set, and what the program says of it. The arrays are copied before `save` returns; a thread
-    writes the copy.
+    Only instance 0 reads and writes the folder. A checkpoint contains all arrays of the state, the step, the seeds, R,
+    the position in the data set, and the program's own values. `save` copies the arrays before it returns; a thread
+    writes the copy. If writing fails, a warning says so, and training goes on.
 
-    Inside of the `with` statement SIGTERM and SIGUSR1 do not end the process: all instances save after the same step
-    and leave together, see `after_step`.
+    Inside the `with` statement SIGTERM and SIGUSR1 do not end the process. All instances save after the same step and
+    leave together; see `after_step`.
 
     Args:
-        directory: of instance 0; one for each job.
-        trainer: its seed and its strategy's number of replicas are saved, and compared when restoring. A program that
-            makes its steps itself gives an `OwnLoop`.
-        dataset: whose position is saved and restored; None leaves that to the program.
-        every: `after_step` saves when the step is a multiple of it, or as soon as it can after that.
-        keep: how many checkpoints are kept, the newest.
-        keep_best: which others are kept besides, by a metric that `save` or `after_step` gets.
-        grace_s: how long poprun waits, after SIGTERM, for the last checkpoint.
+        directory: Folder on instance 0, one per job.
+        trainer: Trainer whose seed and number of replicas are saved, and compared when restoring. A program that makes
+            its steps itself gives an `OwnLoop`.
+        dataset: Data set whose position is saved and restored; None leaves positions to the program.
+        every: `after_step` saves if the step is a multiple of `every`, or as soon as possible after that.
+        keep: Number of newest checkpoints to keep.
+        keep_best: Choice of other checkpoints to keep, by a metric given to `save` or `after_step`.
+        grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM.
 
     Attributes:
-        extra: the program's own values, such as its best accuracy, by their names: saved with each checkpoint, and
-            brought back by `restore` on all instances. See `save`.
-        last_step: the step of which the last checkpoint is, that was begun or restored; None where there is none.
+        extra: The program's own values by name, such as its best accuracy. They are saved with each checkpoint, and
+            `restore` sets them on all instances; see `save`.
+        last_step: Step of the last checkpoint that was begun or restored; None without one.
 
     Raises:
-        CheckpointError: on instance 0 if orbax-checkpoint is not installed.
-        TypeError: if `every` or `keep` is no integer.
-        ValueError: if `every` or `keep` is not positive, or `grace_s` is no time.
+        CheckpointError: On instance 0, if orbax-checkpoint is not installed.
+        TypeError: If `every` or `keep` is not an integer.
+        ValueError: If `every` or `keep` is not positive, or `grace_s` is negative or infinite.
     """
 
     def __init__(
@@ -109,24 +110,24 @@ class Checkpoints:
         self._grace_s = grace_s
         self._directory, self._keep, self._keep_best = checkpoint_folder(Path(directory)), keep, keep_best
         self._opened: CheckpointFolder | None = None
-        _ = self._folder  # which may be refused
+        _ = self._folder  # raises now if orbax is missing
         self._thread = ThreadPoolExecutor(1, "checkpoints", _stand_back)
         self._writing: Future[None] | None = None
         self.extra: dict[str, Any] = {}
         self.last_step: int | None = None
-        self._last_metrics: dict[str, float] = {}  # that were saved with it
+        self._last_metrics: dict[str, float] = {}  # the metrics saved with last_step
         self._owns_folder = False
         self._is_due = False
         self._packing = Packing(())
         self._flat: dict[str, np.ndarray] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._gathered_step: int | None = None
-        self._last: tuple[TrainState, Mapping[str, Any] | None] | None = None  # to be saved, maybe by another instance
-        self._seen: int | None = None  # the step of the last call of `after_step`, or of what was restored
+        self._last: tuple[TrainState, Mapping[str, Any] | None] | None = None  # last state to save, maybe elsewhere
+        self._seen: int | None = None  # the step of the last `after_step`, or the restored step
 
     @property
     def _folder(self) -> CheckpointFolder | None:
-        """Where instance 0 writes, which this one may become when others are lost; None on all others."""
+        """The folder in which instance 0 writes; None on others, until a loss makes one of them instance 0."""
         if self._strategy.instance_index != 0:
             return None
         if self._opened is None:
@@ -134,7 +135,7 @@ class Checkpoints:
         return self._opened
 
     def __enter__(self) -> Checkpoints:
-        """From here on the process does not end by itself at the signals; in the main thread only."""
+        """Take over SIGTERM and SIGUSR1, in the main thread only: they no longer end the process."""
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._take_signal) for number in LEAVE_SIGNALS}
             self._strategy.progress.grace(self._grace_s)
@@ -143,10 +144,10 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for what is being written, also after an error.
+        """Wait for the checkpoint that is being written, also after an error.
 
-        A collective call after none, where the others carry on when an instance is lost: they wait too, and if it is
-        instance 0, the next one writes what was to be saved last.
+        Without an error, in a job that can carry on, this is a collective call: all instances wait. If instance 0 is
+        lost meanwhile, the next instance writes the last state that was to be saved.
         """
         try:
             if error is None and self._strategy.can_carry_on:
@@ -159,25 +160,24 @@ class Checkpoints:
             self._strategy.progress.grace(0)
 
     def restore(self, state: TrainState, *, other_replicas: bool = False) -> TrainState:
-        """The state of the newest whole checkpoint, and the data set where it was; a collective call.
+        """Return the state of the newest intact checkpoint, and set the data set to its position. Collective.
 
-        `extra` is then what was saved with it.
-
-        Checkpoints that are incomplete or damaged are passed over, each with one warning.
+        `extra` becomes the values that were saved with it. Incomplete or damaged checkpoints are skipped, each with one
+        warning.
 
         Args:
-            state: what `Trainer.init` returned: names, shapes and dtypes are compared with it. Whether optimizer state
-                was sharded when it was saved, or is now, does not matter.
-            other_replicas: go on from a checkpoint of another number of replicas too. The bits are then not those of a
-                training that never stopped, and the data set begins where the program says.
+            state: Result of `Trainer.init`; the checkpoint must have the same names, shapes and dtypes. Optimizer state
+                may be sharded or whole, then and now.
+            other_replicas: Whether to accept a checkpoint of another number of replicas. The bits then differ from a
+                training that never stopped, and the program chooses the position in the data set.
 
         Returns:
-            `state` if there is no checkpoint.
+            The restored state; `state` itself if no checkpoint exists.
 
         Raises:
-            CheckpointError: on all instances if the checkpoint is of another number of replicas, of another seed or
-                of other variables, or if all checkpoints are damaged; nothing has been changed then.
-            ValueError: on all instances if the data set is read in another way than then.
+            CheckpointError: On all instances, if the checkpoint has another number of replicas, another seed or other
+                variables, or if all checkpoints are damaged. Nothing has changed then.
+            ValueError: On all instances, if the data set was read in another way.
         """
         require_switches(other_replicas=other_replicas)
         arrays = self._arrays_of(state)
@@ -204,25 +204,23 @@ class Checkpoints:
     ) -> None:
         """Begin to save the state.
 
-        A step that was saved or restored last is saved again only where `extra` or `metrics` say something of it.
+        If the step was saved or restored last, it is saved again only if `extra` or `metrics` are given. If the
+        previous checkpoint is still being written, the call waits. If a checkpoint cannot be written, one warning says
+        so; training goes on, and older checkpoints stay.
 
-        Asks no other instance, unless optimizer state is sharded: it is then a collective call, and array after array
-        is gathered on instance 0.
-
-        Waits while the checkpoint before it is still being written. What cannot be written is one warning: the training
-        goes on, and older checkpoints stay.
+        The call is collective only with sharded optimizer state, which is gathered array by array on instance 0.
 
         Args:
-            state: what `Trainer.init` or a step returned last.
-            extra: the program's own values from here on, in place of those in the attribute `extra`: a dictionary of
-                what JSON can write. Those of instance 0 are saved.
-            metrics: what was measured with this state, such as the accuracy on other data, or what the step returned:
-                a dictionary of numbers, by which `keep_best` chooses.
+            state: State that `Trainer.init` or a step returned last.
+            extra: The program's own values from now on, which replace the attribute `extra`: a dictionary that JSON can
+                write. The values of instance 0 are saved.
+            metrics: Metrics of this state, such as an accuracy on other data or the metrics of the step: a dictionary
+                of numbers, by which `keep_best` chooses.
 
         Raises:
-            CheckpointError: if the first checkpoint is not newer than those that are there; `restore` was not called.
-            TypeError: if `extra` or `metrics` cannot be saved.
-            ValueError: if a step has used the state up.
+            CheckpointError: If the folder has checkpoints of another training, because `restore` was not called.
+            TypeError: If `extra` or `metrics` cannot be saved.
+            ValueError: If a step has used the state up.
         """
         check_state(state)
         own, measured = plain_values(self.extra if extra is None else extra), plain_metrics(metrics or {})
@@ -234,11 +232,11 @@ class Checkpoints:
             self._last = state, metrics
         packing = self._gather(state, is_said) if is_sharded else None
         if folder is None:
-            self._owns_folder, self._is_due = True, False  # instance 0 sees to that
+            self._owns_folder, self._is_due = True, False  # instance 0 saves it
         is_saved = state.step == self.last_step
         if folder is None or (is_saved and not is_said) or (is_sharded and packing is None):
             return
-        if self._owns_folder and not is_said and state.step in folder.steps():  # another instance, lost, has made it
+        if self._owns_folder and not is_said and state.step in folder.steps():  # a lost instance has saved it
             self.last_step, self._is_due = state.step, False
             return
         with self._strategy.instruments.during[CHECKPOINT]:
@@ -265,24 +263,24 @@ class Checkpoints:
         extra: Mapping[str, object] | None = None,
         metrics: Mapping[str, ArrayLike] | None = None,
     ) -> None:
-        """Call it after every step, or some steps, on all instances: saves when it is time, or leaves if told to.
+        """Save if a checkpoint is due; leave if a signal asks for it. Call it after every step, on all instances.
 
-        It is time when the step is a multiple of `every`, or has passed one since the last call.
+        A checkpoint is due if the step is a multiple of `every`, or has passed a multiple since the last call.
 
-        The training does not wait for the disk: where the checkpoint before is still being written when the next one
-        is due, that is made after the first step at which the writer is free. (Sharded optimizer state is gathered when
-        it is due, because only instance 0 knows whether the writer is free; there training does wait.)
+        Training does not wait for the disk: if the previous checkpoint is still being written, the next one is made
+        after the first step at which the writer is free. Only sharded optimizer state is gathered at once and makes
+        training wait, because only instance 0 knows whether the writer is free.
 
-        An instance that gets SIGTERM or SIGUSR1 tells the others along with its next gradients. After that step all
-        of them are here, wait until the state is saved, and leave.
+        If an instance gets SIGTERM or SIGUSR1, it tells the others with its next gradients. After that step all
+        instances save the state together, and leave.
 
         Args:
-            state: see `save`.
-            extra: see `save`.
-            metrics: see `save`; not read where nothing is saved.
+            state: State that `Trainer.init` or a step returned last.
+            extra: The program's own values from now on, as in `save`.
+            metrics: Metrics of this state, as in `save`; read only if the state is saved.
 
         Raises:
-            SystemExit: 128 + the number of the signal, on all instances, once the state is saved.
+            SystemExit: With status 128 + the number of the signal, on all instances, after the state is saved.
         """
         self.extra = self.extra if extra is None else dict(extra)
         if isinstance(self._trainer, OwnLoop):  # the gradients of a Trainer's step have carried the notice
@@ -296,7 +294,7 @@ class Checkpoints:
             self.save(state, metrics=metrics)
 
     def _save_last(self) -> None:
-        """On instance 0: see to it that what was to be saved last is, which may have been for another one to do."""
+        """Save, on instance 0, the last state that was to be saved, if the lost instance 0 has not."""
         state, metrics = self._last or (None, None)
         folder = self._folder
         if state is not None and folder is not None and not are_used_up(state.variables):
@@ -306,10 +304,10 @@ class Checkpoints:
         self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait until no checkpoint is being written.
 
         Raises:
-            CheckpointError: after `WRITE_LIMIT_S`.
+            CheckpointError: If this takes longer than `WRITE_LIMIT_S`.
         """
         if self._writing is None:
             return
@@ -319,7 +317,7 @@ class Checkpoints:
             assert self._folder is not None
             raise CheckpointError(
                 f"the checkpoint of step {self.last_step} in {self._folder.path} is still being written after "
-                f"WRITE_LIMIT_S = {WRITE_LIMIT_S:g} s; look after that disk"
+                f"WRITE_LIMIT_S = {WRITE_LIMIT_S:g} s; check that disk"
             ) from error
         self._writing = None
 
@@ -329,11 +327,11 @@ class Checkpoints:
         return _named_arrays(self._trainer.whole(state))
 
     def _gather(self, state: TrainState, is_said: bool) -> Packing | None:
-        """`_copy` on instance 0, while the others send their parts; None where that was done for this step.
+        """Return `_copy` on instance 0, and send parts of arrays on the others; None if this was done for this step.
 
         Args:
-            state: see `save`.
-            is_said: whether something new is said of it.
+            state: State to save.
+            is_said: Whether new `extra` or `metrics` were given for it.
         """
         if state.step == self._gathered_step and not is_said:
             return None
@@ -349,7 +347,7 @@ class Checkpoints:
         return packing
 
     def _copy(self, state: TrainState) -> Packing:
-        """Copy the arrays to `_flat`, always the same memory: the next step gives up that of the state."""
+        """Copy the arrays into `_flat`, whose memory is reused, because the next step uses up the state's memory."""
         arrays = self._arrays_of(state)
         packing = Packing.of(arrays)
         if packing != self._packing:
@@ -360,7 +358,7 @@ class Checkpoints:
         return packing
 
     def _write(self, folder: CheckpointFolder, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
-        """In its thread. Metrics come first: steps before a checkpoint are not made again, so nobody tells of them."""
+        """Write metrics, then a checkpoint, in its thread: a restored job does not repeat the steps before it."""
         for sinks in tuple(self._strategy.replicas.sinks):
             sinks.wait()
         try:
@@ -369,13 +367,15 @@ class Checkpoints:
             self.last_step = None
             newest = folder.steps()[-1:]
             logger.warning(
-                "checkpoint %s; training goes on, %s", error, f"step {newest[0]} is kept" if newest else "none is there"
+                "checkpoint %s; training goes on, and %s",
+                error,
+                f"step {newest[0]} is kept" if newest else "no checkpoint exists",
             )
 
     # ---- restoring
 
     def _read(self, arrays: Mapping[str, Leaf], other_replicas: bool) -> tuple[SavedTraining | None, dict[str, Any]]:
-        """Return what instance 0 has read, on all instances; the others keep their own arrays for now."""
+        """Return the checkpoint that instance 0 reads, on all instances; its arrays on instance 0 alone."""
         found, fault = None, ""
         if self._folder is not None:
             try:
@@ -384,7 +384,7 @@ class Checkpoints:
             except (CheckpointError, OSError) as error:
                 fault = str(error)
         known = json.dumps([fault, found and found[0].to_json()])
-        text = broadcast_text(self._strategy.communicator, known, 0, "what is known of the checkpoint")
+        text = broadcast_text(self._strategy.communicator, known, 0, "facts of the checkpoint")
         fault, training = json.loads(text)
         if fault:
             raise CheckpointError(fault)
@@ -396,25 +396,27 @@ class Checkpoints:
         }
 
     def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
-        """Return the array that takes the place of `leaf`, from the array that instance 0 has read. Collective."""
-        if _is_on_host(leaf):  # JAX would take 32 of its 64 bits
+        """Return the array that replaces `leaf`, from the array that instance 0 has read. Collective."""
+        if _is_on_host(leaf):  # JAX would cut 64-bit numbers to 32 bits
             received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
         return _like(leaf, self._strategy.broadcast({name: array})[name])
 
     def _mismatch(self, training: SavedTraining, arrays: Mapping[str, Leaf], other_replicas: bool) -> str:
-        """Why the checkpoint cannot be the beginning of this training; empty if it can."""
+        """Return the reason why this training cannot continue from the checkpoint; empty if it can."""
         assert self._folder is not None
         what = f"the checkpoint of step {training.step} in {self._folder.path}"
         replicas, seed = self._strategy.num_replicas_in_sync, self._trainer.seed
         if training.replicas != replicas and not other_replicas:
             return (
-                f"{what} was saved with {training.replicas} replicas, and this training has {replicas}; the number of "
-                f"replicas decides the bits, that of instances does not: use {training.replicas} replicas, or "
+                f"{what} was saved with {training.replicas} replicas, but this training has {replicas}; the number of "
+                f"replicas decides the bits, the number of instances does not: use {training.replicas} replicas, or "
                 "restore(..., other_replicas=True)"
             )
         if training.seed != seed:
-            return f"{what} was saved with the trainer's seed {training.seed}, and this training has {seed}"
+            return (
+                f"{what} was saved with the trainer's seed {training.seed}, but this training has {seed}; use the same"
+            )
         theirs, ours = training.packing.layouts, Packing.of(arrays).layouts
         names = theirs.keys() | ours.keys()
         if training.replicas != replicas:  # each replica has its own residuals
@@ -423,7 +425,7 @@ class Checkpoints:
             there, here = theirs.get(name, "nothing"), ours.get(name, "nothing")
             if there != here:
                 return (
-                    f"{what} has {there} as {shown(name)}, and this training has {here}; use the same model and "
+                    f"{what} has {there} as {shown(name)}, but this training has {here}; use the same model and "
                     "optimizer"
                 )
         return ""
@@ -443,7 +445,7 @@ class Checkpoints:
         def catch_up() -> None:
             meet(self._strategy.replicas)
 
-        # If the first instance is lost the next one saves; but no other one has its parts of sharded state.
+        # If instance 0 is lost, the next instance saves; but no other instance has its parts of sharded state.
         is_sharded = self._trainer.is_sharded
         number = save_together() if is_sharded else surviving(self._strategy.replicas, save_together, catch_up)
         if self._folder is not None:
@@ -453,17 +455,17 @@ class Checkpoints:
 
 
 def _stand_back() -> None:
-    """Let this thread, and those that it starts, have what time the training leaves over."""
+    """Lower the priority of this thread, and of the threads that it starts, below that of training."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _is_on_host(leaf: Leaf) -> bool:
-    """Return whether a leaf is memory in which a training goes on, or a part of an array there."""
+    """Return whether a leaf is host memory that the training reuses, or a part of an array in it."""
     return isinstance(leaf, HostArray) or (isinstance(leaf, PartOfArray) and isinstance(leaf.local, np.ndarray))
 
 
 def _room(leaf: Leaf) -> Any:
-    """Return an array of that shape and dtype, to be filled."""
+    """Return an array of the leaf's shape and dtype, to be filled."""
     return np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, PartOfArray) else leaf
 
 
@@ -475,13 +477,13 @@ def _like(leaf: Leaf, array: jax.Array) -> Any:
 
 
 def _named_arrays(state: TrainState) -> dict[str, Any]:
-    """All arrays of a state, those of random keys as what is inside, under names such as `.variables['w']`."""
+    """Return all arrays of a state, with the data of random keys, by names such as `.variables['w']`."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in leaves}
 
 
 def _with_arrays(state: TrainState, arrays: Mapping[str, jax.Array], step: int) -> TrainState:
-    """A state like this one, with other arrays and another step."""
+    """Return a state like this one, with other arrays and another step."""
 
     def of(path: Any, leaf: Leaf) -> Any:
         array = arrays[jax.tree_util.keystr(path)]

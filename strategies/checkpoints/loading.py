@@ -1,4 +1,4 @@
-"""Trained variables out of a checkpoint, for programs that do not train."""
+"""Loading of trained variables from a checkpoint, for programs that do not train."""
 
 from __future__ import annotations
 
@@ -24,24 +24,29 @@ VARIABLES = ".variables"
 def load_variables(
     path: str | Path, like: Variables = None, *, step: int | None = None, best: Best | None = None
 ) -> Variables:
-    """The variables of a checkpoint; needs no strategy, no Trainer, and no other instance, and changes nothing.
+    """Return the variables of a checkpoint, without a strategy, a trainer or other instances; change nothing.
 
     A training may go on in the folder meanwhile.
 
+    Example::
+
+        variables = strategies.load_variables("digits.checkpoints", best=strategies.Best("accuracy"))
+
     Args:
-        path: a folder of checkpoints, of which the newest whole one is read, or one checkpoint (`.../step_00000040`).
-        like: a pytree of arrays, or of shapes and dtypes as `jax.eval_shape` returns them, in whose structure the
-            variables are wanted; they are compared with it. None for nested dictionaries and lists: what has attributes
-            comes as a dictionary of them.
-        step: of a folder, the checkpoint of this step.
-        best: of a folder, the best checkpoint that is whole.
+        path: Folder of checkpoints, of which the newest intact one is read; or one checkpoint
+            (`.../step_00000040`).
+        like: Pytree of arrays, or of shapes and dtypes as `jax.eval_shape` returns them. The variables get its
+            structure and are compared with it. None for nested dictionaries and lists; an object with attributes
+            becomes a dictionary.
+        step: Step of the checkpoint to read from a folder.
+        best: Choice of the checkpoint to read from a folder: the best intact one.
 
     Returns:
-        NumPy arrays in a pytree.
+        A pytree of NumPy arrays.
 
     Raises:
-        CheckpointError: if there is no such checkpoint, it is damaged, or has other variables than `like`.
-        ValueError: if both `step` and `best` are given.
+        CheckpointError: If the checkpoint does not exist, is damaged, or has other variables than `like`.
+        ValueError: If both `step` and `best` are given.
     """
     checkpoint = find_checkpoint(path, step=step, best=best)
     found = _named(checkpoint, VARIABLES)
@@ -49,15 +54,15 @@ def load_variables(
 
 
 def find_checkpoint(path: str | Path, *, step: int | None = None, best: Best | None = None) -> Path:
-    """The checkpoint that `load_variables` reads; see there.
+    """Return the path of the checkpoint that `load_variables` reads, for the same arguments.
 
     Raises:
-        CheckpointError: if there is no such checkpoint, or it is damaged.
-        ValueError: if both `step` and `best` are given.
+        CheckpointError: If the checkpoint does not exist, or is damaged.
+        ValueError: If both `step` and `best` are given.
     """
     path = Path(path)
     if step is not None and best is not None:
-        raise ValueError("step and best both say which checkpoint to read; give one of them")
+        raise ValueError("step and best both choose the checkpoint; give one of them")
     if (path / TRAINING).exists():
         return _checked(path)
     folder = CheckpointFolder(path, keep=1)
@@ -70,29 +75,31 @@ def find_checkpoint(path: str | Path, *, step: int | None = None, best: Best | N
         if not fault:
             return checkpoint
         logger.warning("checkpoint %s is damaged (%s)", checkpoint, fault)
-    what = "whole checkpoint" if best is None else f"whole checkpoint that was saved with the metric {best.metric!r}"
-    raise CheckpointError(f"there is no {what} in {folder.path}; name the folder that Checkpoints was given")
+    what = "intact checkpoint" if best is None else f"intact checkpoint that was saved with the metric {best.metric!r}"
+    raise CheckpointError(f"there is no {what} in {folder.path}; give the folder that Checkpoints was given")
 
 
 def _checked(checkpoint: Path) -> Path:
-    """The checkpoint, if it is there and whole."""
+    """Return the checkpoint, after checking that it exists and is intact."""
     if not checkpoint.is_dir():
         known = ", ".join(map(str, CheckpointFolder(checkpoint.parent, keep=1).steps()))
-        raise CheckpointError(f"there is no checkpoint {checkpoint}; there are those of the steps {known or '(none)'}")
+        raise CheckpointError(
+            f"checkpoint {checkpoint} does not exist; there are checkpoints of steps {known or '(none)'}"
+        )
     if fault := fault_of(checkpoint):
         raise CheckpointError(f"checkpoint {checkpoint} is damaged ({fault}); use another one")
     return checkpoint
 
 
 def load_part(checkpoint: Path, part: str) -> Tree:
-    """A part of the state in a checkpoint, such as `.variables`, in nested dictionaries and lists.
+    """Return a part of the state in a checkpoint, such as `.variables`, as nested dictionaries and lists.
 
     Args:
-        checkpoint: what `find_checkpoint` has returned.
-        part: what the names of its arrays begin with.
+        checkpoint: Path that `find_checkpoint` returned.
+        part: Prefix of the names of its arrays.
 
     Returns:
-        NumPy arrays; an empty dictionary where there are none.
+        NumPy arrays; an empty dictionary if the state lacks the part.
     """
     found = _named(checkpoint, part)
     return _nested(checkpoint, found) if found else {}
@@ -101,28 +108,28 @@ def load_part(checkpoint: Path, part: str) -> Tree:
 def _named(checkpoint: Path, part: str) -> dict[str, np.ndarray]:
     _, arrays = CheckpointFolder(checkpoint.parent, keep=1).read(checkpoint)
     return {
-        name.removeprefix(part): np.array(array)  # a copy, which does not keep the rest in memory
+        name.removeprefix(part): np.array(array)  # a copy, so that the other arrays are freed
         for name, array in arrays.items()
         if name.startswith(part)
     }
 
 
 def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Variables) -> Variables:
-    """The arrays in the structure of another tree."""
+    """Return the arrays in the structure of another tree."""
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
     for name in sorted(wanted.keys() | found.keys()):
         there, here = (f"{of[name].dtype}{list(of[name].shape)}" if name in of else "nothing" for of in (found, wanted))
         if there != here:
             raise CheckpointError(
-                f"checkpoint {checkpoint} has {there} as variable {shown(name)}, and like has {here}; use the same "
+                f"checkpoint {checkpoint} has {there} as variable {shown(name)}, but like has {here}; use the same "
                 "model"
             )
     return jax.tree.unflatten(structure, [found[name] for name in wanted])
 
 
 def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Variables:
-    """The arrays in dictionaries, and in lists where their keys are 0, 1, 2, ..."""
+    """Return the arrays in nested dictionaries, with lists for keys 0, 1, 2, ..."""
     root: dict[Any, Any] = {}
     for name, array in found.items():
         inner = root
@@ -134,7 +141,7 @@ def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Variables:
 
 
 def _keys(checkpoint: Path, name: str) -> list[Any]:
-    """Return the keys that lead to an array: of `['a'][0].b` ["", "a", 0, "b"]."""
+    """Return the keys that lead to an array: for `['a'][0].b` they are ["", "a", 0, "b"]."""
     try:
         node: Any = ast.parse(f"x{name}", mode="eval").body
         keys = []
@@ -143,7 +150,7 @@ def _keys(checkpoint: Path, name: str) -> list[Any]:
             node = node.value
     except (SyntaxError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint} has a variable {shown(name)}, from whose name no structure follows; give like"
+            f"checkpoint {checkpoint} has a variable {shown(name)}, whose name does not give its structure; give like"
         ) from error
     return ["", *keys[::-1]]
 

@@ -1,4 +1,4 @@
-"""Checkpoints for programs that make their steps themselves."""
+"""Checkpoints for programs with their own training loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from strategies.train_state import TrainState
 
 
 class Loop(Protocol):
-    """The maker of the steps that are saved: a `Trainer`, or an `OwnLoop`.
+    """The loop whose steps are saved: a `Trainer` or an `OwnLoop`.
 
-    The gradients of a Trainer's step carry the notice. `Checkpoints` calls `share_notice` of an `OwnLoop`, and of no
-    other class: a loop that carries no notice with its steps is an `OwnLoop`, or derived from it.
+    The gradients of a Trainer's step carry the notice. `Checkpoints` calls `share_notice` only of an `OwnLoop`, so a
+    loop whose steps carry no notice must be an `OwnLoop` or a subclass.
 
     Attributes:
-        seed: of the random numbers; a checkpoint of another one is refused.
-        notice: what the instances tell each other.
+        seed: Seed of the random numbers; a checkpoint with another seed is refused.
+        notice: Notice that the instances share with every step.
     """
 
     seed: int
@@ -27,18 +27,23 @@ class Loop(Protocol):
 
     @property
     def strategy(self) -> Strategy:
-        """Where the replicas are."""
+        """The strategy whose replicas train."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether instances have different parts of the state."""
+        """Whether instances hold different parts of the state."""
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` in place of each array of which this instance has only a part."""
 
 
 class OwnLoop:
-    """Stands for the `Trainer` in `Checkpoints` where the program makes its steps itself.
+    """A replacement of the `Trainer` in `Checkpoints`, for programs that make their steps themselves.
+
+    Every instance has the whole state, and all have the same. `Checkpoints.after_step` is a collective call here: the
+    instances tell each other whether one of them was asked to leave.
+
+    Example::
 
         loop = strategies.OwnLoop(strategy, seed=0)
         with strategies.Checkpoints("folder", loop, every=100) as checkpoints:
@@ -48,12 +53,9 @@ class OwnLoop:
                 state = strategies.TrainState(variables, optimizer_state, state.step + 1)
                 checkpoints.after_step(state)
 
-    Every instance has the whole state, the same on all. `Checkpoints.after_step` is a collective call here: the
-    instances tell each other whether one of them was told to leave.
-
     Args:
-        strategy: where the replicas are.
-        seed: of the program's random numbers.
+        strategy: Strategy whose replicas train.
+        seed: Seed of the program's random numbers.
     """
 
     is_sharded = False
@@ -64,10 +66,10 @@ class OwnLoop:
         self.notice = StepNotice()
 
     def whole(self, state: TrainState) -> TrainState:
-        """The state: every instance has all of it."""
+        """Return the state itself: every instance has all of it."""
         return state
 
     def share_notice(self) -> None:
-        """Have all instances know what one of them was told; a collective call."""
+        """Share the notice of any instance with all instances. Collective."""
         given = np.array([self.notice.is_given], np.float32)
         self.notice.agree(float(self.strategy.communicator.all_reduce(given, "max", name="notice")[0]))

@@ -1,6 +1,6 @@
-"""Folders that are written whole or not at all, with a digest of each of their files.
+"""Folders that are written completely or not at all, with a digest of each file.
 
-Whoever writes one fills a folder with another name, seals it, and gives it its name. A file that changes later shows.
+A writer fills a folder under another name, seals it, and renames it. Later changes of a file are detected.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", 
 
 
 def seal(folder: Path) -> None:
-    """Write the digests of all files of a folder into it, and have all of it on the disk itself.
+    """Write the digests of all files of a folder into it, and flush the folder to disk.
 
-    One of the files is `TRAINING`; its name is the last one in their order.
+    One of the files is `TRAINING`, whose name sorts last.
     """
     sums = [f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in _files(folder)]
     (folder / SUMS).write_text("".join(sums), encoding="utf-8")
@@ -34,7 +34,7 @@ def seal(folder: Path) -> None:
 
 
 def put(incomplete: Path, complete: Path) -> None:
-    """Give a sealed folder its name; another one has the name until then."""
+    """Give a sealed folder its final name; until then, an older folder keeps that name."""
     replaced = beside(complete, REPLACED)
     if complete.exists():
         complete.rename(replaced)
@@ -49,7 +49,7 @@ def put(incomplete: Path, complete: Path) -> None:
 
 
 def fault_of(checkpoint: Path) -> str:
-    """Return the fault in the files of a checkpoint, in words; empty if there is none."""
+    """Return the fault in the files of a checkpoint, in words; empty without a fault."""
     try:
         lines = content(checkpoint / SUMS).decode().splitlines()
     except (OSError, ValueError) as error:
@@ -59,10 +59,10 @@ def fault_of(checkpoint: Path) -> str:
         return f"{SUMS} is cut off"
     for name, sha256 in wanted.items():
         if not _is_inside(checkpoint, name):
-            return f"{SUMS} names {ascii(name[:100])}, which is no file of the checkpoint"
+            return f"{SUMS} names {ascii(name[:100])}, which is not a file of the checkpoint"
         try:
             if _sha256(checkpoint / name) != sha256:
-                return f"{name} is not what was written"
+                return f"{name} has changed since it was written"
         except (OSError, ValueError) as error:
             return f"{shown(name)} cannot be read: {_said(error)}"
     others = [path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())]
@@ -70,12 +70,12 @@ def fault_of(checkpoint: Path) -> str:
 
 
 def shown(name: str) -> str:
-    """Return a name from a file in a form that is safe in a message."""
+    """Return a name read from a file, in a form that is safe in a message."""
     return name if name.isprintable() else repr(name)
 
 
 def _is_inside(checkpoint: Path, name: str) -> bool:
-    """Return whether a name leads to nothing outside of a checkpoint, and to no device or pipe; it may lead nowhere."""
+    """Return whether a name stays inside a checkpoint and names no device or pipe; the file may be missing."""
     within = PurePath(name)
     if within.is_absolute() or ".." in within.parts or "\0" in name:
         return False
@@ -88,11 +88,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> BufferedReader:
-    """Open a file for reading, but nothing else: a named pipe would have to wait for its writer."""
+    """Open a regular file for reading; refuse others, such as a named pipe, which would wait for its writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -100,7 +100,7 @@ def content(path: Path) -> bytes:
     """Return the bytes of a regular file.
 
     Raises:
-        OSError: if it cannot be read, or is something else, such as a pipe.
+        OSError: If it cannot be read, or is not a regular file, such as a pipe.
     """
     with _open(path) as file:
         return file.read()
@@ -112,7 +112,7 @@ def _sha256(path: Path) -> str:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder with all that is in it, or what else has that name; what cannot be removed stays."""
+    """Remove a folder with its content, or a file; leave what cannot be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -126,7 +126,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk itself."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,5 +135,5 @@ def _sync(path: Path) -> None:
 
 
 def _said(error: Exception) -> str:
-    """Return the reason of an error, without the path."""
+    """Return the reason of an error without the path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,4 +1,4 @@
-"""Arrays and plain values in the form in which checkpoints keep them."""
+"""Arrays and plain values in the form that checkpoints store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Packing:
     """The layout of named arrays in one flat array per dtype.
 
     Attributes:
-        arrays: name, dtype and shape of each.
+        arrays: Name, dtype and shape of each array.
     """
 
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -30,7 +30,7 @@ class Packing:
 
     @classmethod
     def from_lists(cls, lists: list[Any]) -> Packing:
-        """Return the packing of which JSON made lists; ValueError when it did not."""
+        """Return the packing that JSON stored as lists; raise ValueError for other lists."""
         try:
             return cls(tuple((str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in lists))
         except TypeError as error:
@@ -38,18 +38,18 @@ class Packing:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """Dtype and shape of each array, such as `float32[3, 2]`."""
+        """The dtype and shape of each array, such as `float32[3, 2]`."""
         return {name: f"{dtype}{list(shape)}" for name, dtype, shape in self.arrays}
 
     def allocate(self) -> dict[str, np.ndarray]:
-        """A flat array for each dtype, not initialised."""
+        """Return an uninitialised flat array for each dtype."""
         sizes: dict[str, int] = {}
         for _, dtype, shape in self.arrays:
             sizes[dtype] = sizes.get(dtype, 0) + math.prod(shape)
         return {dtype: np.empty(size, dtype) for dtype, size in sizes.items()}
 
     def views(self, flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The arrays in flat ones like those of `allocate`; nothing is copied."""
+        """Return the named arrays as views of flat arrays like those of `allocate`."""
         ends: dict[str, int] = {}
         found = {}
         for name, dtype, shape in self.arrays:
@@ -60,17 +60,17 @@ class Packing:
 
 
 def plain_values(extra: Any) -> dict[str, Any]:
-    """A copy of the program's own values as JSON gives them back: tuples are lists then.
+    """Return a copy of the program's own values as JSON restores them: tuples become lists.
 
     Args:
-        extra: a mapping of strings to numbers, strings, True, False, None, and lists and mappings of these. A number
-            may be a scalar of NumPy or JAX.
+        extra: Mapping of strings to numbers, strings, True, False, None, and lists and mappings of these. A number may
+            be a scalar of NumPy or JAX.
 
     Raises:
-        TypeError: if it is another one, or has something else in it.
+        TypeError: If it is not such a mapping.
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        raise TypeError(f"extra is {extra!r}; it is a dictionary with strings as keys")
+        raise TypeError(f"extra is {extra!r}; it must be a dictionary with strings as keys")
     plain = {}
     for name, value in extra.items():
         try:
@@ -84,22 +84,24 @@ def plain_values(extra: Any) -> dict[str, Any]:
 
 
 def plain_metrics(metrics: Any) -> dict[str, float]:
-    """The metrics as numbers.
+    """Return metrics as Python numbers.
 
     Args:
-        metrics: a mapping of strings to numbers, or to scalars of NumPy or JAX, such as those that a step returns.
+        metrics: Mapping of strings to numbers, or to scalars of NumPy or JAX, like the metrics of a step.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: If it is not such a mapping.
     """
     try:
         return {str(name): float(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(f"metrics is {metrics!r}; it is a dictionary of numbers, such as a step returns") from error
+        raise TypeError(
+            f"metrics is {metrics!r}; it must be a dictionary of numbers, like the metrics of a step"
+        ) from error
 
 
 def _plain(value: Leaf) -> object:
-    """For JSON: scalars of arrays as numbers, mappings as dictionaries."""
+    """Return a value that JSON can write: a number for a scalar array, a dictionary for a mapping."""
     if isinstance(value, Mapping):
         return dict(value)
     if getattr(value, "shape", None) == ():
@@ -108,10 +110,10 @@ def _plain(value: Leaf) -> object:
 
 
 class Age:
-    """The age of some memory: how often its content has been replaced.
+    """The age of some memory: the number of times its content was replaced.
 
     Attributes:
-        number: of replacements.
+        number: Number of replacements.
     """
 
     def __init__(self) -> None:
@@ -120,9 +122,9 @@ class Age:
 
 @final
 class HostArray(np.ndarray):
-    """A view of memory in which the next step writes what follows; it is used up then, as arrays of JAX are.
+    """A view of memory that the next step overwrites; then it is used up, like a donated array of JAX.
 
-    Checkpoints hand such arrays on as they are, whereas arrays of JAX have no 64 bits.
+    Checkpoints pass such arrays on unchanged, because arrays of JAX would lose 64-bit numbers.
     """
 
     _age: Age | None = None
@@ -130,11 +132,11 @@ class HostArray(np.ndarray):
 
     @classmethod
     def of(cls, array: np.ndarray, age: Age) -> HostArray:
-        """The array, until its memory is replaced."""
+        """Return a view of the array, valid until its memory is replaced."""
         view = array.view(cls)
         view._age, view._born = age, age.number
         return view
 
     def is_deleted(self) -> bool:
-        """Whether a step has used it up."""
+        """Return whether a step has used the view up."""
         return self._age is not None and self._age.number != self._born

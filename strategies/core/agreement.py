@@ -1,4 +1,4 @@
-"""The agreement of all instances before a step, and the message that names who differs."""
+"""The agreement of all instances before a step, and a message that names the instances that differ."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from strategies.errors import DisagreementError
 Terms = Sequence[Mapping[str, str | Sequence[str]]]
 """The facts that decide a result, by name: a value, or the lines of a program.
 
-They come in groups. A fact of a later group may differ because one of an earlier group does.
+They come in groups. A difference in an earlier group may cause differences in later groups.
 """
-_MOST = 4  # differences that a message names
+_MOST = 4  # largest number of differences in a message
 _PROGRAM = "; start all with the same program and arguments"
 _ARGUMENTS = "; start all with the same arguments"
 
@@ -28,16 +28,16 @@ def insist_on_agreement(
 ) -> None:
     """Compare the facts that decide the result between all instances. Collective.
 
-    If the instances agree, each sends 32 bytes; if not, each sends all of its facts.
+    Each instance sends 32 bytes. If instances differ, each also sends all of its facts.
 
     Args:
-        members: the instances.
-        terms: the facts of this instance.
-        name: the name of the call, for messages.
-        way_out: the end of a message about values.
+        members: The instances.
+        terms: The facts of this instance.
+        name: The name of the call, for messages.
+        way_out: The end of a message about values.
 
     Raises:
-        DisagreementError: on all instances, with the same text, if they do not agree.
+        DisagreementError: On all instances, with the same text, if they do not agree.
     """
     communicator = members.communicator
     if communicator.size == 1:
@@ -47,7 +47,7 @@ def insist_on_agreement(
     digests = communicator.all_gather(mine, name=name)
     if (digests == digests[0]).all():
         return
-    what = "what an instance was started with"
+    what = "arguments of an instance"
     told = [json.loads(broadcast_text(communicator, text, root, what)) for root in range(communicator.size)]
     numbers = communicator.all_gather(np.array(members.first_index, np.int64), name="numbers of instances")
     raise DisagreementError(describe(dict(zip(numbers.tolist(), told, strict=True)), way_out))
@@ -57,10 +57,10 @@ def broadcast_text(communicator: Communicator, text: str, root: int, name: str) 
     """Return the text of rank `root` on all ranks. Collective.
 
     Args:
-        communicator: connects the ranks.
-        text: the text of this rank.
-        root: the rank whose text is returned.
-        name: the name of the text, for messages.
+        communicator: Connection of the ranks.
+        text: The text of this rank.
+        root: The rank whose text is returned.
+        name: The name of the text, for messages.
     """
     data = np.frombuffer(text.encode(), np.uint8).copy()
     size = communicator.broadcast(np.array([data.size], np.int64), root, name=f"size of {name}")
@@ -72,8 +72,8 @@ def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
     """Return a message that names the differences, and the instances that differ.
 
     Args:
-        told: the terms of each instance, by its number; not all are the same.
-        way_out: the end of a message about values.
+        told: The terms of each instance, by its number; they are not all the same.
+        way_out: The end of a message about values.
     """
     for groups in zip(*told.values(), strict=True):
         of_instances = dict(zip(told, groups, strict=True))
@@ -108,8 +108,8 @@ def _of_program(name: str, programs: Mapping[int, Sequence[str]]) -> str:
     pairs = enumerate(itertools.zip_longest(lines, wanted, fillvalue="nothing"), 1)
     number, (here, there) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
     return (
-        f"instance {instance} computes {name} otherwise than instance {first}: line {number} of its program is "
-        f"'{here}', and there '{there}'{_PROGRAM}"
+        f"instance {instance} computes {name} differently from instance {first}: line {number} of its program is "
+        f"'{here}', and there it is '{there}'{_PROGRAM}"
     )
 
 

@@ -30,10 +30,10 @@ class Passing:
     """The rules of a pass through a data set.
 
     Attributes:
-        title: the name of the work, for messages.
-        step: the number of steps behind the state, for messages.
-        tell: begins to compute a batch; see `Engine.tell`.
-        survives: whether the other instances can go on without a lost one.
+        title: The name of the work, for messages.
+        step: The number of steps behind the state, for messages.
+        tell: Function that begins to compute a batch; see `Engine.tell`.
+        survives: Whether the other instances can go on without a lost instance.
     """
 
     title: str
@@ -46,10 +46,10 @@ class DataPass:
     """A pass through the rest of a data set, by all instances together.
 
     Args:
-        members: the instances.
-        passing: the rules of the pass.
-        rows: the rows of the data set.
-        to_all: whether all instances get the results, or instance 0 alone.
+        members: The instances.
+        passing: The rules of the pass.
+        rows: The rows of the data set.
+        to_all: Whether all instances get the results, or instance 0 alone.
     """
 
     def __init__(self, members: Members, passing: Passing, rows: EveryRow, to_all: bool = True) -> None:
@@ -65,7 +65,7 @@ class DataPass:
         self._is_at_end = False
 
     def results(self) -> Generator[Told, None, None]:
-        """Yield the results of all replicas for each batch. Collective."""
+        """Yield the results of all replicas for each batch. Collective. After an error no replica computes any more."""
         done = 0
         try:
             while told := self._surviving(done):
@@ -100,7 +100,7 @@ class DataPass:
                 return told
 
     def _begin(self) -> None:
-        """Begin as many batches as the engine wants ahead, so that no replica waits for this thread."""
+        """Begin as many batches in advance as the engine asks for, so that no replica waits for this thread."""
         while len(self._begun) <= self._ahead:
             batch = next(self._batches, None)
             if batch is None:
@@ -114,9 +114,9 @@ class DataPass:
         return _ELSEWHERE if found is None else [ToldRows(leaves, local[0].build, mask) for *leaves, mask in found]
 
     def _catch_up(self, done: int) -> Told | None:
-        """Prepare to go on after a loss: return None, to repeat from the first batch that an instance lacks.
+        """Prepare to go on after a loss: return None to repeat from the first batch that an instance lacks.
 
-        If others have ended the pass, and this instance had met them at its end, return an empty list.
+        Return an empty list if other instances have ended the pass, and this instance has reached its end too.
         """
         self._stop()
         meeting, own = meet(self._members), self._members.done_so_far.passes
@@ -124,7 +124,7 @@ class DataPass:
             if not self._is_at_end:
                 raise StrategyError(
                     f"an instance is lost, and others have left the {self._passing.title} after {done} batches; take "
-                    "all batches that predict gives"
+                    "all batches that predict yields"
                 )
             return []
         self._is_at_end = False
@@ -133,8 +133,8 @@ class DataPass:
         return None
 
     def _stop(self) -> None:
-        """Drop the batches that were begun, once no replica computes any more."""
+        """Drop the batches that were begun, after their replicas have ended."""
         self._batches.close()
         while self._begun:
-            with suppress(Exception):  # nobody has asked for it
+            with suppress(Exception):  # no caller waits for this result
                 self._begun.popleft().wait()

@@ -1,6 +1,6 @@
-"""Comparisons of the bits of a training between instances.
+"""Comparison of the bits of a training between instances.
 
-They show a flipped bit, or a program that is not deterministic.
+It finds flipped bits, and programs that are not deterministic.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Digest = tuple[int, int]
 def digest_of_arrays(arrays: Iterable[np.ndarray]) -> Digest:
     """Return two numbers that depend on all bits of the arrays; one flipped bit changes both.
 
-    They are the exclusive or and the sum of 64-bit words, computed as fast as memory can be read. A digest finds
-    accidents; it is no protection against arrays that were made to have the same digest.
+    They are the exclusive or and the sum of 64-bit words, computed at the speed of memory. A digest finds accidents; it
+    does not protect against arrays that were made to have the same digest.
     """
     mixed = total = 0
     for array in arrays:
@@ -36,7 +36,7 @@ def digest_of_arrays(arrays: Iterable[np.ndarray]) -> Digest:
 
 
 def instances_that_differ(digests: Sequence[Digest]) -> list[int]:
-    """Return the instances without the digest of more than half of them; all if there is no such majority."""
+    """Return the instances whose digest differs from the majority's; all instances without a majority."""
     digest, count = Counter(digests).most_common(1)[0]
     if 2 * count <= len(digests):
         return list(range(len(digests)))
@@ -47,13 +47,13 @@ def majority_of(members: Members, arrays: Mapping[str, np.ndarray], step: int, h
     """Return the rank of an instance that holds the majority state, or None if all agree. Collective.
 
     Args:
-        members: the instances.
-        arrays: the arrays by name, with the same names, shapes and dtypes on all instances.
-        step: the number of steps so far, for messages.
-        heals: whether a majority may hand its state to the others, in a job that carries on.
+        members: The instances.
+        arrays: The arrays by name, with the same names, shapes and dtypes on all instances.
+        step: The number of steps so far, for messages.
+        heals: Whether a majority may hand its state to the others, in a job that can carry on.
 
     Raises:
-        DivergenceError: on all instances if their bits differ, and no majority hands on its state.
+        DivergenceError: On all instances, if their bits differ and no majority hands on its state.
     """
     mine = np.array([*digest_of_arrays(arrays.values()), members.first_index], np.uint64)
     gathered = members.communicator.all_gather(mine, name="digests of the state")
@@ -63,7 +63,7 @@ def majority_of(members: Members, arrays: Mapping[str, np.ndarray], step: int, h
     where = _first_difference(members, arrays)
     if len(differ) == len(gathered):
         raise DivergenceError(
-            f"before step {step} the instances have different bits, and no majority has the same{where}"
+            f"before step {step} the instances have different bits, and no majority has the same bits{where}"
         )
     who = f"{'instance' if len(differ) == 1 else 'instances'} {', '.join(str(gathered[each, 2]) for each in differ)}"
     if not heals or not members.can_carry_on:
@@ -77,21 +77,21 @@ def majority_of(members: Members, arrays: Mapping[str, np.ndarray], step: int, h
 
 
 def insist_on_same_bits(members: Members, arrays: Mapping[str, np.ndarray], step: int) -> None:
-    """Refuse to go on if arrays have other bits on any instance, also in a job that could carry on. Collective.
+    """Refuse to go on if arrays have other bits on any instance, even in a job that could carry on. Collective.
 
     Args:
-        members: see `majority_of`.
-        arrays: see `majority_of`.
-        step: see `majority_of`.
+        members: The instances.
+        arrays: The arrays by name, with the same names, shapes and dtypes on all instances.
+        step: The number of steps so far, for messages.
 
     Raises:
-        DivergenceError: on all instances if their bits differ.
+        DivergenceError: On all instances, if their bits differ.
     """
     majority_of(members, arrays, step, heals=False)
 
 
 def _first_difference(members: Members, arrays: Mapping[str, np.ndarray]) -> str:
-    """Describe the first array that differs between instances. Collective; called after a difference only."""
+    """Describe the first array that differs between instances. Collective; called only after a difference."""
     own = np.array([digest_of_arrays([array]) for array in arrays.values()], np.uint64)
     gathered = members.communicator.all_gather(own, name="digests of each array")
     first = int(np.argmax((gathered != gathered[0]).any(axis=(0, 2))))
@@ -100,8 +100,8 @@ def _first_difference(members: Members, arrays: Mapping[str, np.ndarray]) -> str
     norms = members.communicator.all_gather(norm, name="norms of an array")
     shown = ", ".join(f"{float(norm):.9g}" for norm in norms)
     return (
-        f": the first array that differs is {name}, of the norms {shown} on the instances; a program that changes the "
-        "state on some instances only, or draws from other generators there, does that, and so does faulty memory"
+        f": the first array that differs is {name}, with the norms {shown} on the instances; possible causes are a "
+        "program that changes the state, or draws from other generators, on some instances only, and faulty memory"
     )
 
 

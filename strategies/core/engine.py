@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from strategies.train_state import TrainState
 
 Buffers: TypeAlias = Sequence[Sequence[Leaf]]
-"""For each buffer of a bucket those of the local replicas, in their order.
+"""For each buffer of a bucket, the buffers of the local replicas in their order.
 
-They lie in the memory of the host or of a device; an engine and its exchange know in which.
+They lie in the memory of the host or of a device, as the engine and its exchange agree.
 """
 
 
 class EngineState(Protocol):
-    """The state of a training, in the form that its engine uses. The loop reads these two values only."""
+    """The state of a training in the form that its engine uses. The loop reads only these two values."""
 
     @property
     def step(self) -> int:
@@ -39,10 +39,19 @@ class EngineState(Protocol):
 
 
 class Exchange(Protocol):
-    """The exchange of gradients between instances: by messages, in shared memory, or by a compiled program."""
+    """The exchange of gradients between instances: by messages, in shared memory, or by a compiled program.
+
+    The loop calls `reduce` once for each bucket of a step, in the order of the buckets, the same on all instances.
+    Then it calls `Engine.arrived`. An error of either ends the step, and the state is unchanged.
+    """
 
     def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """Begin to compute the means of a bucket over all replicas. Collective. `Engine.arrived` returns them."""
+        """Begin to compute the means of a bucket over all replicas. Collective. `Engine.arrived` returns them.
+
+        Args:
+            bucket: The bucket of gradients.
+            contributions: The buffers of the local replicas, which no caller changes before `Engine.arrived` returns.
+        """
 
 
 class PendingStep(Protocol):
@@ -53,12 +62,12 @@ class PendingStep(Protocol):
         """Each bucket of gradients, as soon as it is ready. The loop reads all of them once, in this order.
 
         Raises:
-            Exception: the error of a replica, once no replica computes any more; the state is unchanged.
+            Exception: The error of a replica, after all replicas have stopped; the state is unchanged.
         """
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange for these buckets, known when the first one is ready."""
+        """The exchange for these buckets, known as soon as the first bucket is ready."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +75,13 @@ class Arrived:
     """The results of an exchange.
 
     Attributes:
-        names: the names of the metrics.
-        tail: their means over all replicas, float32; other values may follow.
-        notice: the share of the replicas whose instances had a notice.
-        is_finite: whether the step may be applied; True if gradients are not checked. It may be an unread scalar on a
-            device if there is a `scale_after`.
-        gradients: returns the mean gradients, and how they are cut into shards, for records.
-        scale_after: returns the scale of the next loss by a flag that nobody has read; see `LossScaling.after`.
+        names: The names of the metrics.
+        tail: Their means over all replicas, float32; other values may follow.
+        notice: The share of the replicas whose instances had a notice.
+        is_finite: Whether the step may be applied; True if gradients are not checked. If there is a `scale_after`, it
+            may be an unread scalar on a device.
+        gradients: Returns the mean gradients, and how they are cut into shards, for records.
+        scale_after: Returns the scale of the next loss, given an unread `is_finite`; see `LossScaling.after`.
     """
 
     names: tuple[str, ...]
@@ -88,27 +97,30 @@ Pending = TypeVar("Pending", bound=PendingStep)
 
 
 class Engine(ABC, Generic[State, Pending]):
-    """A framework that computes steps: it owns the state, and knows nothing of the order in which things happen.
+    """A framework that computes steps and owns the state. `StepLoop` knows the order of its calls.
 
-    A state is either replaced by each step, as JAX's pytrees are, or changed in place, as modules of PyTorch are: then
-    `update`, `share` and `restore` return the object that they were given. An engine follows the replicas of this
-    instance by itself: where an instance was lost, `begin` finds others than before.
+    For each step the loop calls `begin`, reads `PendingStep.buckets` to the end, and calls `arrived` and `update`. If
+    steps are recorded, it calls `snapshot` before and after `update`. It calls the other methods between steps.
 
-    Until `update` is called, an error leaves the state as it was, and the step can be repeated with the same state, on
-    the batch of the replicas that the instance drives then. An error of `update` is final.
+    A step either replaces the state, as with JAX's pytrees, or changes it in place, as with PyTorch's modules. In the
+    second case `update`, `share` and `restore` return the object that they were given. An engine follows the replicas
+    of this instance by itself: after a loss, `begin` may find other replicas than before.
+
+    If an error occurs before `update` is called, the state is unchanged. The step can be repeated with the same state,
+    on the batch of the replicas that the instance drives then. An error of `update` is final.
     """
 
     @abstractmethod
     def begin(self, state: State, batch: Batch, notice: bool) -> Pending:
-        """Begin a step, and do not wait for it. Collective if batches of such shapes are new.
+        """Begin a step without waiting for it. Collective if batches of these shapes are new.
 
         Args:
-            state: the state, which nobody may use up before the step has ended.
-            batch: the batch of all local replicas.
-            notice: whether this instance was given a notice, which travels with the gradients.
+            state: The state, which no caller may use up before the step has ended.
+            batch: The batch of all local replicas.
+            notice: Whether this instance was given a notice, which travels with the gradients.
 
         Raises:
-            DisagreementError: on all instances, if they would not compute the same.
+            DisagreementError: On all instances, if they would not compute the same.
         """
 
     @abstractmethod
@@ -116,53 +128,53 @@ class Engine(ABC, Generic[State, Pending]):
         """Return the results of the exchange of all buckets. May be collective.
 
         Raises:
-            NonFiniteGradientError: if gradients are checked.
+            NonFiniteGradientError: If gradients are checked, and one is not finite.
         """
 
     @abstractmethod
     def update(self, pending: Pending, scale: LossScale | None) -> State:
-        """Return the state after the step. If what has arrived is not finite, only the step and the scale change.
+        """Return the state after the step. If the gradients are not finite, only the step and the scale change.
 
         Args:
-            pending: the step, whose exchange has arrived.
-            scale: the scale of the next loss; None without loss scaling.
+            pending: The step, whose exchange has arrived.
+            scale: The scale of the next loss; None without loss scaling.
         """
 
     @abstractmethod
     def tell(self, task: EvaluationTask, state: State, batch: Masked) -> Begun:
-        """Begin to compute the results of a task for the rows of each local replica, and do not wait for them.
+        """Begin to compute the results of a task for the rows of each local replica, without waiting for them.
 
-        Collective if the task, or batches of such shapes, are new. The state stays as it is. After an error the engine
+        Collective if the task, or batches of these shapes, are new. The state stays as it is. After an error the engine
         can begin another batch or task. Threads and other resources of tasks end with the engine.
 
         Args:
-            task: the work; engines prepare equal tasks once.
-            state: the state, which nobody may use up before the last batch has been waited for.
-            batch: the batch of all local replicas: one of a data set of the strategy, or host arrays.
+            task: The work; an engine prepares equal tasks once.
+            state: The state, which no caller may use up before the results of the last batch are there.
+            batch: The batch of all local replicas: a batch of a data set of the strategy, or host arrays.
 
         Raises:
-            DisagreementError: on all instances, if they would not compute the same.
-            ValueError: here or from `Begun.wait`, if the state was used up; or the batch is for other replicas.
+            DisagreementError: On all instances, if they would not compute the same.
+            ValueError: Here or from `Begun.wait`, if the state was used up, or the batch is for other replicas.
         """
 
     @abstractmethod
     def share(self, state: State, root: int) -> State:
         """Return the state of rank `root`; parts that only this instance has stay its own. Collective.
 
-        If `root` is lost meanwhile, the state is as it was: no part changes before all parts have arrived.
+        If `root` is lost meanwhile, the state is unchanged: no part changes before all parts have arrived.
 
         Args:
-            state: on `root` the state that all get; elsewhere a state with arrays of the same shapes, not read.
-            root: the rank whose state is shared.
+            state: On `root`, the state that all get; elsewhere a state with arrays of the same shapes, not read.
+            root: The rank whose state is shared.
         """
 
     @abstractmethod
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
-        """Return the arrays that have the same bits on all instances, by name; views where they can be."""
+        """Return the arrays that must have the same bits on all instances, by name; views if possible."""
 
     @abstractmethod
     def snapshot(self, state: State) -> TrainState:
-        """Return the state as a `TrainState` of arrays, until the next step: for checkpoints and records."""
+        """Return the state, for checkpoints and records, as a `TrainState` of arrays that the next step may reuse."""
 
     @abstractmethod
     def restore(self, snapshot: TrainState) -> State:

@@ -30,13 +30,13 @@ EveryRowOf: TypeAlias = "Callable[[Iterable[Batch], Communicator, int], EveryRow
 
 
 class Evaluator(Generic[State, Pending]):
-    """An evaluator: it evaluates and predicts with a state, which stays as it is.
+    """A runner of evaluations and predictions with a state, which stays as it is.
 
     Args:
-        members: the instances.
-        engine: computes the results.
-        every_row: see `EveryRowOf`.
-        own_part: the part of the state that no other instance has, in words; None if there is none.
+        members: The instances.
+        engine: The engine that computes the results.
+        every_row: Function that opens a data set; see `EveryRowOf`.
+        own_part: The part of the state that no other instance has, in words; None without one.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Evaluator(Generic[State, Pending]):
         """Return the merged metrics of all rows, and hand them to sinks; see `Trainer.evaluate`.
 
         Args:
-            task: computes metrics by their names.
-            state: the state of the training.
-            dataset: the data set, each row of which counts once.
+            task: Task that computes metrics by their names.
+            state: The state of the training.
+            dataset: The data set, each row of which counts once.
         """
         found = _evaluation_of(self._pass(task, state, self._rows(dataset)))
         tell_evaluation(self._members, state.step, found)
@@ -66,15 +66,18 @@ class Evaluator(Generic[State, Pending]):
         """Yield the outputs for the rows of each batch, in the order of the data; see `Trainer.predict`.
 
         Args:
-            task: computes an output for each row.
-            state: the state of the training.
-            dataset: see `evaluate`.
-            to_all: whether all instances get the outputs; if not, all but instance 0 get None.
+            task: Task that computes an output for each row.
+            state: The state of the training.
+            dataset: The data set, in the order of the outputs.
+            to_all: Whether all instances get the outputs; if not, all but instance 0 get None.
+
+        Raises:
+            ValueError: If the data set is shuffled.
         """
         rows = self._rows(dataset)
         if rows.dataset is not None and rows.dataset.is_shuffled:
             raise ValueError(
-                "the data set is shuffled, and predictions come in the order in which it is read; distribute it with "
+                "the data set is shuffled, but predictions come in the order of the data; distribute it with "
                 "shuffle=False"
             )
         return _predictions_of(self._pass(task, state, rows, to_all), rows.is_interleaved)
@@ -98,14 +101,14 @@ class Evaluator(Generic[State, Pending]):
 
 
 class Mergeable(Protocol):
-    """A metric of some rows, as a pytree of arrays. Metrics of different rows can be merged."""
+    """A metric of some rows, as a pytree of arrays, which can be merged with the same metric of other rows."""
 
     def merge(self, other: Self) -> Self:
         """Return the metric of the rows of both; neither is changed."""
 
 
 class ReadAsValue(ABC):
-    """A metric that `Evaluation` gives to users as its value."""
+    """A metric that `Evaluation` shows to users as its value."""
 
     @property
     @abstractmethod
@@ -114,13 +117,18 @@ class ReadAsValue(ABC):
 
 
 class Evaluation(Mapping[str, Metric]):
-    """The result of `Trainer.evaluate`, the same bits on every instance.
+    """The result of `Trainer.evaluate`, the same bits on every instance: a mapping of names to metrics.
 
-    Under its name a metric that is a `Mean` appears as its value. Any other metric appears as it was merged.
+    A metric that is a `Mean` appears as its value. Any other metric appears as it was merged.
+
+    Example::
+
+        evaluation = trainer.evaluate(state, test)
+        evaluation["loss"], evaluation["accuracy"], evaluation.rows
 
     Attributes:
-        merged: the metrics as they were merged, to be merged further.
-        rows: how many rows were evaluated.
+        merged: The merged metrics by name, which can be merged further.
+        rows: The number of rows that were evaluated.
     """
 
     def __init__(self, merged: Mapping[str, Mergeable], rows: int) -> None:
@@ -145,7 +153,7 @@ def _evaluation_of(batches: Generator[Told, None, None]) -> Evaluation:
     """Merge the metrics of all batches, replica by replica and batch by batch.
 
     Raises:
-        ValueError: if there is no row.
+        ValueError: If there is no row.
     """
     merged: dict[str, Mergeable] = {}
     rows = 0

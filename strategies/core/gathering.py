@@ -18,9 +18,9 @@ def gather_arrays(members: Members, local: OfReplicas, name: str) -> list[list[n
     """Return the arrays of every replica of all instances, in the order of the replicas. Collective.
 
     Args:
-        members: the instances.
-        local: the arrays of each local replica; all replicas have equally many, of the same shapes and dtypes.
-        name: the name of the call, for messages.
+        members: The instances.
+        local: The arrays of each local replica; all replicas have the same number of arrays, shapes and dtypes.
+        name: The name of the call, for messages.
     """
     whole = members.communicator.all_gather(_message(members, local), name=name)
     return _unpacked(members, whole, local[0])
@@ -33,19 +33,19 @@ def gather_arrays_on_first(members: Members, local: OfReplicas, name: str) -> li
 
 
 def replicas_where(members: Members, is_so: Iterable[bool], name: str) -> list[int]:
-    """Return the replicas of all instances of which something is so; a collective call.
+    """Return the replicas of all instances that have a property. Collective.
 
     Args:
-        members: the instances.
-        is_so: for each local replica, in their order.
-        name: of the call.
+        members: The instances.
+        is_so: Whether each local replica has the property, in their order.
+        name: The name of the call, for messages.
     """
     gathered = gather_arrays(members, [[np.array(one)] for one in is_so], name)
     return [replica for replica, [one] in enumerate(gathered) if one]
 
 
 def _message(members: Members, local: OfReplicas) -> np.ndarray:
-    """Return the bytes of the local replicas' arrays, one row each; some instances may have one replica less."""
+    """Return the bytes of the local replicas' arrays, one row each; an instance with fewer replicas adds a row."""
     packed = [
         np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]) for arrays in local
     ]

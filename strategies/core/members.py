@@ -1,4 +1,4 @@
-"""The instances of a job, as the loop of steps, evaluations and records see them."""
+"""The instances of a job, as the loops of steps, evaluations and records see them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from strategies.typing import Batch
 class InstanceProgress:
     """The progress of an instance in the sequence of operations that all instances do together.
 
-    After a loss, instances differ by one operation at most, because every operation needs all of them.
+    After a loss, the progress of two instances differs by at most one operation, because every operation needs all
+    instances.
 
     Attributes:
-        done: the number of operations that are complete.
-        passes: the number of passes through data sets, without training, that have ended.
-        batches: the number of batches of the present pass whose results have arrived; 0 outside of a pass.
-        share: hands the result of the last operation to instances that lack it, given a rank that has it. Collective.
-            None if they need nothing.
+        done: Number of complete operations.
+        passes: Number of passes through data sets, without training, that have ended.
+        batches: Number of batches of the present pass whose results have arrived; 0 outside of a pass.
+        share: Function that hands the result of the last operation to instances that lack it, given a rank that has it.
+            Collective. None if they need nothing.
     """
 
     done: int = 0
@@ -40,17 +41,24 @@ class InstanceProgress:
 
 
 class ReplicaPrograms(Protocol):
-    """The running programs of the local replicas. They call back into Python for collectives and feeds."""
+    """The running programs of the local replicas, which call back into Python for collectives and feeds.
+
+    A step calls `begin`, and runs all programs inside `ending`.
+    """
 
     def begin(self) -> None:
-        """Drop the remains of programs that have failed half-way."""
+        """Drop the remains of programs that failed half-way."""
 
     def ending(self) -> AbstractContextManager[None]:
         """End the programs with the block. If the framework hides the error of a callback, raise that error."""
 
 
 class Members(Protocol):
-    """The instances of a job, and the replicas that this one drives; `Replicas` is one."""
+    """The instances of a job, and the replicas that this instance drives; `Replicas` is the implementation.
+
+    A loop calls `up_to_date` before each step. If a collective call shows a loss, the loop calls `carry_on` and then
+    `replicas_batch`, and repeats the step. `carry_on` replaces the communicator, ranks and local replicas.
+    """
 
     @property
     def kind(self) -> str:
@@ -58,11 +66,11 @@ class Members(Protocol):
 
     @property
     def communicator(self) -> Communicator:
-        """Connects the instances that are left."""
+        """The connection of the remaining instances."""
 
     @property
     def first_index(self) -> int:
-        """The number of this instance at the start, by which poprun calls it."""
+        """The index of this instance at the start of the job, which poprun uses in its messages."""
 
     @property
     def instance_index(self) -> int:
@@ -70,11 +78,11 @@ class Members(Protocol):
 
     @property
     def local_replicas(self) -> range:
-        """The replicas that this instance drives now."""
+        """The global indices of the replicas that this instance drives now."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The replicas of all instances."""
+        """The number of replicas of all instances."""
 
     @property
     def instruments(self) -> Instruments:
@@ -82,11 +90,11 @@ class Members(Protocol):
 
     @property
     def sinks(self) -> Sequence[Sinks]:
-        """The places where metrics go."""
+        """The open sinks of metrics."""
 
     @property
     def faults(self) -> FaultInjector:
-        """The faults that the user wants in this instance."""
+        """The faults that the user has asked to inject into this instance."""
 
     @property
     def reducer(self) -> ReplicaPrograms:
@@ -98,13 +106,23 @@ class Members(Protocol):
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the job goes on where an instance is lost."""
+        """Whether the job goes on if an instance is lost."""
 
     def carry_on(self) -> None:
-        """Take over the replicas of lost instances, together with the other remaining instances. Collective."""
+        """Take over the replicas of lost instances, together with the other remaining instances. Collective.
+
+        It repeats itself if more instances are lost meanwhile. Its errors are final.
+
+        Raises:
+            LifeCycleError: If the job cannot go on.
+        """
 
     def replicas_batch(self, batch: Batch) -> Batch:
-        """Return the batch of the same step for the replicas that this instance drives since it has carried on."""
+        """Return the batch of the same step for the replicas that this instance drives since `carry_on`.
+
+        Raises:
+            StrategyError: If `batch` is not the last batch of a data set of the strategy.
+        """
 
     def up_to_date(self, batch: Batch) -> Batch:
-        """Return the batch, or that of the same step for the present replicas if an instance was lost since."""
+        """Return the batch; if an instance was lost since it was read, its counterpart for the present replicas."""

@@ -1,4 +1,4 @@
-"""The metrics of a step, and how sinks and instruments get them."""
+"""The metrics of a step, and their way to sinks and instruments."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ UnreadArray: TypeAlias = Leaf
 
 
 class Metrics(Mapping[str, float]):
-    """Means over all replicas, under "loss" and the names that the loss function gave.
+    """Means over all replicas by name: "loss", and the names that the loss function gave.
+
+    Reading a value waits until the device has computed it.
+
+    Example::
+
+        state, metrics = trainer.step(state, batch)
+        metrics["loss"], dict(metrics)  # floats
 
     Attributes:
-        names: "loss", and those that the loss function gave.
-        means: float32, in the order of the names; other values may follow. An array on a device may be unfinished:
-            reading a metric waits for it.
+        names: "loss", and the names that the loss function gave.
+        means: Means in the order of the names, float32; other values may follow. An array on a device may be
+            unfinished.
     """
 
     def __init__(self, names: tuple[str, ...], means: UnreadArray) -> None:
@@ -40,7 +47,7 @@ class Metrics(Mapping[str, float]):
             position = self.names.index(name)
         except ValueError:
             raise KeyError(name) from None
-        if not isinstance(self.means, np.ndarray):  # an element of an array on a device is a program of its own
+        if not isinstance(self.means, np.ndarray):  # indexing an array on a device would run a program for it
             self.means = np.asarray(self.means)
         return float(self.means[position])
 
@@ -51,7 +58,7 @@ class Metrics(Mapping[str, float]):
         return len(self.names)
 
     def loss_at_hand(self) -> float | None:
-        """Return the loss; None if there is none, it is unfinished, or its memory was given up."""
+        """Return the loss; None if there is none, it is unfinished, or its memory was freed."""
         means = self.means
         if not self.names:
             return None
@@ -82,7 +89,7 @@ class _UnreadWithScale:
         return bool(self.tail.is_ready())
 
     def is_deleted(self) -> bool:
-        """Return whether the memory was given up."""
+        """Return whether the memory was freed."""
         return bool(self.tail.is_deleted())
 
 
@@ -90,9 +97,9 @@ def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | Non
     """Return the metrics of a step; with loss scaling also "loss_scale" and "skipped_steps".
 
     Args:
-        names: the names of the metrics.
-        tail: their means, and other values behind them.
-        scale: the scale of the next loss; None without loss scaling.
+        names: The names of the metrics.
+        tail: Their means, followed by other values.
+        scale: The scale of the next loss; None without loss scaling.
     """
     if scale is None:
         return Metrics(names, tail)
@@ -111,15 +118,15 @@ def tell_end(
     step: int,
     tails: UnreadArray | None = None,
 ) -> None:
-    """Tell instruments and sinks of metrics that a step has ended well.
+    """Report the successful end of a step to instruments and sinks of metrics.
 
     Args:
-        members: the instances.
-        rows_of_all: returns the number of rows of all local replicas in the batch.
-        local: the number of replicas to which the batch belongs.
-        metrics: the metrics of the step.
-        step: the number of steps so far, this one included.
-        tails: the metrics of each step, if one program has made several, with equally many rows.
+        members: The instances.
+        rows_of_all: Returns the number of rows of all local replicas in the batch.
+        local: The number of replicas to which the batch belongs.
+        metrics: The metrics of the step.
+        step: The number of steps so far, with this one.
+        tails: The metrics of each step, if one program has made several steps with the same number of rows.
     """
     instruments, sinks = members.instruments, members.sinks
     waits, counts = is_seen(instruments.step_ends), is_seen(instruments.steps_made)
@@ -142,16 +149,16 @@ def tell_evaluation(members: Members, step: int, found: Mapping[str, Metric]) ->
     """Hand the metrics of an evaluation to sinks.
 
     Args:
-        members: the instances.
-        step: the number of steps before the evaluation.
-        found: the metrics by name. Those that are no scalars are left out; a message in the log names them.
+        members: The instances.
+        step: The number of steps before the evaluation.
+        found: The metrics by name. Metrics that are not scalars are left out, and a log message names them.
     """
     for sinks in members.sinks:
         sinks.log_scalars({f"{EVALUATION}{name}": value for name, value in found.items()}, step)
 
 
 def _reading(metrics: Metrics) -> Reading:
-    """Return a function that reads metrics later; it keeps no more than they need."""
+    """Return a function that reads metrics later, and keeps only their memory alive."""
     names, means = metrics.names, metrics.means
     if isinstance(means, np.ndarray):
         means = means[: len(names)].copy()
@@ -163,14 +170,14 @@ def _of_step(names: tuple[str, ...], tails: UnreadArray, number: int) -> dict[st
 
 
 class StepNotice:
-    """A notice that any instance may be given, and that all instances know at the end of the same step.
+    """A notice that any instance may get, and that all instances know at the end of the same step.
 
-    `Trainer` sends it along with the metrics, so it costs no message of its own. A notice that is given during a step
+    `Trainer` sends it along with the metrics, so it costs no message of its own. A notice that comes during a step
     travels with the next step.
 
     Attributes:
-        number: the notice that this instance was given, such as the number of a signal; 0 before.
-        is_agreed: whether any instance had a notice when it began the last step; the same on all instances.
+        number: The notice that this instance got, such as the number of a signal; 0 before.
+        is_agreed: Whether any instance had a notice when it began the last step; the same on all instances.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The options of a training step that all engines have, without a framework."""
+"""The options of a training step that all engines have."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ Dtype: TypeAlias = str | type | DtypeOfFramework
 
 
 class GradientAccumulationReductionMethod(Enum):
-    """The way to combine the gradients of a replica's micro-batches into one; the original's enum.
+    """The reduction of the gradients of a replica's micro-batches to one gradient; the original's enum.
 
-    For micro-batch n, from 0, of N: SUM adds `g`; MEAN adds `g * (1 / N)`; RUNNING_MEAN makes `acc * n / (n + 1) +
-    g / (n + 1)` of `acc`. The last two are equal up to rounding, and neither leaves the range of float16: for 16-bit
-    accumulators each step of them is computed in float32, then rounded, and never beyond the largest number.
+    Micro-batch n of N, from 0, changes the accumulator `acc` by its gradient `g`. SUM adds `g`, and MEAN adds
+    `g * (1 / N)`. RUNNING_MEAN sets `acc * n / (n + 1) + g / (n + 1)`. The last two are equal up to rounding, and
+    neither leaves the range of float16: for 16-bit accumulators each step is computed in float32, clipped to the
+    largest number, and rounded.
     """
 
     SUM = 0
@@ -77,43 +78,43 @@ class CommonOptionsByName(TypedDict, total=False):
 class CommonOptions(ABC):
     """The options of a training step that all engines have.
 
-    Variables are the parameters of a module with PyTorch.
+    With PyTorch, the variables are the parameters of a module.
 
     Attributes:
-        seed: of the keys, or of all random numbers that modules draw.
-        check_numerics: raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
-        digest_every: compare the bits of the state between instances before every so many steps, and raise
-            `DivergenceError` where they differ; under `poprun --on-failure shrink` an instance that differs from most
-            gets their state instead. 0: never. The parts that only one instance has are not compared: sharded
-            optimizer state, and residuals.
-        gradient_accumulation_count: micro-batches of each replica for one update. A replica's rows of the batch are
-            its micro-batches one after another (`distribute_dataset(gradient_accumulation_count=...)`), and instances
+        seed: Seed of the keys; with PyTorch, of all random numbers that modules draw.
+        check_numerics: Whether to raise `NonFiniteGradientError` for the first mean gradient that is NaN or infinite.
+        digest_every: Number of steps between comparisons of the state's bits between instances; 0 for none. A
+            difference raises `DivergenceError`. Under `poprun --on-failure shrink` the majority's state replaces a
+            differing one instead. Parts that only one instance has (sharded optimizer state, residuals) are not
+            compared.
+        gradient_accumulation_count: Micro-batches of each replica for one update. A replica's rows of the batch are
+            its micro-batches one after another (`distribute_dataset(gradient_accumulation_count=...)`). Instances
             exchange gradients once per update.
-        reduction_method: how micro-batches are reduced: SUM, MEAN or RUNNING_MEAN, see
-            `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged. With PyTorch MEAN
+        reduction_method: Reduction over micro-batches: SUM, MEAN or RUNNING_MEAN; see
+            `GradientAccumulationReductionMethod`. Over replicas gradients are always averaged. With PyTorch, MEAN
             divides each loss by the count before its backward pass.
-        map_gradient: None, or a function `(gradient, variable) -> gradient` of each variable that is trained: of each
-            micro-batch on each replica, before anything is divided or added up. Without the loss scale. With JAX it is
-            traced, and in a pipeline it excludes `loss_scaling` and variables that several stages use. With PyTorch it
-            runs in the replicas' threads, behind the hooks of the parameter.
-        replicated_optimizer_state_sharding: every replica keeps 1/R of the optimizer state and updates that, and the
-            new variables are gathered; the same bits. With PyTorch for optimizers that compute element by element; with
-            JAX the state of others is put together for each update. None: False, or with JAX as
-            `offload_optimizer_state`.
-        min_elements_for_sharding: the state of smaller variables stays whole.
-        compute_dtype: bfloat16 or float16. With JAX variables and batches are cast to it for `loss_fn`; with PyTorch
+        map_gradient: Function `(gradient, variable) -> gradient` for each trained variable, or None. It is called for
+            each micro-batch on each replica, before gradients are divided or added, and without the loss scale. With
+            JAX it is traced; in a pipeline it excludes `loss_scaling` and variables that several stages use. With
+            PyTorch it runs in the replicas' threads, after the hooks of the parameter.
+        replicated_optimizer_state_sharding: Whether every replica keeps and updates 1/R of the optimizer state, as in
+            ZeRO (Rajbhandari et al., 2020), and the new variables are gathered; the bits are the same. With PyTorch it
+            needs an optimizer that computes element by element; with JAX the state of other optimizers is gathered for
+            each update. None: False, or with JAX the value of `offload_optimizer_state`.
+        min_elements_for_sharding: Variables with fewer elements keep their state whole.
+        compute_dtype: bfloat16 or float16. With JAX, variables and batches are cast to it for `loss_fn`. With PyTorch,
             forward passes run under `torch.autocast` of it. Gradients, updates and the variables themselves keep their
             dtype.
-        loss_scaling: None, "dynamic", a number for a scale that stays, or a `LossScaling`. A step with a gradient
-            that is not finite on any replica changes nothing on all of them but the scale; the metrics get
-            "loss_scale" and "skipped_steps".
-        gradient_transfer_dtype: float16 or bfloat16: gradients travel in it, half as many bytes as float32, and are
-            added in the order of the tree in float32. int8: a quarter, with error feedback; see
+        loss_scaling: None, "dynamic", a number for a constant scale, or a `LossScaling`. If a gradient is not finite on
+            any replica, the step changes only the scale, on all replicas. Metrics then have "loss_scale" and
+            "skipped_steps".
+        gradient_transfer_dtype: Dtype in which gradients travel. float16 or bfloat16 have half the bytes of float32,
+            and are added in the order of the tree in float32. int8 has a quarter, with error feedback; see
             `strategies.exchange.transfer`.
 
     Raises:
-        TypeError: if a switch is neither True nor False, or `map_gradient` no function.
-        ValueError: if an option is out of range, or two of them exclude each other.
+        TypeError: If a switch is neither True nor False, or `map_gradient` is not a function.
+        ValueError: If an option is out of range, or two options exclude each other.
     """
 
     seed: int = 0
@@ -139,18 +140,18 @@ class CommonOptions(ABC):
                 f"map_gradient is {self.map_gradient!r}, a {type(self.map_gradient).__name__}; use a function "
                 "(gradient, variable) -> gradient, or None"
             )
-        _ = self.method, self.scaling, self.transfer  # each refuses what is out of range
+        _ = self.method, self.scaling, self.transfer  # each raises if its option is out of range
         if self.check_numerics and self.scaling is not None:
             raise ValueError("check_numerics raises for the gradients that loss_scaling expects; use one of them")
 
     @cached_property
     def method(self) -> GradientAccumulationReductionMethod:
-        """The way in which micro-batches become one gradient."""
+        """The reduction of micro-batches to one gradient."""
         return GradientAccumulationReductionMethod.parse(self.reduction_method)
 
     @cached_property
     def scaling(self) -> LossScaling | None:
-        """The scaling of losses; None if they are not scaled."""
+        """The rule of loss scaling; None without scaling."""
         return LossScaling.parse(self.loss_scaling)
 
     @cached_property
@@ -172,7 +173,7 @@ class CommonOptions(ABC):
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """The options as all instances have to have them."""
+        """The options as values to compare; all instances must have the same."""
         return {
             "seed": self.seed,
             "check_numerics": self.check_numerics,
@@ -190,23 +191,24 @@ class CommonOptions(ABC):
     @property
     @abstractmethod
     def own_terms(self) -> Mapping[str, object]:
-        """The options of this engine alone, as all instances have to have them."""
+        """The options of this engine alone as values to compare; all instances must have the same."""
 
 
 Options = TypeVar("Options", bound=CommonOptions)
 
 
 def completed(kind: Callable[..., Options], defaults: Defaults, options: Mapping[str, object]) -> Options:
-    """Return options, of which those that are left out are as the defaults of the strategy say.
+    """Return options, with the defaults of the strategy for options that are left out.
 
     Args:
-        kind: makes them.
-        defaults: of the strategy.
-        options: by name, as far as they are given. `check_numerics` may be None: it is left out. Then it stays off if
-            losses are scaled, whose gradients are expected to overflow.
+        kind: Class of the options.
+        defaults: Default options of the strategy.
+        options: Given options by name. A `check_numerics` of None counts as left out; it then stays off if losses are
+            scaled, because scaled gradients are expected to overflow.
 
     Raises:
-        TypeError, ValueError: see `CommonOptions`.
+        TypeError: If an option has the wrong type.
+        ValueError: If an option is out of range, or two options exclude each other.
     """
     given = {"min_elements_for_sharding": defaults.min_elements_for_sharding, **options}
     checks = given.pop("check_numerics", None)
@@ -216,10 +218,10 @@ def completed(kind: Callable[..., Options], defaults: Defaults, options: Mapping
 
 
 def name_of_dtype(dtype: Dtype | None) -> str | None:
-    """Return the name of a dtype of NumPy, JAX or PyTorch, such as "bfloat16"; anything else as text, and None as None.
+    """Return the name of a dtype of NumPy, JAX or PyTorch, such as "bfloat16"; anything else as text; None for None.
 
     Args:
-        dtype: given by a user.
+        dtype: Dtype from a user.
     """
     if dtype is None:
         return None

@@ -15,9 +15,12 @@ from strategies.typing import Tree
 class EvaluationTask(ABC):
     """The work on every batch of an evaluation or prediction. An engine prepares equal tasks once.
 
+    An engine runs the task for each replica and batch (JAX compiles it), and calls `told` with the result on the host.
+    An error of either ends the pass; the state is unchanged.
+
     Attributes:
-        title: the name of the work, for messages.
-        is_exact: whether the task gets only the rows that count, which come first in a batch.
+        title: The name of the work, for messages.
+        is_exact: Whether the task gets only real rows, without padding; these come first in a batch.
     """
 
     title: ClassVar[str]
@@ -34,20 +37,20 @@ class EvaluationTask(ABC):
         """Compute the results of a replica for its rows.
 
         Args:
-            arguments: of JAX, traced, `variables, batch, mask, key`, and the model state if there is one; of PyTorch
-                `module, batch`.
-            named: none.
+            arguments: With JAX, traced: `variables, batch, mask, key`, and the model state if there is one. With
+                PyTorch: `module, batch`.
+            named: Not used.
         """
 
     @abstractmethod
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
         """Return this replica's results for the other instances, as a pytree of host arrays.
 
-        On all replicas these arrays have the same structure, shapes and dtypes.
+        The arrays have the same structure, shapes and dtypes on all replicas.
 
         Args:
-            computed: the value that `__call__` has returned, on the host.
-            mask: bool `[rows]`, False for rows that do not count.
+            computed: The result of `__call__`, on the host.
+            mask: Bool `[rows]`, False for padding.
         """
 
 
@@ -56,9 +59,9 @@ class ToldRows:
     """The results of one replica for its rows of a batch.
 
     Attributes:
-        leaves: the arrays of the results, on the host.
-        build: makes the tree of the results from such leaves.
-        mask: bool `[rows]`, False for rows that do not count.
+        leaves: The arrays of the results, on the host.
+        build: Function that makes the tree of the results from its leaves.
+        mask: Bool `[rows]`, False for padding.
     """
 
     leaves: Sequence[np.ndarray]
@@ -67,7 +70,7 @@ class ToldRows:
 
     @property
     def tree(self) -> Tree:
-        """The results, as `EvaluationTask.told` has returned them."""
+        """The results, as `EvaluationTask.told` returned them."""
         return self.build(self.leaves)
 
 
@@ -80,9 +83,8 @@ class Begun:
     """A batch that is being computed.
 
     Attributes:
-        wait: returns the results of the local replicas, or raises the error of one of them, once no replica computes
-            any more.
-        ahead: how many more batches may begin before `wait` of this one is called.
+        wait: Returns the results of the local replicas, or raises the error of one, after all replicas have stopped.
+        ahead: Number of further batches that may begin before `wait` of this batch is called.
     """
 
     wait: Callable[[], Told]
@@ -90,11 +92,11 @@ class Begun:
 
 
 def padded(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the rows that count, which come first, followed by zeros for the others.
+    """Return the real rows, which come first, followed by zeros for padding.
 
     Args:
-        rows: `[at least as many as count, ...]`.
-        mask: bool, False for rows that do not count.
+        rows: Array `[at least the number of real rows, ...]`.
+        mask: Bool, False for padding.
     """
     whole, count = np.zeros((len(mask), *rows.shape[1:]), rows.dtype), int(mask.sum())
     whole[:count] = rows[:count]
@@ -102,11 +104,11 @@ def padded(rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def in_order(told: Told, is_interleaved: bool) -> Tree:
-    """Return the results of all replicas for the rows that count, in the order of the data set.
+    """Return the results of all replicas for real rows, in the order of the data set.
 
     Args:
-        told: the results for a batch, one for each row.
-        is_interleaved: see `EveryRow`.
+        told: The results for a batch, one for each row.
+        is_interleaved: Whether rows come in rounds of one row per replica; see `EveryRow`.
     """
 
     def ordered(arrays: Sequence[np.ndarray]) -> np.ndarray:

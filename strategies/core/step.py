@@ -1,4 +1,4 @@
-"""The order of a training step, and what is done around it."""
+"""The order of a training step, and the work around it."""
 
 from __future__ import annotations
 
@@ -25,35 +25,39 @@ if TYPE_CHECKING:
 
 
 class StepWatcher(Protocol):
-    """The interface of objects to which a step is reported while it is made."""
+    """The interface of objects to which steps are reported.
+
+    The loop calls `reduced` and then `updated` for each step, on all instances. If a loss interrupts a step, its
+    repetition is reported again. The step raises an error of either method.
+    """
 
     def reduced(self, snapshot: TrainState, batch: Batch, gradients: Gradients, shards: Tree) -> None:
         """Record the mean gradients of a step, before the variables are updated.
 
         Args:
-            snapshot: the `TrainState` before the step.
-            batch: the batch of the local replicas.
-            gradients: the mean gradients, like the trained variables; some may be cut by `shards`.
-            shards: how mean gradients are cut; None if they are whole. If they are cut, this is a collective call.
+            snapshot: The `TrainState` before the step.
+            batch: The batch of the local replicas.
+            gradients: The mean gradients, like the trained variables; `shards` may cut some.
+            shards: The cuts of the mean gradients, which make this a collective call; None if they are whole.
         """
 
     def updated(self, snapshot: TrainState, metrics: Metrics) -> None:
         """Record that a step is complete.
 
         Raises:
-            SystemExit: with status 0, after the last step that is to be recorded.
+            SystemExit: With status 0, after the last step to record.
         """
 
 
 @dataclass(frozen=True)
 class StepRules(Generic[State]):
-    """The rules by which steps are made, whatever the engine is.
+    """The rules of steps, independent of the engine.
 
     Attributes:
-        digest_every: compare the bits of the state between instances before every so many steps; 0: never.
-        own_part: the part of the state that no other instance has, in words; None if there is none.
-        flipped: returns the state with one bit changed, for faults on purpose.
-        rows_of: returns the rows of all local replicas in a batch.
+        digest_every: Number of steps between comparisons of the state's bits between instances; 0 for none.
+        own_part: The part of the state that no other instance has, in words; None without one.
+        flipped: Returns the state with one bit changed, to inject a fault.
+        rows_of: Returns the number of rows of all local replicas in a batch.
     """
 
     digest_every: int
@@ -63,19 +67,19 @@ class StepRules(Generic[State]):
 
 
 class StepLoop(Generic[State, Pending]):
-    """The maker of training steps: the order of a step, and what is done around it.
+    """The order of a training step, and the work around it.
 
     Args:
-        members: the instances.
-        engine: computes the steps.
-        rules: the rules of the steps.
-        scaling: the scaling of losses; None if they are not scaled.
-        watcher: told of every step; None if nothing is recorded.
+        members: The instances.
+        engine: The engine that computes the steps.
+        rules: The rules of the steps.
+        scaling: The rule of loss scaling; None without scaling.
+        watcher: Watcher that gets every step; None if nothing is recorded.
 
     Attributes:
-        notice: the notice that travels with the gradients of every step.
-        metrics: the metrics of the last step; None before the first one.
-        scaling: see above.
+        notice: The notice that travels with the gradients of every step.
+        metrics: The metrics of the last step; None before the first step.
+        scaling: The rule of loss scaling.
     """
 
     def __init__(
@@ -121,11 +125,13 @@ class StepLoop(Generic[State, Pending]):
     # ---- around it
 
     def make_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make one update. If instances are lost meanwhile and the others have all of the state, these make it.
+        """Make one update. If instances are lost meanwhile and the others have the whole state, the others make it.
+
+        An error before the update leaves the state unchanged, so that the step can be repeated.
 
         Args:
-            state: the state, which is used up.
-            batch: the batch of the local replicas.
+            state: The state, which is used up.
+            batch: The batch of the local replicas.
 
         Returns:
             The new state, and the metrics as means over all replicas.
@@ -147,14 +153,14 @@ class StepLoop(Generic[State, Pending]):
         return state, metrics
 
     def _checked(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make a step, after a comparison of the state's bits where it is time; end its programs."""
+        """Make a step, after a comparison of the state's bits if one is due; end the programs of the replicas."""
         programs = self._members.reducer
         programs.begin()
         with programs.ending():
             return self._one_step(self._compared(state), batch)
 
     def _compared(self, state: State) -> State:
-        """Return the state; if this instance has other bits than most, return theirs."""
+        """Return the state; if this instance has other bits than the majority, return the majority's state."""
         every = self._rules.digest_every
         if not every or not state.step or state.step % every:
             return state
@@ -167,8 +173,8 @@ class StepLoop(Generic[State, Pending]):
         """Return the first state, the same on all instances. Collective.
 
         Args:
-            begun: returns the first state. Collective.
-            local: returns a state with arrays of the same shapes, for an instance that is late.
+            begun: Function that returns the first state. Collective.
+            local: Function that returns a state with arrays of the same shapes, for an instance that is late.
         """
         if part := self._rules.own_part:
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
@@ -198,7 +204,7 @@ class StepLoop(Generic[State, Pending]):
         own = self.metrics
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
         told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
-        state = self._engine.share(state, root)  # comes last: where it fails, nothing has changed
+        state = self._engine.share(state, root)  # last, so that a failure changes nothing
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))
@@ -208,10 +214,10 @@ class StepLoop(Generic[State, Pending]):
         """Note that the only replica has made several steps in one program.
 
         Args:
-            state: the state after these steps.
-            batches: the batch of each step, of equal shapes.
-            metrics: the metrics of the last step.
-            tails: the metrics of each step.
+            state: The state after these steps.
+            batches: The batch of each step, of the same shapes.
+            metrics: The metrics of the last step.
+            tails: The metrics of each step.
         """
         self.metrics = metrics
         self.notice.agree(self.notice.is_given)

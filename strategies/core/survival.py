@@ -1,4 +1,4 @@
-"""Carrying on without the instances that are lost, with the same bits."""
+"""Recovery from lost instances: the others repeat the interrupted operation, with the same bits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOSSES = (PeerLostError, BrokenError)
-"""The errors of a collective call if another instance is lost."""
+"""The errors of a collective call that show the loss of another instance."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SurvivorMeeting:
-    """The progress of the remaining instances after a loss, as they have told each other.
+    """The progress that the remaining instances report to each other after a loss.
 
     Attributes:
-        is_late: whether others have completed the operation that this instance is about to do.
-        newest: the rank of an instance that has completed most.
-        passes: for each rank its `InstanceProgress.passes`, int64.
-        batches: for each rank its `InstanceProgress.batches`, int64.
+        is_late: Whether others have completed the operation that this instance is about to do.
+        newest: The rank of an instance with the most progress.
+        passes: For each rank its `InstanceProgress.passes`, int64.
+        batches: For each rank its `InstanceProgress.batches`, int64.
     """
 
     is_late: bool
@@ -52,16 +52,17 @@ def surviving(
     """Return the result of an operation of all instances. If some are lost meanwhile, repeat it without them.
 
     Args:
-        members: the instances.
-        attempt: the operation. It is repeated if a loss has interrupted it.
-        catch_up: called on all remaining instances, after they have taken over the replicas. It begins with `meet`. It
-            returns the result if another instance had completed the operation, and None if it is to be repeated.
-        share: hands the result to the instances that lack it, given the result and a rank that has it. Collective. None
-            if they need nothing. If the job can carry on, it is kept, with the result, until the next operation ends.
+        members: The instances.
+        attempt: The operation. It is repeated if a loss has interrupted it.
+        catch_up: Function called on all remaining instances after they have taken over the replicas. It begins with
+            `meet`. It returns the result if another instance had completed the operation, and None to repeat it.
+        share: Function that hands the result to the instances that lack it, given the result and a rank that has it.
+            Collective. None if they need nothing. If the job can carry on, `share` and the result are kept until the
+            next operation ends.
 
     Raises:
-        PeerLostError: if the job was not started to go on without a lost instance, or the remaining instances do not
-            find each other, or they go on without this one.
+        PeerLostError: If the job was not started to go on without a lost instance, the remaining instances do not find
+            each other, or they go on without this one.
     """
     try:
         done = attempt()
@@ -75,11 +76,11 @@ def together(members: Members, attempt: Callable[[], T], share: Callable[[T, int
     """Return the result of a collective call. If instances are lost meanwhile, the remaining ones repeat it.
 
     Args:
-        members: the instances.
-        attempt: the call.
-        share: returns the result of a rank on all instances, given a value and that rank. The value is the result on
-            instances that have it, and that of `local` on the others. Collective.
-        local: returns a value with arrays of the same shapes as the result.
+        members: The instances.
+        attempt: The call.
+        share: Function that returns the result of a rank on all instances, given a value and that rank. The value is
+            the result on instances that have it, and that of `local` on the others. Collective.
+        local: Function that returns a value with arrays of the same shapes as the result.
     """
 
     def catch_up() -> T | None:
@@ -93,18 +94,18 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
     """Repeat an operation with the remaining instances after a loss has interrupted it.
 
     Args:
-        members: the instances.
-        loss: the error of the operation, one of `LOSSES`.
-        attempt: see `surviving`.
-        catch_up: see there.
+        members: The instances.
+        loss: The error of the operation, one of `LOSSES`.
+        attempt: The operation, as in `surviving`.
+        catch_up: Function that catches up, as in `surviving`.
 
     Raises:
-        PeerLostError: see there.
+        PeerLostError: If the remaining instances cannot go on, as in `surviving`.
     """
     while members.can_carry_on:
         logger.info("an instance is lost: %s", loss)
         with members.communicator.instruments.during[RECOVERY]:
-            members.carry_on()  # repeats itself if more instances are lost; what it raises is final
+            members.carry_on()  # repeats itself if more instances are lost; its errors are final
         try:
             with members.communicator.instruments.during[RECOVERY]:
                 done = catch_up()
@@ -115,11 +116,11 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:
-    """Warn that a job, which was started to go on without lost instances, cannot.
+    """Warn if a job that was started to go on without lost instances cannot.
 
     Args:
-        members: the instances.
-        reason: in words; None if the job can go on.
+        members: The instances.
+        reason: The reason in words; None if the job can go on.
     """
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
@@ -128,7 +129,7 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
 
 
 def warn_where_none_goes_on(members: Members) -> None:
-    """Warn, on one instance, if the job was started to go on without lost instances and these members never can."""
+    """Warn, on one instance, if the job was started to go on without lost instances but these members never can."""
     is_to_go_on = is_to_carry_on() and members.communicator.size > 1
     if is_to_go_on and not members.can_carry_on and members.communicator.rank == 0:
         logger.warning(
@@ -139,14 +140,14 @@ def warn_where_none_goes_on(members: Members) -> None:
 
 
 def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -> str | None:
-    """Return the reason why the other instances cannot replace a lost one; None if they can.
+    """Return the reason why the other instances cannot replace a lost instance; None if they can.
 
     Args:
-        has_feeds: whether the loss function has feeds.
-        dataset: the data set of the batches; None if they come from none.
+        has_feeds: Whether the loss function has feeds.
+        dataset: The data set of the batches; None for batches of other origin.
     """
     if has_feeds:
-        return "the queues of feeds belong to the replicas that an instance has had from the beginning"
+        return "the queues of feeds belong to the replicas that an instance had from the beginning"
     if dataset is None:
         return "no instance can read another one's part of batches that are of no strategy.distribute_dataset"
     if not dataset.is_random_access:
@@ -155,13 +156,13 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
 
 
 def meet(members: Members) -> SurvivorMeeting:
-    """Compare the progress of all instances, and share the last result with those that are late. Collective.
+    """Compare the progress of all instances, and share the last result with late instances. Collective.
 
-    Late instances take part in that sharing, by the same call as `InstanceProgress.share`, once this returns.
+    After this returns, late instances take part in that sharing, by the same call as `InstanceProgress.share`.
     """
     progress = members.done_so_far
     own = np.array([progress.done, progress.passes, progress.batches])
-    done, passes, batches = members.communicator.all_gather(own, name="how far instances have come").T
+    done, passes, batches = members.communicator.all_gather(own, name="progress of instances").T
     newest, is_late = int(done.argmax()), bool(progress.done < done.max())
     if progress.share is not None and done.min() < done.max() and not is_late:
         progress.share(newest)

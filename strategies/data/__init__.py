@@ -1,1 +1,1 @@
-"""Data sets, dealt out to replicas the same way on any number of instances."""
+"""Data sets that are split among replicas in the same way on any number of instances."""

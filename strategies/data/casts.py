@@ -1,4 +1,4 @@
-"""Batches that travel to the devices in a small dtype, and are cast there."""
+"""Casts of batches that travel to the devices in a small dtype."""
 
 from __future__ import annotations
 
@@ -16,45 +16,55 @@ from strategies.data.sources import Masked
 from strategies.typing import Batch, Function, Numbers, Tree, Variables
 
 DTypes: TypeAlias = Any
-"""A dtype (or `Cast`) for all leaves, or one for each entry of the batch: a mapping or tuple like the batch.
+"""One dtype (or `Cast`) for all leaves, or one for each entry of the batch, in a mapping or tuple like the batch.
 
-Entries that a mapping lacks, or whose value is None, stay as they are.
+An entry that the mapping lacks, or whose value is None, stays as it is.
 """
 
 _Change = Callable[[DTypes, str, Numbers], Numbers]
-"""(dtype, name, leaf) -> what becomes of the leaf."""
+"""(dtype, name, leaf) -> the changed leaf."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """The conversion of an array on the device: `array.astype(dtype) * scale`, the factor in that dtype.
+    """The conversion of an array on the device: `array.astype(dtype) * scale`, with the factor in that dtype.
+
+    Example::
+
+        strategies.Cast("bfloat16", 1 / 255)  # bytes of an image become numbers from 0 to 1
 
     Attributes:
-        dtype: of the result.
-        scale: a number, such as 1/255 for images of bytes.
+        dtype: Dtype of the result.
+        scale: Factor, such as 1/255 for images of bytes.
     """
 
     dtype: DTypeLike
     scale: float = 1.0
 
     def __call__(self, array: jax.Array) -> jax.Array:
-        """The array as the program wants it."""
+        """Return the converted array."""
         cast = jnp.asarray(array).astype(self.dtype)
         return cast if self.scale == 1.0 else cast * jnp.asarray(self.scale, self.dtype)
 
 
 def casting(loss_fn: Function, dtypes: DTypes) -> Function:
-    """The loss function for batches that are cast where they are used, inside the compiled step.
+    """Return a loss function that casts its batch inside the compiled step.
 
-    The bits of the training are those of a data set that was cast before: what is cast is kept apart from what the
-    compiler may merge.
+    The training has the bits of a data set that was cast in advance: a barrier keeps the compiler from merging the cast
+    with other operations.
+
+    Example::
+
+        dataset = strategy.distribute_dataset(data, 32, transfer_dtype={"image": np.uint8})
+        loss_fn = strategies.casting(loss_fn, {"image": strategies.Cast("float32", 1 / 255)})
 
     Args:
-        loss_fn: `loss_fn(variables, batch, ...)`; also other functions whose second argument is a batch.
-        dtypes: see `DTypes`; of a `Masked` batch its `values` are meant.
+        loss_fn: `loss_fn(variables, batch, ...)`, or another function whose second argument is a batch.
+        dtypes: Dtype or `Cast` for all leaves, or one for each entry; see `DTypes`. For a `Masked` batch they apply to
+            its `values`.
 
     Raises:
-        ValueError: when the function is called, if `dtypes` names what the batch lacks.
+        ValueError: When the function is called, if `dtypes` names an entry that the batch lacks.
     """
     on_device = partial(_map_where, lambda to, name, leaf: (to if isinstance(to, Cast) else Cast(to))(leaf))
 
@@ -66,11 +76,11 @@ def casting(loss_fn: Function, dtypes: DTypes) -> Function:
 
 
 def converted(dtypes: DTypes, batch: Batch) -> Batch:
-    """The batch in the dtypes in which it shall travel.
+    """Return the batch in the dtypes in which it travels to the devices.
 
     Raises:
-        ValueError: if `dtypes` names what the batch lacks, or an integer does not fit.
-        TypeError: if numbers would become others altogether (floating point as integers).
+        ValueError: If `dtypes` names an entry that the batch lacks, or a number does not fit into its dtype.
+        TypeError: If floating-point numbers would become integers.
     """
     return _map_where(_convert, dtypes, batch)
 
@@ -78,7 +88,7 @@ def converted(dtypes: DTypes, batch: Batch) -> Batch:
 def _convert(to: DTypeLike, name: str, leaf: Numbers) -> np.ndarray:
     array, dtype = np.asarray(leaf), np.dtype(to)
     if dtype.kind in "biu" and array.dtype.kind not in "biu":
-        raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a dtype of floating point")
+        raise TypeError(f"{name} is {array.dtype} and cannot travel as {dtype}; choose a floating-point dtype")
     with np.errstate(over="ignore"):
         small = array.astype(dtype)
     is_integer = array.dtype.kind in "biu"
@@ -89,14 +99,14 @@ def _convert(to: DTypeLike, name: str, leaf: Numbers) -> np.ndarray:
 
 
 def _is_as_finite(small: np.ndarray, array: np.ndarray) -> bool:
-    """Whether no number has become infinite."""
+    """Return whether all finite numbers stayed finite."""
     if small.dtype.itemsize >= array.dtype.itemsize:
         return True
     return bool((np.isfinite(small.astype(np.float64)) == np.isfinite(array.astype(np.float64))).all())
 
 
 def _map_where(change: _Change, dtypes: DTypes, batch: Batch, name: str = "the batch") -> Batch:
-    """`change(dtype, name, leaf)` of the leaves for which `dtypes` has one."""
+    """Return the batch with `change(dtype, name, leaf)` in place of each leaf for which `dtypes` has a dtype."""
     if dtypes is None:
         return batch
     if isinstance(batch, Masked):
@@ -105,7 +115,7 @@ def _map_where(change: _Change, dtypes: DTypes, batch: Batch, name: str = "the b
         return _map_entries(change, dtypes, batch, name)
     if isinstance(dtypes, tuple | list):
         if not isinstance(batch, tuple | list) or len(batch) != len(dtypes):
-            raise ValueError(f"there are {len(dtypes)} dtypes for {name}, which is {_shape_of(batch)}")
+            raise ValueError(f"{len(dtypes)} dtypes were given for {name}, which is {_shape_of(batch)}")
         parts = [
             _map_where(change, to, part, f"{name}[{i}]") for i, (to, part) in enumerate(zip(dtypes, batch, strict=True))
         ]
@@ -117,7 +127,7 @@ def _map_where(change: _Change, dtypes: DTypes, batch: Batch, name: str = "the b
 
 def _map_entries(change: _Change, dtypes: Mapping[str, DTypes], batch: Batch, name: str) -> Batch:
     if not isinstance(batch, Mapping):
-        raise ValueError(f"dtypes are given for {', '.join(map(repr, dtypes))} of {name}, which is {_shape_of(batch)}")
+        raise ValueError(f"dtypes were given for {', '.join(map(repr, dtypes))} of {name}, which is {_shape_of(batch)}")
     unknown = [repr(key) for key in dtypes if key not in batch]
     if unknown:
         raise ValueError(f"{name} has no {', '.join(unknown)}; it has {', '.join(map(repr, batch))}")

@@ -1,4 +1,4 @@
-"""Deals one data set out to the replicas of all instances, the same way on any number of instances."""
+"""Data sets that are split among the replicas of all instances, in the same way on any number of instances."""
 
 import itertools
 import logging
@@ -38,56 +38,59 @@ log = logging.getLogger(__name__)
 class DistributedDataset:
     """The local replicas' share of a data set, as one batch per step.
 
-    What a replica reads depends on the source, the seed and the number of replicas, never on the number of
+    The elements of a replica depend on the source, the seed and the number of replicas, never on the number of
     instances. A source is one of:
 
     * A pytree of arrays with a common leading length (tuples and mappings; NumPy's memory maps are read as
-      needed). Every epoch is one permutation of the whole set drawn from (seed, epoch); replica r takes rows
-      `[r * B, (r + 1) * B)` of each global batch, B being `gradient_accumulation_count * batch_size`.
+      needed). Each epoch is a permutation of the whole set, drawn from (seed, epoch). With
+      B = `gradient_accumulation_count * batch_size`, replica r takes rows `[r * B, (r + 1) * B)` of each global batch.
     * A `grain.MapDataset`, a `strategies.GrainSource`, or any object with a length and `[i]` that is not iterable.
-      Elements are dealt out as the rows of arrays are; they are read one by one, and only those of the local
+      Replicas take its elements as they take rows of arrays. Elements are read one by one, and only for the local
       replicas.
-    * An object with `shard(n, i)`: replica r iterates `source.shard(total_replicas, r)`, anew every epoch.
-      The steps per epoch follow from the lengths of the shards, or else from `len(source)` dealt out evenly.
-    * An iterable of elements (a list is one): replica r takes elements r, r + R, r + 2R, ... Every instance
-      goes through the whole iterable.
+    * An object with `shard(n, i)`: replica r iterates over `source.shard(total_replicas, r)` again in every epoch.
+      The lengths of the shards give the steps per epoch; without them, `len(source)` split evenly does.
+    * An iterable of elements, such as a list: replica r takes elements r, r + R, r + 2R, ... Every instance
+      iterates over all elements.
     * An object whose `values` holds one iterable per local replica (`strategies.PerReplica`).
 
-    Arrays and objects with `[i]` are shuffled here; the others come in their own order. Elements are pytrees of
-    arrays or scalars and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a
-    batch (or, when padding, when all of them have ended).
+    Arrays and objects with `[i]` are shuffled here; other sources keep their own order. Elements are pytrees of
+    arrays or scalars, and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a
+    batch. With padding it ends when all local replicas have ended.
 
-    The steps of an epoch over those two are computed, alike on all instances. For any other source the instances
-    agree before every batch whether all of them have one: **taking a batch is then a collective call**, and an epoch
-    ends for all at the step at which the first instance has none, with a warning (see `strategies.data.iterators`);
-    or, when padding, at the step at which the last one has none.
+    The number of steps of an epoch over arrays and objects with `[i]` is computed, equally on all instances. For any
+    other source the instances agree before every batch whether all of them have one: **taking a batch is then a
+    collective call**. An epoch ends for all at the step at which the first instance has no batch, with a warning; with
+    padding, at the step at which the last instance has none.
+
+    If reading fails, the error is raised at the batch it belongs to, and the position stays after the last batch
+    yielded.
 
     Args:
-        source: see above.
-        batch_size: elements per replica and micro-batch.
-        total_replicas: replicas of all instances.
-        local_replicas: global indices of the replicas of this instance.
-        seed: seed of the shuffle, the same on all instances.
-        shuffle: whether to shuffle arrays and objects with `[i]`.
-        remainder: `"drop"` the elements that do not fill the last global batch, or `"pad"` it by repeating
-            elements; every batch is then a `Masked`. `"short"`, of arrays and random access, has a last batch with
-            fewer elements, equally many for each replica.
-        gradient_accumulation_count: micro-batches that a replica takes in one step. It is no part of a position:
-            which elements a step takes depends on its product with `batch_size` only.
-        transfer_dtype: a smaller dtype in which arrays travel to the devices, or one for each entry of a batch:
+        source: Data, of one of the kinds above.
+        batch_size: Elements per replica and micro-batch.
+        total_replicas: Number of replicas of all instances.
+        local_replicas: Global indices of the replicas of this instance.
+        seed: Seed of the shuffle, the same on all instances.
+        shuffle: Whether to shuffle arrays and objects with `[i]`.
+        remainder: `"drop"` the elements that do not fill the last global batch, or `"pad"` that batch by repeating
+            elements; every batch is then a `Masked`. `"short"`, for arrays and random access, gives a last batch with
+            fewer elements, the same number for each replica.
+        gradient_accumulation_count: Micro-batches that a replica takes in one step. A position does not contain it:
+            the elements of a step depend only on its product with `batch_size`.
+        transfer_dtype: Smaller dtype in which arrays travel to the devices, or one for each entry of a batch:
             `{"image": np.float16}`. `strategies.casting` casts them back in the compiled step.
-        prefetch: batches to prepare ahead in a background thread; 0 prepares them when they are asked for.
-        place: puts a batch of host arrays on the devices; runs in the prefetch thread.
-        communicator: connects the instances; None where there is only this one.
-        instruments: see how each batch is waited for.
+        prefetch: Number of batches that a background thread prepares ahead; 0 prepares each batch when it is taken.
+        place: Function that puts a batch of host arrays on the devices; it runs in the prefetch thread.
+        communicator: Connection of the instances; None for a single instance.
+        instruments: Instruments that observe the wait for each batch.
 
     Attributes:
-        num_read_ahead: how many batches are prepared before they are asked for.
-        is_last_outdated: whether the batch that was yielded last is for other replicas than the present ones.
+        num_read_ahead: Number of batches that are prepared before they are taken.
+        is_last_outdated: Whether the batch yielded last belongs to other replicas than the present ones.
 
     Raises:
-        TypeError: when the source is of no known kind, or an argument is of the wrong type.
-        ValueError: when the source is empty or inconsistent, or smaller than one global batch.
+        TypeError: If the source is of no known kind, or an argument has the wrong type.
+        ValueError: If the source is empty or inconsistent, or smaller than one global batch.
     """
 
     def __init__(
@@ -131,24 +134,24 @@ class DistributedDataset:
             )
 
     def __len__(self) -> int:
-        """Steps per epoch; TypeError when the source does not tell."""
+        """Return the steps per epoch; raise TypeError if the source does not give its length."""
         if self._source.steps is None:
-            raise TypeError("the data set's source does not tell how many elements it has")
+            raise TypeError("the data set has no length: its source does not give its number of elements")
         return self._source.steps
 
     @property
     def gradient_accumulation_count(self) -> int:
-        """Micro-batches that a replica takes in one step."""
+        """The number of micro-batches that a replica takes in one step."""
         return self._layout.gradient_accumulation_count
 
     @property
     def global_batch_size(self) -> int:
-        """Elements that all replicas together take in one step: micro-batch x accumulation x R."""
+        """The number of elements that all replicas take in one step: micro-batch x accumulation x R."""
         return self._layout.global_batch_size
 
     @property
     def dropped(self) -> int | None:
-        """Elements that no replica sees in an epoch, None when the source does not tell its length."""
+        """The number of elements that no replica sees in an epoch; None if the source does not give its length."""
         if self._source.length is None or self._source.steps is None:
             return None
         if self._layout.remainder == "short":
@@ -156,15 +159,15 @@ class DistributedDataset:
         return max(0, self._source.length - self._source.steps * self._layout.global_batch_size)
 
     def __iter__(self) -> DataIterator:
-        """Return an iterator over each replica's parts, epoch after epoch, for functions that `strategy.run` runs."""
+        """Return an iterator over each replica's parts, epoch after epoch, for functions run by `strategy.run`."""
         return DataIterator(self)
 
     def epoch(self, epoch: int) -> Generator[Batch, None, None]:
-        """Yields this instance's batch of every global step of an epoch.
+        """Yield this instance's batch for every global step of an epoch.
 
-        Leaves have shape `[len(local_replicas) * gradient_accumulation_count * batch_size, ...]`: the local
-        replicas' elements in replica order, those of a replica's micro-batches one after another. Where the
-        source is a stream and there are several instances, each batch is a collective call.
+        Leaves have shape `[len(local_replicas) * gradient_accumulation_count * batch_size, ...]`, with the local
+        replicas' elements in replica order. A replica's micro-batches follow one another. If the source is a stream and
+        several instances run, taking a batch is a collective call.
         """
         at_least(0, "epoch", epoch)
         start = 0
@@ -174,42 +177,42 @@ class DistributedDataset:
 
     @property
     def pads(self) -> bool:
-        """Whether its batches are `Masked`, and no element is dropped."""
+        """Whether its batches are `Masked`, so that no element is dropped."""
         return self._layout.pads
 
     @property
     def is_random_access(self) -> bool:
-        """Whether the batch of any step can be read, for any replicas: arrays and objects with `[i]`."""
+        """Whether the batch of any step can be read for any replicas, as for arrays and objects with `[i]`."""
         return self._source.is_random_access
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether it is read in another order than its own in every epoch."""
+        """Whether each epoch reads the elements in a shuffled order."""
         return self._shuffle and self.is_random_access
 
     @property
     def is_collective(self) -> bool:
-        """Whether taking a batch is a collective call: there are several instances, and the source is a stream."""
+        """Whether taking a batch is a collective call: several instances read a source without random access."""
         return self._communicator is not None and not self._source.is_random_access
 
     @property
     def replication(self) -> Replication:
-        """The replicas among which the data set is dealt out."""
+        """The replicas among which the data set is split."""
         local = self._layout.local_replicas
         return Replication(range(local[0], local[-1] + 1), self._layout.total_replicas)
 
     def parts(self) -> Generator[list[Batch], None, None]:
-        """The host arrays of each local replica for every step of one epoch after another, without end.
+        """Yield the host arrays of each local replica for every step, epoch after epoch, without end.
 
-        Independent of `epoch` and of the position.
+        The call neither uses nor changes the position.
 
         Raises:
-            StrategyError: with several instances, if the source is a stream: taking a batch is a collective call.
+            StrategyError: If several instances read a source without random access, which needs collective calls.
         """
         if self.is_collective:
             raise StrategyError(
-                "with several instances only data sets of arrays and of random access can be fed, since taking a batch "
-                "of others is a collective call; give the infeed the iterable itself, and its mode"
+                "with several instances an infeed takes only data sets of arrays and of random access, because a batch "
+                "of other data sets is a collective call; give the infeed the iterable itself, and its mode"
             )
         local = len(self._layout.local_replicas)
         for epoch in itertools.count():
@@ -223,27 +226,28 @@ class DistributedDataset:
                 return
 
     def position(self) -> Position:
-        """Where the program is: after the batch that was yielded last.
+        """Return the position after the batch that was yielded last.
 
-        Once the loop over an epoch has ended this is the beginning of the next one.
+        After the last batch of an epoch it is the beginning of the next epoch.
         """
         epoch, step = self._consumed
         return Position(epoch, step, **self._identity())
 
     def restore(self, position: Position) -> None:
-        """Makes the next `epoch(position.epoch)` begin at that step; other epochs begin at 0.
+        """Make the next `epoch(position.epoch)` begin at the position's step; other epochs begin at step 0.
 
-        Arrays and objects with `[i]` are read from there on; other sources are read and skipped up to there.
+        Arrays and objects with `[i]` are read from that step on. Other sources are read from their beginning, and
+        earlier elements are skipped.
 
         Raises:
-            ValueError: when the position belongs to a data set that is read differently.
+            ValueError: If the position belongs to a data set with another seed, size or order; nothing has changed.
         """
         own, saved = self._identity(), position.to_dict()
         different = [name for name in own if own[name] != saved[name]]
         if different:
             theirs, ours = (", ".join(f"{name} {of[name]!r}" for name in different) for of in (saved, own))
             raise ValueError(
-                f"the position was saved with {theirs} and this data set has {ours}; restore it with the same"
+                f"the position was saved with {theirs}, but this data set has {ours}; restore it with the same"
             )
         at_least(0, "epoch", position.epoch)
         if at_least(0, "step", position.step) > (self._source.steps or position.step):
@@ -251,22 +255,22 @@ class DistributedDataset:
         self._consumed = self._resume = (position.epoch, position.step)
 
     def redistribute(self, local_replicas: Sequence[int]) -> None:
-        """Make the batches from the next one on those of other replicas.
+        """Give the batches of other replicas from the next batch on.
 
         Raises:
-            StrategyError: if the source is a stream: taking a batch of it is a collective call.
+            StrategyError: If the source has no random access.
         """
         if not self._source.is_random_access:
             raise StrategyError(
-                "an instance is lost, and the others can only read data sets of arrays, grain.MapDataset and other "
-                "random access instead"
+                "an instance is lost, and the others can take over its part only of data sets of arrays, "
+                "grain.MapDataset and other random access"
             )
         self.is_last_outdated = True
         self._layout = replace(self._layout, local_replicas=local_replicas)
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Whether this is the batch that was yielded last, or it with a mask."""
+        """Return whether this is the batch that was yielded last, or that batch with a mask."""
         given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
         return self._last is not None and any(one is self._last for one in given)
 
@@ -279,7 +283,7 @@ class DistributedDataset:
         return self._last
 
     def _identity(self) -> dict[str, Any]:
-        """The fields of a position that must agree for it to mean the same elements."""
+        """Return the fields of a position that must be equal for it to mean the same elements."""
         return {
             "seed": self._seed,
             "batch_size": self._layout.elements_per_replica,
@@ -292,7 +296,7 @@ class DistributedDataset:
     def _read(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         self._consumed = (epoch, start)
         source = None
-        while source is not self._source:  # it is another one since the replicas were redistributed
+        while source is not self._source:  # redistribute has replaced the source
             source = self._source
             start = self._consumed[1]
             placed = (self._moved(batch) for batch in source.batches(epoch, start))
@@ -318,39 +322,39 @@ class DistributedDataset:
             yield batch
 
     def _agreed(self, batches: Generator[Batch, None, None], epoch: int, start: int) -> Generator[Batch, None, None]:
-        """The batches of the steps that all instances make."""
+        """Return the batches of the steps that all instances make."""
         if not self.is_collective or self._communicator is None:
             return batches
         fill = self._padding_after if self.pads else None
         return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
 
     def _padding_after(self, last: Masked) -> Masked:
-        """Return a batch of which no element counts, for an instance whose data have ended before those of others."""
+        """Return a batch of padding only, for an instance whose data end before those of others."""
         return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
 
     def _moved(self, batch: Batch) -> Batch:
-        """The batch on the devices."""
+        """Return the batch on the devices."""
         return self._place(converted(self._transfer_dtype, batch))
 
 
 def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
-    """Finds out what kind of data set `source` is (see `DistributedDataset`).
+    """Return the local replicas' share of `source`, of any kind that `DistributedDataset` takes.
 
     Raises:
-        TypeError: when it is none, or can only be gone through once.
-        ValueError: when it cannot be dealt out as `layout` says.
+        TypeError: If the source is of no known kind, or can be iterated over only once.
+        ValueError: If the source cannot be split as `layout` says.
     """
     source = as_grain_source(source) or source
     if isinstance(source, SourceFactory):
         return source.open(layout, seed=seed, shuffle=shuffle)
     if layout.remainder == "short" and not _is_random_access(source):
-        raise ValueError("remainder is 'short', which is for arrays and random access; use 'drop' or 'pad'")
+        raise ValueError("remainder is 'short', which needs arrays or random access; use 'drop' or 'pad'")
     if callable(getattr(source, "shard", None)):
         return from_shards(source, layout)
     if isinstance(getattr(source, "values", None), list | tuple):
         return from_values(source.values, layout)
     if isinstance(source, Mapping) and jax.tree_util.all_leaves([source]):
-        source = dict(source)  # a mapping that JAX does not know to be one
+        source = dict(source)  # a mapping that is not registered with JAX
     if _is_pytree_of_arrays(source):
         arrays = jax.tree.map(np.asarray, source)
         steps = Steps(arrays, common_length(arrays), layout, seed=seed, shuffle=shuffle, read=take_rows)

@@ -1,4 +1,4 @@
-"""The rest of a data set with every row once, in batches of one shape: what is missing is padded, and masked."""
+"""The rest of a data set, every row once, in batches of one shape with padding and a mask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import count
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from collectives import Communicator
 from strategies.data.datasets import DistributedDataset
@@ -17,15 +18,18 @@ from strategies.data.sources import Masked
 from strategies.errors import StrategyError
 from strategies.typing import Batch
 
-_WAY_OUT = "give what strategy.distribute_dataset(data, batch_size, shuffle=False, remainder='pad') returns"
+_WAY_OUT = "give the result of strategy.distribute_dataset(data, batch_size, shuffle=False, remainder='pad')"
 
 
 class EveryRow(ABC):
     """Batches of the local replicas, all `Masked` and of one shape.
 
+    A pass calls `batches`, takes the batches in order, and calls `leave` if it ends before the last batch. After a lost
+    instance it calls `batches` again, with the first step that is missing.
+
     Attributes:
-        dataset: where they come from; None where from no data set of a strategy.
-        is_interleaved: whether rows come round by round, one for each replica, and not replica by replica.
+        dataset: Data set of a strategy that the batches come from; None for other iterables.
+        is_interleaved: Whether rows come in rounds of one row per replica, rather than replica by replica.
     """
 
     dataset: DistributedDataset | None = None
@@ -33,61 +37,62 @@ class EveryRow(ABC):
 
     @abstractmethod
     def batches(self, start: int) -> Generator[Masked, None, None]:
-        """Yield those of step `start`, `start + 1`, ... counted from the first one.
+        """Yield the batches of steps `start`, `start + 1`, ..., counted from the first batch of the pass.
 
-        Of a data set of a strategy they lie where it has put them, and otherwise on the host.
+        Batches of a strategy's data set lie on its devices, others on the host.
 
         Raises:
-            StrategyError: if they cannot be read again.
+            StrategyError: If the batches cannot be read again.
         """
 
     @abstractmethod
     def leave(self, done: int) -> None:
-        """Read no more after so many batches, though there may be more of them."""
+        """Stop reading after `done` batches; a strategy's data set keeps its position there."""
 
 
 def every_row(dataset: Iterable[Batch], communicator: Communicator, local: int) -> EveryRow:
-    """Return the rest of a data set.
+    """Return the rest of a data set, each row once.
 
     Args:
-        dataset: a `DistributedDataset` that drops nothing, the rest of whose epoch is read; or an iterable of batches
-            of this instance, of which each but the first may be shorter. Instances may have different numbers of them.
-        communicator: connects the instances.
-        local: how many replicas this instance drives.
+        dataset: `DistributedDataset` that drops nothing, of which the rest of the epoch is read; or an iterable of this
+            instance's batches, each but the first possibly shorter. Instances may have different numbers of batches.
+        communicator: Connection of the instances.
+        local: Number of replicas of this instance.
 
     Raises:
-        TypeError: if it is neither.
-        ValueError: if the data set leaves rows out, or accumulates.
+        TypeError: If `dataset` is neither.
+        ValueError: If the data set leaves rows out, or accumulates.
     """
     if isinstance(dataset, DistributedDataset):
         return _OfDataset(dataset)
     if isinstance(dataset, Mapping | tuple | str | bytes) or hasattr(dataset, "shape"):
-        raise TypeError(f"the data set is a {type(dataset).__name__}, which has no batches; {_WAY_OUT}")
+        raise TypeError(f"the data set is a {type(dataset).__name__}, which does not consist of batches; {_WAY_OUT}")
     if not isinstance(dataset, Iterable):
-        raise TypeError(f"the data set is a {type(dataset).__name__} and no iterable of batches; {_WAY_OUT}")
+        raise TypeError(f"the data set is a {type(dataset).__name__}, not an iterable of batches; {_WAY_OUT}")
     given = dataset.batches if isinstance(dataset, Lockstep) else dataset
     return _OfBatches(given, communicator, local)
 
 
 class _OfDataset(EveryRow):
-    """See `every_row`. It can be read again from any batch on, where the data set is random access."""
+    """The rows of a strategy's data set; with random access they can be read again from any batch on."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         if dataset.gradient_accumulation_count > 1:
             raise ValueError(
-                f"the data set has batches of {dataset.gradient_accumulation_count} micro-batches, which only training "
-                "accumulates; distribute it once more without gradient_accumulation_count"
+                f"the data set has batches of {dataset.gradient_accumulation_count} micro-batches, which are for "
+                "training only; distribute it again without gradient_accumulation_count"
             )
         if not dataset.pads and dataset.dropped != 0:
             some = "rows" if dataset.dropped is None else f"{dataset.dropped} rows"
             raise ValueError(
-                f"the data set drops {some} that do not fill a batch of {dataset.global_batch_size}, and every row is "
-                "to be seen once; distribute it with remainder='pad'"
+                f"the data set drops {some} that do not fill a batch of {dataset.global_batch_size}, but every row "
+                "must be seen once; distribute it with remainder='pad'"
             )
         self.dataset: DistributedDataset = dataset
         self.is_interleaved = not dataset.is_random_access
         self._begin = dataset.position()
 
+    @override
     def batches(self, start: int) -> Generator[Masked, None, None]:
         self.leave(start)
         for batch in self.dataset.epoch(self._begin.epoch):
@@ -97,12 +102,13 @@ class _OfDataset(EveryRow):
                 rows = jax.tree.leaves(batch)[0].shape[0]
                 yield Masked(batch, np.ones(rows, bool))
 
+    @override
     def leave(self, done: int) -> None:
         self.dataset.restore(replace(self._begin, step=self._begin.step + done))
 
 
 class _OfBatches(EveryRow):
-    """See `every_row`. It can be read once."""
+    """The rows of an iterable of batches, which can be read once."""
 
     def __init__(self, batches: Iterable[Batch], communicator: Communicator, local: int) -> None:
         self._batches = batches
@@ -110,15 +116,17 @@ class _OfBatches(EveryRow):
         self._local = local
         self._is_begun = False
 
+    @override
     def leave(self, done: int) -> None:
-        """See `EveryRow`: nobody knows where they come from."""
+        """Do nothing: an iterable has no position."""
 
+    @override
     def batches(self, start: int) -> Generator[Masked, None, None]:
-        """See `EveryRow`. Taking a batch is a collective call."""
+        """Yield the batches from the first one on. Taking a batch is a collective call."""
         if self._is_begun:
             raise StrategyError(
                 "an instance is lost, and its part of these batches cannot be read again; "
-                "use those of strategy.distribute_dataset"
+                "use the batches of strategy.distribute_dataset"
             )
         self._is_begun = True
         batches = iter(self._batches)
@@ -142,10 +150,10 @@ class _OfBatches(EveryRow):
 
 
 def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
-    """A batch as host arrays, whose leaves have the rows along their first axis.
+    """Return a batch as host arrays, whose leaves have the rows along their first axis.
 
     Raises:
-        ValueError: if they have not, or are others than those of the batch before.
+        ValueError: If leaves differ in their number of rows, or the batch is unlike the batch before.
     """
     given, mask = (batch.values, batch.mask) if isinstance(batch, Masked) else (batch, None)
     values = jax.tree.map(np.asarray, given)
@@ -155,8 +163,8 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
     if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
         listed = ", ".join(f"{name} is of shape {list(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"the first axis of every array of a batch is its rows, and in batch {number} {listed}; leave out what "
-            "belongs to no row, and close over it instead"
+            f"the first axis of every array of a batch is its rows, but in batch {number} {listed}; leave out arrays "
+            "that do not belong to rows, and close over them instead"
         )
     if last is not None and _row_of(values) != _row_of(last.values):
         raise ValueError(
@@ -173,26 +181,26 @@ def _row_of(values: Batch) -> tuple[jax.tree_util.PyTreeDef, list[tuple[tuple[in
 
 
 def _check_rows(told: np.ndarray, rows: int, number: int) -> None:
-    """Look at what all instances have said of their rows for each replica; they raise the same.
+    """Refuse numbers of rows per replica that padding cannot make equal; all instances raise the same error.
 
     Raises:
-        ValueError: if the batches cannot be made equally long by padding.
+        ValueError: If the first batch of an instance is empty, or a later batch is longer than the first.
     """
     if number == 0 and (told.min() < 0 or rows == 0):
         missing = np.flatnonzero(told <= 0).tolist()
         raise ValueError(
-            f"there is no row in the first batch of instances {missing}, and padding repeats rows; give every instance "
-            "one at least"
+            f"the first batch of instances {missing} has no row, but padding repeats rows; give every instance at "
+            "least one row"
         )
     if told.max() > rows:
         raise ValueError(
-            f"batch {number} has {told.max()} rows for each replica and the first one {rows}; only shorter batches are "
-            "padded: begin with the longest"
+            f"batch {number} has {told.max()} rows for each replica, but the first batch has {rows}; only shorter "
+            "batches are padded: begin with the longest"
         )
 
 
 def _padded(batch: Masked, rows: int) -> Masked:
-    """The batch with its last row repeated."""
+    """Return the batch with its last row repeated, masked as padding."""
     given = len(batch.mask)
     take = np.minimum(np.arange(rows), given - 1)
     values = jax.tree.map(lambda leaf: leaf[take], batch.values)

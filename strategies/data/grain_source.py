@@ -1,4 +1,4 @@
-"""Data sets of grain: random access, transforms with a key per element, and processes that load ahead."""
+"""Data sets of grain: random access, transforms with a random key per element, and worker processes that read ahead."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from types import ModuleType
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from popdist.spawned import refuse_while_spawned
 from strategies.argument_checks import at_least, positive
@@ -24,7 +25,7 @@ from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource
 from strategies.typing import Batch, Data
 
 ENDLESS = 2**60
-"""Steps that workers are told of; and more elements than a data set can have."""
+"""The number of steps that workers see, larger than any number of elements in a data set."""
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -37,28 +38,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GrainSource(SourceFactory):
-    """A `grain.MapDataset` that `Strategy.distribute_dataset` deals out, loaded by processes if wanted.
+    """A `grain.MapDataset` for `Strategy.distribute_dataset`, optionally loaded by worker processes.
 
-    In epoch e element i of n is `dataset[e * n + i]`: grain's random transforms draw other numbers in every epoch, and
-    those that an element gets depend on grain's seed, the epoch and the element, never on the replica that reads it,
-    its instance or the worker. A resumed epoch reads nothing again.
+    In epoch e, element i of n is `dataset[e * n + i]`, so grain's random transforms differ in every epoch. An element's
+    transforms depend on grain's seed, the epoch and the element, never on its replica, instance or worker. A resumed
+    epoch reads no element again.
 
-    Worker processes are started anew (not forked) by each instance with the first batch, go on over the ends of epochs
-    and end with their instance, however that ends. They are Python processes that **import the program's main module:
-    what a program does has to stand under `if __name__ == "__main__":`**. They read, transform and stack whole batches,
-    without JAX's devices, and get their cores from the instance.
+    Each instance spawns its worker processes (it does not fork) with the first batch. They serve all epochs and end
+    with their instance, in whatever way it ends. They are Python processes that **import the program's main module: put
+    the program's work under `if __name__ == "__main__":`**. They read, transform and stack whole batches, without JAX's
+    devices, on the cores of the instance.
+
+    Example::
+
+        images = grain.MapDataset.source(files).seed(0).map(decode).random_map(augment)
+        dataset = strategy.distribute_dataset(strategies.GrainSource(images, num_workers=2), batch_size=32)
 
     Args:
-        dataset: a `grain.MapDataset`, or a source of random access (`len` and `[i]`), of which one is made. Elements
-            are pytrees of arrays and scalars of the same structure and shapes.
-        num_workers: processes that each instance starts; 0 loads in the thread that prefetches.
-        worker_buffer_size: batches that each of them prepares ahead.
+        dataset: `grain.MapDataset`, or a random-access source (`len` and `[i]`), which becomes one. Elements are
+            pytrees of arrays and scalars of the same structure and shapes.
+        num_workers: Number of processes that each instance starts; 0 loads in the prefetch thread.
+        worker_buffer_size: Number of batches that each process prepares ahead.
 
     Raises:
-        ImportError: if grain is not installed.
-        TypeError: if `dataset` is none of these, or a number is no integer.
-        ValueError: if `dataset` has no end, or a number is out of range.
-        LifeCycleError: in a worker that runs the program again, because its main module is not guarded.
+        ImportError: If grain is not installed.
+        TypeError: If `dataset` is not one of these, or a number is not an integer.
+        ValueError: If `dataset` has no end, or a number is out of range.
+        LifeCycleError: In a worker that runs the program again, because the main module is not guarded.
     """
 
     dataset: Data
@@ -82,10 +88,10 @@ class GrainSource(SourceFactory):
                 raise TypeError(f"dataset is a {kind}; use a grain.MapDataset, or an object with a length and [i]")
             object.__setattr__(self, "dataset", grain.MapDataset.source(self.dataset))
         if len(self.dataset) >= ENDLESS:
-            raise ValueError("the data set repeats for ever; leave repeat() out: every epoch goes through it once")
+            raise ValueError("the data set repeats forever; leave repeat() out: every epoch goes through it once")
 
+    @override
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
-        """The local replicas' share; ValueError if it does not fill a step."""
         length = len(self.dataset)
         steps = Steps(self.dataset, length, layout, seed=seed, shuffle=shuffle, read=read_of_epoch)
         if self.num_workers == 0:
@@ -94,23 +100,23 @@ class GrainSource(SourceFactory):
 
 
 def read_of_epoch(source: RandomAccess, epoch: int, indices: Indices) -> Batch:
-    """Read elements of a `grain.MapDataset`, whose random transforms know the epoch by the index.
+    """Read elements of a `grain.MapDataset`, at indices from which its random transforms know the epoch.
 
     Raises:
-        ValueError: if a filter of grain has left a hole.
+        ValueError: If a filter of grain has removed an element.
     """
     elements = [source[epoch * len(source) + int(index)] for index in indices]
     for index, element in zip(indices, elements, strict=True):
         if element is None:
             raise ValueError(
-                f"element {index} of epoch {epoch} is missing: a filter has taken it out, and replicas would get "
-                "unequally many; filter the records before grain reads them, or mark elements instead"
+                f"element {index} of epoch {epoch} is missing: a filter removed it, and replicas would get different "
+                "numbers of elements; filter the records before grain reads them, or mark elements instead"
             )
     return stacked(elements)
 
 
 def as_grain_source(source: Data) -> GrainSource | None:
-    """A `GrainSource`, or one of what is a `grain.MapDataset`; otherwise None, without importing grain."""
+    """Return a `GrainSource`, made from a `grain.MapDataset` if necessary; None for others, without importing grain."""
     if isinstance(source, GrainSource):
         return source
     grain = sys.modules.get("grain")
@@ -119,7 +125,7 @@ def as_grain_source(source: Data) -> GrainSource | None:
 
 
 class WorkerSource(DataSource):
-    """Batches that worker processes of grain prepare; each of them every `num_workers`-th step."""
+    """Batches prepared by `num_workers` processes of grain; each process prepares every `num_workers`-th step."""
 
     is_random_access = True
 
@@ -129,11 +135,11 @@ class WorkerSource(DataSource):
         self._buffer_size = buffer_size
         self.length: int = steps.length
         self.steps: int = steps.per_epoch
-        self._idle: list[_Workers] = []  # those that stand at a step that may be asked for next
+        self._idle: list[_Workers] = []  # workers at a step that may come next
         weakref.finalize(self, _close_all, self._idle)
 
+    @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """See `DataSource`. At the end of an epoch the workers go on with the next one."""
         workers = self._workers_at(epoch * self.steps + start)
         try:
             for _ in range(start, self.steps):
@@ -153,10 +159,10 @@ class WorkerSource(DataSource):
 
 
 class _Workers:
-    """Processes that read steps from one on, in order.
+    """Worker processes that read consecutive steps, from a given one on.
 
     Attributes:
-        number: the step that `read` returns next.
+        number: Step that `read` returns next.
     """
 
     def __init__(self, steps: Steps, number: int, num_workers: int, buffer_size: int) -> None:
@@ -169,24 +175,24 @@ class _Workers:
         options = grain.MultiprocessingOptions(num_workers, buffer_size)
         self._batches = iter(batches.mp_prefetch(options, worker_init_fn=begin_worker))
         self._in_use = threading.RLock()
-        atexit.register(self.close)  # before those of multiprocessing, which came earlier
+        atexit.register(self.close)  # runs before the handlers of multiprocessing, which were registered earlier
 
     def read(self) -> Batch:
         with self._in_use:
             try:
                 batch = next(self._batches)
             except RuntimeError as error:
-                error.add_note("this is about a process of strategies.GrainSource, whose own messages are above")
+                error.add_note("this error comes from a worker process of strategies.GrainSource; see its output above")
                 raise
         self.number += 1
-        return jax.tree.map(np.array, batch)  # copies: what is shared has a name that may outlive the process
+        return jax.tree.map(np.array, batch)  # copies, because the name of shared memory may outlive the process
 
     def close(self) -> None:
-        """End the processes; at exit also while a thread still reads."""
+        """End the processes; at exit even if a thread still reads."""
         atexit.unregister(self.close)
         if not self._in_use.acquire(timeout=CLOSE_TIMEOUT_S):
             log.warning("workers have not delivered a batch for %.0f s; they are ended without it", CLOSE_TIMEOUT_S)
-            return  # to multiprocessing, which ends them at exit
+            return  # multiprocessing ends them at exit
         try:
             self._batches.close()
         finally:
@@ -195,7 +201,7 @@ class _Workers:
 
 @dataclass(frozen=True)
 class _From:
-    """The steps from `first` on, as grain asks for them."""
+    """The steps from `first` on, as the endless source that grain reads."""
 
     first: int
     steps: Steps
@@ -208,8 +214,8 @@ class _From:
 
 
 def begin_worker(index: int, count: int) -> None:
-    """Prepare a worker process: it ends with its instance, and knows nothing of launchers and devices."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the instance ends it
+    """Prepare a worker process: it ends with its instance, and sees no launcher and no accelerator."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker gets Ctrl-C too, but its instance ends it
     threading.Thread(target=_end_with_parent, name="end-with-instance", daemon=True).start()
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
@@ -231,9 +237,9 @@ def _close_all(idle: list[_Workers]) -> None:
 
 
 def _min_shared_bytes() -> int:
-    """From how many bytes on arrays go through shared memory: never where that might be too small (in containers).
+    """Return the array size from which workers use shared memory; `ENDLESS` if it may be too small, as in containers.
 
-    Writing to shared memory that is full ends a process without a message.
+    A process that writes to full shared memory dies without a message.
     """
     try:
         free = os.statvfs(SHARED_MEMORY)
@@ -253,7 +259,7 @@ def _import_grain() -> ModuleType:
 
 
 def _have_flags() -> None:
-    """Grain's workers read flags of absl, which fails in programs that do not parse any."""
+    """Mark absl's flags as parsed: grain's workers read them, which fails in programs that do not parse any."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

@@ -1,4 +1,4 @@
-"""Iterators of data sets: they know their data set, run ahead in a thread, and end together on all instances."""
+"""Iterators over data sets: prefetching in a thread, and ends that all instances share."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _is_reading_ahead: ContextVar[bool] = ContextVar("is_reading_ahead", default=Fal
 
 
 class DataIterator(Iterator[Element]):
-    """The iterator of a data set or infeed of this package.
+    """An iterator over a data set or infeed of this package.
 
-    Semantics: the original's `IPUOwnedIterator`. A function that `strategy.run` runs draws from it with `next`.
+    A function run by `strategy.run` takes elements from it with `next`. Semantics: the original's `IPUOwnedIterator`.
 
     Args:
-        dataset: the data set.
-        elements: what Python gets, outside of programs; None where it gets nothing.
-        draw: draws an element for the program that is being traced; None where only one does that has the iterator
-            among its arguments.
+        dataset: Data set or infeed.
+        elements: Elements for Python code, outside of programs; None if Python code gets none.
+        draw: Function that takes an element for the program being traced; None if a program must get the iterator among
+            its arguments.
     """
 
     def __init__(
@@ -55,29 +55,29 @@ class DataIterator(Iterator[Element]):
         if is_in_program():
             if self._draw is None:
                 raise RuntimeError(
-                    "next would take an element once, while the program is compiled; hand the iterator over among the "
-                    "arguments of strategy.run, and take elements from what the function gets for it"
+                    "next would take one element while the program is compiled, and none later; pass the iterator "
+                    "among the arguments of strategy.run, and call next on the function's argument"
                 )
             return self._draw()
         if self._elements is None:
             raise RuntimeError(
-                "Accessing dataset elements with next is for functions that strategy.run runs, with the iterator among "
-                "their arguments; elsewhere use dataset.epoch(number), or infeed.dequeue()"
+                "Accessing dataset elements with next is only possible in functions that strategy.run runs, with the "
+                "iterator among their arguments; elsewhere use dataset.epoch(number), or infeed.dequeue()"
             )
         self._has_begun = True
         return next(self._elements)
 
     @property
     def dataset(self) -> Data:
-        """The data set, for a program that draws from its beginning on.
+        """The data set, for a program that reads it from the beginning.
 
         Raises:
-            FeedError: elements were taken in Python.
+            FeedError: If Python code has taken elements.
         """
         if self._has_begun:
             raise FeedError(
-                "elements were taken from this iterator in Python, and a program would begin with the first one again; "
-                "give it an iterator of its own"
+                "elements were taken from this iterator in Python, but a program would begin with the first one again; "
+                "give the program an iterator of its own"
             )
         return self._dataset
 
@@ -89,31 +89,31 @@ def in_lockstep(
     start: int = 0,
     fill: Callable[[T], T] | None = None,
 ) -> Generator[T, None, None]:
-    """Yield batches for as long as every instance has one.
+    """Yield batches as long as every instance has one.
 
-    Asking for a batch is a collective call, made in the asking thread: the instances tell each other whether they
-    have another one, and all wait for the slowest. Where one has none, all end, and a warning says who it was; or,
-    with `fill`, it goes on with padding until all have none.
+    Taking a batch is a collective call, made in the caller's thread: the instances tell each other whether they have
+    another batch, and all wait for the slowest. If one instance has no batch, all end, and a warning names the
+    instance. With `fill`, that instance goes on with padding until no instance has a batch.
 
     Args:
-        batches: those of this instance.
-        communicator: connects the instances; its ranks are theirs.
-        whole: what the batches are, for messages; the same on all instances.
-        start: how many steps of it are over already; the same on all instances.
-        fill: makes a batch of nothing but padding from the last one; None where nothing is padded.
+        batches: Batches of this instance.
+        communicator: Connection of the instances; its ranks are their indices.
+        whole: Description of the data for messages, the same on all instances.
+        start: Number of steps that are over already, the same on all instances.
+        fill: Function that makes a batch of padding from the last batch; None without padding.
 
     Raises:
-        ValueError: on all instances with `fill`, if one of them has no batch at all that could be repeated.
-        LayoutMismatchError: on all instances if they are at different steps, or one of them does something else.
-        StrategyError: in a thread that reads ahead, whose calls would come in another order on each instance.
+        ValueError: On all instances, with `fill`, if an instance has no batch at all to repeat.
+        LayoutMismatchError: On all instances, if they are at different steps, or one makes another collective call.
+        StrategyError: In a thread that reads ahead, whose calls would come in a different order on each instance.
     """
     last: Any = _ENDED
     for step in count(start):
         if _is_reading_ahead.get():
             raise StrategyError(
-                f"batch {step} of {whole} is read ahead in a thread, and taking it is a collective call, which all "
-                "instances make in one order; take batches in the program itself, or give an infeed what "
-                "distribute_datasets_from_function returned as it is"
+                f"batch {step} of {whole} is read ahead in a thread, but taking it is a collective call, which all "
+                "instances must make in the same order; take batches in the program itself, or give an infeed the "
+                "unchanged result of distribute_datasets_from_function"
             )
         batch = next(batches, _ENDED)
         mine = np.array(batch is not _ENDED)
@@ -126,18 +126,18 @@ def in_lockstep(
         if fill is not None and step == start and not all_of_them.all():
             raise ValueError(
                 f"{_named(np.flatnonzero(~all_of_them).tolist())} of {communicator.size} can read nothing from step "
-                f"{step} of {whole} on, and padding repeats what was read; give each of them one element at least"
+                f"{step} of {whole} on, but padding repeats elements; give each of them at least one element"
             )
         last = fill(last) if fill is not None and batch is _ENDED else batch
         yield last
 
 
 class Lockstep(Generic[T]):
-    """An iterable of batches that ends for all instances at the same step; see `in_lockstep`.
+    """An iterable of batches that ends at the same step on all instances; see `in_lockstep`.
 
     Attributes:
-        batches: those of this instance; to go through them is no collective call.
-        is_collective: that taking one of these is.
+        batches: Batches of this instance; iterating over these is not a collective call.
+        is_collective: True: taking a batch is a collective call.
     """
 
     is_collective = True
@@ -154,8 +154,8 @@ def _warn_of_what_is_left(has_batch: np.ndarray, whole: str, steps: int) -> None
     if not has_batch.any():
         return
     logger.warning(
-        "%s ran out of data after %d steps of %s: all instances end it there, and what is left on %s is not used; "
-        "give all of them equally many batches",
+        "%s ran out of data after %d steps of %s: all instances end it there, and the rest on %s is not used; "
+        "give all instances the same number of batches",
         _named(np.flatnonzero(~has_batch).tolist()),
         steps,
         whole,
@@ -169,7 +169,7 @@ def _named(instances: Sequence[int]) -> str:
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Mark this thread, for the block, as one that reads ahead."""
+    """Mark this thread, inside the block, as one that reads ahead."""
     token = _is_reading_ahead.set(True)
     try:
         yield
@@ -178,12 +178,12 @@ def reading_ahead() -> Iterator[None]:
 
 
 def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
-    """Yields what `items` yields, computing up to `depth` of them before they are asked for.
+    """Yield the items of `items`, computing up to `depth` of them in advance.
 
-    `items` runs in a daemon thread that starts with the first item asked for. An exception in `items` is
-    raised here, after the items that came before it. The thread ends, and `items` is closed, when `items` is
-    exhausted, when this generator is closed or garbage-collected (leaving a `for` loop does that) and before
-    the interpreter exits. With `depth` 0 there is no thread.
+    `items` runs in a daemon thread that starts with the first item taken. An exception of `items` is raised here,
+    after the items before it. The thread ends and `items` is closed when `items` is exhausted, when this generator is
+    closed or garbage-collected (as when a `for` loop is left), and before the interpreter exits. With `depth` 0 there
+    is no thread.
     """
     if depth == 0:
         yield from items
@@ -192,11 +192,11 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
 
 
 class Prefetcher(Generic[T]):
-    """`prefetched`, of which one can ask whether the next item is there.
+    """An iterator like `prefetched` that also tells whether the next item is ready.
 
     Args:
-        items: the items to read ahead.
-        depth: the number of items to hold ready, at least 1.
+        items: Items to read ahead.
+        depth: Number of items to hold ready, at least 1.
     """
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
@@ -205,7 +205,7 @@ class Prefetcher(Generic[T]):
 
     @property
     def has_next(self) -> bool:
-        """Whether the next item can be taken without waiting for it."""
+        """Whether the next item can be taken without waiting."""
         return self._worker.has_item
 
     def __next__(self) -> T:
@@ -224,7 +224,7 @@ def _given(worker: _Worker[T]) -> Generator[T, None, None]:
 
 
 class _Worker(Generic[T]):
-    """The thread, and the bounded queue between it and the consumer."""
+    """A thread that produces items, and the bounded queue between it and the consumer."""
 
     def __init__(self, items: Generator[T, None, None], depth: int) -> None:
         self._items = items
@@ -242,7 +242,7 @@ class _Worker(Generic[T]):
             return bool(self._ready)
 
     def start(self) -> Generator[T, None, None]:
-        # Last registered, first called: the thread ends before JAX, imported earlier, clears its backends.
+        # atexit calls in reverse order: the thread ends before JAX, imported earlier, clears its backends.
         atexit.register(self.stop)
         self._thread.start()
         while self._wait_for_item():
@@ -252,7 +252,7 @@ class _Worker(Generic[T]):
 
     def stop(self) -> None:
         with self._changed:
-            if self._is_stopped:  # at exit: the generator is collected when modules are empty already
+            if self._is_stopped:  # at exit the generator is collected after modules have been emptied
                 return
             self._is_stopped = True
             self._ready.clear()

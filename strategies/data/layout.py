@@ -1,4 +1,4 @@
-"""The elements that each replica reads at each step, and the position in the data set; the same on every instance."""
+"""The elements that each replica reads at each step, and positions in a data set; the same on every instance."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,23 +15,23 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """The rule by which elements are dealt to replicas, and the replicas that live here.
+    """The rule that assigns elements to replicas, and the local replicas.
 
     Step s takes positions `[s * B * R, (s + 1) * B * R)` of the epoch's order (B: `elements_per_replica`, R:
-    `total_replicas`); replica r takes positions `[r * B, (r + 1) * B)` of those. Instances play no part.
+    `total_replicas`). Replica r takes positions `[r * B, (r + 1) * B)` of these. Instances play no part.
 
     Attributes:
-        batch_size: elements per replica and micro-batch.
-        total_replicas: replicas of all instances.
-        local_replicas: global indices of the replicas of this instance.
-        remainder: what becomes of elements that do not fill a global batch: `"drop"` or `"pad"` them, or have a last
-            step that is `"short"`: every replica takes equally many of them, and those are dropped that are too few
-            for one more in each micro-batch.
-        gradient_accumulation_count: micro-batches that a replica takes in one step.
+        batch_size: Elements per replica and micro-batch.
+        total_replicas: Number of replicas of all instances.
+        local_replicas: Global indices of the replicas of this instance.
+        remainder: Treatment of the elements that do not fill a global batch: `"drop"` them, `"pad"` the batch, or make
+            a `"short"` last step. In a short step every replica takes the same number; elements too few for one more in
+            each micro-batch are dropped.
+        gradient_accumulation_count: Micro-batches that a replica takes in one step.
 
     Raises:
-        TypeError: when a number is not an integer.
-        ValueError: when a number is out of range or `remainder` is unknown.
+        TypeError: If a number is not an integer.
+        ValueError: If a number is out of range, or `remainder` is unknown.
     """
 
     batch_size: int
@@ -56,44 +56,44 @@ class Layout:
 
     @property
     def pads(self) -> bool:
-        """Whether an incomplete last batch is padded rather than dropped."""
+        """Whether an incomplete last batch is padded."""
         return self.remainder == "pad"
 
     @property
     def elements_per_replica(self) -> int:
-        """Elements that one replica takes in one step: all its micro-batches, one after another."""
+        """The number of elements that a replica takes in one step: all its micro-batches, one after another."""
         return self.batch_size * self.gradient_accumulation_count
 
     @property
     def global_batch_size(self) -> int:
-        """Elements that all replicas together take in one step."""
+        """The number of elements that all replicas take in one step."""
         return self.elements_per_replica * self.total_replicas
 
     def steps(self, length: int) -> int:
-        """Return the steps in an epoch over `length` elements."""
+        """Return the number of steps in an epoch over `length` elements."""
         whole, rest = divmod(length, self.global_batch_size)
         return whole + (self.pads and rest > 0 or self.of_short_step(rest) > 0)
 
     def of_short_step(self, rest: int) -> int:
-        """Elements that each replica takes of so many that do not fill a global batch, where the last step is short."""
+        """Return the elements per replica of a short last step, if `rest` elements are left for it; 0 without one."""
         if self.remainder != "short":
             return 0
         micro_batches = self.total_replicas * self.gradient_accumulation_count
         return rest // micro_batches * self.gradient_accumulation_count
 
     def dropped(self, length: int) -> int:
-        """Return how many elements of `length` no replica sees in an epoch."""
+        """Return the number of the `length` elements that no replica sees in an epoch."""
         whole, rest = divmod(length, self.global_batch_size)
         return 0 if self.pads else rest - self.of_short_step(rest) * self.total_replicas
 
     def positions(self, step: int, length: int | None = None) -> Indices:
-        """Return the positions in the epoch's order of the local replicas' elements, in replica order.
+        """Return the positions of the local replicas' elements in the epoch's order, in replica order.
 
-        Positions past the last element only occur in the last step of a layout that pads.
+        Positions past the last element occur only in the last step of a layout that pads.
 
         Args:
-            step: the step.
-            length: elements of the epoch, for the last step where that is short.
+            step: Step of the epoch.
+            length: Number of elements of the epoch; needed if the last step may be short.
         """
         first = step * self.global_batch_size
         count = self.elements_per_replica
@@ -113,7 +113,7 @@ class Layout:
         smaller = f"a batch_size of at most {largest}" if largest else fewer
         raise ValueError(
             f"one global batch takes {self.global_batch_size} elements (batch_size {self.described} on each "
-            f"of {self.total_replicas} replicas) and the data set has {length}; use {smaller}, or "
+            f"of {self.total_replicas} replicas), but the data set has {length}; use {smaller}, or "
             "remainder='pad'"
         )
 
@@ -126,17 +126,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Position:
-    """The place in a data set up to which a program has read it, and the identity of the data set.
+    """A place in a data set, up to which a program has read it, and the identity of the data set.
+
+    Example::
+
+        saved = dataset.position().to_dict()                      # ready for JSON
+        dataset.restore(strategies.Position.from_dict(saved))     # in another process, with any number of instances
 
     Attributes:
-        epoch: the epoch being read.
-        step: global steps of it that were consumed; prefetched ones do not count.
-        seed: seed of the shuffle.
-        batch_size: elements per replica and step, those of all its micro-batches.
-        total_replicas: replicas of all instances. The number of instances is not part of a position.
-        length: elements of the data set, None when unknown.
-        shuffle: whether epochs are shuffled.
-        remainder: what becomes of an incomplete last batch.
+        epoch: Epoch being read.
+        step: Number of global steps of this epoch that were consumed, without prefetched ones.
+        seed: Seed of the shuffle.
+        batch_size: Elements per replica and step, over all its micro-batches.
+        total_replicas: Number of replicas of all instances. The number of instances is not part of a position.
+        length: Number of elements of the data set; None if unknown.
+        shuffle: Whether epochs are shuffled.
+        remainder: Treatment of an incomplete last batch; see `Layout`.
     """
 
     epoch: int
@@ -154,19 +159,19 @@ class Position:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> "Position":
-        """Return the position of a dictionary; ValueError if `to_dict` has not returned it."""
+        """Return the position that `to_dict` turned into `values`; raise ValueError for any other dictionary."""
         try:
             return cls(**cast(dict[str, Any], values))
         except TypeError as error:
             names = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"{dict(values)!r} is not a position of a data set; one has {names}") from error
+            raise ValueError(f"{dict(values)!r} is not a position of a data set; a position has {names}") from error
 
 
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> Indices:
     """Return the order in which one epoch goes through the data set: a permutation of `range(length)`.
 
-    It sorts raw PCG64 words instead of calling `Generator.permutation`: NumPy keeps the former for ever and
-    may change the latter in any release (NEP 19), and instances may run different releases.
+    It sorts raw PCG64 words instead of calling `Generator.permutation`. NumPy keeps the words forever, but may change
+    the permutation in any release (NEP 19), and instances may run different releases.
     """
     if not shuffle:
         return np.arange(length, dtype=np.int64)

@@ -16,8 +16,8 @@ class Replication:
     """The replicas that run a program.
 
     Attributes:
-        local: the global indices of those of this instance.
-        total: how many there are on all instances.
+        local: Global indices of the replicas of this instance.
+        total: Number of replicas of all instances.
     """
 
     local: range

@@ -1,4 +1,4 @@
-"""Data sets whose elements come one after another, from shards or from one iterable."""
+"""Data sets that are read in order, from shards or from one iterable."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from itertools import count, islice, zip_longest
 from typing import NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from strategies.data.layout import Layout
 from strategies.data.sources import DataSource, Masked, stacked
@@ -15,28 +16,26 @@ _ENDED = object()
 
 
 class ElementRound(NamedTuple):
-    """One element for every local replica; where `valid` is False it only fills the place."""
+    """One element for every local replica; if `valid` is False, the element is padding."""
 
     elements: Sequence[Element]
     valid: Sequence[bool]
 
     def as_padding(self) -> "ElementRound":
-        """The same elements, repeated only to fill places."""
+        """Return the same elements as padding."""
         return ElementRound(self.elements, [False] * len(self.valid))
 
 
 @dataclass(eq=False)
 class SequentialSource(DataSource):
-    """Elements that come one after another; `elements_per_replica` rounds are stacked into a batch.
-
-    Order is the source's own: nothing is shuffled here.
-    """
+    """Elements that come in their source's order; `elements_per_replica` rounds are stacked into a batch."""
 
     rounds: Callable[[], Iterator[ElementRound]]
     layout: Layout
     length: int | None = None
     steps: int | None = None
 
+    @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for step, rounds in enumerate(self._batches_of_rounds()):
             if step >= start:
@@ -58,15 +57,15 @@ class SequentialSource(DataSource):
             yield taken
 
     def _can_fill(self, taken: list[ElementRound], latest: ElementRound | None, step: int) -> bool:
-        """Whether an incomplete batch is padded (True) or the epoch is over (False)."""
+        """Return True to pad an incomplete batch, and False if the epoch is over."""
         if self.layout.pads and latest is not None and (taken or self.steps is not None):
             return True
         if self.steps is None:
             return False
         replicas = ", ".join(map(str, self.layout.local_replicas))
         raise ValueError(
-            f"the data of replicas {replicas} ended after {step} of {self.steps} steps; len() promised more: "
-            "make it exact, or leave it out"
+            f"the data of replicas {replicas} ended after {step} of {self.steps} steps, before their len(); "
+            "make len() exact, or leave it out"
         )
 
     def _stack(self, rounds: list[ElementRound]) -> Batch:
@@ -78,7 +77,7 @@ class SequentialSource(DataSource):
 
 
 def from_iterable(source: Data, layout: Layout) -> DataSource:
-    """Replica r reads elements r, r + R, r + 2R, ... of an iterable."""
+    """Return a source that gives replica r the elements r, r + R, r + 2R, ... of an iterable."""
     _require_iterable("the data set", source)
     length = _length(source)
     if length is not None:
@@ -92,7 +91,7 @@ def from_iterable(source: Data, layout: Layout) -> DataSource:
 
 
 def from_shards(source: Data, layout: Layout) -> DataSource:
-    """Replica r reads `source.shard(R, r)`."""
+    """Return a source that gives replica r the elements of `source.shard(R, r)`."""
     replicas = layout.total_replicas
     shards = [source.shard(replicas, r) for r in layout.local_replicas]
     for replica, shard in zip(layout.local_replicas, shards, strict=True):
@@ -107,16 +106,16 @@ def from_shards(source: Data, layout: Layout) -> DataSource:
 
 
 def from_values(values: Sequence[Element], layout: Layout) -> DataSource:
-    """The local replicas read one iterable each."""
+    """Return a source that gives each local replica the elements of its own iterable."""
     if len(values) != len(layout.local_replicas):
-        raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; each needs one")
+        raise ValueError(f"got {len(values)} iterables for {len(layout.local_replicas)} local replicas; give each one")
     for replica, value in zip(layout.local_replicas, values, strict=True):
         _require_iterable(f"the data set of replica {replica}", value)
     return SequentialSource(lambda: _side_by_side(values, layout), layout)
 
 
 def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[ElementRound]:
-    """Deals elements out one by one to replica 0, 1, ..., in one pass however many replicas are local."""
+    """Yield rounds of elements for replica 0, 1, ..., in one pass over the source for all local replicas."""
     elements = iter(source)
     while dealt := list(islice(elements, layout.total_replicas)):
         if len(dealt) < layout.total_replicas and not layout.pads:
@@ -127,7 +126,7 @@ def _interleaved(source: Iterable[Element], layout: Layout) -> Iterator[ElementR
 
 
 def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterator[ElementRound]:
-    """Takes one element from each local shard at a time, until one ends (when padding: until all have)."""
+    """Yield one element of each local shard at a time until one shard ends; with padding, until all have ended."""
     if not layout.pads:
         for elements in zip(*shards, strict=False):
             yield ElementRound(elements, [True] * len(shards))
@@ -143,7 +142,7 @@ def _side_by_side(shards: Sequence[Iterable[Element]], layout: Layout) -> Iterat
 
 
 def _shard_lengths(source: Data, own_shard: Data, replicas: int) -> list[int] | None:
-    """Lengths of all replicas' shards: their own where they tell, else an even split of the source's."""
+    """Return the lengths of all replicas' shards: their own if they have one, else an even split of the source's."""
     if _length(own_shard) is not None:
         return [len(source.shard(replicas, r)) for r in range(replicas)]
     length = _length(source)
@@ -153,13 +152,13 @@ def _shard_lengths(source: Data, own_shard: Data, replicas: int) -> list[int] | 
 
 
 def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
-    """Steps until the shortest shard cannot fill a batch or, when padding, until the longest has ended."""
+    """Return the steps until the shortest shard cannot fill a batch; with padding, until the longest has ended."""
     if layout.pads and min(lengths) > 0:
         return -(-max(lengths) // layout.elements_per_replica)
     if min(lengths) < layout.elements_per_replica:
         replica = lengths.index(min(lengths))
         raise ValueError(
-            f"batch_size is {layout.described} per replica and shard {replica} of {layout.total_replicas} "
+            f"batch_size is {layout.described} per replica, but shard {replica} of {layout.total_replicas} "
             f"has {min(lengths)} elements; use a smaller batch_size or fewer replicas"
         )
     return min(lengths) // layout.elements_per_replica
@@ -168,7 +167,7 @@ def _steps_of_shards(lengths: Sequence[int], layout: Layout) -> int:
 def _length(source: Data) -> int | None:
     try:
         return len(source)
-    except TypeError:  # no __len__, or one that says "unknown" or "infinite" as TensorFlow's data sets do
+    except TypeError:  # no __len__, or one that fails for an unknown or infinite length, as TensorFlow's data sets do
         return None
 
 
@@ -178,6 +177,6 @@ def _require_iterable(name: str, source: Data) -> None:
         raise TypeError(f"{name} is a {kind}; use a pytree of arrays, an object with shard(n, i), or an iterable")
     if isinstance(source, Iterator):
         raise TypeError(
-            f"{name} is a {kind}, which can be gone through only once; use an object whose __iter__ starts "
-            "anew every epoch"
+            f"{name} is a {kind}, which can be iterated over only once; use an object whose __iter__ starts "
+            "again in every epoch"
         )

@@ -1,6 +1,6 @@
-"""Data sets as one instance sees them, and what a function that makes one knows about its reader.
+"""The interface of data sets as one instance reads them, and data sets with random access.
 
-There is the interface, and the kind whose elements can be read in any order: arrays, and objects with `[i]`.
+Random access means arrays, and objects with `[i]`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 import jax
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
@@ -24,8 +25,8 @@ class Masked(NamedTuple):
     """A batch of a data set that pads.
 
     Attributes:
-        values: the batch, leaves of shape `[local_replicas * gradient_accumulation_count * batch_size, ...]`.
-        mask: bool, a number for each element, False where an element was repeated to fill the batch.
+        values: Batch with leaves of shape `[local_replicas * gradient_accumulation_count * batch_size, ...]`.
+        mask: Bool array with one entry per element, False for an element that was repeated to fill the batch.
     """
 
     values: Batch
@@ -35,11 +36,15 @@ class Masked(NamedTuple):
 class DataSource(ABC):
     """One instance's share of a data set.
 
+    `DistributedDataset` calls `batches` for an epoch, usually in its prefetch thread, and closes the generator when it
+    stops reading. Later calls may begin at any epoch and step, also after an error. Yielded arrays belong to the
+    caller.
+
     Attributes:
-        is_random_access: whether the batch of any step can be read for any replicas, and every instance knows
-            without asking the others how many steps there are.
-        length: elements of the whole data set, None when unknown.
-        steps: steps per epoch, the same on every instance; None when unknown before the end of an epoch.
+        is_random_access: Whether the batch of any step can be read for any replicas, and every instance computes the
+            number of steps without asking the others.
+        length: Number of elements of the whole data set; None if unknown.
+        steps: Steps per epoch, the same on every instance; None if unknown before the end of an epoch.
     """
 
     is_random_access: ClassVar[bool] = False
@@ -48,27 +53,27 @@ class DataSource(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """Yields the batches of steps `start`, `start + 1`, ... of an epoch; no array is ever reused."""
+        """Yield the batches of steps `start`, `start + 1`, ... of an epoch; no array is ever reused."""
 
 
 class SourceFactory(ABC):
-    """A data set that opens its source itself."""
+    """A description of a data set that opens its source itself; `distribute_dataset` takes it as a source."""
 
     @abstractmethod
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
-        """The local replicas' share.
+        """Return the local replicas' share; called again when an instance gets other replicas.
 
         Raises:
-            ValueError: if it does not fill a step.
+            ValueError: If the data set does not fill one step.
         """
 
 
 def stacked(elements: Sequence[Element]) -> Batch:
-    """Elements as one batch; ValueError when they differ in structure or shapes, or are several replicas'."""
+    """Return elements as one batch; raise ValueError if structures or shapes differ, or an element is a PerReplica."""
     if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(elements[0])):
         raise ValueError(
-            "the elements are PerReplica, and each is for one replica; give distribute_dataset one PerReplica, with an "
-            "iterable for each local replica"
+            "the elements are PerReplica, but each element must be for one replica; give distribute_dataset one "
+            "PerReplica, with an iterable for each local replica"
         )
     try:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
@@ -79,17 +84,17 @@ def stacked(elements: Sequence[Element]) -> Batch:
 
 
 def common_length(arrays: Tree) -> int:
-    """The leading length that all leaves share; ValueError, naming the leaves, where there is none."""
+    """Return the leading length that all leaves share; raise ValueError, naming the leaves, if they do not."""
     lengths: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
         name = f"data set{jax.tree_util.keystr(path)}"
         if leaf.dtype == object:
-            raise ValueError(f"{name} holds Python objects; arrays of numbers are needed")
+            raise ValueError(f"{name} holds Python objects; use arrays of numbers")
         if leaf.ndim == 0:
             raise ValueError(f"{name} is a scalar; every leaf needs a leading axis that runs over the elements")
         lengths[name] = leaf.shape[0]
     if not lengths:
-        raise ValueError("the data set has no arrays; at least one is needed")
+        raise ValueError("the data set has no arrays; give at least one")
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"arrays differ in the number of elements: {listed}; all must have the same")
@@ -105,35 +110,35 @@ class RandomAccess(Protocol):
 
 
 Read: TypeAlias = Callable[[Data, int, Indices], Batch]
-"""(source, epoch, indices) -> a batch of these elements as they are in that epoch; can be pickled."""
+"""(source, epoch, indices) -> a batch of these elements as they are in that epoch; picklable."""
 
 
 def take_rows(arrays: Tree, epoch: int, indices: Indices) -> Batch:
-    """Read rows of a pytree of arrays, the same in every epoch."""
+    """Read rows of a pytree of arrays, which are the same in every epoch."""
     return jax.tree.map(lambda array: array.take(indices, axis=0), arrays)
 
 
 def read_elements(source: RandomAccess, epoch: int, indices: Indices) -> Batch:
-    """Read elements of an object with `[i]`, the same in every epoch."""
+    """Read elements of an object with `[i]`, which are the same in every epoch."""
     return stacked([source[int(index)] for index in indices])
 
 
 class Steps:
     """The batches of the local replicas at every step of all epochs, counted from step 0 of epoch 0.
 
-    It can be pickled; processes that read different steps of one data set need nothing else, and agree. Several
-    threads may read.
+    The object can be pickled, so that worker processes read steps of one data set without other information. Several
+    threads may read at once.
 
     Args:
-        source: the elements.
-        length: how many there are.
-        layout: deals them out.
-        seed: of the shuffle.
-        shuffle: whether they are shuffled.
-        read: reads some of them.
+        source: Elements.
+        length: Number of elements.
+        layout: Rule that assigns elements to replicas.
+        seed: Seed of the shuffle.
+        shuffle: Whether to shuffle.
+        read: Function that reads elements by their indices.
 
     Raises:
-        ValueError: if the elements do not fill one step.
+        ValueError: If the elements do not fill one step.
     """
 
     def __init__(self, source: Data, length: int, layout: Layout, *, seed: int, shuffle: bool, read: Read) -> None:
@@ -155,7 +160,7 @@ class Steps:
         return Masked(values, positions < self.length) if self._layout.pads else values
 
     def _order_of(self, epoch: int) -> Indices:
-        known = self._order  # another thread may replace it
+        known = self._order  # one read: another thread may replace it
         if known is None or known[0] != epoch:
             known = self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
         return known[1]
@@ -165,7 +170,7 @@ class Steps:
 
 
 class RandomAccessSource(DataSource):
-    """Elements that are read in this process, when their batch is asked for."""
+    """Elements that this process reads when their batch is taken."""
 
     is_random_access = True
 
@@ -174,6 +179,7 @@ class RandomAccessSource(DataSource):
         self.length: int = steps.length
         self.steps: int = steps.per_epoch
 
+    @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         for step in range(start, self.steps):
             yield self._steps.read(epoch * self.steps + step)
@@ -181,12 +187,12 @@ class RandomAccessSource(DataSource):
 
 @dataclass(frozen=True)
 class InputContext:
-    """The facts about its reader that a function gets which makes a data set (`tf.distribute.InputContext`).
+    """The reader of a data set, described for the function that makes it (like `tf.distribute.InputContext`).
 
     Attributes:
-        num_input_pipelines: how many times the function is called in the whole job: once per instance.
-        input_pipeline_id: which of these calls this is, from 0.
-        num_replicas_in_sync: replicas of all instances.
+        num_input_pipelines: Number of calls of the function in the whole job, one per instance.
+        input_pipeline_id: Number of this call, from 0.
+        num_replicas_in_sync: Number of replicas of all instances.
     """
 
     num_input_pipelines: int = 1
@@ -203,7 +209,7 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The batch size of one replica; ValueError when the replicas do not divide `global_batch_size`."""
+        """Return the batch size of one replica; raise ValueError if the replicas do not divide `global_batch_size`."""
         size, rest = divmod(positive("global_batch_size", global_batch_size), self.num_replicas_in_sync)
         if rest:
             lower = size * self.num_replicas_in_sync

@@ -1,6 +1,6 @@
-"""Models of Keras on the replicas of a strategy; loaded when a scope is entered and Keras is there."""
+"""Keras models on the replicas of a strategy; loaded when a program that imported Keras enters a scope."""
 
-import keras  # noqa: F401  before this package's own modules: once it is there, some of them are imported by a scope
+import keras  # noqa: F401  first: a scope imports modules of this package as soon as Keras is loaded
 
 from strategies.keras.callbacks import OnChief
 from strategies.keras.checkpointing import FitCheckpoints as Checkpoints

@@ -1,4 +1,4 @@
-"""Agreement of instances between steps, whichever of them are lost, on what programs and callbacks may change."""
+"""Agreement of instances, between steps and despite losses, on everything that programs and callbacks may change."""
 
 from __future__ import annotations
 
@@ -23,26 +23,30 @@ _WAY_OUT = (
     "; give all instances the same program, arguments and callbacks, or wrap a callback that only writes in "
     "strategies.keras.OnChief"
 )
-_FEW = 4  # elements of a variable that are shown
-_OWN = ("name", "learning_rate")  # numbers in names are the process's, and a rate that is a variable is instance 0's
+_FEW = 4  # variables of at most so many elements are shown in messages
+_OWN = ("name", "learning_rate")  # names have numbers of the process, and instance 0's rate is broadcast
 
 T = TypeVar("T")
 
 
 def broadcast(replicas: Replicas, tree: T) -> T:
-    """Return instance 0's tree on every instance, placed as a step needs it; a collective call."""
+    """Return instance 0's tree on every instance, placed as a step needs it. Collective."""
     return together(replicas, lambda: replicas.broadcast(tree), replicas.broadcast, lambda: tree)
 
 
 def number_of_leader(replicas: Replicas, number: int, name: str) -> int:
-    """Return instance 0's number on every instance; a collective call, which has a name."""
+    """Return instance 0's number on every instance. Collective; `name` names the call in messages."""
     return _agreed(replicas, lambda: _told(replicas, number, 0, name), name)
 
 
 def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[bool, bool]:
-    """Return whether a flag is set on any instance, and whether all have the same digest.
+    """Return whether a flag is set on any instance, and whether all instances have the same digest. Collective.
 
-    A collective call, which has a name. Digests are equally long on all instances.
+    Args:
+        replicas: The replicas of all instances.
+        flag: Flag of this instance.
+        digest: Digest of this instance, of the same length on all instances.
+        name: Name of the call, for messages.
     """
 
     def asked() -> int:
@@ -55,10 +59,15 @@ def compared(replicas: Replicas, flag: bool, digest: bytes, name: str) -> tuple[
 
 
 def insist(replicas: Replicas, terms: Terms, name: str) -> None:
-    """Compare terms with those of the other instances; a collective call, which has a name.
+    """Refuse terms that differ between instances. Collective.
+
+    Args:
+        replicas: The replicas of all instances.
+        terms: Terms of this instance.
+        name: Name of the call, for messages.
 
     Raises:
-        DisagreementError: on all instances, if they are not the same.
+        DisagreementError: On all instances, if the terms differ.
     """
 
     def asked() -> int:
@@ -74,60 +83,60 @@ def bits_of(tree: Tree) -> bytes:
 
 
 def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
-    """Refuse data of which instances do not see the same rows; a collective call.
+    """Refuse data whose rows differ between instances. Collective.
 
     Raises:
-        DisagreementError: on all instances.
+        DisagreementError: On all instances, if the rows differ.
     """
     is_same = compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]
     if not is_same:
         raise DisagreementError(
-            "the instances do not see the same rows or weights of rows, and each of them reads all data, or those "
-            "batches that its replicas take; give all of them the same data, and call keras.utils.set_random_seed "
-            "where something shuffles"
+            "the instances do not see the same rows or weights of rows, but each instance reads all data, or the "
+            "batches of its replicas; give all of them the same data, and call keras.utils.set_random_seed "
+            "if something shuffles"
         )
 
 
 def _agreed(replicas: Replicas, ask: Callable[[], int], name: str) -> int:
-    """Return the number that a collective call returns on all instances, also where instances are lost."""
+    """Return the number that a collective call returns on all instances; repeat the call if instances are lost."""
     return together(replicas, ask, lambda number, root: _told(replicas, number, root, name), lambda: 0)
 
 
 def _told(replicas: Replicas, number: int, root: int, name: str) -> int:
-    """Return the number of instance `root` on all instances; a collective call."""
+    """Return the number of instance `root` on all instances. Collective."""
     array = np.array(number, np.int64)
     replicas.communicator.broadcast(array, root, name=name)
     return int(array)
 
 
 class VariableWatch:
-    """A watcher of the variables of a model that were changed since the last step.
+    """A watcher that notices which variables of a model were changed since the last step.
 
-    Arrays of JAX never change, so an array that is the same object has the same value.
+    Arrays of JAX never change, so the same object has the same value.
 
     Args:
-        model: of Keras.
+        model: Model of Keras.
 
     Attributes:
-        is_changed: whether the present step began with other arrays than were left, or agreed on.
+        is_changed: Whether the present step began with other arrays than the last step left, or instances agreed on.
     """
 
     def __init__(self, model: ModelLike) -> None:
         self.is_changed = True
         self._model = model
         self._left: list[Array] = []
-        self._changes = hashlib.blake2b(digest_size=16)  # since `taken` was called last
+        self._changes = hashlib.blake2b(digest_size=16)  # since the last call of `taken`
 
     def before_step(self, state: State) -> None:
-        """Note what was changed in the state that a step begins with; see `TrainFunction`."""
+        """Note the changes in the state with which a step begins."""
         self.is_changed = self._note(_arrays(state))
 
     def after_step(self, state: State) -> None:
-        """Know the state that a step has left."""
+        """Remember the state that a step has left."""
         self._left = _arrays(state)
 
     def begin(self) -> None:
-        """Take what the model has now as known."""
+        """Take the present variables of the model as unchanged."""
         self._left = self.arrays()
         self._changes = hashlib.blake2b(digest_size=16)
 
@@ -135,9 +144,9 @@ class VariableWatch:
         """Return a digest of the variables that were changed since the last call.
 
         Args:
-            with_flags: whether it is one of the flags too, which takes longer.
+            with_flags: Whether to include the flags `trainable`, which takes longer.
         """
-        if self._model._jax_state_synced:  # otherwise Keras's loop has the state, and nobody can change it
+        if self._model._jax_state_synced:  # else Keras's loop holds the state, and no code can change it
             self._note(self.arrays())
         if with_flags:
             self._changes.update(bytes(variable.trainable for variable in self._model.variables))
@@ -149,12 +158,12 @@ class VariableWatch:
         return [variable.value for variable in _variables(self._model)]
 
     def assign(self, values: Values) -> None:
-        """Have Keras know other values, in the order of `arrays`."""
+        """Assign values to the variables, in the order of `arrays`."""
         for variable, value in zip(_variables(self._model), values, strict=True):
             variable.assign(value)
 
     def _note(self, arrays: list[Array]) -> bool:
-        """Note which arrays are others than were left; return whether any is."""
+        """Note which arrays differ from those that were left; return whether any does."""
         pairs = enumerate(zip(arrays, self._left, strict=False))
         changed = [place for place, (new, old) in pairs if not _is_same(new, old)]
         for place in changed:
@@ -173,22 +182,22 @@ def _variables_of_optimizer(model: ModelLike) -> list[keras.Variable]:
 
 
 def _is_same(one: Array, other: Array) -> bool:
-    is_scalar = np.ndim(one) == 0 == np.ndim(other)  # of which Keras makes copies
+    is_scalar = np.ndim(one) == 0 == np.ndim(other)  # Keras copies scalars
     return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
 
 
 def _arrays(state: State) -> list[Array]:
-    return [array for part in state[:-1] for array in part]  # metrics, which are last, begin anew in each epoch
+    return [array for part in state[:-1] for array in part]  # without metrics: these begin anew in each epoch
 
 
 def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], arguments: Mapping[str, object]) -> Terms:
     """Return the terms on which all instances must call a function of Keras.
 
     Args:
-        model: of Keras.
-        called: the name of the function.
-        callbacks: descriptions of those that were given to it.
-        arguments: others, by name.
+        model: Model of Keras.
+        called: Name of the function.
+        callbacks: Descriptions of the given callbacks.
+        arguments: Other arguments by name.
     """
     given = {name: _text(value) for name, value in arguments.items()}
     listed = {"the list of callbacks": f"[{', '.join(callbacks)}]"}
@@ -199,12 +208,12 @@ def terms_of_call(model: ModelLike, called: str, callbacks: Sequence[str], argum
 
 
 def terms_of_model(model: ModelLike, hook: str) -> Terms:
-    """Return the terms that must be the same on all instances after a hook of callbacks: flags and all variables."""
+    """Return the terms that must be equal on all instances after a hook of callbacks: flags and all variables."""
     scalars = [variable for variable in _variables_of_optimizer(model) if not variable.shape]
-    rates = {f"{variable.name} behind {hook},": _value(variable.value) for variable in scalars}
+    rates = {f"{variable.name} after {hook},": _value(variable.value) for variable in scalars}
     pairs = enumerate(_variables(model))
-    values = {f"{variable.name} ({number}) behind {hook},": _value(variable.value) for number, variable in pairs}
-    return [_flags(model), rates, values]  # others follow from rates
+    values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
+    return [_flags(model), rates, values]  # in this order: other variables follow from rates
 
 
 def _flags(model: ModelLike) -> dict[str, str]:
@@ -219,7 +228,7 @@ def _of_optimizer(model: ModelLike) -> dict[str, str]:
 
 
 def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
-    """Return the values of a nested configuration by their paths, without those that may differ: names and rates."""
+    """Return the values of a nested configuration by their paths, without names and rates, which may differ."""
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Optimizers of Keras that apply the means of all replicas' gradients while a function of a program is traced."""
+"""Optimizers of Keras that apply the means of all replicas' gradients while a program is traced."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from strategies.typing import Tree
 Mean: TypeAlias = Callable[[Tree], Tree]
 
 _PLACES = {"apply": 0, "stateless_apply": 1}
-"""The methods that apply gradients, and the place of these among the arguments."""
+"""The methods that apply gradients, and the position of the gradients among their arguments."""
 
 
 def mean_over_replicas(gradients: Tree) -> Tree:
-    """Average gradients over all replicas, in the order of the tree; those of one dtype travel together."""
+    """Average gradients over all replicas, in the order of the tree, with one all-reduce per dtype."""
     leaves, structure = jax.tree.flatten(gradients)
     means = list(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
@@ -36,8 +36,8 @@ def mean_over_replicas(gradients: Tree) -> Tree:
 
 @contextmanager
 def averaging(optimizers: Iterable[keras.Optimizer], mean: Mean = mean_over_replicas) -> Iterator[None]:
-    """Have optimizers apply what `mean` makes of the gradients that they are given, for a while."""
-    is_inside = False  # of an optimizer that has averaged them: `stateless_apply` calls `apply`, also of an inner one
+    """Make optimizers apply `mean(gradients)` instead of their gradients, inside the block."""
+    is_inside = False  # of an optimizer that has averaged: `stateless_apply` calls `apply`, maybe of an inner optimizer
 
     def averaged(apply: Method, place: int) -> Method:
         signature = inspect.signature(apply)

@@ -1,8 +1,8 @@
-"""Sources that come in batches, dealt out to replicas: batch r + s R of a source is what replica r takes in step s.
+"""Sources that come in batches: replica r takes batch r + s R of the source in step s.
 
-With accumulation it is batches (s R + r) N to (s R + r) N + N - 1. Where the last batches do not fill a step, or have
-other numbers of rows, all their rows together are dealt out: equally many for each replica in training, and every one
-of them, block by block, where nothing is trained.
+With accumulation of N it takes batches (s R + r) N to (s R + r) N + N - 1. If the last batches do not fill a step, or
+have other numbers of rows, their rows are joined and split among the replicas. In training each replica gets the same
+number of rows; without training all rows are used, block by block.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import final
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from strategies.data.layout import Layout, epoch_order
 from strategies.data.sources import DataSource, Masked, SourceFactory
@@ -30,16 +31,16 @@ def rows_of(batch: Batch) -> int:
 
 
 def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
-    """Return the rows of the local replicas of a batch for all replicas and micro-batches, placed for a step.
+    """Return the local replicas' rows of a batch for all replicas and micro-batches, placed for a step.
 
     Raises:
-        ValueError: if the rows cannot be divided.
+        ValueError: If the replicas and micro-batches do not divide the rows evenly.
     """
     replicas, rows = strategy.num_replicas_in_sync, rows_of(batch)
     if rows % (replicas * accumulated):
         raise ValueError(
-            f"a batch of {rows} rows for {replicas} replicas x {accumulated} micro-batches; its rows must be a "
-            f"multiple of {replicas * accumulated}"
+            f"a batch of {rows} rows cannot be split among {replicas} replicas x {accumulated} micro-batches; its rows "
+            f"must be a multiple of {replicas * accumulated}"
         )
     local, each = strategy.replicas.local_replicas, rows // replicas
     own = jax.tree.map(lambda leaf: leaf[local.start * each : local.stop * each], batch)
@@ -49,59 +50,59 @@ def own_rows(strategy: Strategy, batch: Batch, accumulated: int) -> Batch:
 @final
 @dataclass(frozen=True)
 class NumberedBatches(SourceFactory):
-    """Batches that can be read by their numbers, of which each instance reads those of its replicas.
+    """Batches that can be read by their numbers; each instance reads the batches of its replicas.
 
     Attributes:
-        read: reads one.
-        count: how many there are.
+        read: Function that reads a batch by its number.
+        count: Number of batches.
     """
 
     read: Read
     count: int
 
+    @override
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
-        """See `SourceFactory`."""
         return _Numbered(self, layout, seed, shuffle)
 
 
 @final
 @dataclass(frozen=True)
 class StreamOfBatches(SourceFactory):
-    """Batches that come one after another; every instance goes through all of them.
+    """Batches that come one after another; every instance iterates over all of them.
 
     Attributes:
-        begin: begins anew, or goes on where there is no beginning.
-        count: how many there are; None where nobody knows.
+        begin: Function that starts again from the beginning, or goes on if the source cannot start again.
+        count: Number of batches; None if unknown.
     """
 
     begin: Callable[[], Iterable[Batch]]
     count: int | None = None
 
+    @override
     def open(self, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:
-        """See `SourceFactory`."""
         return _Stream(self, layout)
 
 
 @dataclass
 class _Dealer:
-    """A dealer of the batches of a step, with the number of the first row of the next one."""
+    """The division of each step's batches among replicas, with the number of the next step's first row."""
 
     layout: Layout
     first_row: int = 0
 
     @property
     def per_step(self) -> int:
-        """The number of batches that a step takes."""
+        """The number of batches in a full step."""
         return self.layout.total_replicas * self.layout.gradient_accumulation_count
 
     @property
     def own(self) -> range:
-        """The places of those batches that are for the local replicas."""
+        """The places of the local replicas' batches in a step."""
         count, local = self.layout.gradient_accumulation_count, self.layout.local_replicas
         return range(local[0] * count, (local[-1] + 1) * count)
 
     def dealt(self, batches: Sequence[Batch]) -> Batch | None:
-        """Return what local replicas take of all batches of a step; None where it is not enough."""
+        """Return the local replicas' part of all batches of a step; None if the rows are too few."""
         if len(batches) == self.per_step and {rows_of(batch) for batch in batches} == {self.layout.batch_size}:
             return self.of_even([batches[number] for number in self.own])
         rows = _joined(batches)
@@ -116,7 +117,7 @@ class _Dealer:
         return Masked((numbers, values), positions < given)
 
     def of_even(self, own: Sequence[Batch]) -> Batch:
-        """Return what local replicas take, given their batches of a step that is filled."""
+        """Return the local replicas' part of a full step, given their batches."""
         values = _joined(own)
         if not self.layout.pads:
             return values
@@ -128,7 +129,7 @@ class _Dealer:
 
 @final
 class _Numbered(DataSource):
-    """See `NumberedBatches`. The last one may have fewer rows than the others."""
+    """The source of `NumberedBatches`. The last batch may have fewer rows than the others."""
 
     is_random_access = True
     length: int | None = None
@@ -141,6 +142,7 @@ class _Numbered(DataSource):
         self._shuffle = shuffle
         self._last_rows = rows_of(given.read(given.count - 1))
 
+    @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         dealer = _Dealer(self._layout, start * self._layout.global_batch_size)
         order, per_step = epoch_order(self._given.count, self._seed, epoch, shuffle=self._shuffle), dealer.per_step
@@ -155,7 +157,7 @@ class _Numbered(DataSource):
 
 @final
 class _Stream(DataSource):
-    """See `StreamOfBatches`."""
+    """The source of `StreamOfBatches`."""
 
     length: int | None = None
 
@@ -164,6 +166,7 @@ class _Stream(DataSource):
         self._layout = layout
         self._given = given
 
+    @override
     def batches(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         dealer = _Dealer(self._layout)
         batches = iter(self._given.begin())
@@ -183,14 +186,14 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     """Return the rows of several batches, one after another.
 
     Raises:
-        ValueError: if their rows are not alike.
+        ValueError: If rows have different shapes.
     """
     if len(batches) == 1:
         return batches[0]
     kinds = {str(jax.tree.map(lambda leaf: leaf.shape[1:], batch)) for batch in batches}
     if len(kinds) > 1:
         raise ValueError(
-            f"batches of one step have rows of the shapes {' and '.join(sorted(kinds))}, and its replicas compute one "
-            "program; pad them to the same length, those of a step at least"
+            f"batches of one step have rows of the shapes {' and '.join(sorted(kinds))}, but its replicas compute one "
+            "program; pad them to the same length, at least within a step"
         )
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *batches)

@@ -1,4 +1,4 @@
-"""The places of callbacks: those that write run on the chief, others on every instance, which then agree."""
+"""Placement of callbacks: writers run on the chief, others on every instance, and the instances then agree."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import keras
 from keras.callbacks import CallbackList
+from typing_extensions import override
 
 from strategies.core.metrics import EVALUATION
 from strategies.errors import StrategyError
@@ -35,13 +36,13 @@ WRITERS: tuple[type, ...] = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-"""The callbacks that write, and tell the other instances nothing but what the model becomes."""
+"""The callbacks that only write; other instances need nothing from them."""
 
 Callback: TypeAlias = Any
 """A callback of Keras, or None."""
 
 EPOCH = "epoch/"
-"""In front of the names of Keras's logs at the end of an epoch, in sinks of metrics."""
+"""The prefix of Keras's logs at the end of an epoch, in sinks of metrics."""
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 _ENDINGS = {f"on_{loop}_end": f"on_{loop}_begin" for loop in ("train", "test", "predict")}
@@ -49,28 +50,33 @@ _BEGINNINGS = ("set_model", *_ENDINGS.values())
 
 
 class OnChief(keras.callbacks.Callback):
-    """A callback that is called on the instance that is the chief at the time, and on no other.
+    """A callback that only the present chief calls.
 
-    One that becomes the chief in the midst of a loop is told first how that began: there may be files to open.
+    If another instance becomes the chief during a loop, its callback first gets the calls that began the loop, so that
+    it can open files.
+
+    Example::
+
+        model.fit(x, y, callbacks=[strategies.keras.OnChief(MyReport("report.txt"))])
 
     Args:
-        callback: the callback of Keras to call on the chief only.
-        strategy: knows the chief; None for the current one.
+        callback: Callback of Keras to call on the chief.
+        strategy: Strategy that knows the chief; None for the strategy of the open scope.
     """
 
     def __init__(self, callback: Callback, strategy: Strategy | None = None) -> None:
         super().__init__()
         self.callback = callback
         self._strategy = strategy or get_strategy()
-        self._missed: dict[str, Callable[[], object]] = {}  # what has begun on another instance, and not ended
+        self._missed: dict[str, Callable[[], object]] = {}  # calls that began a loop on another instance
 
+    @override
     def set_params(self, params: Mapping[str, object]) -> None:
-        """See Keras."""
         self.callback.set_params(params)
 
+    @override
     def set_model(self, model: ModelLike) -> None:
-        """See Keras. A `TensorBoard` writes then already."""
-        self._call("set_model", model)
+        self._call("set_model", model)  # a `TensorBoard` writes already here
 
     @property
     def is_called(self) -> bool:
@@ -90,7 +96,7 @@ class OnChief(keras.callbacks.Callback):
     def _catch_up(self) -> None:
         missed, self._missed = self._missed, {}
         if "on_train_begin" in missed and isinstance(self.callback, keras.callbacks.CSVLogger):
-            self.callback.append = True  # the chief that is lost has written the lines before
+            self.callback.append = True  # the lost chief wrote the earlier lines
         for call in missed.values():
             call()
 
@@ -101,16 +107,16 @@ for _name in _HOOKS:
 
 @dataclass(frozen=True)
 class Running:
-    """A loop of Keras's, while it runs on all instances.
+    """A loop of Keras that runs on all instances.
 
     Attributes:
-        model: of Keras.
-        strategy: connects the instances.
-        begin_epoch: called with the number of each epoch that begins.
-        unite: has Keras know the whole state; a collective call.
-        resume: called when a training has begun.
-        steps_made: says how many steps were made.
-        watch: notices what callbacks change; None where nothing is trained.
+        model: Model of Keras.
+        strategy: Strategy that connects the instances.
+        begin_epoch: Function called with the number of each epoch that begins.
+        unite: Function that gives Keras the whole state. Collective.
+        resume: Function called when training begins.
+        steps_made: Function that returns the number of steps so far.
+        watch: Watcher of changes by callbacks; None without training.
     """
 
     model: ModelLike
@@ -123,27 +129,27 @@ class Running:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other instance."""
+        """Whether no other instance exists."""
         return self.strategy.replicas.communicator.size == 1
 
     def agree(self, hook: str) -> None:
-        """Stop everywhere where a callback stops one instance, behind a hook of all callbacks; a collective call.
+        """Stop all instances if a callback stops one, after a hook of all callbacks. Collective.
 
         Raises:
-            DisagreementError: on all instances, if callbacks have changed something else on some of them.
+            DisagreementError: On all instances, if callbacks have made different changes on them.
         """
         refuse_compiled(self.model, hook)
         if self.is_alone or self.watch is None:
             return
         digest = self.watch.taken(with_flags="epoch" in hook)
         replicas, stops = self.strategy.replicas, bool(self.model.stop_training)
-        self.model.stop_training, is_same = compared(replicas, stops, digest, f"what callbacks have done {hook}")
+        self.model.stop_training, is_same = compared(replicas, stops, digest, f"changes by callbacks in {hook}")
         if not is_same:
             self.model.jax_state_sync()
             insist(replicas, terms_of_model(self.model, hook), "variables of the model")
 
     def agree_on_begin(self) -> None:
-        """Begin everywhere with the epoch and the state with which the chief begins; a collective call."""
+        """Begin on all instances with the epoch and the state of the chief. Collective."""
         replicas = self.strategy.replicas
         epoch = number_of_leader(replicas, self.model._initial_epoch or 0, "first epoch")
         begin_with_epoch(self.model, epoch)
@@ -157,7 +163,7 @@ class Running:
 
 
 class _OfStrategy(keras.callbacks.LambdaCallback):
-    """A callback of a strategy, before or behind those of the user."""
+    """A callback of the strategy, before or after those of the user."""
 
 
 def _first(running: Running, unites_batches: bool) -> _OfStrategy:
@@ -174,7 +180,7 @@ def _first(running: Running, unites_batches: bool) -> _OfStrategy:
 
 
 def _teller(running: Running) -> _OfStrategy:
-    """Return a callback that tells sinks of metrics the logs of each epoch, and of an evaluation outside of `fit`."""
+    """Return a callback that hands logs to sinks of metrics: of each epoch, and of an evaluation outside `fit`."""
 
     def tell(prefix: str, logs: Logs | None) -> None:
         values = {f"{prefix}{name}": value for name, value in (logs or {}).items()}
@@ -187,7 +193,7 @@ def _teller(running: Running) -> _OfStrategy:
 
 
 def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
-    """Return the callback behind all others; `looks_at_batches` if these may change something within an epoch."""
+    """Return the callback after all others; `looks_at_batches` if these may change something within an epoch."""
 
     def agree(hook: str) -> Callable[..., None]:
         return lambda number, logs=None: running.agree(hook)
@@ -199,15 +205,15 @@ def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
 
 
 def listed(callbacks: Callbacks, running: Running, **settings: object) -> CallbackList:
-    """Return Keras's list of callbacks, each of which is called where it has to be.
+    """Return Keras's list of callbacks, each placed on the instances that must call it.
 
     Args:
-        callbacks: what the user gave, or a list of Keras's.
-        running: the loop.
-        settings: of a new list; see Keras.
+        callbacks: Callbacks from the user, or a list of Keras.
+        running: The loop.
+        settings: Settings of a new list, as Keras takes them.
 
     Raises:
-        StrategyError: if one needs a library that is not there, or a list of Keras's has had it write everywhere.
+        StrategyError: If a callback needs a library that is not installed, or already writes on every instance.
     """
     is_new = not isinstance(callbacks, CallbackList)
     boards = [each for each in given_to(callbacks) if isinstance(each, keras.callbacks.TensorBoard)]
@@ -217,12 +223,12 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     own = [each for each in prepared.callbacks if not isinstance(each, _OfStrategy)]
     looks = any(map(_has_batch_hooks, own))
     writes, _ = compared(running.strategy.replicas, any(map(_writes_in_epochs, own)), b"", "files within an epoch")
-    if looks or writes:  # instances meet in hooks then, which Keras may call in other threads
+    if looks or writes:  # hooks make collective calls then, and Keras may call hooks in other threads
         call_in_one_thread(prepared)
     first, last = _first(running, looks or writes), _last(running, looks)
     told = [_teller(running)] if running.strategy.replicas.sinks else []
     prepared.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
-    if is_new:  # only when they are placed: some write when they are told of the model
+    if is_new:  # only after placing them: some write as soon as they get the model
         prepared.set_model(running.model)
     return prepared
 
@@ -236,14 +242,14 @@ def described(callbacks: Callbacks) -> list[str]:
 
 
 def _refuse_boards(boards: Sequence[Callback], is_told_everywhere: bool) -> None:
-    """Refuse a `TensorBoard` that a list of the user's had write on every instance, and one without TensorFlow.
+    """Refuse a `TensorBoard` that a list from the user made write on every instance, and one without TensorFlow.
 
-    The latter is refused on all instances, not when the chief begins to write.
+    Without TensorFlow all instances refuse at once, rather than the chief when it begins to write.
     """
     if is_told_everywhere and any(each.model is not None for each in boards):
         raise StrategyError(
-            "a CallbackList was given whose keras.callbacks.TensorBoard knows the model, and so has begun to write on "
-            "every instance; give fit a plain list of callbacks, of which the chief alone writes"
+            "the given CallbackList has a keras.callbacks.TensorBoard that already knows the model and writes on "
+            "every instance; give fit a plain list of callbacks, so that only the chief writes"
         )
 
     if boards and find_spec("tensorflow") is None:
@@ -259,12 +265,12 @@ def _placed(callback: Callback, strategy: Strategy) -> Callback:
     if isinstance(callback, WRITERS):
         return OnChief(callback, strategy)
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not strategy.replicas.is_chief:
-        callback.verbose = 0  # it is called everywhere, so that all know the best value, and the chief writes
+        callback.verbose = 0  # called everywhere, so that all know the best value; only the chief writes
     return callback
 
 
 def _has_batch_hooks(callback: Callback) -> bool:
-    """Return whether a callback of the user's is told of batches."""
+    """Return whether a callback from the user has hooks for batches."""
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in callback.__dict__ for name in _BATCH_HOOKS)
     stock = type(callback) in vars(keras.callbacks).values() or isinstance(callback, OnChief)
@@ -274,6 +280,6 @@ def _has_batch_hooks(callback: Callback) -> bool:
 
 
 def _writes_in_epochs(callback: Callback) -> bool:
-    """Return whether a stock callback writes the model's state in the midst of an epoch."""
+    """Return whether a stock callback writes the model's state within an epoch."""
     stock = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
     return isinstance(callback, stock) and callback.save_freq not in ("epoch", False)

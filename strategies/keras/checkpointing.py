@@ -1,15 +1,16 @@
-"""Checkpoints under `fit`: the strategy's own, after any step, and Keras's `BackupAndRestore` with whole backups.
+"""Checkpoints under `fit`: the strategy's own after any step, and complete backups for Keras's `BackupAndRestore`.
 
-The strategy's are resumed on any number of instances. A backup has weights, epoch and random states of one moment:
+The strategy's checkpoints can be restored on any number of instances. A backup has weights, epoch and random states of
+one moment:
 
 | name in `backup_dir` | content |
 |---|---|
 | backup_00000003/ | a complete backup, the third one |
 | backup_00000003/latest.weights.h5 | the weights and the state of the optimizer, written by Keras |
 | backup_00000003/training.json | the epoch, and the states of seed generators |
-| backup_00000003/SHA256SUMS | of both |
-| backup_00000004.incomplete/ | one that is being written, or whose writer was ended |
-| backup_00000003.damaged/ | one whose files are not those that were written |
+| backup_00000003/SHA256SUMS | the digests of both files |
+| backup_00000004.incomplete/ | a backup that is being written, or whose writer died |
+| backup_00000003.damaged/ | a backup whose files have changed since they were written |
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from strategies.train_state import TrainState
 from strategies.trainer import Trainer
 
 KEPT = 2
-"""Number of backups that are kept. If the newest is damaged, the one before is used."""
+"""The number of backups to keep. If the newest is damaged, the one before is used."""
 _WEIGHTS = "latest.weights.h5"
 _COMPLETE = re.compile(r"backup_(\d{8,})")
 
@@ -53,22 +54,25 @@ logger = logging.getLogger("strategies.keras")
 
 
 class FitCheckpoints(keras.callbacks.Callback):
-    """A callback that has `fit` saved by `strategies.Checkpoints`, and go on from the newest one where it was.
+    """A callback that saves the training of `fit` with `strategies.Checkpoints`, and resumes it from the newest one.
 
     Its public name is `strategies.keras.Checkpoints`.
 
+    It saves all variables (of the model, the optimizer, metrics and seed generators), and the position in the data. A
+    resumed epoch does not repeat earlier steps, but callbacks still see them. The last step is saved too. After SIGTERM
+    or SIGUSR1 all instances save after the same step, and leave.
+
+    Example::
+
         model.fit(x, y, epochs=10, callbacks=[strategies.keras.Checkpoints("digits.checkpoints", every=100)])
 
-    All variables, those of the optimizer, of metrics and of seed generators, and the position in the data are saved.
-    Steps of the epoch that were made before are not made again; callbacks are told of them all the same. The last step
-    is saved too. SIGTERM and SIGUSR1 have all instances save after the same step, and leave.
-
     Args:
-        directory: of instance 0; one for each training.
-        every: so many steps.
-        keep: how many checkpoints are kept, the newest.
-        grace_s: how long poprun waits, after SIGTERM, for the last checkpoint.
-        seed: of the order in which `fit` shuffles, which otherwise is NumPy's and another one when it goes on.
+        directory: Folder on instance 0, one for each training.
+        every: Number of steps between checkpoints.
+        keep: Number of newest checkpoints to keep.
+        grace_s: Seconds that poprun waits for the last checkpoint after SIGTERM.
+        seed: Seed of the shuffle in `fit`. Without this callback NumPy draws the seed, which a resumed job would not
+            know.
     """
 
     def __init__(
@@ -86,15 +90,15 @@ class FitCheckpoints(keras.callbacks.Callback):
 
 
 def given_to(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that the user gave, alone, in nested lists, or in a list of Keras's."""
+    """Return the callbacks that the user gave: one, a nested list of them, or a list of Keras."""
     return list(tree.flatten(getattr(callbacks, "callbacks", callbacks)))
 
 
 def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
-    """Return the one among the callbacks of the user's; None where there is none.
+    """Return the `FitCheckpoints` among the user's callbacks; None without one.
 
     Raises:
-        ValueError: if there are several.
+        ValueError: If there are several.
     """
     found = [one for one in given_to(callbacks) if isinstance(one, FitCheckpoints)]
     if len(found) > 1:
@@ -103,11 +107,11 @@ def given_in(callbacks: Callbacks) -> FitCheckpoints | None:
 
 
 class SavedFit:
-    """The checkpoints of a `fit` that runs, with the position of its data set.
+    """The checkpoints of a running `fit`, with the position of its data set.
 
     Attributes:
-        first_epoch: with which it begins.
-        skipped: how many steps of that were made before.
+        first_epoch: Epoch with which `fit` begins.
+        skipped: Number of steps of this epoch that were made earlier.
     """
 
     def __init__(self, opened: saved.Checkpoints, dataset: DistributedDataset) -> None:
@@ -118,7 +122,7 @@ class SavedFit:
         self._last: TrainState | None = None
 
     def __enter__(self) -> SavedFit:
-        """See `strategies.Checkpoints`."""
+        """Enter the `strategies.Checkpoints`."""
         self._opened.__enter__()
         return self
 
@@ -131,7 +135,7 @@ class SavedFit:
         self._opened.__exit__(kind, error, trace)
 
     def restored(self, state: TrainState) -> TrainState:
-        """Return the state of the newest checkpoint; `state` where there is none. A collective call."""
+        """Return the state of the newest checkpoint; `state` itself without one. Collective."""
         found = self._opened.restore(state)
         position = self._dataset.position()
         self.first_epoch, self.skipped = position.epoch, position.step
@@ -139,44 +143,44 @@ class SavedFit:
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the last execution of an epoch, which may be shorter, is the one that was made before."""
+        """Whether the last execution of an epoch, maybe a shorter one, was made earlier."""
         try:
             return not self.skipped and self._dataset.position().step == len(self._dataset)
-        except TypeError:  # a stream: nobody knows
+        except TypeError:  # a stream of unknown length
             return False
 
     def skip(self, steps: int) -> int:
-        """Return how many of the next steps were made before; all of them behind the last one of an epoch."""
+        """Return how many of the next steps were made earlier; all of them after the last step of an epoch."""
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
         return steps if skipped and self._is_at_end else skipped
 
     def after_step(self, state: TrainState) -> None:
-        """Save where it is time; raises `SystemExit` where the job was told to end."""
+        """Save if a checkpoint is due; raise `SystemExit` if a signal has asked the job to end."""
         self._last = state
         self._opened.after_step(state)
 
 
 def with_whole_backups(callback: keras.callbacks.BackupAndRestore) -> keras.callbacks.BackupAndRestore:
-    """Return a callback of Keras's, which decides when to save, and now saves whole backups.
+    """Return a callback of Keras that saves complete backups, whenever Keras decides to save.
 
     Args:
-        callback: is changed.
+        callback: Callback of Keras, which is changed.
 
     Raises:
-        StrategyError: if its folder is no local one.
+        StrategyError: If its folder is not a local folder.
     """
     if "://" in str(callback.backup_dir):
         raise StrategyError(
-            f"BackupAndRestore is to write to {callback.backup_dir}, and backups are folders that get their names "
-            "when they are whole; use a local folder, or one of a file system that all hosts share"
+            f"BackupAndRestore is to write to {callback.backup_dir}, but backups are folders that are renamed when "
+            "they are complete; use a local folder, or one of a file system that all hosts share"
         )
     backups = _WholeBackups(callback)
     back_up_with(callback, backups.save, backups.load)
     if callback.save_freq != "epoch" and callback.save_freq:
         logger.warning(
-            "BackupAndRestore has save_freq=%d: a training that goes on repeats the epoch with weights from the "
-            "midst of it, as Keras does; strategies.keras.Checkpoints(every=%d) goes on behind the step",
+            "BackupAndRestore has save_freq=%d: a resumed training repeats the epoch with weights from the middle of "
+            "it, as Keras does; strategies.keras.Checkpoints(every=%d) resumes after the step",
             callback.save_freq,
             callback.save_freq,
         )
@@ -187,7 +191,7 @@ class _WholeBackups:
     """The backups of a callback.
 
     Args:
-        callback: says which model is saved where.
+        callback: Callback that knows the model and the folder.
     """
 
     def __init__(self, callback: keras.callbacks.BackupAndRestore) -> None:
@@ -204,7 +208,7 @@ class _WholeBackups:
         return self._folder / f"backup_{number:08d}"
 
     def save(self) -> None:
-        """Write a backup. A process that is killed meanwhile leaves the ones before as they are."""
+        """Write a backup. If the process is killed meanwhile, earlier backups stay as they are."""
         model, number = self._callback.model, 1 + max(self._numbers, default=0)
         incomplete = beside(self._of(number), INCOMPLETE)
         clear(incomplete)
@@ -218,7 +222,7 @@ class _WholeBackups:
             clear(self._of(old).rename(beside(self._of(old), REMOVED)))
 
     def load(self) -> None:
-        """Restore the newest backup that is whole; without one the training begins anew."""
+        """Restore the newest intact backup; without one the training begins anew."""
         for suffix in (INCOMPLETE, REMOVED):
             for path in self._folder.glob(f"backup_*{suffix}"):
                 clear(path)
@@ -232,13 +236,13 @@ class _WholeBackups:
         model.load_weights(found / _WEIGHTS)
         if not set_random_states(model, training["random_states"]):
             raise StrategyError(
-                f"{found} was written by a model with {len(training['random_states'])} seed generators, and model "
+                f"{found} was written by a model with {len(training['random_states'])} seed generators, but model "
                 f"{model.name!r} has another number of them; use another folder for another model"
             )
         begin_with_epoch(model, training["epoch"])
 
     def _newest(self) -> Path | None:
-        """Return the newest backup that is whole; set damaged newer ones aside, with a warning."""
+        """Return the newest intact backup; rename damaged newer ones, with a warning."""
         for number in reversed(self._numbers):
             path = self._of(number)
             fault = fault_of(path)
@@ -249,7 +253,7 @@ class _WholeBackups:
             path.rename(aside)
             logger.warning("backup %s is damaged (%s) and was renamed to %s; using the one before", path, fault, aside)
         if list(self._folder.glob(f"backup_*{DAMAGED}")):
-            logger.warning("no backup in %s is whole; the training begins anew", self._folder)
+            logger.warning("no backup in %s is intact; the training begins anew", self._folder)
         return None
 
     def _refuse_files_of_keras(self) -> None:

@@ -1,4 +1,4 @@
-"""Batches for a model of Keras: arrays, and all else that Keras reads, dealt out among replicas."""
+"""Batches for a Keras model: arrays and all other data that Keras reads, split among replicas."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from strategies.typing import Batch, Data, Tree
 
 Hooks: TypeAlias = tuple[Callable[[], object], Callable[[], object]]
 Shuffle: TypeAlias = bool | int | str | None
-"""Order of rows or batches, as `fit` takes it."""
+"""The order of rows or batches, as `fit` takes it."""
 
 DEFAULT_BATCH_SIZE = 32
 COMPARED_BYTES = 4 << 20
-"""Most bytes of arrays that instances compare before they are used; it takes some 10 ms."""
+"""The most bytes of arrays that instances compare before training; the comparison takes about 10 ms."""
 _NO_HOOKS: Hooks = (lambda: None, lambda: None)
 
 
 @dataclass(frozen=True)
 class DataArguments:
-    """The data that Keras's functions take; see there.
+    """The data arguments of Keras's `fit`, `evaluate` and `predict`.
 
     Attributes:
-        x: inputs, or all of it.
-        y: targets.
-        sample_weight: weights of rows.
-        class_weight: weights of classes.
-        batch_size: rows of a replica and micro-batch.
-        steps: of an epoch.
+        x: Inputs, or a source of whole batches.
+        y: Targets.
+        sample_weight: Weights of rows.
+        class_weight: Weights of classes.
+        batch_size: Rows per replica and micro-batch.
+        steps: Steps of an epoch.
     """
 
     x: Data
@@ -59,14 +59,14 @@ class DataArguments:
 
 
 class KerasFeed(DataAdapter):
-    """An adapter for Keras's loops: the batches of this instance's replicas, one for each step of all of them.
+    """A data adapter for Keras's loops, with one batch of the local replicas for each global step.
 
     Attributes:
-        dataset: the data set of the strategy.
-        example: a batch of the source, of whatever size.
-        compared: rows that all instances have to see.
-        epoch: the number of the epoch that is to come next.
-        current: the pass that Keras's loop is in, which may see it through iterators of its own.
+        dataset: Data set of the strategy.
+        example: Batch of the source, of any size.
+        compared: Rows that all instances must have in common.
+        epoch: Number of the next epoch.
+        current: Pass that Keras's loop reads now, maybe through its own iterators.
     """
 
     def __init__(self, dataset: DistributedDataset, example: Batch, compared: Batch, hooks: Hooks = _NO_HOOKS) -> None:
@@ -80,7 +80,7 @@ class KerasFeed(DataAdapter):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of steps of an epoch; None where nobody knows."""
+        """The number of steps of an epoch; None if unknown."""
         try:
             return len(self.dataset)
         except TypeError:
@@ -88,12 +88,12 @@ class KerasFeed(DataAdapter):
 
     @property
     def batch_size(self) -> int:
-        """Rows of all replicas in a step."""
+        """The number of rows of all replicas in a step."""
         return self.dataset.global_batch_size
 
     @property
     def has_partial_batch(self) -> bool:
-        """Keras asks where it pads by itself; here that is done."""
+        """False: Keras need not pad, because batches are padded here."""
         return False
 
     partial_batch_size = None
@@ -105,35 +105,35 @@ class KerasFeed(DataAdapter):
         return self.current
 
     def begin_with(self, epoch: int) -> None:
-        """Have the next pass that is read be that of an epoch."""
+        """Let the next pass read the given epoch."""
         self.epoch = epoch
 
     def next_epoch(self) -> int:
-        """Return the number of the pass that begins to be read."""
+        """Return the number of the epoch that a pass begins to read."""
         self.epoch += 1
         return self.epoch - 1
 
     def on_epoch_begin(self) -> None:
-        """Call the hook of the source, once an epoch; called by Keras."""
+        """Call the source's hook once per epoch; Keras may call this more often."""
         if not self._is_in_epoch:
             self._is_in_epoch = True
             self._hooks[0]()
 
     def on_epoch_end(self) -> None:
-        """Call the hook of the source, once an epoch; called by Keras."""
+        """Call the source's hook once per epoch; Keras may call this more often."""
         if self._is_in_epoch:
             self._is_in_epoch = False
             self._hooks[1]()
 
 
 class Pass(Iterator[Batch]):
-    """One epoch of a feed; what trains reads its batches, and what does not is told of each.
+    """One epoch of a feed: training reads its batches, and evaluation and prediction read their results.
 
-    Which one is asked when it is first read: where there are `steps_per_epoch`, Keras's loop makes the next pass at the
-    end of an epoch, before it says which epoch begins.
+    The number of the epoch is chosen at the first read. With `steps_per_epoch`, Keras's loop makes the next pass at the
+    end of an epoch, before the number of the next epoch is known.
 
     Attributes:
-        feed: whose epoch it is.
+        feed: Feed of the epoch.
     """
 
     def __init__(self, feed: KerasFeed) -> None:
@@ -148,7 +148,7 @@ class Pass(Iterator[Batch]):
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
-        """Yield what is told of the next batches; `begin` begins to tell of all batches of an epoch."""
+        """Yield the results of the next batches; `begin` begins the results of a whole epoch."""
         if self._told is None:
             dataset = self.feed.dataset
             dataset.restore(replace(dataset.position(), epoch=self.feed.next_epoch(), step=0))
@@ -156,11 +156,11 @@ class Pass(Iterator[Batch]):
         for told in self._told:
             self._taken += 1
             yield told
-            if self._taken == self.feed.num_batches:  # meet the others at the end
+            if self._taken == self.feed.num_batches:  # read on, to meet the other instances at the end
                 self._told = (one for one in list(self._told))
 
     def end(self) -> None:
-        """Leave it, wherever it is."""
+        """Leave the pass, at any position."""
         if self._told is not None:
             self._told.close()
 
@@ -175,25 +175,27 @@ def open_feed(
     accumulated: int = 1,
     prefetch: int = 2,
 ) -> KerasFeed:
-    """Return the feed of what was given to `fit`, `evaluate` or `predict`.
+    """Return the feed for the data given to `fit`, `evaluate` or `predict`.
 
     Args:
-        given: see there.
-        strategy: whose replicas it is for.
-        trains: whether batches are to train with; otherwise every row comes once, with its number.
-        shuffle: as Keras takes it, 1 too. "batch" changes nothing for arrays: a replica's rows have no order.
-        seed: of the order in each epoch.
-        accumulated: micro-batches of a step.
-        prefetch: how many batches are prepared ahead.
+        given: Data arguments of Keras.
+        strategy: Strategy whose replicas use the feed.
+        trains: Whether the batches are for training; if not, every row comes once, with its number.
+        shuffle: Order of rows or batches, as Keras takes it; 1 counts as True. "batch" does not shuffle arrays, because
+            a replica's rows have no order.
+        seed: Seed of the order in each epoch.
+        accumulated: Micro-batches of a step.
+        prefetch: Number of batches prepared ahead.
 
     Raises:
-        TypeError, ValueError: for what Keras refuses, data without rows or with too few for all replicas, and data
-            without an end where nobody says how many steps there are.
+        TypeError: If Keras refuses the data.
+        ValueError: If Keras refuses the data, the data have no rows or too few for all replicas, or endless data come
+            without a number of steps.
     """
     if shuffle not in (True, False, None, "batch"):
-        raise ValueError(f"shuffle is {shuffle!r}; it is True, False or 'batch'")
+        raise ValueError(f"shuffle is {shuffle!r}; it must be True, False or 'batch'")
     if given.x is None:
-        raise ValueError("x is None, and is where rows come from; give arrays, or batches")
+        raise ValueError("x is None, but the rows come from x; give arrays, or batches")
     if given.batch_size is not None:
         positive("batch_size", given.batch_size)
     replicas, hooks = strategy.num_replicas_in_sync, _NO_HOOKS
@@ -225,33 +227,33 @@ def open_feed(
 
 
 def rows_of_replica(strategy: Strategy, batch_size: int | None, of_all: int | None, accumulated: int = 1) -> int | None:
-    """Return the rows of a replica and micro-batch, given these or those of all replicas; None where nobody says so.
+    """Return the rows per replica and micro-batch, given these or the rows of all replicas; None if neither is given.
 
     Raises:
-        ValueError: if both sizes are given, or that of all replicas cannot be divided.
+        ValueError: If both sizes are given, or replicas and micro-batches do not divide the rows of all.
     """
     if of_all is None:
         return batch_size
     if batch_size is not None:
-        raise ValueError("batch_size is that of a replica and global_batch_size of all of them; give one of them")
+        raise ValueError("batch_size is for one replica, and global_batch_size for all of them; give one of them")
     parts = strategy.num_replicas_in_sync * accumulated
     if of_all % parts or of_all < parts:
         raise ValueError(
-            f"global_batch_size is {of_all}, and there are {strategy.num_replicas_in_sync} replicas x "
+            f"global_batch_size is {of_all}, but there are {strategy.num_replicas_in_sync} replicas x "
             f"{accumulated} micro-batches; use a multiple of {parts}"
         )
     return of_all // parts
 
 
 def _refuse_too_few(rows: int, replicas: int, accumulated: int) -> None:
-    """Refuse data of which no step can be made.
+    """Refuse data with too few rows for a step.
 
     Raises:
-        ValueError: saying how many rows there have to be.
+        ValueError: If each micro-batch of each replica cannot have a row.
     """
     if rows < replicas * accumulated:
         raise ValueError(
-            f"the data have {rows} rows, for {replicas} replicas x {accumulated} micro-batches; give at least "
+            f"the data have {rows} rows for {replicas} replicas x {accumulated} micro-batches; give at least "
             f"{replicas * accumulated}, or use fewer replicas"
         )
 
@@ -265,15 +267,15 @@ def _spread(arrays: Batch) -> Batch:
 
 
 def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
-    """Return arrays of NumPy as Keras makes them, `(x, y, sample_weight)`; some rows of them; and the batch size.
+    """Return NumPy arrays as Keras makes them, `(x, y, sample_weight)`, some of their rows, and the batch size.
 
     Raises:
-        ValueError: if there are no rows.
+        ValueError: If there are no rows.
     """
     settings = {"sample_weight": given.sample_weight, "class_weight": given.class_weight}
     rows = ArrayDataAdapter(given.x, given.y, **settings)._num_samples
     if not rows:
-        raise ValueError("the data have no rows; give one at least")
+        raise ValueError("the data have no rows; give at least one")
     whole = ArrayDataAdapter(given.x, given.y, **settings, batch_size=max(1, rows))
     arrays = unpack_x_y_sample_weight(next(iter(whole.get_numpy_iterator())))
     size = given.batch_size or (-(-rows // (given.steps * per_step)) if given.steps else DEFAULT_BATCH_SIZE)
@@ -281,9 +283,9 @@ def _of_arrays(given: DataArguments, per_step: int) -> tuple[Batch, Batch, int]:
 
 
 def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches, Batch, Hooks]:
-    """Return batches `(x, y, sample_weight)` of what is no arrays, the first of them, and what an epoch calls."""
+    """Return batches `(x, y, sample_weight)` of a source other than arrays, the first batch, and the epoch's hooks."""
     x = given.x
-    adapter = get_data_adapter(  # which refuses what a source does not take besides
+    adapter = get_data_adapter(  # refuses arguments that the source does not take
         x, given.y, sample_weight=given.sample_weight, class_weight=given.class_weight
     )
     if isinstance(x, PyDataset):
@@ -291,7 +293,7 @@ def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches
         read = _reader(x, given.class_weight)
         return *_numbered(read, x.num_batches, given), hooks
     if _is_map_dataset(x):
-        count = None if len(x) == sys.maxsize else len(x)  # as grain has those that repeat for ever
+        count = None if len(x) == sys.maxsize else len(x)  # grain's length of endless data sets
         return *_numbered(lambda number: _standard(x[number]), count, given), _NO_HOOKS
     if given.steps is None and _has_no_end(x):
         _refuse_endless(x)
@@ -308,10 +310,10 @@ def _of_batches(given: DataArguments) -> tuple[NumberedBatches | StreamOfBatches
 def _numbered(
     read: Callable[[int], Batch], count: int | None, given: DataArguments
 ) -> tuple[NumberedBatches | StreamOfBatches, Batch]:
-    """Return batches that can be read by their numbers, and the first of them.
+    """Return batches that can be read by their numbers, and the first batch.
 
     Raises:
-        ValueError: if they have no end (`count` is None), and nobody says where an epoch ends.
+        ValueError: If they have no end (`count` is None), and the length of an epoch is not given.
     """
     if count is not None:
         return NumberedBatches(read, count), read(0)
@@ -321,44 +323,44 @@ def _numbered(
 
 
 def _has_no_end(x: Data) -> bool:
-    """Return whether it is a `tf.data.Dataset` that repeats for ever; of others that have no numbers nobody knows."""
+    """Return whether `x` is a `tf.data.Dataset` that repeats forever; the length of other streams is unknown."""
     cardinality = getattr(x, "cardinality", None)
     return callable(cardinality) and int(cardinality()) == -1  # tf.data.INFINITE_CARDINALITY
 
 
 def _refuse_endless(x: Data) -> NoReturn:
     raise ValueError(
-        f"the {type(x).__name__} is an infinite dataset, and nobody says where an epoch ends; give steps_per_epoch to "
-        "fit, validation_steps for what it validates, or steps to evaluate and predict"
+        f"the {type(x).__name__} is an infinite dataset, and the end of an epoch is not given; give steps_per_epoch to "
+        "fit, validation_steps for its validation data, or steps to evaluate and predict"
     )
 
 
 def _is_map_dataset(x: Data) -> bool:
-    """Return whether it is a data set of grain, whose batches have numbers."""
+    """Return whether `x` is a data set of grain, whose batches have numbers."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(x, grain.MapDataset)
 
 
 def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[[int], Batch]:
-    """Return a reader of batches by their numbers, as Keras reads without workers: batches are prepared ahead."""
+    """Return a reader of batches by their numbers, as Keras reads without workers; batches are prepared ahead here."""
     adapter = PyDatasetAdapter.__new__(PyDatasetAdapter)
     adapter.py_dataset, adapter.class_weight = x, class_weight
     return lambda number: _standard(adapter._standardize_batch(x[number]))
 
 
 def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
-    """Return a stream that goes on with these batches each time, and the first of them.
+    """Return a stream that goes on with these batches at each start, and the first batch.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: If there is no batch.
     """
     first = next(batches, None)
     if first is None:
-        raise ValueError(f"there is no batch in the {type(given).__name__}; give one at least")
+        raise ValueError(f"the {type(given).__name__} has no batch; give at least one")
     whole = itertools.chain([first], batches)
     return StreamOfBatches(lambda: whole), first
 
 
 def _standard(batch: Tree) -> Batch:
-    """Return a batch as `(x, y, sample_weight)` of arrays of NumPy."""
+    """Return a batch as `(x, y, sample_weight)` of NumPy arrays."""
     return jax.tree.map(np.asarray, unpack_x_y_sample_weight(batch))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from typing_extensions import override
 
 from collectives.tree import combined
 from strategies.core.rows import EvaluationTask, Told, in_order, padded
@@ -32,9 +33,9 @@ from strategies.typing import Batch, Key, Tree, Variables
 
 @dataclass(frozen=True)
 class _OfRows(EvaluationTask):
-    """A task of a model, for rows that count and no others.
+    """A task of a model on its real rows, without padding.
 
-    Its batches are `(numbers, batch)`: the numbers of the rows in the data, so that replicas and batches draw from
+    Its batches are `(numbers, batch)`, with the numbers of the rows in the data, so that replicas and batches draw from
     different random states.
     """
 
@@ -48,7 +49,7 @@ class _OfRows(EvaluationTask):
 
 @dataclass(frozen=True)
 class _MetricsTask(_OfRows):
-    """A task that finds what the rows of a replica add to the variables of metrics."""
+    """A task that computes the contribution of a replica's rows to the variables of metrics."""
 
     title: ClassVar[str] = "evaluation"
 
@@ -59,13 +60,14 @@ class _MetricsTask(_OfRows):
         _, _, metrics, logs = self.functions.losses(variables, others, zeros, rows, training=False)
         return metrics, {name: jnp.asarray(value) for name, value in logs.items()}
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
         return computed
 
 
 @dataclass(frozen=True)
 class _OutputsTask(_OfRows):
-    """A task that finds what the model says of each row."""
+    """A task that computes the model's outputs for each row."""
 
     title: ClassVar[str] = "prediction"
 
@@ -74,20 +76,21 @@ class _OutputsTask(_OfRows):
         outputs = self.functions.outputs(variables, self._state(numbers, model_state[0]), rows)
         return jax.tree.map(jnp.asarray, outputs)
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
         return jax.tree.map(partial(padded, mask=mask), computed)
 
 
 class _Function(ABC):
-    """The common part of both functions.
+    """The common part of the test and the predict function.
 
     Args:
-        model: of Keras, built.
-        strategy: where the replicas are.
-        steps_per_execution: how many batches a call is for.
+        model: Model of Keras, built.
+        strategy: Strategy whose replicas compute.
+        steps_per_execution: Number of batches of a call.
 
     Attributes:
-        kind: of the task for each batch.
+        kind: Class of the task for each batch.
     """
 
     kind: ClassVar[type[_OfRows]]
@@ -102,18 +105,18 @@ class _Function(ABC):
         self._is_adopted = False
 
     def begin(self) -> None:
-        """Have instance 0's variables on all instances before the next batch: the user may have changed them."""
+        """Broadcast instance 0's variables before the next batch: the user may have changed them."""
         self._is_adopted = False
 
     @abstractmethod
     def __call__(self, state: State, iterator: Pass) -> tuple[Tree, State]:
-        """Return what Keras asks for of the next batches, and the state."""
+        """Return the results of the next batches that Keras asks for, and the state."""
 
     def taken(self, state: State, iterator: Pass) -> tuple[list[Told], State]:
-        """Return what is told of the next batches, and the state.
+        """Return all replicas' results for the next batches, and the state.
 
         Raises:
-            StopIteration: if there is none.
+            StopIteration: If there is no batch.
         """
         trained, others, *rest = state
         if not self._is_adopted:
@@ -138,21 +141,28 @@ class TestFunction(_Function):
         self.begin()
 
     def begin(self) -> None:
-        """See above; and how metrics are merged is looked at anew."""
+        """Broadcast instance 0's variables before the next batch, and find out again how metrics are merged."""
         super().begin()
         self._words: list[str] | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Metrics begin anew."""
+        """Reset the metrics."""
         self._seen = 0
 
     def __call__(self, state: State, iterator: Pass) -> tuple[Logs, State]:
-        """Evaluate the next batches; see `TrainFunction`.
+        """Evaluate the next batches.
+
+        Args:
+            state: State of Keras's loop.
+            iterator: Pass over the data.
+
+        Returns:
+            The results of metrics so far, and the new state.
 
         Raises:
-            StopIteration: if there is no batch.
-            StrategyError: if a metric cannot be merged.
+            StopIteration: If there is no batch.
+            StrategyError: If a metric cannot be merged.
         """
         if self._words is None:
             trained, others, of_metrics = state
@@ -171,7 +181,7 @@ class TestFunction(_Function):
         return dict(logs) | dict(self._results(metrics)), (trained, others, metrics)
 
     def _merged(self, word: str, old: np.ndarray, made: Sequence[np.ndarray]) -> np.ndarray:
-        """Return a metric's variable plus what each replica has made of zero, or the running mean of them."""
+        """Return a metric's variable plus the contributions of the replicas, or their running mean."""
         if word == FIRST:
             return np.asarray(made[0])
         total = combined(made, np.add)
@@ -193,4 +203,4 @@ class PredictFunction(_Function):
 
 
 def _no_loss(variables: Variables, batch: Batch, key: Key, model_state: Tree) -> Outcome:
-    raise AssertionError("nothing is trained here")
+    raise AssertionError("evaluation and prediction compute no loss to train with")

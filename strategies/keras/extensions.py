@@ -1,4 +1,4 @@
-"""Extensions of a model: the original's options of accumulation, pipelines, replication and feeds."""
+"""Extensions of a model: the original's options for accumulation, pipelines, replication and feeds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OF_PIPELINE: Mapping[str, str | None] = {
     **{name: name for name in _SAME_IN_PIPELINE},
     "pipeline_schedule": "schedule",
     **dict.fromkeys(_STEP_OF_PIPELINE),
-    "accumulate_outfeed_dtype": None,  # metrics are float32, as Keras has them
+    "accumulate_outfeed_dtype": None,  # metrics are float32, as in Keras
 }
 _OF_INFEED: Mapping[str, None] = dict.fromkeys(("prefetch_depth", "device_ordinal", "optimise_latency"))
 _OF_OUTFEED: Mapping[str, None] = dict.fromkeys(("buffer_depth", "optimise_latency"))
@@ -63,16 +63,17 @@ class ModelOptions:
     """The options that the extensions of a model have set.
 
     Attributes:
-        accumulated: micro-batches of each replica for one update; None where the model was not told.
-        reduction_method: of their gradients.
-        step: further options of the step; see `strategies.StepOptions`.
-        pipelining: how a replica is cut into stages; None for one that is not.
-        stages: the stage of each call of a layer; see `strategies.keras.stages`.
-        prefetch: how many batches are prepared ahead.
-        each_step: whether callbacks are told of each step, and not of each execution.
+        accumulated: Micro-batches of each replica for one update; None if the program has not set it.
+        reduction_method: Reduction of the micro-batches' gradients.
+        step: Further options of the step; see `strategies.StepOptions`.
+        pipelining: Options of the pipeline; None for a model without stages.
+        stages: Stage of each call of a layer; see `strategies.keras.stages`.
+        prefetch: Number of batches prepared ahead.
+        each_step: Whether callbacks are called after each step rather than each execution.
 
     Raises:
-        TypeError, ValueError: if an option is out of range.
+        TypeError: If an option has the wrong type.
+        ValueError: If an option is out of range.
     """
 
     accumulated: int | None = None
@@ -87,7 +88,7 @@ class ModelOptions:
         if self.accumulated is not None:
             positive("gradient_accumulation_steps_per_replica", self.accumulated)
         checked_depth(self.prefetch)
-        _ = StepOptions(**self.step)  # refuses what is out of range, and so does a pipeline
+        _ = StepOptions(**self.step)  # raises if an option is out of range, as a pipeline does
         if self.pipelining is not None:
             self.pipeline(0, 1)
 
@@ -98,14 +99,16 @@ class ModelOptions:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether it was told that a replica is cut into stages."""
+        """Whether the program has cut a replica into stages."""
         return self.pipelining is not None or self.stages is not None
 
     def executed(self, steps_per_execution: int) -> int:
-        """Return how many updates an execution makes of so many micro-batches of each replica; 1 stands for one update.
+        """Return the number of updates of an execution of `steps_per_execution` micro-batches per replica.
+
+        A `steps_per_execution` of 1 means one update.
 
         Raises:
-            RuntimeError: if the micro-batches do not fill updates.
+            RuntimeError: If the micro-batches do not fill updates.
         """
         if self.accumulated is None or steps_per_execution == 1:
             return 1 if self.each_step else steps_per_execution
@@ -113,17 +116,17 @@ class ModelOptions:
             kind = "pipelined model" if self.is_pipelined else "model"
             raise RuntimeError(
                 f"The {kind} has been configured to use gradient accumulation for {self.accumulated} steps per "
-                f"replica, and steps_per_execution is {steps_per_execution}, which is no multiple of it; use one, or "
-                "leave steps_per_execution out for one update"
+                f"replica, but steps_per_execution is {steps_per_execution}, which is not a multiple of it; use one, "
+                "or leave steps_per_execution out for one update"
             )
         return 1 if self.each_step else steps_per_execution // self.accumulated
 
     def pipeline(self, stages: int, devices: int) -> Pipelining:
-        """Return the option of the step.
+        """Return the `pipeline` option of the step.
 
         Args:
-            stages: how many there are.
-            devices: that a replica spans.
+            stages: Number of stages.
+            devices: Number of devices that a replica spans.
         """
         given = dict(self.pipelining or {})
         mapping = given.pop("device_mapping", None)
@@ -134,14 +137,15 @@ class ModelOptions:
 
 @keras.saving.register_keras_serializable(package="strategies")
 class RecomputationCheckpoint(keras.layers.Layer):
-    """Keep a value for the backward pass of a stage that recomputes, which so computes again from there.
+    """A layer that keeps its input for the backward pass of a recomputing stage, which then recomputes from there.
 
-    The original's `keras.ipu.layers.RecomputationCheckpoint`. Values stay as they are. The layer has an effect in
-    stages with the `recomputation_mode` `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`.
+    It returns its input unchanged. It only has an effect in stages with the `recomputation_mode`
+    `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`. Semantics: the original's
+    `keras.ipu.layers.RecomputationCheckpoint`.
     """
 
     def call(self, inputs: Tree) -> Tree:
-        """Mark the inputs, one array or several."""
+        """Mark the inputs, one array or several, and return them."""
         return recomputation_checkpoint(inputs)
 
     def compute_output_shape(self, input_shape: Tree) -> Tree:
@@ -150,13 +154,13 @@ class RecomputationCheckpoint(keras.layers.Layer):
 
 
 class Extensions:
-    """The extensions of a model.
+    """The methods of the original that a strategy adds to a Keras model.
 
     Args:
-        model: of Keras.
+        model: Model of Keras.
 
     Attributes:
-        options: what was set.
+        options: Options set so far.
     """
 
     def __init__(self, model: ModelLike) -> None:
@@ -165,7 +169,7 @@ class Extensions:
 
     @property
     def devices(self) -> int:
-        """The number of devices that a replica spans, as the model knows it now."""
+        """The number of devices that a replica spans, as far as the model determines it now."""
         mapping = (self.options.pipelining or {}).get("device_mapping")
         if mapping is not None:
             return 1 + max(tree.flatten(mapping), default=0)
@@ -177,15 +181,15 @@ class Extensions:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
     def set_asynchronous_callbacks(self, asynchronous: bool = False) -> None:
-        """Have callbacks told of each step, instead of each execution."""
+        """Choose whether callbacks are called after each step (True) or after each execution."""
         require_switches(asynchronous=asynchronous)
         self._set(each_step=asynchronous)
 
     def set_replication_options(self, replicated_metric_reduction_method: object = "NONE") -> None:
-        """Accept a method of merging metrics: with each of them they are merged over all replicas, exactly.
+        """Accept the original's ways to merge metrics; each of them merges exactly, over all replicas.
 
         Raises:
-            ValueError: if there is no such method.
+            ValueError: If the way is unknown.
         """
         method = getattr(replicated_metric_reduction_method, "name", replicated_metric_reduction_method)
         if str(method).upper() not in _METRIC_REDUCTIONS:
@@ -201,17 +205,18 @@ class Extensions:
         use_v2_gradient_accumulation_optimizer: bool = False,
         **optimizer_kwargs: Option,
     ) -> None:
-        """Have each replica accumulate the gradients of several micro-batches for one update.
+        """Accumulate the gradients of several micro-batches per replica for one update.
 
         Args:
-            gradient_accumulation_steps_per_replica: how many; None as before.
+            gradient_accumulation_steps_per_replica: Number of micro-batches; None leaves it as it is.
             gradient_accumulation_reduction_method: SUM, MEAN or RUNNING_MEAN.
-            use_v2_gradient_accumulation_optimizer: either optimizer of the original does the same here.
-            optimizer_kwargs: `dtype`, `offload_weight_update_variables`, `replicated_optimizer_state_sharding`;
-                `map_gradient`, see `strategies.StepOptions`.
+            use_v2_gradient_accumulation_optimizer: Accepted; both optimizers of the original do the same here.
+            optimizer_kwargs: `dtype`, `offload_weight_update_variables`, `replicated_optimizer_state_sharding` or
+                `map_gradient`; see `strategies.StepOptions`.
 
         Raises:
-            TypeError, ValueError: if an option is unknown or out of range.
+            TypeError: If an option is unknown or has the wrong type.
+            ValueError: If an option is out of range.
         """
         require_switches(use_v2_gradient_accumulation_optimizer=use_v2_gradient_accumulation_optimizer)
         self._set_accumulation(gradient_accumulation_steps_per_replica, gradient_accumulation_reduction_method)
@@ -229,17 +234,18 @@ class Extensions:
         gradient_accumulation_reduction_method: Option = GradientAccumulationReductionMethod.SUM,
         **pipelining_kwargs: Option,
     ) -> None:
-        """Say how the stages of a replica run.
+        """Set how the stages of a replica run.
 
         Args:
-            gradient_accumulation_steps_per_replica: micro-batches for one update; None as before.
-            device_mapping: the device of each stage; None for one after another.
-            accumulate_outfeed: metrics are merged over an execution with either.
+            gradient_accumulation_steps_per_replica: Micro-batches for one update; None leaves it as it is.
+            device_mapping: Device of each stage; None gives each stage its own device, in order.
+            accumulate_outfeed: Accepted; metrics are merged over an execution with either value.
             gradient_accumulation_reduction_method: SUM, MEAN or RUNNING_MEAN.
-            pipelining_kwargs: options of `strategies.Pipelining`, with the original's names or its own.
+            pipelining_kwargs: Options of `strategies.Pipelining`, by the original's names or its own.
 
         Raises:
-            TypeError, ValueError: if an option is unknown or out of range.
+            TypeError: If an option is unknown or has the wrong type.
+            ValueError: If an option is out of range, or Keras sets it.
         """
         _refuse("set_pipelining_options arguments", pipelining_kwargs, _OF_PIPELINING_OPTIONS, "use")
         _refuse("these are automatically set by Keras", pipelining_kwargs, _BY_KERAS, "leave them out:")
@@ -252,10 +258,11 @@ class Extensions:
         self._set(pipelining=given, step={**self.options.step, **of_step})
 
     def set_infeed_queue_options(self, **kwargs: Option) -> None:
-        """Say how batches are prepared: `prefetch_depth` of them ahead. What else the original has changes nothing.
+        """Set `prefetch_depth`, the number of batches prepared ahead. Other options of the original have no effect.
 
         Raises:
-            TypeError, ValueError: for what is unknown or out of range, and for what Keras decides.
+            TypeError: If an option is unknown.
+            ValueError: If an option is out of range, or Keras sets it.
         """
         _refuse("Keras has its own", kwargs, ("dataset", "infeed_spec", "element_spec"), "leave them out:")
         _translated("kwargs", kwargs, _OF_INFEED)
@@ -263,10 +270,11 @@ class Extensions:
             self._set(prefetch=kwargs["prefetch_depth"])
 
     def set_outfeed_queue_options(self, **kwargs: Option) -> None:
-        """Accept options that change nothing: what a step returns is there when it ends.
+        """Accept the original's options, which have no effect: results are ready when a step ends.
 
         Raises:
-            TypeError, ValueError: for what is unknown, and for what Keras decides.
+            TypeError: If an option is unknown.
+            ValueError: If Keras sets an option.
         """
         _refuse("Keras has its own", kwargs, ("outfeed_mode", "device_ordinal"), "leave them out:")
         _translated("kwargs", kwargs, _OF_OUTFEED)
@@ -278,7 +286,7 @@ class Extensions:
 
     @property
     def staged(self) -> StagedModel | None:
-        """The model in stages; None where none are assigned."""
+        """The model in stages; None if no stages are assigned."""
         stages = self.assignments.scoped() if self.options.stages is None else self.options.stages
         if stages is None:
             return None
@@ -286,7 +294,7 @@ class Extensions:
         return StagedModel(self.assignments, stages)
 
     def get_pipeline_stage_assignment(self) -> list[Assignment]:
-        """Return the stage of each call of a layer, in the order in which they are made."""
+        """Return the stage of each call of a layer, in the order of the calls."""
         stages = self.options.stages
         scoped = self.assignments.scoped(partly=True) if stages is None else stages
         return self.assignments.listed(scoped)
@@ -295,28 +303,29 @@ class Extensions:
         """Assign a stage to each call of a layer.
 
         Raises:
-            TypeError, ValueError, RuntimeError: if calls are missing or others, or stages are not such as a pipeline
-                can have.
+            TypeError: If the assignment is not a list, or a stage is not an integer.
+            ValueError: If calls are missing or in another order, or have no stage.
+            RuntimeError: If a stage has no layer, or uses the outputs of a later stage.
         """
         self._set(stages=self.assignments.parsed(pipeline_stage_assignment))
 
     def reset_pipeline_stage_assignment(self) -> None:
-        """Have no stages."""
+        """Remove all stages."""
         self._set(stages=None)
         self.assignments.forget()
 
     def print_pipeline_stage_assignment_summary(
         self, line_length: int | None = None, print_fn: Callable[[str], object] = print
     ) -> None:
-        """Print a line for each call of a layer, with its stage."""
+        """Print one line for each call of a layer, with its stage."""
         width = line_length or 80
         for assignment in self.get_pipeline_stage_assignment():
             print_fn(str(assignment)[:width])
 
     def save_assets(self, folder: str) -> None:
-        """Write the options beside the variables of a file; called by Keras. A stock model does not read them.
+        """Write the options into a file of the model; Keras calls it. A stock model does not read them.
 
-        A method of the model's class with this name is called first.
+        A method `save_assets` of the model's class is called first.
         """
         _call_own(self._model, "save_assets", folder)
         options = self.options
@@ -333,7 +342,7 @@ class Extensions:
             (Path(folder) / _FILE).write_text(json.dumps(saved))
 
     def load_assets(self, folder: str | None) -> None:
-        """Read them again, but for what was given as keyword arguments; called by Keras. See `save_assets`."""
+        """Read the options of a file, except those set by keyword arguments; Keras calls it. See `save_assets`."""
         _call_own(self._model, "load_assets", folder)
         file = None if folder is None else Path(folder) / _FILE
         if file is None or not file.exists():
@@ -352,11 +361,11 @@ class Extensions:
 
 
 METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
-"""The methods that models get besides those of Keras, and two that Keras calls for what else files have."""
+"""The methods that models get besides those of Keras; Keras calls two of them to save and load more than weights."""
 
 
 def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
-    """Call a method of the model's class, if it has one: the model itself has that of `Extensions`."""
+    """Call a method of the model's class, if it has one; the model's own attribute is that of `Extensions`."""
     getattr(type(model), name, lambda model, folder: None)(model, folder)
 
 
@@ -365,10 +374,10 @@ def _as_tuples(stages: Tree) -> Tree:
 
 
 def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:
-    """Return options by the names that they have here.
+    """Return options under the names that they have here.
 
     Raises:
-        TypeError: if there is no such option.
+        TypeError: If an option is unknown.
     """
     for name in given:
         if name not in names:

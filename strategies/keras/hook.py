@@ -1,4 +1,4 @@
-"""The functions that a strategy calls: models that are made in its scope become its own, others stay as they are."""
+"""The functions that a strategy calls, so that models made in its scope train on its replicas."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ _is_hooked = False
 
 
 def hook(is_scope_open: Callable[[], bool]) -> None:
-    """Have models know the scope in which they are made. All calls but the first one do nothing.
+    """Make new models belong to the strategy whose scope is open. Calls after the first one do nothing.
 
-    A model in a scope gets the methods of the strategy. A model from outside of any scope is refused inside of one.
+    A model made in a scope gets the methods of the strategy. A model made outside of any scope is refused inside one.
 
     Args:
-        is_scope_open: tells whether any thread is in a scope.
+        is_scope_open: Returns whether any thread is in a scope.
 
     Raises:
-        StrategyError: if Keras was imported a second time; models of the second one would train in each instance alone.
+        StrategyError: If Keras was imported a second time; models of the second import would train in each instance
+            alone.
     """
     global _is_hooked
     if sys.modules["keras"] is not keras:
-        raise StrategyError("keras was imported a second time, and only the first one knows strategies; restart Python")
+        raise StrategyError("keras was imported a second time, but only the first one knows strategies; restart Python")
 
     def join_scope(model: ModelLike) -> None:
         strategy = get_strategy()
@@ -51,8 +52,8 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
             give_methods(model, methods | {name: getattr(extensions, name) for name in METHODS})
         elif is_scope_open():
             logger.warning(
-                "a model is made by a thread that is in no scope while another one is; it trains in this instance "
-                "alone: enter the scope in this thread, or run it in contextvars.copy_context()"
+                "a model is made by a thread that is in no scope while another thread is in one; it trains in this "
+                "instance alone: enter the scope in this thread, or run it in contextvars.copy_context()"
             )
 
     def refuse_in_scope(model: ModelLike) -> None:
@@ -62,7 +63,7 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
                 "or use it outside"
             )
 
-    with _lock:  # so that it is done when this returns, whichever thread does it
+    with _lock:  # every call returns after the hooking is done, by whichever thread
         if not _is_hooked:
             tell_of_new_models(join_scope)
             ask_before_loops(refuse_in_scope)
@@ -70,20 +71,20 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
 
 
 def refuse_other_keras() -> None:
-    """Refuse another backend than JAX, and versions of Keras that were not tried.
+    """Refuse other backends than JAX, and versions of Keras that were not tried.
 
     Raises:
-        StrategyError: naming what there is and what to do.
+        StrategyError: With the backend or the version, and the way out.
     """
     backend = keras.backend.backend()
     if backend != "jax":
         raise StrategyError(
-            f"Keras runs on {backend}, and the replicas of a strategy on JAX; set KERAS_BACKEND=jax before keras is "
-            "imported"
+            f"Keras runs on {backend}, but the replicas of a strategy run on JAX; set KERAS_BACKEND=jax before keras "
+            "is imported"
         )
     found = re.match(r"\d+\.\d+", keras.__version__)
     if found is None or found.group() not in TRIED:
         raise StrategyError(
-            f"this is Keras {keras.__version__}, and models of a strategy were tried with {', '.join(TRIED)}; "
+            f"this is Keras {keras.__version__}, but models of a strategy were tried with {', '.join(TRIED)}; "
             f"pip install 'keras=={TRIED[-1]}.*'"
         )

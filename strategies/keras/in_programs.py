@@ -1,4 +1,4 @@
-"""Models and optimizers of Keras in functions that `strategy.run` runs: their variables are arguments and results."""
+"""Keras models and optimizers in functions that `strategy.run` runs: their variables are arguments and results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from strategies.keras.state import Seeds, seed_variables
 from strategies.per_replica import PerReplica
 
 Changes: TypeAlias = Mapping[int, Array]
-"""The new values of variables, by their numbers."""
+"""The new values of variables by the number of the variable."""
 
 
 class KerasState:
     """The variables of the models, layers, optimizers and metrics that a function reads.
 
-    They begin with instance 0's values everywhere. What all replicas assign alike is what the variable is then. What
-    they assign differently is averaged over all of them, as moving means are; of integers it is replica 0's. An
-    optimizer applies the mean of all replicas' gradients.
+    All instances begin with instance 0's values. If all replicas assign the same value, the variable gets it. If they
+    assign different values, floats are averaged over all replicas, as for moving means, and integers are replica 0's.
+    An optimizer applies the mean of all replicas' gradients.
 
     Args:
-        objects: that the function reads.
-        replicas: that run it; making this is a collective call.
+        objects: Keras objects that the function reads.
+        replicas: Replicas that run the function. Making this object is a collective call.
     """
 
     def __init__(self, objects: Sequence[object], replicas: Replicas) -> None:
@@ -66,17 +66,17 @@ class KerasState:
 
     @property
     def is_current(self) -> bool:
-        """Whether the objects have the variables that they had."""
+        """Whether the objects still have the same variables."""
         return [id(one) for one in self._found()] == [id(one) for one in self._variables]
 
     @property
     def values(self) -> list[Array]:
-        """Return the values of all variables, for a program."""
+        """The values of all variables, for a program."""
         return [variable.value for variable in self._variables]
 
     @contextmanager
     def inside(self, values: Values) -> Iterator[Callable[[], Changes]]:
-        """Give the variables these values while a function is traced; yield a function that tells what is assigned."""
+        """Give the variables these values while a function is traced; yield a function that returns the changes."""
         begun = self._seeds.of_replica(values, get_replica_context().replica_id_in_sync_group)
         with ExitStack() as stack:
             scope = stack.enter_context(_scope(zip(self._variables, begun, strict=True)))
@@ -96,21 +96,21 @@ class KerasState:
             yield changes
 
     def _refuse_from_inside(self, made: Values) -> None:
-        """Refuse values that belong to a loop or branch inside of the program.
+        """Refuse values that belong to a loop or branch inside the program.
 
         Raises:
-            RuntimeError: there is one.
+            RuntimeError: If a variable has such a value.
         """
         program = current_program()
         for variable, value in zip(self._variables, made, strict=True):
             if isinstance(value, jax.core.Tracer) and not program.is_here(value):
                 raise RuntimeError(
-                    f"variable {variable.path!r} was assigned inside of a loop or branch of JAX, which does not hand "
-                    "it on; assign it in a loop of Python, and with a LossScaleOptimizer use its stateless_apply"
+                    f"variable {variable.path!r} was assigned inside a loop or branch of JAX, which does not pass the "
+                    "value on; assign it in a Python loop, and with a LossScaleOptimizer use its stateless_apply"
                 )
 
     def put(self, of_replicas: Sequence[Changes]) -> None:
-        """Assign what the local replicas have assigned; a collective call where they have."""
+        """Assign the changes that the local replicas have made. Collective if there are changes."""
         numbers = sorted(of_replicas[0])
         if not numbers:
             return
@@ -149,7 +149,7 @@ class KerasState:
 
 @contextmanager
 def _scope(values: Iterable[tuple[keras.Variable, Array]]) -> Iterator[keras.StatelessScope]:
-    """Give variables other values for a while; initialise those made inside at the end, untraced."""
+    """Give variables other values inside the block; at its end initialise variables made inside, untraced."""
     scope = keras.StatelessScope(values)
     scope.__enter__()
     try:

@@ -1,4 +1,4 @@
-"""A model of Keras that belongs to a strategy: its `fit`, `evaluate`, `predict` and their relatives."""
+"""A Keras model that belongs to a strategy: its `fit`, `evaluate`, `predict` and related methods."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from strategies.typing import Batch, Data, Tree
 logger = logging.getLogger("strategies.keras")
 
 _NOT_COMPARED = ("self", "x", "y", "verbose", "callbacks")
-"""Arguments of `fit` that may differ, or are compared otherwise."""
+"""Arguments of `fit` that may differ between instances, or are compared in another way."""
 COMPARED = 3
-"""Number of batches of `train_on_batch`, the first ones, whose rows instances compare."""
+"""The number of first batches of `train_on_batch` whose rows instances compare."""
 
 
 def _by_chief(name: str) -> Callable[..., object]:
@@ -56,22 +56,22 @@ def _by_chief(name: str) -> Callable[..., object]:
         writes = self._running is None or self.strategy.replicas.is_chief
         return getattr(self.stock, name)(self._model, *arguments, **named) if writes else None
 
-    write.__doc__ = f"See `keras.Model.{name}`; from a callback on the chief only."
+    write.__doc__ = f"Do what `keras.Model.{name}` does; inside a callback, on the chief only."
     return write
 
 
 class ReplicatedModel:
-    """The methods of a model of a strategy in place of Keras's, whose own loops they use.
+    """The methods that replace those of `keras.Model` on a model of a strategy; they use Keras's own loops.
 
     Args:
-        model: of Keras.
-        stock: its class, as the user knows it.
-        strategy: in whose scope it was made.
-        extensions: have its options.
+        model: Model of Keras.
+        stock: Its class, as the user knows it.
+        strategy: Strategy in whose scope the model was made.
+        extensions: Extensions, with the model's options.
 
     Attributes:
-        in_scope: the strategy of the scope.
-        stock: see above.
+        in_scope: Strategy of the scope.
+        stock: Class of the model.
     """
 
     def __init__(self, model: ModelLike, stock: ModelClass, strategy: Strategy, extensions: Extensions) -> None:
@@ -82,13 +82,13 @@ class ReplicatedModel:
         self._running: Running | None = None
         self._compared = 0
         self._feeds: dict[str, KerasFeed] = {}
-        self._said: int | None = None  # steps per execution, while Keras counts others
+        self._said: int | None = None  # steps per execution set by the user, while Keras uses another number
         self._watch = VariableWatch(model)
-        self._strategies: dict[int, Strategy] = {}  # by how many devices a replica spans
+        self._strategies: dict[int, Strategy] = {}  # by the number of devices per replica
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that trains the model: the scope's, or for a model in stages one over the same devices."""
+        """The strategy that trains the model: the scope's, or one over the same devices for a model in stages."""
         devices = self._extensions.devices
         if devices not in self._strategies:
             self._strategies[devices] = self.in_scope.for_stages(devices)
@@ -96,7 +96,7 @@ class ReplicatedModel:
 
     @property
     def options(self) -> ModelOptions:
-        """The options of its training."""
+        """The options of the training."""
         return self._extensions.options
 
     def fit(
@@ -120,7 +120,22 @@ class ReplicatedModel:
         *,
         global_batch_size: int | None = None,
     ) -> object:
-        """See `keras.Model.fit`; batch sizes are those of a replica, but for `global_batch_size`."""
+        """Train as `keras.Model.fit` does, on all replicas. Collective.
+
+        Every instance calls it with the same arguments and data, and gets the same history. Arguments mean what they
+        mean in Keras, with these differences:
+
+        * `batch_size` and `validation_batch_size` are for one replica and micro-batch. `global_batch_size` is for all
+          replicas and micro-batches together.
+        * Callbacks that only write run on the chief; see `strategies.keras.OnChief`. All others run on every instance,
+          and must do the same on all of them.
+
+        Raises:
+            StrategyError: If the model, its class or a callback cannot be used on replicas.
+            RuntimeError: If the model runs eagerly, or overrides methods that replicas cannot use.
+            ValueError: If sizes do not fit, the data have too few rows, or the optimizer does not fit.
+            DisagreementError: On all instances, if their arguments, data or variables differ.
+        """
         arguments = {name: value for name, value in locals().items() if name not in _NOT_COMPARED}
         arguments |= {"sample_weight": sample_weight is not None, "validation_data": validation_data is not None}
         checkpoints = given_in(callbacks)
@@ -134,8 +149,8 @@ class ReplicatedModel:
         given = DataArguments(x, y, sample_weight, class_weight, batch_size, steps_per_epoch)
         if checkpoints is not None and steps_per_epoch is not None:
             raise ValueError(
-                "there are strategies.keras.Checkpoints, which keep the position in an epoch, and steps_per_epoch, "
-                "which cuts epochs elsewhere; leave steps_per_epoch out"
+                "strategies.keras.Checkpoints keep the position in an epoch, but steps_per_epoch cuts epochs "
+                "elsewhere; leave steps_per_epoch out"
             )
         feed = self._feed(given, trains=True, shuffle=shuffle, seed=None if checkpoints is None else checkpoints.seed)
         refuse_other_size(feed.batch_size, global_batch_size)
@@ -181,8 +196,11 @@ class ReplicatedModel:
         global_batch_size: int | None = None,
         **named: object,
     ) -> Tree:
-        """See `keras.Model.evaluate`: every row counts once."""
-        if self._running is not None and named.get("_use_cached_eval_dataset"):  # called by fit, for its validation
+        """Evaluate as `keras.Model.evaluate` does, on all replicas. Collective. Every row counts once.
+
+        `batch_size` is for one replica, and `global_batch_size` for all of them.
+        """
+        if self._running is not None and named.get("_use_cached_eval_dataset"):  # fit validates
             with self._executing(training=False):
                 return self.stock.evaluate(
                     self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
@@ -207,7 +225,11 @@ class ReplicatedModel:
         *,
         global_batch_size: int | None = None,
     ) -> Tree:
-        """See `keras.Model.predict`: the outputs for all rows, in their order, on every instance."""
+        """Predict as `keras.Model.predict` does, on all replicas. Collective.
+
+        Every instance gets the outputs for all rows, in the order of the data. `batch_size` is for one replica, and
+        `global_batch_size` for all of them.
+        """
         self._check("predict", "predict_step", is_compiled=False)
         given = DataArguments(x, batch_size=batch_size, steps=steps)
         feed = self._feed_of("predict", callbacks, given, global_batch_size)
@@ -225,7 +247,7 @@ class ReplicatedModel:
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
     ) -> Tree:
-        """See `keras.Model.train_on_batch`: a batch for all replicas, given on every instance."""
+        """Train as `keras.Model.train_on_batch` does. Collective: every instance gives the batch of all replicas."""
         self._check("train_on_batch", "train_step")
         self._compare_batch((x, y, sample_weight, class_weight))
         with self._outside_of_loops():
@@ -234,25 +256,25 @@ class ReplicatedModel:
         return logs
 
     def test_on_batch(self, x: Data, y: Data = None, sample_weight: Data = None, return_dict: bool = False) -> Tree:
-        """See `keras.Model.test_on_batch`: a batch for all replicas, given on every instance."""
+        """Evaluate as `keras.Model.test_on_batch` does. Collective: every instance gives the batch of all replicas."""
         self._check("test_on_batch", "test_step")
         with self._outside_of_loops():
             return self.stock.test_on_batch(self._model, x, y, sample_weight, return_dict)
 
     def predict_on_batch(self, x: Data) -> Tree:
-        """See `keras.Model.predict_on_batch`: a batch for all replicas, given on every instance."""
+        """Predict as `keras.Model.predict_on_batch` does. Collective: each instance gives the batch of all replicas."""
         self._check("predict_on_batch", "predict_step", is_compiled=False)
         with self._outside_of_loops():
             return self.stock.predict_on_batch(self._model, x)
 
     def reset_metrics(self) -> None:
-        """See `keras.Model.reset_metrics`."""
+        """Reset metrics as `keras.Model.reset_metrics` does."""
         self.stock.reset_metrics(self._model)
         if self._model.test_function is not None:
             self._model.test_function.function.forget()
 
     def make_train_function(self, force: bool = False) -> None:
-        """See Keras, which calls it before it trains."""
+        """Make the function of training, if it is missing or `force` is set; Keras calls it before it trains."""
         if self._model.train_function is None or force:
             refuse_optimizer(self._model.optimizer, self.options.accumulated is not None)
             steps = self.options.executed(self._steps_per_execution)
@@ -266,55 +288,55 @@ class ReplicatedModel:
             self._model.train_function = _Called(function, lambda: self._feeds.get("train"), self._alone, watch)
 
     def make_test_function(self, force: bool = False) -> None:
-        """See Keras, which calls it before it evaluates."""
+        """Make the function of evaluation, if it is missing or outdated; Keras calls it before it evaluates."""
         if force or not self._is_current(self._model.test_function):
             function = TestFunction(self._model, self.strategy, self._evaluated)
             self._model.test_function = _Called(function, lambda: self._feeds.get("test"), self._pass_over)
 
     def make_predict_function(self, force: bool = False) -> FunctionLike | None:
-        """See Keras, which calls it before it predicts."""
+        """Make the function of prediction, if it is missing or outdated; Keras calls it before it predicts."""
         if force or not self._is_current(self._model.predict_function):
             function = PredictFunction(self._model, self.strategy, self._evaluated)
             self._model.predict_function = _Called(function, lambda: self._feeds.get("predict"), self._pass_over)
         return self._model.predict_function
 
     def _is_current(self, called: FunctionLike | None) -> bool:
-        """Return whether a function is there, and no layer was frozen or thawed since it was made."""
+        """Return whether a function exists, and no layer was frozen or unfrozen since it was made."""
         return called is not None and called.function.functions.seeds.flags == seeds_of(self._model)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Batch = None) -> None:
-        """See Keras: with a batch that was not taken from the data."""
+        """Build the model as Keras does, from an example batch that is not taken from the data."""
         if iterator is not None:
             data_batch = iterator.data_adapter.example
         self.stock._symbolic_build(self._model, data_batch=data_batch)
 
     def _made(self) -> int:
-        """Return the number of steps that were made."""
+        """Return the number of steps so far."""
         function = self._model.train_function
         return 0 if function is None else int(function.function.steps_made)
 
     save, save_weights, export = map(_by_chief, ("save", "save_weights", "export"))
 
     def unite(self) -> None:
-        """Have Keras know the whole state; a collective call where instances have parts of it."""
+        """Give Keras the whole state. Collective if instances hold parts of it."""
         function = self._model.train_function
         if function is not None:
             function.function.unite()
 
     def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
-        """Refuse what cannot be done on replicas."""
+        """Refuse a call that replicas cannot carry out."""
         refuse_use(self._model, self.in_scope, called)
         refuse_own_steps(self.stock, step)
         if is_compiled:
             self._model._assert_compile_called(called)
         if step == "train_step":
-            if is_own(self.stock, step):  # which may have optimizers for parts of the model
+            if is_own(self.stock, step):  # an own train_step may have optimizers for parts of the model
                 refuse_beside_own_step(self.stock, self.options, has_checkpoints)
             else:
                 refuse_changed_layers(self._model)
 
     def _insist(self, called: str, callbacks: Callbacks, arguments: Mapping[str, object]) -> None:
-        """Refuse to begin where instances call a function with other arguments; a collective call."""
+        """Refuse to begin if instances call a function with different arguments. Collective."""
         replicas = self.strategy.replicas
         if replicas.communicator.size > 1:
             terms = terms_of_call(self._model, called, described(callbacks), arguments)
@@ -328,7 +350,7 @@ class ReplicatedModel:
         global_batch_size: int | None,
         **arguments: object,
     ) -> KerasFeed:
-        """Return the feed of `evaluate` or `predict`, on which all instances agree; a collective call."""
+        """Return the feed of `evaluate` or `predict`, after all instances agree on it. Collective."""
         sizes = {"batch_size": given.batch_size, "global_batch_size": global_batch_size, "steps": given.steps}
         self._insist(called, callbacks, sizes | arguments)
         rows = rows_of_replica(self.strategy, given.batch_size, global_batch_size)
@@ -338,8 +360,8 @@ class ReplicatedModel:
 
     @contextmanager
     def _resumed(self, checkpoints: FitCheckpoints, feed: KerasFeed) -> Iterator[None]:
-        """While `fit` has checkpoints, from the newest of which it goes on; a collective call."""
-        assert self._model.train_function is not None  # Keras has made it by now
+        """Resume `fit` from its newest checkpoint, and save checkpoints inside the block. Collective."""
+        assert self._model.train_function is not None  # Keras has made it before
         function = self._model.train_function.function
         rows = feed.batch_size // self.strategy.num_replicas_in_sync * len(self.strategy.replicas.local_replicas)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), feed.example)
@@ -359,7 +381,7 @@ class ReplicatedModel:
     ) -> KerasFeed:
         if not (trains and shuffle):
             seed = 0
-        elif seed is None:  # instance 0 draws it from NumPy, as Keras does for each permutation
+        elif seed is None:  # NumPy draws it on instance 0, as Keras draws each permutation
             drawn = int(np.random.randint(2**31 - 1))
             seed = number_of_leader(self.strategy.replicas, drawn, "seed of a shuffle")
         feed = open_feed(
@@ -377,7 +399,7 @@ class ReplicatedModel:
     def _say_batch_size(self, feed: KerasFeed) -> None:
         count, replicas = self.options.micro_batches, self.strategy.num_replicas_in_sync
         logger.info(
-            "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; the last one of an epoch may have "
+            "fit: global batch %d = batch_size %d x %d accumulated x %d replicas; the last batch of an epoch may have "
             "fewer rows",
             feed.batch_size,
             feed.batch_size // (count * replicas),
@@ -387,7 +409,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _while(self, running: Running, **feeds: KerasFeed | None) -> Iterator[None]:
-        """While one of Keras's loops runs over feeds, maybe called by a callback of another one, which goes on then."""
+        """Run one of Keras's loops over feeds inside the block; a callback of another loop may have called it."""
         outer = self._running, self._feeds
         if self._running is not None:
             self.unite()
@@ -403,7 +425,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _outside_of_loops(self) -> Iterator[None]:
-        """While a function is called for a batch of its own, also by a callback of a loop over feeds."""
+        """Call a function for a single batch inside the block; a callback of a loop over feeds may do so."""
         feeds, self._feeds = self._feeds, {}
         try:
             yield
@@ -411,14 +433,14 @@ class ReplicatedModel:
             self._feeds = feeds
 
     def _begin(self) -> None:
-        """Have whatever comes next begin with instance 0's state."""
+        """Broadcast instance 0's state before the next step, evaluation or prediction."""
         for function in (self._model.train_function, self._model.test_function, self._model.predict_function):
             if function is not None:
                 function.function.begin()
 
     @property
     def _steps_per_execution(self) -> int:
-        """The number that the user has said."""
+        """The number of steps per execution that the user has set."""
         return int(self._said or self._model.steps_per_execution)
 
     @property
@@ -427,7 +449,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _executing(self, training: bool) -> Iterator[None]:
-        """While Keras's loops count executions as they are made here."""
+        """Make Keras's loops count the executions that are made here, inside the block."""
         before, said = self._model.steps_per_execution, self._steps_per_execution
         made = self.options.executed(said) if training else self._evaluated
         outer, self._said, self._model.steps_per_execution = self._said, said, made
@@ -443,9 +465,9 @@ class ReplicatedModel:
                 self._model(x)
 
     def _compare_batch(self, given: Data) -> None:
-        """Have the next batch begin with instance 0's state; of the first batches the rows are compared too."""
+        """Broadcast instance 0's state before the next batch; compare the rows of the first batches."""
         function = self._model.train_function
-        if function is not None and not self.options.step:  # instances may have parts of a state then
+        if function is not None and not self.options.step:  # with step options, instances may hold parts of the state
             function.function.begin()
         if self._compared < COMPARED:
             self._compared += 1
@@ -466,13 +488,13 @@ class ReplicatedModel:
 
 @dataclass
 class _Called:
-    """A function as Keras calls it: in its loops, which go through a feed, and elsewhere with a generator of one batch.
+    """A function as Keras calls it: in a loop, which reads a feed, or alone, with a generator of one batch.
 
     Attributes:
-        function: the function.
-        feed: tells the feed of the loop, or None.
-        of_one: makes batches for this instance of the generator.
-        watch: notices what is changed between steps; None where nobody asks.
+        function: The function.
+        feed: Returns the feed of the loop, or None.
+        of_one: Returns this instance's batches from the generator of one batch.
+        watch: Watcher of changes between steps; None if changes do not matter.
     """
 
     function: Any
@@ -494,4 +516,4 @@ FORWARDED = [
     "_symbolic_build",
     *(name for name in vars(ReplicatedModel) if name in dir(keras.Model) and name[0] != "_"),
 ]
-"""The methods of a model of a strategy that have names of Keras's."""
+"""The methods of a strategy's model that have names of Keras's methods."""

@@ -1,4 +1,4 @@
-"""Optimizers of Keras, whole: what they make of mean gradients is the update of a step."""
+"""Keras optimizers as the update of a step: they get the mean gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from keras.optimizers import LossScaleOptimizer
+from typing_extensions import override
 
 from strategies.jax.updates.optimizers import Arithmetic, Known, StepOptimizer
 from strategies.keras.patches import hold_place
@@ -23,18 +24,18 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 @final
 class KerasOptimizer(StepOptimizer):
-    """An optimizer of Keras as the update of a step, with its clipping, averages, decay and schedules.
+    """A Keras optimizer as the update of a step, with its clipping, averages, decay and schedules.
 
-    Of a `LossScaleOptimizer` it is the inner one; the scale is that of the step.
+    For a `LossScaleOptimizer` it uses the inner optimizer; the step scales the loss.
 
     Args:
-        optimizer: built for the trainable variables of a model.
+        optimizer: Optimizer, built for the trainable variables of a model.
     """
 
     def __init__(self, optimizer: keras.Optimizer) -> None:
         self._given = optimizer
         self._optimizer = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
-        self._config = self._optimizer.get_config()  # while Keras has values: in its loops it takes them away
+        self._config = self._optimizer.get_config()  # read now, because Keras's loops remove the values
         self._of_parts: dict[Shapes, keras.Optimizer] = {}  # the same optimizer for variables of other shapes
 
     @property
@@ -48,13 +49,13 @@ class KerasOptimizer(StepOptimizer):
         return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
 
     def hold_places(self) -> None:
-        """Have Keras find something, that takes no memory, in variables of which each instance has a part."""
+        """Give Keras zeros without memory for the variables of which each instance holds a part."""
         for variable in self._optimizer.variables[self.num_whole :]:
             if variable._value is None:
                 hold_place(variable)
 
     def _for(self, variables: Values) -> keras.Optimizer:
-        """Return the optimizer for variables of these shapes: those of the model, or parts of them."""
+        """Return the optimizer for variables of these shapes, which are the model's or parts of them."""
         shapes = tuple(tuple(one.shape) for one in variables)
         if shapes == tuple(tuple(one.shape) for one in self._optimizer._trainable_variables):
             return self._optimizer
@@ -65,15 +66,17 @@ class KerasOptimizer(StepOptimizer):
 
     @property
     def scaling(self) -> LossScaling | None:
-        """The scaling of losses; None where there is none, or by a constant that only the optimizer knows."""
+        """The rule of loss scaling; None without scaling, or with a constant scale inside the optimizer."""
         if not isinstance(self._given, LossScaleOptimizer):
             return None
         return LossScaling(float(self._given.initial_scale), 2.0, int(self._given.dynamic_growth_steps))
 
+    @override
     def init(self, variables: Variables) -> OptimizerState:
-        """See `StepOptimizer`. A training begins with what Keras has (`Trainer.adopt`): only shapes matter."""
+        # Training begins with the values of Keras (`Trainer.adopt`), so only the shapes matter here.
         return [jnp.zeros(variable.shape, variable.dtype) for variable in self._for(variables).variables]
 
+    @override
     def apply(
         self,
         gradients: Variables,
@@ -82,7 +85,6 @@ class KerasOptimizer(StepOptimizer):
         known: Known,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
-        """See `StepOptimizer`."""
         optimizer = self._for(variables)
 
         def update(gradients: Values, state: Values, variables: Values) -> tuple[list[Array], list[Array]]:
@@ -94,24 +96,24 @@ class KerasOptimizer(StepOptimizer):
 
     @property
     def _own(self) -> list[keras.Variable]:
-        """The variables of a `LossScaleOptimizer` itself, which come first."""
+        """The variables of the `LossScaleOptimizer` itself, which come first."""
         count = len(self._given.variables) - len(self._optimizer.variables)
         return list(self._given.variables[:count])
 
     def divide(self, values: Values) -> tuple[list[Array], list[Array]]:
-        """Return the values of all variables as those of a `LossScaleOptimizer` itself, and those of the optimizer."""
+        """Divide the values of all variables: those of the `LossScaleOptimizer` itself, and the inner optimizer's."""
         count = len(self._own)
         return list(values[:count]), list(values[count:])
 
     def scale_of(self, own: Values, skipped: Number) -> LossScale | None:
-        """Return the scale that the variables of a `LossScaleOptimizer` say; None where losses are not scaled."""
+        """Return the loss scale in the variables of a `LossScaleOptimizer`; None if losses are not scaled."""
         if self.scaling is None:
             return None
         named = {variable.name: value for variable, value in zip(self._own, own, strict=True)}
         return LossScale(np.float32(named["dynamic_scale"]), np.int32(named["step_counter"]), np.int32(skipped))
 
     def with_scale(self, own: Values, scale: LossScale | None) -> list[Array]:
-        """Return the values of the variables of a `LossScaleOptimizer` itself after a step."""
+        """Return the values of the `LossScaleOptimizer`'s own variables after a step."""
         if scale is None:
             return list(own)
         new: dict[str, Any] = {"dynamic_scale": np.float32(scale.scale), "step_counter": np.int32(scale.good_steps)}
@@ -119,17 +121,17 @@ class KerasOptimizer(StepOptimizer):
 
     @property
     def for_unscaled_loss(self) -> list[Array]:
-        """Values of the first variables with which Keras does not scale a loss: the step does that."""
+        """The values of the first variables that keep Keras from scaling the loss, because the step scales it."""
         return [np.full(one.shape, 1 if one.name == "dynamic_scale" else 0, one.dtype) for one in self._own]
 
     def step_of(self, inner: Values) -> int:
-        """Return how many updates there were, as the variables of the optimizer say."""
+        """Return the number of updates so far, which a variable of the optimizer holds."""
         places = list(map(id, self._optimizer.variables))
         return int(inner[places.index(id(self._optimizer._iterations))])
 
 
 def _like(optimizer: keras.Optimizer, config: dict[str, object], shapes: Shapes) -> keras.Optimizer:
-    """Return the same optimizer, built for variables like its own but of other shapes, and without memory for them."""
+    """Return the same optimizer, built for variables of other shapes, and without memory for them."""
     made: keras.Optimizer = type(optimizer).from_config(dict(config))
     variables: list[keras.Variable] = []
     for own, shape in zip(optimizer._trainable_variables, shapes, strict=True):

@@ -1,4 +1,4 @@
-"""A `train_step` of the user's own, made by each replica: its optimizers get the means of gradients."""
+"""The training of models with their own `train_step`: each replica runs it, and optimizers get mean gradients."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from strategies.typing import Batch, Data, Key, Number, Variables
 
 TRAINED, OPTIMIZER = "trained", "optimizer"
 _PARTS = (TRAINED, VARIABLES, OPTIMIZER, METRICS)
-"""The state that a `train_step` takes and returns, in its order."""
+"""The parts of the state that a `train_step` takes and returns, in its order."""
 
 Parts: TypeAlias = dict[str, Values]
 """A state by its parts."""
 
 
 def _flat(logs: Mapping[str, Number]) -> Logs:
-    """Return logs as Keras reports them: a metric with several results gives each its own name."""
+    """Return logs as Keras reports them, with one name for each result of a metric."""
     found: Logs = {}
     for name, value in logs.items():
         found |= _flat(value) if isinstance(value, Mapping) else {name: value}
@@ -47,16 +47,16 @@ def _flat(logs: Mapping[str, Number]) -> Logs:
 
 
 class OwnTrainFunction:
-    """The train function of a model with a `train_step` of its own, for `fit` and `train_on_batch`.
+    """The train function of a model with its own `train_step`, for `fit` and `train_on_batch`.
 
     Args:
-        model: of Keras, built and compiled.
-        stock: its class, as the user knows it.
-        strategy: where the replicas are.
-        steps_per_execution: how many steps are made in a call.
+        model: Model of Keras, built and compiled.
+        stock: Its class, as the user knows it.
+        strategy: Strategy whose replicas train.
+        steps_per_execution: Number of steps of a call.
 
     Attributes:
-        steps_made: how many steps were made when it was called last.
+        steps_made: Number of steps so far, up to the last call.
     """
 
     def __init__(self, model: ModelLike, stock: ModelClass, strategy: Strategy, steps_per_execution: int) -> None:
@@ -69,21 +69,28 @@ class OwnTrainFunction:
         self._results = jit(partial(results_of, model))
         self._trainer: Trainer | None = None
         self._logs: tuple[str, ...] = ()
-        self._names: tuple[str, ...] = ()  # of the logs that are no results of metrics
+        self._names: tuple[str, ...] = ()  # of logs that do not come from metrics
         self._state: TrainState | None = None
 
     def unite(self) -> None:
-        """Do nothing: Keras knows the whole state."""
+        """Do nothing: Keras has the whole state."""
 
     def begin(self) -> None:
-        """Have instance 0's state on all instances before the next step: the user may have changed it."""
+        """Broadcast instance 0's state before the next step: the user may have changed it."""
         self._state = None
 
     def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Logs, State]:
-        """Make steps with the next batches; see `TrainFunction`.
+        """Make steps with the next batches.
+
+        Args:
+            state: State of Keras's loop.
+            iterator: Batches of this instance.
+
+        Returns:
+            The logs, and the new state.
 
         Raises:
-            StopIteration: if there is no batch.
+            StopIteration: If there is no batch.
         """
         batch = next(iterator)
         begun = self._begun(dict(zip(_PARTS, map(list, state), strict=True)), batch)
@@ -110,12 +117,13 @@ class OwnTrainFunction:
         return Trainer(self._strategy, self._loss, optax.set_to_zero(), model_state_aggregation=words)
 
     def _step(self, state: Mapping[str, Values], batch: Batch, mean: Mean) -> tuple[Logs, Parts]:
-        """Return the logs and the new state; traceable.
+        """Return the logs and the new state; traceable by JAX.
 
         Args:
-            state: see `_PARTS`.
+            state: State by its parts; see `_PARTS`.
             batch: `(x, y, sample_weight)` of one replica.
-            mean: is applied to what `optimizer.stateless_apply` gets as gradients, of all optimizers of the model.
+            mean: Function applied to the gradients given to `optimizer.stateless_apply`, for all optimizers of the
+                model.
         """
         optimizers = [one for one in tree.flatten(list(vars(self._model).values())) if isinstance(one, keras.Optimizer)]
         with averaging(optimizers, mean):
@@ -123,7 +131,7 @@ class OwnTrainFunction:
         return _flat(logs), dict(zip(_PARTS, map(list, new), strict=True))
 
     def _loss(self, variables: Variables, batch: Batch, key: Key, model_state: Parts) -> Outcome:
-        """Make the step of a replica: all state is model state, and nothing is left to be trained."""
+        """Make the step of a replica. All state is model state, so `variables` has nothing to train."""
         seeds, given = self._seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
         logs, new = self._step({**model_state, VARIABLES: own}, batch, mean_over_replicas)
@@ -132,7 +140,7 @@ class OwnTrainFunction:
         return Outcome(0 * variables["nothing"], told, new)
 
     def _looked_at(self, parts: Parts, batch: Batch) -> dict[str, list[str]]:
-        """Return the ways in which replicas agree on each part of the state."""
+        """Return, for each variable of each part of the state, how replicas agree on its value."""
         old, structure = jax.tree.flatten(parts)
         split = partial(jax.tree.unflatten, structure)
 
@@ -159,14 +167,14 @@ class OwnTrainFunction:
         }
 
     def _refuse_other_changes(self, depends: Mapping[str, Sequence[bool]]) -> None:
-        """Refuse a step that makes variables of a replica's rows without the mean over replicas."""
-        assert self._model.optimizer is not None  # refuse_optimizer has refused it
+        """Refuse a step that computes variables from a replica's rows without the mean over replicas."""
+        assert self._model.optimizer is not None  # refuse_optimizer raised otherwise
         variables = {TRAINED: self._model.trainable_variables, OPTIMIZER: self._model.optimizer.variables}
         for part, of_part in variables.items():
             for variable, is_own in zip(of_part, depends[part], strict=True):
                 if is_own:
                     raise StrategyError(
-                        f"train_step changes {variable.path!r} by the rows of a replica otherwise than by "
+                        f"train_step changes {variable.path!r} by the rows of a replica, and not through "
                         "optimizer.stateless_apply of an optimizer that is an attribute of the model; replicas would "
                         "have different values: use stateless_apply, or strategies.Trainer"
                     )

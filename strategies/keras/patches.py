@@ -1,6 +1,6 @@
-"""Changes made to Keras behind its public interface, and the names taken from inside it; no other file has any.
+"""Changes to Keras behind its public interface, and names taken from inside it; no other file has any.
 
-Keras offers no way to do what these functions do; each one says what is missing.
+Keras offers no public way to do this; each function says which way is missing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 TRIED = ("3.15",)
-"""The versions of Keras with which all of this was run."""
+"""The versions of Keras with which these changes were tested."""
 
 Method: TypeAlias = Callable[..., object]
 PatchedClass: TypeAlias = Any
-"""A class of Keras of which a method is replaced."""
+"""A class of Keras whose method is replaced."""
 
 T = TypeVar("T")
 
@@ -44,21 +44,21 @@ T = TypeVar("T")
 
 
 def tell_of_new_models(tell: Callable[[ModelLike], None]) -> None:
-    """Call `tell` with every model when it is made: Keras tells nobody."""
+    """Call `tell` with every new model: Keras has no hook for new models."""
     models: PatchedClass = keras.Model
     models.__init__ = _telling(models.__init__, tell)
 
 
 def tell_of_new_calls(tell: Callable[[NodeLike], None]) -> None:
-    """Call `tell` with the node of every symbolic call of a layer: Keras notes no scope of a program's own in it."""
+    """Call `tell` with the node of every symbolic call of a layer: Keras does not record scopes of programs."""
     nodes: PatchedClass = Node
     nodes.__init__ = _telling(nodes.__init__, tell)
 
 
 def ask_before_loops(ask: Callable[[ModelLike], None]) -> None:
-    """Call `ask`, which may refuse, before a model gets a function for one of its loops: Keras asks nobody.
+    """Call `ask`, which may raise, before a model gets a function for one of its loops: Keras has no hook for this.
 
-    Models that were made before `tell_of_new_models` was called can be reached in no other way.
+    There is no other way to reach models that were made before `tell_of_new_models` was called.
     """
     for name in ("make_train_function", "make_test_function", "make_predict_function"):
         setattr(keras.Model, name, _asking(getattr(keras.Model, name), ask))
@@ -66,7 +66,7 @@ def ask_before_loops(ask: Callable[[ModelLike], None]) -> None:
 
 def _telling(create: Method, tell: Callable[[T], None]) -> Method:
     @functools.wraps(create)
-    def create_and_tell(self: T, *args: object, **kwargs: object) -> None:  # Keras looks for arguments by these names
+    def create_and_tell(self: T, *args: object, **kwargs: object) -> None:  # Keras looks for arguments with these names
         create(self, *args, **kwargs)
         tell(self)
 
@@ -86,14 +86,14 @@ def _asking(make: Method, ask: Callable[[ModelLike], None]) -> Method:
 
 
 def give_methods(model: ModelLike, methods: Mapping[str, Method]) -> None:
-    """Have a model call other methods than those of its class, which stays as it is: loops of Keras have no hooks."""
+    """Replace methods of a model, and not of its class: Keras's loops have no hooks."""
     vars(model).update(methods)
 
 
 @contextmanager
 def method_replaced(owner: object, name: str, method: Method) -> Iterator[None]:
-    """Have one object call another method for a while: neither optimizers nor functional models offer a hook."""
-    vars(owner)[name] = method  # Keras would track what is set as an attribute
+    """Replace a method of one object inside the block: neither optimizers nor functional models have hooks."""
+    vars(owner)[name] = method  # setattr would make Keras track it
     try:
         yield
     finally:
@@ -101,23 +101,23 @@ def method_replaced(owner: object, name: str, method: Method) -> Iterator[None]:
 
 
 def hold_place(variable: keras.Variable) -> None:
-    """Give a variable zeros that take no memory: `assign` of Keras makes an array of the variable's size."""
+    """Give a variable zeros that take no memory: Keras's `assign` allocates the variable's size."""
     zeros: np.ndarray = np.broadcast_to(np.zeros((), variable.dtype), variable.shape)
     variable._value = zeros
 
 
 def begin_with_epoch(model: ModelLike, epoch: int) -> None:
-    """Have `fit` begin with an epoch that is known only when callbacks have begun: Keras takes it as an argument."""
+    """Set the epoch with which `fit` begins, once callbacks have begun: Keras takes it only as an argument."""
     model._initial_epoch = epoch or None
 
 
 def call_in_one_thread(callbacks: keras.callbacks.CallbackList) -> None:
-    """Have no callback called in another thread: Keras decides that by the callbacks that it is given at first."""
+    """Keep all callbacks in the calling thread: Keras chooses a thread by the callbacks that it gets at first."""
     callbacks._async_train = False
 
 
 def back_up_with(
     callback: keras.callbacks.BackupAndRestore, save: Callable[[], None], load: Callable[[], None]
 ) -> None:
-    """Have a `BackupAndRestore` save and load otherwise: its files have no other owner."""
+    """Replace the functions with which a `BackupAndRestore` saves and loads: Keras lets nobody else own its files."""
     vars(callback).update(_save_model=save, _load_model=load)

@@ -1,4 +1,4 @@
-"""Types for the parts of Keras whose own types say nothing: models, and what their loops hand on."""
+"""Types for parts of Keras that have no types of their own: models, and the values that their loops pass on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Values: TypeAlias = Sequence[Array]
 """The values of variables, in Keras's order."""
 
 State: TypeAlias = Sequence[Values]
-"""The state in Keras's loops: values of trainable variables, of others, of the optimizer's, and of those of metrics."""
+"""The state in Keras's loops: values of the trainable, the other, the optimizer's and the metrics' variables."""
 
 Logs: TypeAlias = dict[str, Number]
-"""Losses and results of metrics, by name."""
+"""Losses and results of metrics by name."""
 
 ModelClass: TypeAlias = Any
 """A class of models, of Keras or of the user."""
@@ -31,7 +31,7 @@ Callbacks: TypeAlias = Any
 
 
 class NodeLike(Protocol):
-    """A call of a layer, or of a model, in the graph of a functional model."""
+    """A call of a layer or of a model, in the graph of a functional model."""
 
     operation: keras.Layer
     is_input: bool
@@ -44,16 +44,17 @@ class FunctionLike(Protocol):
     """A function that Keras's loops call, such as a model's `train_function`.
 
     Attributes:
-        function: the function of a strategy behind it.
+        function: Function of a strategy behind it.
     """
 
     function: Any
 
-    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Tree, State]: ...
+    def __call__(self, state: State, iterator: Iterator[Batch]) -> tuple[Tree, State]:
+        """Run the next execution; return its results and the new state."""
 
 
 class ModelLike(Protocol):
-    """A `keras.Model` on JAX: its own base class is that of the backend."""
+    """A `keras.Model` on JAX, whose base class depends on the backend."""
 
     name: str
     variables: list[keras.Variable]
@@ -73,15 +74,25 @@ class ModelLike(Protocol):
     _functional: keras.Function | None
     metrics_variables: list[keras.Variable]
 
-    def __call__(self, x: Data) -> Tree: ...
+    def __call__(self, x: Data) -> Tree:
+        """Return the outputs for a batch."""
+
     def _flatten_layers(self) -> Sequence[keras.Layer]: ...
     def _assert_compile_called(self, method_name: str) -> None: ...
-    def jax_state_sync(self) -> None: ...
-    def save_weights(self, filepath: object) -> None: ...
-    def load_weights(self, filepath: object) -> None: ...
+    def jax_state_sync(self) -> None:
+        """Assign the state of a running loop to the variables."""
+
+    def save_weights(self, filepath: object) -> None:
+        """Write the weights to a file."""
+
+    def load_weights(self, filepath: object) -> None:
+        """Read the weights from a file."""
+
     def stateless_call(
         self, trainable_variables: Values, non_trainable_variables: Values, x: Data, **named: bool
-    ) -> tuple[Tree, Values]: ...
+    ) -> tuple[Tree, Values]:
+        """Return the outputs, and the new values of variables that are not trained."""
+
     def compute_loss_and_updates(
         self,
         trainable_variables: Values,
@@ -93,8 +104,11 @@ class ModelLike(Protocol):
         *,
         training: bool,
         optimizer_variables: Values = ...,
-    ) -> tuple[jax.Array, tuple[jax.Array, Tree, Values, Values]]: ...
+    ) -> tuple[jax.Array, tuple[jax.Array, Tree, Values, Values]]:
+        """Return the loss, and (unscaled loss, outputs, values not trained, values of metrics)."""
+
     def _update_metrics_variables(
         self, metrics_variables: Values, unscaled_loss: jax.Array, x: Data, y: Data, y_pred: Tree, sample_weight: Data
     ) -> tuple[Logs, Values]: ...
-    def get_metrics_result(self) -> Logs: ...
+    def get_metrics_result(self) -> Logs:
+        """Return the results of all metrics by name."""

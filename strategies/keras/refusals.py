@@ -1,4 +1,4 @@
-"""Refusals of what replicas cannot do for a model of Keras, before anything is computed; errors name the way out."""
+"""Checks that refuse a Keras model that replicas cannot train, before anything is computed."""
 
 from __future__ import annotations
 
@@ -15,63 +15,71 @@ _FUNCTIONS = ("make_train_function", "make_test_function", "make_predict_functio
 
 
 def refuse_use(model: ModelLike, strategy: Strategy, called: str) -> None:
-    """Refuse a model of a strategy outside of its scope, and models and settings that replicas cannot have.
+    """Refuse a strategy's model outside of its scope, and models and settings that replicas cannot use.
 
     Raises:
-        StrategyError: outside of the scope, beside a distribution of Keras's own, or if layers keep states of rows.
-        RuntimeError: if the model is to run without being compiled.
+        StrategyError: Outside of the scope, with a distribution of Keras, or if layers keep a state per row.
+        RuntimeError: If the model is to run without being compiled.
     """
     if get_strategy() is not strategy:
         raise StrategyError(
-            f"model {model.name!r} was made inside of the scope of a {type(strategy).__name__}, and {called} is called "
+            f"model {model.name!r} was made inside the scope of a {type(strategy).__name__}, but {called} is called "
             f"outside of it; call it inside: with strategy.scope(): model.{called}(...)"
         )
     if model.run_eagerly:
         raise RuntimeError(
-            "run_eagerly is True, and replicas run compiled programs; compile the model without it, and look at values "
+            "run_eagerly is True, but replicas run compiled programs; compile the model without it, and look at values "
             "with jax.debug.print"
         )
     distribution = keras.distribution.distribution()
     if distribution is not None:
         raise StrategyError(
-            f"keras.distribution is a {type(distribution).__name__}, and the strategy spreads rows over replicas; call "
+            f"keras.distribution is a {type(distribution).__name__}, but the strategy spreads rows over replicas; call "
             "keras.distribution.set_distribution(None), or use the model outside of a scope"
         )
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.RNN | keras.layers.Bidirectional) and layer.stateful:
             raise StrategyError(
-                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, and replicas have other "
-                "rows; make it with stateful=False, or use the model outside of a scope"
+                f"layer {layer.name!r} is stateful and keeps a state for each row of a batch, but replicas have "
+                "different rows; make it with stateful=False, or use the model outside of a scope"
             )
 
 
 def is_own(stock: ModelClass, name: str) -> bool:
-    """Return whether a class of models has a method of its own in place of Keras's."""
+    """Return whether a class of models overrides a method of Keras."""
     return getattr(stock, name) is not getattr(keras.Model, name)
 
 
 def refuse_own_steps(stock: ModelClass, step: str) -> None:
-    """Refuse (RuntimeError) an own step or function of the class, which stands for what all replicas do together.
+    """Refuse a class that overrides a function of Keras's loops, or a step other than `train_step`.
 
-    The name of the step that would be made is `step`; a `train_step` of the user's own is made by each replica.
+    Each replica can run an own `train_step`. The other functions stand for the work of all replicas together.
+
+    Args:
+        stock: Class of the model.
+        step: Name of the step that would be made.
+
+    Raises:
+        RuntimeError: If the class overrides one of them.
     """
     for name in _FUNCTIONS if step == "train_step" else (step, *_FUNCTIONS):
         if is_own(stock, name):
             raise RuntimeError(
-                f"{stock.__name__} overrides {name}, and a step of all replicas is made of compute_loss, "
+                f"{stock.__name__} overrides {name}, but a step of all replicas consists of compute_loss, "
                 f"compute_metrics and the optimizer; override compute_loss instead of {name}, or use strategies.Trainer"
             )
 
 
 def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpoints: bool) -> None:
-    """Refuse (RuntimeError) what the step of a strategy does, where a model has a `train_step` of its own.
+    """Refuse options that change a strategy's step for a class with its own `train_step`.
 
-    So is a `train_step` that is written for another backend.
+    Raises:
+        RuntimeError: If such an option is set, or the `train_step` was written for another backend.
     """
     parameters = list(inspect.signature(stock.train_step).parameters)
     if len(parameters) != 3:
         raise RuntimeError(
-            f"{stock.__name__}.train_step takes ({', '.join(parameters)}), and on JAX it is called with (state, data) "
+            f"{stock.__name__}.train_step takes ({', '.join(parameters)}), but on JAX it is called with (state, data) "
             "and returns (logs, state); see https://keras.io/guides/custom_train_step_in_jax, or override compute_loss"
         )
     set_besides = {
@@ -83,22 +91,22 @@ def refuse_beside_own_step(stock: ModelClass, options: ModelOptions, has_checkpo
         if is_set:
             raise RuntimeError(
                 f"{stock.__name__} overrides train_step, and has {name}, which change a step of a strategy; leave one "
-                "of both out: override compute_loss instead of train_step, accumulate by the optimizer's own "
-                "gradient_accumulation_steps, and keep states by BackupAndRestore"
+                "of them out: override compute_loss instead of train_step, accumulate with the optimizer's own "
+                "gradient_accumulation_steps, or keep states with BackupAndRestore"
             )
 
 
 def refuse_other_size(found: int, of_all: int | None) -> None:
-    """Refuse (ValueError) that a step has `found` rows of all replicas, where it was to have `of_all`."""
+    """Raise ValueError if a step has `found` rows of all replicas, although `of_all` were asked for."""
     if of_all is not None and found != of_all:
         raise ValueError(
-            f"global_batch_size is {of_all}, and the data come in batches that make {found} rows for all replicas; "
-            "make them of another size, or leave global_batch_size out"
+            f"global_batch_size is {of_all}, but the data come in batches that make {found} rows for all replicas; "
+            "use batches of another size, or leave global_batch_size out"
         )
 
 
 def refuse_changed_layers(model: ModelLike) -> None:
-    """Refuse (ValueError) to train if layers were frozen or thawed since the optimizer was built."""
+    """Raise ValueError if layers were frozen or unfrozen since the optimizer was built."""
     optimizer = model.optimizer
     if optimizer is None or not optimizer.built:
         return
@@ -106,35 +114,35 @@ def refuse_changed_layers(model: ModelLike) -> None:
     known = inner._trainable_variables
     if {id(variable) for variable in known} != {id(variable) for variable in model.trainable_variables}:
         raise ValueError(
-            f"the optimizer was built for {len(known)} variables, and model {model.name!r} has others to train now, "
+            f"the optimizer was built for {len(known)} variables, but model {model.name!r} now has others to train, "
             f"{len(model.trainable_variables)}; call compile again after trainable was changed"
         )
 
 
 def refuse_compiled(model: ModelLike, hook: str) -> None:
-    """Refuse (StrategyError) a model that a callback of `fit` has compiled: its loop has a function that is gone."""
+    """Raise StrategyError if a callback of `fit` has compiled the model: its loop still has the old function."""
     if model.train_function is None:
         raise StrategyError(
-            f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen behind {hook}), and "
+            f"a callback has compiled model {model.name!r}, or set options of it, in fit (seen after {hook}), but "
             "fit goes on with what was compiled before; do that between two calls of fit"
         )
 
 
 def refuse_optimizer(optimizer: keras.Optimizer | None, accumulates: bool) -> None:
-    """Refuse (ValueError) to train without an optimizer, or to accumulate with one that cannot.
+    """Raise ValueError if the model has no optimizer, or is to accumulate with an optimizer that cannot.
 
-    One that accumulates itself, or has a `minimize` of its own, cannot.
+    An optimizer cannot if it accumulates itself, or has its own `minimize`.
     """
     if optimizer is None:
-        raise ValueError("the model was compiled with optimizer=None, and is to be trained; give compile one")
+        raise ValueError("the model was compiled with optimizer=None, but is to be trained; give compile an optimizer")
     inner: keras.Optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer
     if accumulates and inner.gradient_accumulation_steps:
         raise ValueError(
-            f"the optimizer has gradient_accumulation_steps={inner.gradient_accumulation_steps}, and the model "
+            f"the optimizer has gradient_accumulation_steps={inner.gradient_accumulation_steps}, but the model "
             "accumulates gradients by its own options; use one of them"
         )
     if accumulates and hasattr(inner, "minimize"):
         raise ValueError(
-            f"{type(inner).__name__} must not override OptimizerV2.minimize where gradients are accumulated: the step "
+            f"{type(inner).__name__} must not override OptimizerV2.minimize if gradients are accumulated: the step "
             "calls its stateless_apply; leave minimize out"
         )

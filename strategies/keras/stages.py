@@ -1,4 +1,4 @@
-"""Stages of pipelines, assigned to calls of layers, and models that are computed stage by stage."""
+"""Pipeline stages assigned to calls of layers, and models that are computed stage by stage."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Stages: TypeAlias = tuple[Stage, ...]
 """The stage of each call of a layer, or the stages of a nested model; None for a call without one."""
 
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
-_stages: WeakKeyDictionary[NodeLike, int] = WeakKeyDictionary()  # of calls that were made in a `PipelineStage`
+_stages: WeakKeyDictionary[NodeLike, int] = WeakKeyDictionary()  # calls made in a `PipelineStage`
 
 
 @dataclass
 class FunctionalLayerPipelineStageAssignment:
-    """The stage of a call of a layer of a functional model; programs may change it, and set it again.
+    """The stage of a call of a layer of a functional model; programs may change it and set it again.
 
     Attributes:
-        layer: the layer.
-        node_index: which of its calls.
-        pipeline_stage: the stage; None where it has none.
+        layer: Layer that is called.
+        node_index: Number of the call among the layer's calls.
+        pipeline_stage: Stage of the call; None without one.
     """
 
     layer: keras.Layer
@@ -49,11 +49,11 @@ class FunctionalLayerPipelineStageAssignment:
 
 @dataclass
 class SequentialLayerPipelineStageAssignment:
-    """The stage of a layer of a sequential model; see `FunctionalLayerPipelineStageAssignment`.
+    """The stage of a layer of a sequential model; programs may change it and set it again.
 
     Attributes:
-        layer: the layer.
-        pipeline_stage: the stage; None where it has none.
+        layer: Layer of the model.
+        pipeline_stage: Stage of the layer; None without one.
     """
 
     layer: keras.Layer
@@ -68,9 +68,9 @@ class FunctionalNestedModelPipelineStageAssignment:
     """The stages of the layers of a model that is called by a functional model.
 
     Attributes:
-        nested_model: the model.
-        node_index: which of its calls.
-        pipeline_stage_assignments: of its layers.
+        nested_model: Model that is called.
+        node_index: Number of the call among the nested model's calls.
+        pipeline_stage_assignments: Stages of its layers.
     """
 
     nested_model: ModelLike
@@ -83,11 +83,11 @@ class FunctionalNestedModelPipelineStageAssignment:
 
 @dataclass
 class SequentialNestedModelPipelineStageAssignment:
-    """The stages of the layers of a model that is a layer of a sequential one.
+    """The stages of the layers of a model that is a layer of a sequential model.
 
     Attributes:
-        nested_model: the model.
-        pipeline_stage_assignments: of its layers.
+        nested_model: Model that is a layer.
+        pipeline_stage_assignments: Stages of its layers.
     """
 
     nested_model: ModelLike
@@ -111,18 +111,27 @@ def _lines(nested: FunctionalNestedModelPipelineStageAssignment | SequentialNest
 
 @contextmanager
 def PipelineStage(stage: int) -> Iterator[None]:
-    """Calls of layers of a functional model that are made inside belong to this stage of a pipeline.
+    """Assign the calls of layers made inside the block to a pipeline stage, in a functional model.
+
+    Example::
+
+        x = keras.Input((784,))
+        with strategies.keras.PipelineStage(0):
+            hidden = keras.layers.Dense(256, "relu")(x)
+        with strategies.keras.PipelineStage(1):
+            model = keras.Model(x, keras.layers.Dense(10)(hidden))
 
     Args:
-        stage: its number, from 0 on.
+        stage: Number of the stage, from 0.
 
     Raises:
-        TypeError, ValueError: if it is no number of a stage.
-        RuntimeError: inside of another stage.
+        TypeError: If `stage` is not an integer.
+        ValueError: If `stage` is negative.
+        RuntimeError: Inside another stage.
     """
     at_least(0, "pipeline_stage", stage)
     if _current.get() is not None:
-        raise RuntimeError(f"PipelineStage({stage}) is within PipelineStage({_current.get()}); end one before the next")
+        raise RuntimeError(f"PipelineStage({stage}) is inside PipelineStage({_current.get()}); end one before the next")
     _mark_nodes()
     token = _current.set(stage)
     try:
@@ -133,7 +142,7 @@ def PipelineStage(stage: int) -> Iterator[None]:
 
 @functools.cache
 def _mark_nodes() -> None:
-    """Have each call of a layer in a `PipelineStage` know its stage, in all threads."""
+    """Record the stage of each call of a layer in a `PipelineStage`, in all threads."""
 
     def mark(node: NodeLike) -> None:
         stage = _current.get()
@@ -147,7 +156,7 @@ class Assignments:
     """The calls of the layers of a model, to which stages can be assigned.
 
     Args:
-        model: functional, sequential, or any other, which has none that are known.
+        model: Functional or sequential model; the calls of other models are not known.
     """
 
     def __init__(self, model: ModelLike) -> None:
@@ -162,21 +171,21 @@ class Assignments:
 
     @property
     def functional(self) -> keras.Function:
-        """Return the functional model that computes it.
+        """The functional model that computes it.
 
         Raises:
-            RuntimeError: if there is none.
+            RuntimeError: If there is none.
         """
         if not isinstance(self._computed, keras.Function):
             raise RuntimeError(
-                f"the calls of layers of model {self._model.name!r} are not known; build it first, or if it has a call "
-                "of its own mark stages there: with strategies.pipeline_stage(0): ..."
+                f"the calls of layers of model {self._model.name!r} are not known; build the model first. If it has "
+                "its own call, mark stages there: with strategies.pipeline_stage(0): ..."
             )
         return self._computed
 
     @property
     def nodes(self) -> list[NodeLike]:
-        """The calls, each behind those whose outputs it takes."""
+        """The calls, each after the calls whose outputs it takes."""
         by_depth = self.functional._nodes_by_depth
         ordered = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         return [node for node in ordered if not node.is_input]
@@ -193,7 +202,7 @@ class Assignments:
         return FunctionalNestedModelPipelineStageAssignment, FunctionalLayerPipelineStageAssignment
 
     def listed(self, stages: Stages | None) -> list[Assignment]:
-        """Return an assignment for each call; those of other calls than the model has now are forgotten."""
+        """Return an assignment for each call; stages of calls that no longer exist are dropped."""
         layers = self._layers
         if stages is None or len(stages) != len(layers):
             stages = (None,) * len(layers)
@@ -207,10 +216,12 @@ class Assignments:
         ]
 
     def parsed(self, given: object) -> Stages:
-        """Return the stages of a list of assignments, or of numbers.
+        """Return the stages of a list of assignments or numbers.
 
         Raises:
-            TypeError, ValueError, RuntimeError: see `Extensions.set_pipeline_stage_assignment`.
+            TypeError: If `given` is not a list, or a stage is not an integer.
+            ValueError: If calls are missing or in another order, or have no stage.
+            RuntimeError: If a stage has no layer, or uses the outputs of a later stage.
         """
         if not isinstance(given, list | tuple):
             raise TypeError(f"pipeline_stage_assignment is a {type(given).__name__}; it must be a list")
@@ -218,7 +229,7 @@ class Assignments:
         if len(given) != len(layers):
             raise ValueError(
                 f"The size of the provided pipeline_stage_assignment ({len(given)}) does not match the number of calls "
-                f"of layers of the model ({len(layers)}); use one for each of them"
+                f"of layers of the model ({len(layers)}); give one stage for each call"
             )
         stages = tuple(self._parsed(one, number) for number, one in enumerate(given))
         self.check(stages)
@@ -240,7 +251,7 @@ class Assignments:
         is_other_call = not self._is_sequential and one.node_index != _index_of(self.nodes[number])
         if one.layer is not layer or is_other_call:
             raise ValueError(
-                f"assignment {number} is for {one.layer.name!r}, and call {number} is one of {layer.name!r}; use the "
+                f"assignment {number} is for {one.layer.name!r}, but call {number} is of {layer.name!r}; use the "
                 "order of get_pipeline_stage_assignment()"
             )
         if one.pipeline_stage is None:
@@ -251,27 +262,28 @@ class Assignments:
         """Refuse stages that no pipeline can have.
 
         Raises:
-            RuntimeError: if one is empty, or layers were added or removed since they were assigned.
-            ValueError: if a call uses the outputs of a later stage, or stages of a sequential model skip one.
+            RuntimeError: If a stage has no layer, layers were added or removed since stages were assigned, or a call
+                uses the outputs of a later stage.
+            ValueError: If the stages of a sequential model are not in order.
         """
         if len(stages) != len(self._layers):
             raise RuntimeError(
-                f"stages were assigned to {len(stages)} calls of layers, and model {self._model.name!r} has "
-                f"{len(self._layers)} now; assign them again, or have none with reset_pipeline_stage_assignment()"
+                f"stages were assigned to {len(stages)} calls of layers, but model {self._model.name!r} now has "
+                f"{len(self._layers)}; assign them again, or remove them with reset_pipeline_stage_assignment()"
             )
         flat = [stage for one in stages for stage in _flat(one)]
         missing = sorted(set(range(max(flat, default=0))) - set(flat))
         if missing or not flat:
             raise RuntimeError(
-                f"Pipeline stages in the graph need to be strictly increasing from 0, and stages {missing or [0]} have "
+                f"Pipeline stages in the graph need to be strictly increasing from 0, but stages {missing or [0]} have "
                 "no layer; assign one to each"
             )
         if self._is_sequential:
             steps = [after - before for before, after in zip(flat, flat[1:], strict=False)]
             if flat[0] != 0 or any(step not in (0, 1) for step in steps):
                 raise ValueError(
-                    f"stages of a sequential model are {flat}; the first layer has stage 0, and each other one the "
-                    "stage of the one before or the next"
+                    f"stages of a sequential model are {flat}; the first layer must have stage 0, and each other layer "
+                    "the stage of the layer before it, or the next stage"
                 )
         else:
             self._refuse_backwards(stages)
@@ -284,18 +296,18 @@ class Assignments:
                 if made > min(_flat(stage)):
                     raise RuntimeError(
                         f"Layer {node.operation.name!r} in pipeline stage {min(_flat(stage))} has a dependency from a "
-                        f"pipeline stage which has not yet been executed, {made}; assign it to that or a later one"
+                        f"pipeline stage which has not yet been executed, {made}; assign it to that or a later stage"
                     )
             last |= {id(value): max(_flat(stage)) for value in node.outputs}
 
     def scoped(self, partly: bool = False) -> Stages | None:
-        """Return the stages of `PipelineStage` in which calls were made; None where there is none.
+        """Return the `PipelineStage` of each call; None if no call has one.
 
         Args:
-            partly: whether some calls may have none.
+            partly: Whether some calls may have none.
 
         Raises:
-            RuntimeError: if some have none otherwise.
+            RuntimeError: If some calls have none, and `partly` is False.
         """
         if not self._are_known:
             return None
@@ -311,7 +323,7 @@ class Assignments:
         return stages
 
     def forget(self) -> None:
-        """Forget the scopes."""
+        """Forget the stages of `PipelineStage`."""
         for node in self.nodes if self._are_known else ():
             _stages.pop(node, None)
 
@@ -320,11 +332,11 @@ class StagedModel:
     """A model that is computed stage by stage while it is traced.
 
     Args:
-        assignments: of the model.
-        stages: see `Stages`.
+        assignments: Calls of the model.
+        stages: Stage of each call; see `Stages`.
 
     Attributes:
-        count: how many stages there are.
+        count: Number of stages.
     """
 
     def __init__(self, assignments: Assignments, stages: Stages) -> None:
@@ -334,7 +346,7 @@ class StagedModel:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, calls of the model run in the order of stages, each within the mark of its stage."""
+        """Run calls of the model in the order of stages inside the block, each inside the mark of its stage."""
         functional = self._assignments.functional
         with ExitStack() as stack:
             for node, stage in zip(self._assignments.nodes, self._stages, strict=True):

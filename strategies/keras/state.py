@@ -1,4 +1,4 @@
-"""The stateless functions of a model of Keras, and its state besides trainable variables, on which replicas agree."""
+"""The stateless functions of a Keras model, and its untrained state, on which replicas agree."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from strategies.keras.protocols import Array, Logs, ModelLike, Values
 from strategies.typing import Batch, Tree, Variables
 
 VARIABLES, METRICS = "variables", "metrics"
-"""The parts of the model state: variables that are not trained, and those of metrics."""
+"""The parts of the model state: variables that are not trained, and variables of metrics."""
 
 
 def seeds_of(model: ModelLike) -> tuple[bool, ...]:
-    """Return for each variable that is not trained whether it is the state of a `SeedGenerator`."""
+    """Return, for each variable that is not trained, whether it is the state of a `SeedGenerator`."""
     layers = model._flatten_layers()
     states = {id(generator.state) for layer in layers for generator in layer._seed_generators}
     return tuple(id(variable) in states for variable in model.non_trainable_variables)
@@ -36,12 +36,12 @@ def seed_variables(model: ModelLike) -> list[keras.Variable]:
 
 
 def random_states(model: ModelLike) -> list[list[int]]:
-    """Return the states of a model's seed generators, which files of Keras do not have."""
+    """Return the states of a model's seed generators, which Keras does not save in files."""
     return [np.asarray(variable.value).tolist() for variable in seed_variables(model)]
 
 
 def set_random_states(model: ModelLike, states: Sequence[Sequence[int]]) -> bool:
-    """Have a model's seed generators go on from states; return False, and set nothing, if their numbers differ."""
+    """Set the states of a model's seed generators; return False, and set nothing, if their numbers differ."""
     variables = seed_variables(model)
     if len(variables) != len(states):
         return False
@@ -54,22 +54,22 @@ def set_random_states(model: ModelLike, states: Sequence[Sequence[int]]) -> bool
 class Seeds:
     """The states of seed generators among the variables that are not trained.
 
-    Each replica draws from states of its own: replica 0 from the model's, the others from ones that are derived from
-    it. What the model has afterwards has moved on by as many draws as one of them has made, on all alike.
+    Each replica draws from its own states: replica 0 from the model's, the others from states derived from these. After
+    a step, all replicas have the model's states advanced by the number of draws of one replica.
 
     Attributes:
-        flags: for each variable whether it is such a state.
+        flags: For each variable, whether it is such a state.
     """
 
     flags: tuple[bool, ...]
 
     def of_replica(self, values: Values, replica: jax.Array, draw: jax.Array | None = None) -> list[Array]:
-        """Return the values that a replica begins with; traceable.
+        """Return the values with which a replica begins; traceable by JAX.
 
         Args:
-            values: of all variables.
-            replica: its index.
-            draw: a number for each time that the same values are begun with; None where they are never.
+            values: Values of all variables.
+            replica: Global index of the replica.
+            draw: Number that differs each time the same values are used; None if each is used once.
         """
         return [self._own(one, replica, draw) if flag else one for one, flag in zip(values, self.flags, strict=True)]
 
@@ -83,18 +83,24 @@ class Seeds:
         return jax.random.key_data(key)
 
     def after(self, values: Values, begun: Values, made: Values) -> list[Array]:
-        """Return what all replicas have after a step; traceable.
+        """Return the values that all replicas have after a step; traceable by JAX.
 
-        `values` were before the step, `begun` is what `of_replica` made of them, `made` what the model made of that.
+        Args:
+            values: Values before the step.
+            begun: Result of `of_replica` for these values.
+            made: Values that the model computed from `begun`.
         """
         rows = zip(values, begun, made, self.flags, strict=True)
         return [value + (new - own) if flag else new for value, own, new, flag in rows]
 
 
 def words_of(variables: Sequence[keras.Variable], flags: Sequence[bool], is_changed: Sequence[bool]) -> list[str]:
-    """Return the ways in which replicas agree on variables that are not trained.
+    """Return, for each untrained variable, how replicas agree on its value, such as by MEAN or FIRST.
 
-    Flags say which are states of seed generators, and `is_changed` which of them a step changes at all.
+    Args:
+        variables: Variables that are not trained.
+        flags: For each variable, whether it is the state of a seed generator.
+        is_changed: For each variable, whether a step changes it.
     """
     return [
         ALIKE if flag else _word(variable) if changed else CONSTANT
@@ -110,12 +116,15 @@ def _word(variable: keras.Variable) -> str:
 def words_of_metrics(
     variables: Sequence[keras.Variable], is_changed: Sequence[bool], adds: Sequence[bool]
 ) -> list[str]:
-    """Return the ways in which replicas agree on the variables of metrics: exact sums, if Keras says nothing else.
+    """Return, for each variable of metrics, how replicas agree on it: by an exact SUM, unless Keras asks otherwise.
 
-    A step changes those of `is_changed`, and adds to those of `adds` what does not depend on their values.
+    Args:
+        variables: Variables of metrics.
+        is_changed: For each variable, whether a step changes it.
+        adds: For each variable, whether a step adds a value that does not depend on the variable.
 
     Raises:
-        StrategyError: if a variable is to be added and a step does something else.
+        StrategyError: If a variable is to be summed, but a step does something else than add to it.
     """
     words = []
     for variable, changed, is_added in zip(variables, is_changed, adds, strict=True):
@@ -127,8 +136,8 @@ def words_of_metrics(
             words.append(SUM)
         else:
             raise StrategyError(
-                f"variable {variable.path!r} of a metric is aggregated as {variable.aggregation!r} over replicas, and "
-                "update_state does something else than to add to it; use add_variable(aggregation='mean') or "
+                f"variable {variable.path!r} of a metric is aggregated as {variable.aggregation!r} over replicas, but "
+                "update_state does more than add to it; use add_variable(aggregation='mean') or "
                 "'only_first_replica', or a metric that adds"
             )
     return words
@@ -136,13 +145,13 @@ def words_of_metrics(
 
 @dataclass(frozen=True, eq=False)
 class ModelFunctions:
-    """The stateless functions of a model, as they were when it was compiled last.
+    """The stateless functions of a model, as they were when it was last compiled.
 
     Attributes:
-        model: the model of Keras.
-        seeds: which of its variables that are not trained are states of seed generators.
-        unscaled: values of the first variables of the optimizer, with which Keras does not scale the loss.
-        tracing: entered while losses to train with are traced.
+        model: Model of Keras.
+        seeds: Variables that are states of seed generators.
+        unscaled: Values of the optimizer's first variables that keep Keras from scaling the loss.
+        tracing: Context entered while training losses are traced.
     """
 
     model: ModelLike
@@ -153,7 +162,7 @@ class ModelFunctions:
     def losses(
         self, variables: Variables, others: Values, metrics: Values, batch: Batch, training: bool
     ) -> tuple[jax.Array, list[Array], list[Array], Logs]:
-        """Return the loss, the new values of variables that are not trained and of metrics, and the logs; traceable."""
+        """Return the loss, the new values of untrained variables and of metrics, and the logs; traceable by JAX."""
         x, y, sample_weight = unpack_x_y_sample_weight(batch)
         named = {"optimizer_variables": list(self.unscaled)} if training else {}
         with self.tracing() if training else nullcontext():
@@ -166,12 +175,12 @@ class ModelFunctions:
     def words(
         self, variables: Variables, others: Values, metrics: Values, batch: Batch, training: bool
     ) -> tuple[dict[str, list[str]], tuple[str, ...]]:
-        """Return how replicas agree on each part of the model state, and which logs are no results of metrics.
+        """Return how replicas agree on each part of the model state, and the logs that do not come from metrics.
 
         Only shapes and dtypes of the arguments matter.
 
         Raises:
-            StrategyError: see `words_of_metrics`.
+            StrategyError: If the variable of a metric cannot be summed over replicas; see `words_of_metrics`.
         """
         count, names = len(others), list[str]()
 
@@ -188,7 +197,7 @@ class ModelFunctions:
         return words, tuple(names)
 
     def outputs(self, variables: Variables, others: Values, batch: Batch) -> Tree:
-        """Return what the model says of each row; traceable."""
+        """Return the model's outputs for each row; traceable by JAX."""
         x, _, _ = unpack_x_y_sample_weight(batch)
         named = {"training": False} if self.model._call_has_training_arg else {}
         outputs, _ = self.model.stateless_call(variables, others, x, **named)
@@ -196,11 +205,11 @@ class ModelFunctions:
 
 
 def results_of(model: ModelLike, metrics: Values) -> Logs:
-    """Return the results of metrics with these values of their variables; traceable."""
+    """Return the results of metrics whose variables have these values; traceable by JAX."""
     with keras.StatelessScope(state_mapping=list(zip(model.metrics_variables, metrics, strict=True))):
         return model.get_metrics_result()
 
 
 def shape_of(leaf: Array) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that an array has in a program."""
+    """Return the shape and dtype that an array has in a JAX program."""
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -1,4 +1,4 @@
-"""The train function of a model: Keras's state goes into steps of a `Trainer`, and comes back."""
+"""The train function of a model: Keras's state goes into the steps of a `Trainer`, and comes back."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class TrainFunction:
     """The function that makes the steps of `fit` and `train_on_batch`.
 
     Args:
-        model: of Keras, built and compiled.
-        strategy: where the replicas are.
-        options: of the model.
-        steps_per_execution: how many steps are made in a call.
-        watch: knows whether variables are those that the last step has left.
-        staged: has the model computed stage by stage; None where it is not, or marks stages itself.
+        model: Model of Keras, built and compiled.
+        strategy: Strategy whose replicas train.
+        options: Options of the model.
+        steps_per_execution: Number of steps of a call.
+        watch: Watcher that knows whether the last step left the present variables.
+        staged: Model in stages; None if the model has none, or marks its stages itself.
 
     Attributes:
-        trainer: makes the steps; None before the first one.
-        saved: has checkpoints of them, while a `fit` that has any runs.
-        steps_made: how many steps were made when it was called last.
-        words: how replicas agree on what is not trained, once there is a trainer.
+        trainer: Trainer that makes the steps; None before the first step.
+        saved: Checkpoints of the steps, while a `fit` with checkpoints runs.
+        steps_made: Number of steps so far, up to the last call.
+        words: Ways in which replicas agree on the untrained state, once there is a trainer.
     """
 
     def __init__(
@@ -65,34 +65,34 @@ class TrainFunction:
         self._options = options
         self._steps = steps_per_execution
         self._watch = watch
-        assert model.optimizer is not None  # it was refused otherwise
+        assert model.optimizer is not None  # refused before
         self._optimizer = KerasOptimizer(model.optimizer)
         seeds = Seeds(seeds_of(model))
         self._staged = staged
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(partial(results_of, model))
-        self._names: tuple[str, ...] = ()  # of logs that are no results of metrics, as of an own `compute_metrics`
+        self._names: tuple[str, ...] = ()  # of logs without a metric, as of an own `compute_metrics`
         self._is_adopted = False
         self._skipped: Number = 0
-        self._then: tuple[Values, TrainState] | None = None  # in the midst of the epoch that begins
-        self._parts: list[Array] | None = None  # the optimizer state, of which this instance has only its own
+        self._then: tuple[Values, TrainState] | None = None  # a restored state within the epoch that begins
+        self._parts: list[Array] | None = None  # this instance's parts of the optimizer state
 
     def unite(self) -> None:
-        """Have Keras know the whole optimizer state; a collective call where instances have parts of it."""
+        """Give Keras the whole optimizer state. Collective if instances hold parts of it."""
         if self._parts is None:
             return
         assert self.trainer is not None
-        self._model.jax_state_sync()  # within an epoch Keras's loop has the values of variables
+        self._model.jax_state_sync()  # within an epoch Keras's loop holds the values of variables
         trained = [variable.value for variable in self._model.trainable_variables]
         held = self.trainer.whole(TrainState(trained, self._parts, self.steps_made)).optimizer_state
         variables = self._optimizer.variables
         for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
-            if number >= self._optimizer.num_whole:  # Keras has the others
+            if number >= self._optimizer.num_whole:  # Keras has the whole variables before these
                 is_cut = isinstance(value, PartOfArray)
                 variable.assign(np.array(value.gather(f"optimizer state/{number}") if is_cut else value))
 
     def begin(self) -> None:
-        """Have instance 0's state on all instances before the next step: the user may have changed it."""
+        """Broadcast instance 0's state before the next step: the user may have changed it."""
         self._is_adopted = False
         self._parts = None
 
@@ -100,14 +100,14 @@ class TrainFunction:
         """Make steps with the next batches.
 
         Args:
-            state: see `State`; used up.
-            iterator: of batches of this instance.
+            state: State of Keras's loop, which is used up.
+            iterator: Batches of this instance.
 
         Returns:
-            What metrics say then, and the new state.
+            The results of metrics, and the new state.
 
         Raises:
-            StopIteration: if there is no batch.
+            StopIteration: If there is no batch.
         """
         skipped = 0 if self.saved is None else self.saved.skip(self._steps)
         then, self._then = self._then, None
@@ -120,17 +120,17 @@ class TrainFunction:
             begun, metrics = self.trainer.step(begun, each)
             if self.saved is not None:
                 self.saved.after_step(begun)
-        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others are not waited for
+        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others may be unfinished
 
     def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
-        """Go on from the newest checkpoint, which Keras then knows; a collective call.
+        """Continue from the newest checkpoint, and give its state to Keras. Collective.
 
         Args:
-            batch: the shapes and dtypes of a step's.
-            open_saved: opens the checkpoints.
+            batch: Shapes and dtypes of the batch of a step.
+            open_saved: Function that opens the checkpoints.
         """
         model, optimizer = self._model, self._optimizer
-        assert model.optimizer is not None  # it was refused otherwise
+        assert model.optimizer is not None  # refused before
         trained, others = model.trainable_variables, model.non_trainable_variables
         all_of = [trained, others, model.optimizer.variables, model.metrics_variables]
         own, begun = self._begun([[one.value for one in variables] for variables in all_of], batch)
@@ -156,7 +156,7 @@ class TrainFunction:
         return saved
 
     def _begun(self, state: State, batch: Batch) -> tuple[Values, TrainState]:
-        """Return the variables of the optimizer that are none of the step's, and the state of the `Trainer`."""
+        """Return the optimizer's variables that the step does not use, and the state of the `Trainer`."""
         trained, others, of_optimizer, metrics = state
         own, inner = self._optimizer.divide(of_optimizer)
         begun = TrainState(
@@ -171,18 +171,18 @@ class TrainFunction:
         if not self._is_adopted:
             self._is_adopted = True
             return own, self._adopted(replace(begun, step=self._optimizer.step_of(inner)))
-        if self._parts is not None:  # Keras knows, and callbacks change, what is whole before the first part
+        if self._parts is not None:  # Keras holds the whole variables before the parts, and callbacks change them
             count = self._optimizer.num_whole
             begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
         return own, self._placed(begun)
 
     def _adopted(self, state: TrainState) -> TrainState:
-        """Return instance 0's state on all instances; a collective call.
+        """Return instance 0's state on all instances. Collective.
 
-        If no instance has other variables than were agreed on, and all else is the same, nothing travels.
+        If the variables are those that all instances agreed on, and all else is equal, nothing is sent.
         """
         assert self.trainer is not None
-        if self._options.step:  # instances may have parts of it
+        if self._options.step:  # instances may hold parts of the state
             return self.trainer.adopt(state)
         is_other, is_same = not _may_be_used_up(state), True
         replicas = self._strategy.replicas
@@ -193,7 +193,7 @@ class TrainFunction:
         return self.trainer.adopt(state) if is_other or not is_same else self._placed(state)
 
     def _placed(self, state: TrainState) -> TrainState:
-        """Return the state where programs expect it: a callback may have assigned to variables since the last step."""
+        """Return the state on the devices of the programs: callbacks may have assigned variables."""
         device = self._strategy.replicas.variables_device
         variables, optimizer_state, model_state = jax.tree.map(
             lambda leaf: leaf if _is_placed(leaf) else jax.device_put(leaf, device),
@@ -215,7 +215,7 @@ class TrainFunction:
         return logs, (state.variables, others, of_optimizer, of_metrics)
 
     def _loss(self, variables: Variables, batch: Batch, key: Key, model_state: Mapping[str, Values]) -> Outcome:
-        """Compute the loss of a replica; the model has random states of its own, so the key is not used."""
+        """Compute the loss of a replica. The key is not used: the model has its own random states."""
         seeds, given = self._functions.seeds, model_state[VARIABLES]
         own = seeds.of_replica(given, get_replica_context().replica_id_in_sync_group)
         loss, made, metrics, logs = self._functions.losses(variables, own, model_state[METRICS], batch, training=True)
@@ -245,14 +245,14 @@ class TrainFunction:
             return None
         if self._options.accumulated is None:
             raise ValueError(
-                "the model is pipelined, and gradient_accumulation_steps_per_replica is not set; give it to "
+                "the model is pipelined, but gradient_accumulation_steps_per_replica is not set; give it to "
                 "set_pipelining_options: stages work on several micro-batches at once"
             )
         mapping: Sequence[int] | None = (self._options.pipelining or {}).get("device_mapping")
         if self._staged is None and mapping is None:
             raise ValueError(
-                "the model marks its stages itself, and nobody knows how many there are; give device_mapping to "
-                "set_pipelining_options, a device for each stage"
+                "the model marks its stages itself, so their number is not known; give device_mapping to "
+                "set_pipelining_options, with a device for each stage"
             )
         stages = len(mapping or ()) if self._staged is None else self._staged.count
         return self._options.pipeline(stages, self._strategy.replicas.grid.ipus_per_replica)
@@ -263,12 +263,12 @@ class TrainFunction:
 
 
 def _is_placed(leaf: Array) -> bool:
-    """Return whether programs take it as it is, as they do arrays of the host."""
+    """Return whether programs take the array where it is, as they do arrays of the host."""
     return isinstance(leaf, np.ndarray | np.generic) or (isinstance(leaf, jax.Array) and bool(leaf.committed))
 
 
 def _may_be_used_up(state: TrainState) -> bool:
-    """Return whether a step may take over the memory of a state: each of its arrays has its own."""
+    """Return whether a step may reuse the memory of a state: each array has its own memory."""
     leaves = jax.tree.leaves((state.variables, state.optimizer_state))
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):
         return False

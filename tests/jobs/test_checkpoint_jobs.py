@@ -93,5 +93,5 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 
     resumed_at, fingerprint = train_here(strategies.IPUStrategy(4), folder, 5)
     assert resumed_at == 3
-    assert caplog.text.count("step_00000006.incomplete is incomplete: its writer was ended") == 1
+    assert caplog.text.count("step_00000006.incomplete is incomplete, because its writer died") == 1
     assert (0, fingerprint) == train_here(strategies.IPUStrategy(4), tmp_path / "other", 5)

@@ -253,7 +253,7 @@ class TestCheckpoints:
         status, _, err = self.train_here(folder, 40, monkeypatch, capsys, "--seed", "1")
         assert status == 2
         assert err.count("\n") == 1
-        assert "was saved with the trainer's seed 0, and this training has 1" in err
+        assert "was saved with the trainer's seed 0, but this training has 1" in err
 
 
 @needs_horovod

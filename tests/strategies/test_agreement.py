@@ -50,22 +50,22 @@ DIFFERENT = {
     "learning rate": (
         {"optimizer": optax.sgd(0.1)},
         {"optimizer": optax.sgd(0.2)},
-        r"instance 1 computes the update otherwise than instance 0: line \d+ of its program is '.* -0.2 .*', and there "
-        r"'.* -0.1 .*'; start all with the same program and arguments",
+        r"instance 1 computes the update differently from instance 0: line \d+ of its program is '.* -0.2 .*', and "
+        r"there it is '.* -0.1 .*'; start all with the same program and arguments",
     ),
     "schedule": (
         {"optimizer": optax.sgd(optax.cosine_decay_schedule(0.1, 10))},
         {"optimizer": optax.sgd(optax.cosine_decay_schedule(0.1, 20))},
-        r"the update otherwise .*' 20.0'|the update otherwise .* 20.0.* 10.0",
+        r"the update differently .*' 20.0'|the update differently .* 20.0.* 10.0",
     ),
-    "optimizer": ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.adam(0.1)}, "computes the update otherwise"),
-    "clipping": ({"optimizer": clipped(1.0)}, {"optimizer": clipped(2.0)}, "the update otherwise .* 2.0.* 1.0"),
+    "optimizer": ({"optimizer": optax.sgd(0.1)}, {"optimizer": optax.adam(0.1)}, "computes the update differently"),
+    "clipping": ({"optimizer": clipped(1.0)}, {"optimizer": clipped(2.0)}, "the update differently .* 2.0.* 1.0"),
     "hyperparameters in the state": (
         {"optimizer": hyper(0.1)},
         {"optimizer": hyper(0.2)},
         r"instance 1 has optimizer state \.hyperparams\['learning_rate'\] 0.2, instance 0 .* 0.1; start all",
     ),
-    "loss": ({}, {"loss_fn": loss_of(2.0)}, "instance 1 computes the loss function otherwise than instance 0: line"),
+    "loss": ({}, {"loss_fn": loss_of(2.0)}, "instance 1 computes the loss function differently from instance 0: line"),
     "number in the loss": ({"loss_fn": loss_of(2.0)}, {"loss_fn": loss_of(2.5)}, r"the loss .* 2\.5.* 2\.0"),
     "batch size": ({}, {"batch_size": 3}, "instance 1 has data set batch_size 3, instance 0 data set batch_size 2; st"),
     "length": ({}, {"rows": ROWS[:-4]}, "instance 1 has data set length 56, instance 0 data set length 60"),
@@ -119,7 +119,7 @@ def test_so_it_is_where_gradients_are_streamed(on_instances, mode):
 
         trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
         state = trainer.init([jnp.ones((600, 600)), jnp.ones((600, 600))])
-        with pytest.raises(DisagreementError, match="the loss function otherwise"):
+        with pytest.raises(DisagreementError, match="the loss function differently"):
             trainer.step(state, np.ones((2, 1), np.float32))
 
     on_instances(2, 4, program, **mode)
@@ -130,7 +130,7 @@ def test_sharded_state_is_no_obstacle(on_instances):
     def program(strategy):
         options = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
         same = trained(strategy, **options)
-        with pytest.raises(DisagreementError, match="the update otherwise"):
+        with pytest.raises(DisagreementError, match="the update differently"):
             trained(strategy, optimizer=optax.adam((0.1, 0.2)[strategy.instance_index]), **options)
         with pytest.raises(DisagreementError, match="instance 1 has replicated_optimizer_state_sharding True"):
             trained(strategy, **(options if strategy.instance_index else {}))
@@ -280,8 +280,8 @@ class TestWords:
     def test_a_program_that_ends_earlier_differs_in_nothing(self):
         told = {0: [{"p": ["x", "y"]}], 1: [{"p": ["x", "y"]}], 2: [{"p": ["x"]}]}
         assert describe(told) == (
-            "instance 2 computes p otherwise than instance 0: line 2 of its program is 'nothing', and there 'y'; "
-            "start all with the same program and arguments"
+            "instance 2 computes p differently from instance 0: line 2 of its program is 'nothing', and there it is "
+            "'y'; start all with the same program and arguments"
         )
 
 

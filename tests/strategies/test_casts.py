@@ -74,8 +74,11 @@ def test_the_mask_of_a_padded_batch_stays():
     ("dtypes", "words"),
     [
         ({"image": np.float32}, r"the batch has no 'image'; it has 'x', 'y'"),
-        ({"x": {"z": np.float32}}, r"dtypes are given for 'z' of the batch\['x'\], which is one array of shape \(3,\)"),
-        ((np.float32,), "there are 1 dtypes for the batch, which is a dict of 2"),
+        (
+            {"x": {"z": np.float32}},
+            r"dtypes were given for 'z' of the batch\['x'\], which is one array of shape \(3,\)",
+        ),
+        ((np.float32,), "1 dtypes were given for the batch, which is a dict of 2"),
     ],
 )
 def test_dtypes_that_do_not_fit_the_batch_are_refused(dtypes, words):

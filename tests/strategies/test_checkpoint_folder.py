@@ -106,10 +106,10 @@ def test_what_was_left_unfinished_is_removed(folder, caplog):
     pretend(folder, 3)
     for name in ("step_00000004.incomplete", "step_00000002.removed"):
         (folder.path / name).mkdir()
-    with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="is whole, but this version"):
+    with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="is intact, but this version"):
         folder.read_newest()  # what was pretended cannot be read
     assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000003"]
-    assert "is incomplete: its writer was ended; it was removed; using step 3" in caplog.text
+    assert "is incomplete, because its writer died; it was removed; using step 3" in caplog.text
 
 
 def test_what_lies_in_the_way_is_removed_whatever_it_is(folder, caplog):
@@ -141,7 +141,7 @@ class TestFaults:
 
     def test_a_bit_that_is_another_is_noticed(self, path):
         (path / "training.json").write_text("{]")
-        assert fault_of(path) == "training.json is not what was written"
+        assert fault_of(path) == "training.json has changed since it was written"
 
     def test_a_file_that_is_missing_is_noticed(self, path):
         (path / "training.json").unlink()
@@ -155,9 +155,7 @@ class TestFaults:
 
     def test_where_all_are_damaged_nothing_is_touched(self, folder, path):
         (path / "training.json").write_text("{]")
-        with pytest.raises(
-            CheckpointError, match=r"no checkpoint in .* is whole \(step_00000003: training.json is not"
-        ):
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact \(step_00000003: training.json has"):
             folder.read_newest()
         assert path.is_dir()
 
@@ -168,7 +166,7 @@ class TestFaults:
         found, _ = folder.read_newest()
         assert found.step == 2
         assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000002", "step_00000003.damaged"]
-        assert "step_00000003 is damaged (training.json is not what was written)" in caplog.text
+        assert "step_00000003 is damaged (training.json has changed since it was written)" in caplog.text
 
 
 def test_a_disk_that_is_too_small_is_not_begun(folder, monkeypatch):

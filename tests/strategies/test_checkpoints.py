@@ -327,7 +327,7 @@ class TestWhenNothingCanBeWritten:
             [record] = caplog.records
             assert record.levelno == logging.WARNING
             assert record.message == (
-                f"checkpoint {tmp_path}/step_00000004 could not be written: File too large; training goes on, "
+                f"checkpoint {tmp_path}/step_00000004 could not be written: File too large; training goes on, and "
                 "step 2 is kept"
             )
             assert names(tmp_path) == step_names(2)
@@ -349,7 +349,7 @@ class TestWhenNothingCanBeWritten:
         training = Training(strategy)
         with training.checkpoints(tmp_path / "file" / "folder", every=1) as checkpoints:
             training.run(1, checkpoints.after_step)
-        assert "Not a directory; training goes on, none is there" in caplog.text
+        assert "Not a directory; training goes on, and no checkpoint exists" in caplog.text
 
 
 class TestDamage:
@@ -415,13 +415,13 @@ class TestDamage:
         whole.rename(whole.with_name(whole.name + ".incomplete"))
         assert resumed(two_checkpoints, strategy) == (5, never_stopped)
         [record] = caplog.records
-        assert "step_00000008.incomplete is incomplete: its writer was ended" in record.message
+        assert "step_00000008.incomplete is incomplete, because its writer died" in record.message
         assert names(two_checkpoints) == step_names(5)
 
     def test_an_unfinished_one_alone_is_no_checkpoint(self, tmp_path, strategy, never_stopped, caplog):
         (tmp_path / "step_00000008.incomplete" / "state").mkdir(parents=True)
         assert resumed(tmp_path, strategy) == (0, never_stopped)
-        assert "there is none before it" in caplog.text
+        assert "no earlier checkpoint exists" in caplog.text
 
     def test_that_of_all_is_an_error_on_all_instances_and_nothing_is_touched(
         self, two_checkpoints, strategy, on_instances
@@ -430,7 +430,9 @@ class TestDamage:
             self.flip(two_checkpoints / f"step_{step:08d}")
 
         def program(strategy):
-            with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole \(step_00000008: .*step_00000005"):
+            with pytest.raises(
+                CheckpointError, match=r"no checkpoint in .* is intact \(step_00000008: .*step_00000005"
+            ):
                 restored(two_checkpoints, strategy)
 
         on_instances(2, 4, program)
@@ -441,20 +443,20 @@ class TestAnotherTraining:
     @pytest.mark.parametrize(
         ("replicas", "options", "error", "words"),
         [
-            (8, {}, CheckpointError, "saved with 4 replicas, and this training has 8; .*: use 4 replicas"),
-            (4, {"trainer_seed": 5}, CheckpointError, "the trainer's seed 3, and this training has 5"),
-            (4, {"dataset_seed": 5}, ValueError, "saved with seed 4 and this data set has seed 5"),
+            (8, {}, CheckpointError, "saved with 4 replicas, but this training has 8; .*: use 4 replicas"),
+            (4, {"trainer_seed": 5}, CheckpointError, "the trainer's seed 3, but this training has 5"),
+            (4, {"dataset_seed": 5}, ValueError, "saved with seed 4, but this data set has seed 5"),
             (
                 4,
                 {"units": 5},
                 CheckpointError,
-                r"has float32\[3, 2\] as .*\['w'\], and this training has float32\[3, 5\]; use the same model",
+                r"has float32\[3, 2\] as .*\['w'\], but this training has float32\[3, 5\]; use the same model",
             ),
             (
                 4,
                 {"optimizer": optax.sgd(0.1)},
                 CheckpointError,
-                r"has int32\[\] as \.optimizer_state\[0\]\.count, and this training has nothing",
+                r"has int32\[\] as \.optimizer_state\[0\]\.count, but this training has nothing",
             ),
         ],
     )

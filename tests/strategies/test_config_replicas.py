@@ -126,7 +126,7 @@ class TestOneProcess:
         reset_ipu_configuration()
         config.select_ipus, config.auto_select_ipus = [], 8
         config.configure_ipu_system()
-        with pytest.raises(EnvironmentMismatchError, match="auto_select_ipus is 8, and this instance has 2 of 2 repl"):
+        with pytest.raises(EnvironmentMismatchError, match="auto_select_ipus is 8, but this instance has 2 of 2 repl"):
             strategies.IPUStrategy()
 
 
@@ -154,16 +154,16 @@ class TestContradictions:
         [
             (
                 Defaults(select([3], [])),
-                "auto_select_ipus is 3, and this instance has 3 of 6 replicas that span 3 .* it 9, or 18",
+                "auto_select_ipus is 3, but this instance has 3 of 6 replicas that span 3 .* to 9, or to 18",
             ),
             (Defaults(select([6], [])), "auto_select_ipus is 6"),
             (
                 Defaults(process_index=0, process_count=2),
-                "process_index 0 of process_count 2, and this is instance 1 of 2",
+                "process_index 0 of process_count 2, but this is instance 1 of 2",
             ),
             (
                 Defaults(process_index=1, process_count=3),
-                "process_index 1 of process_count 3, and this is instance 1 of 2",
+                "process_index 1 of process_count 3, but this is instance 1 of 2",
             ),
         ],
     )
@@ -217,5 +217,5 @@ def test_without_a_launcher_popdist_is_joined_for_the_configured_replicas(in_new
 def test_what_was_joined_before_for_others_contradicts(in_new_process):
     said = json.loads(in_new_process(PROGRAM.format(before="popdist.init(2)")))
     assert said.startswith(
-        "auto_select_ipus is 6, and this instance has 2 of 2 replicas that span 2 IPUs each (single); make it 4"
+        "auto_select_ipus is 6, but this instance has 2 of 2 replicas that span 2 IPUs each (single); set it to 4"
     )

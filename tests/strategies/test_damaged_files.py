@@ -33,7 +33,7 @@ def test_a_file_of_which_one_bit_has_changed_is_named(checkpoint, name, place):
     content = bytearray((checkpoint / name).read_bytes())
     content[place] ^= 1
     (checkpoint / name).write_bytes(content)
-    assert fault_of(checkpoint) == f"{name} is not what was written"
+    assert fault_of(checkpoint) == f"{name} has changed since it was written"
 
 
 @pytest.mark.parametrize("name", [f"{STATE}/d/0", TRAINING])
@@ -41,7 +41,7 @@ def test_a_file_that_is_cut_off_or_longer_is_named(checkpoint, name):
     whole = (checkpoint / name).read_bytes()
     for other in (b"", whole[:-1], whole + b"\0"):
         (checkpoint / name).write_bytes(other)
-        assert fault_of(checkpoint) == f"{name} is not what was written"
+        assert fault_of(checkpoint) == f"{name} has changed since it was written"
 
 
 @pytest.mark.parametrize("name", [f"{STATE}/empty", TRAINING])
@@ -63,13 +63,13 @@ def test_digests_that_are_cut_off_or_missing_are_a_fault_too(checkpoint):
 def test_a_pipe_or_folder_in_the_place_of_a_file_is_not_opened(checkpoint, name, make):
     (checkpoint / name).unlink()
     make(checkpoint / name)
-    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is no file of the checkpoint"
+    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is not a file of the checkpoint"
 
 
 def test_a_pipe_in_the_place_of_the_digests_is_not_waited_for(checkpoint):
     (checkpoint / SUMS).unlink()
     os.mkfifo(checkpoint / SUMS)
-    assert fault_of(checkpoint) == f"{SUMS} cannot be read: it is no regular file"
+    assert fault_of(checkpoint) == f"{SUMS} cannot be read: it is not a regular file"
 
 
 @pytest.mark.parametrize("name", ["pipe", f"{STATE}/d/pipe"])
@@ -95,7 +95,7 @@ def test_digests_of_what_is_no_file_of_the_checkpoint_are_a_fault(tmp_path, chec
     name = name.format(tmp_path.parent)
     with (checkpoint / SUMS).open("a") as sums:
         sums.write(f"{hashlib.sha256(b'').hexdigest()}  {name}\n")
-    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is no file of the checkpoint"
+    assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is not a file of the checkpoint"
 
 
 def test_a_checkpoint_may_lie_behind_a_link(tmp_path, checkpoint):

@@ -196,7 +196,7 @@ def test_dropped_elements_are_logged_once(caplog):
 def test_a_source_without_length_has_none():
     dataset = DistributedDataset(Unsized([1]), batch_size=1, total_replicas=1, local_replicas=range(1))
     assert dataset.dropped is None
-    with pytest.raises(TypeError, match="does not tell how many"):
+    with pytest.raises(TypeError, match="does not give its number of elements"):
         len(dataset)
 
 
@@ -205,7 +205,7 @@ def test_a_length_that_promises_too_much_is_an_error():
         def __len__(self):
             return 100
 
-    with pytest.raises(ValueError, match=r"replicas 0, 1 ended after 2 of 25 steps; len\(\) promised more"):
+    with pytest.raises(ValueError, match=r"replicas 0, 1 ended after 2 of 25 steps, before their len\(\)"):
         read(Liar(range(10)), total=2, batch_size=2)
 
 
@@ -255,11 +255,11 @@ def test_only_the_restored_epoch_begins_late_and_only_once():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 1}, "saved with seed 0 and this data set has seed 1"),
-        ({"batch_size": 3}, "batch_size 2 .* batch_size 3"),
-        ({"total_replicas": 4}, "total_replicas 2 .* total_replicas 4"),
-        ({"source": np.arange(41)}, "length 40 .* length 41"),
-        ({"shuffle": False, "remainder": "pad"}, "shuffle True, remainder 'drop' .* False, remainder 'pad'"),
+        ({"seed": 1}, "saved with seed 0, but this data set has seed 1"),
+        ({"batch_size": 3}, "batch_size 2, .* batch_size 3"),
+        ({"total_replicas": 4}, "total_replicas 2, .* total_replicas 4"),
+        ({"source": np.arange(41)}, "length 40, .* length 41"),
+        ({"shuffle": False, "remainder": "pad"}, "shuffle True, remainder 'drop', .* False, remainder 'pad'"),
     ],
 )
 def test_a_position_of_another_data_set_is_refused(change, words):
@@ -277,7 +277,7 @@ def test_a_position_past_the_end_is_refused():
 
 
 def test_a_dictionary_that_is_no_position_is_refused():
-    with pytest.raises(ValueError, match="is not a position of a data set; one has epoch, step, seed"):
+    with pytest.raises(ValueError, match="is not a position of a data set; a position has epoch, step, seed"):
         Position.from_dict({"epoch": 1})
 
 
@@ -295,7 +295,7 @@ def test_a_dictionary_that_is_no_position_is_refused():
         (list(range(23)), ValueError, "takes 24 elements"),
         (Shards(range(23), sized=True), ValueError, "batch_size is 3 .* shard 7 of 8 has 2 elements"),
         (Values([1], [2]), ValueError, "got 2 iterables for 8 local replicas"),
-        (iter([1, 2]), TypeError, "list_iterator, which can be gone through only once"),
+        (iter([1, 2]), TypeError, "list_iterator, which can be iterated over only once"),
         (Values(*[iter([1])] * 8), TypeError, "data set of replica 0 is a list_iterator"),
         ("abc", TypeError, "the data set is a str; use a pytree of arrays"),
         (3, TypeError, "the data set is a int"),
@@ -364,7 +364,7 @@ def test_positions_depend_on_what_a_step_takes_and_not_on_its_division_into_micr
     rest = distributed(2, 3)
     rest.restore(written.position())
     np.testing.assert_array_equal(next(rest.epoch(0)), next(rows))
-    with pytest.raises(ValueError, match="saved with batch_size 6 and this data set has batch_size 9"):
+    with pytest.raises(ValueError, match="saved with batch_size 6, but this data set has batch_size 9"):
         distributed(3, 3).restore(written.position())
 
 

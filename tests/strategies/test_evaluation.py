@@ -296,13 +296,13 @@ class TestMetricsOfBatches:
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, mask, key: returned(batch))
 
     def test_come_from_a_function_of_four_arguments(self, strategy):
-        with pytest.raises(TypeError, match=r"metrics_fn takes \(variables, batch, key\), and is called with"):
+        with pytest.raises(TypeError, match=r"metrics_fn takes \(variables, batch, key\), but is called with"):
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, key: {})
         with pytest.raises(TypeError, match="metrics_fn is a str; use a function"):
             evaluated(strategy, rows_of(5), metrics_fn="loss")
 
     def test_are_given_instead_of_another_function(self, strategy):
-        with pytest.raises(ValueError, match="fn and metrics_fn are two ways"):
+        with pytest.raises(ValueError, match="evaluate got both fn and metrics_fn"):
             evaluated(strategy, rows_of(5), fn=loss_fn, metrics_fn=metrics_fn)
 
 
@@ -370,7 +370,7 @@ class TestTheFunction:
         def meeting(variables, batch, key):
             return strategies.get_replica_context().all_reduce("mean", batch["y"].mean())
 
-        with pytest.raises(ValueError, match="has collectives, and evaluate gives it each row alone; .*metrics_fn"):
+        with pytest.raises(ValueError, match="has collectives, and evaluate calls it for each row alone; .*metrics_fn"):
             evaluated(strategy, rows_of(5), fn=meeting)
 
     def test_with_feeds_is_refused(self, strategy):
@@ -380,7 +380,7 @@ class TestTheFunction:
             outfeed.enqueue(variables["w"])
             return batch["y"].mean()
 
-        with pytest.raises(ValueError, match="has feeds, which are for training"):
+        with pytest.raises(ValueError, match="has feeds, which only training has"):
             evaluated(strategy, rows_of(5), fn=feeding)
 
     def test_that_raises_is_what_is_raised(self, strategy):
@@ -530,7 +530,7 @@ class TestDataSetsThatAreRefused:
         ("options", "message"),
         [
             ({"remainder": "drop"}, "drops 3 rows that do not fill a batch of 12, .*remainder='pad'"),
-            ({"gradient_accumulation_count": 2}, "batches of 2 micro-batches, which only training accumulates"),
+            ({"gradient_accumulation_count": 2}, "batches of 2 micro-batches, which are for training only"),
         ],
     )
     def test_because_rows_would_be_missing(self, strategy, options, message):
@@ -546,12 +546,14 @@ class TestDataSetsThatAreRefused:
     @pytest.mark.parametrize("data", [rows_of(5), rows_of(5)["x"], (rows_of(5)["x"],), "rows"])
     def test_because_they_are_no_batches(self, strategy, data):
         trainer, state = trainer_of(strategy)
-        with pytest.raises(TypeError, match=r"which has no batches; give what strategy.distribute_dataset"):
+        with pytest.raises(
+            TypeError, match=r"which does not consist of batches; give the result of strategy.distribute_dataset"
+        ):
             trainer.evaluate(state, data)
 
     def test_because_they_are_nothing(self, strategy):
         trainer, state = trainer_of(strategy)
-        with pytest.raises(TypeError, match="is a int and no iterable of batches"):
+        with pytest.raises(TypeError, match="is a int, not an iterable of batches"):
             trainer.evaluate(state, 3)
         with pytest.raises(ValueError, match="there is no row to evaluate"):
             trainer.evaluate(state, [])
@@ -559,12 +561,15 @@ class TestDataSetsThatAreRefused:
     @pytest.mark.parametrize(
         ("batches", "message"),
         [
-            ([rows_of(8), rows_of(12)], "batch 1 has 3 rows for each replica and the first one 2; .*begin with the"),
+            (
+                [rows_of(8), rows_of(12)],
+                "batch 1 has 3 rows for each replica, but the first batch has 2; .*begin with the",
+            ),
             ([rows_of(8), {"x": rows_of(8)["x"]}], "batch 1 has rows of other structure"),
             ([rows_of(8), rows_of(8) | {"y": np.ones((8, 2), np.float32)}], "batch 1 has rows of other structure"),
             ([{**rows_of(8), "scale": np.float32(2)}], r"in batch 0 .*batch\['scale'\] is of shape \[\]"),
             ([{**rows_of(8), "table": np.ones(3)}], r"in batch 0 .*batch\['table'\] is of shape \[3\]"),
-            ([cut(rows_of(8), 0, 0)], "no row in the first batch of instances \\[0\\]"),
+            ([cut(rows_of(8), 0, 0)], "first batch of instances \\[0\\] has no row"),
             ([{}], "batch 0 has no arrays"),
         ],
     )
@@ -581,7 +586,7 @@ class TestDataSetsThatAreRefused:
     def test_because_one_instance_has_nothing(self, on_instances):
         def program(strategy):
             trainer, state = trainer_of(strategy)
-            with pytest.raises(ValueError, match=r"no row in the first batch of instances \[1\]"):
+            with pytest.raises(ValueError, match=r"first batch of instances \[1\] has no row"):
                 trainer.evaluate(state, [rows_of(4)] if strategy.is_chief else [])
 
         on_instances(2, 2, program)
@@ -599,7 +604,7 @@ class TestInstances:
     def test_agree_on_what_is_evaluated(self, on_instances):
         def program(strategy):
             own = 1.0 + strategy.instance_index
-            with pytest.raises(DisagreementError, match="computes the evaluation otherwise than instance 0"):
+            with pytest.raises(DisagreementError, match="computes the evaluation differently from instance 0"):
                 evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: batch["y"].sum() * own)
 
         on_instances(2, REPLICAS, program)

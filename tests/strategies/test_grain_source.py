@@ -169,12 +169,12 @@ print("grain" in sys.modules, "absl" in sys.modules and "absl.flags" in sys.modu
         (lambda: GrainSource(Records(), num_workers=-1), ValueError, "num_workers is -1; it must be at least 0"),
         (lambda: GrainSource(Records(), 1, 0), ValueError, "worker_buffer_size is 0; it must be at least 1"),
         (lambda: GrainSource(augmented(Records()).to_iter_dataset()), TypeError, "can only be read from its beginning"),
-        (lambda: GrainSource(augmented(Records()).repeat()), ValueError, "repeats for ever; leave repeat.. out"),
+        (lambda: GrainSource(augmented(Records()).repeat()), ValueError, "repeats forever; leave repeat.. out"),
         (lambda: distributed(GrainSource(Records(11))), ValueError, "one global batch takes 12 elements"),
         (
             lambda: read(grain.MapDataset.source(Records()).filter(lambda row: row > 3)),
             ValueError,
-            "element [0-3] of epoch 0 is missing: a filter has taken it out",
+            "element [0-3] of epoch 0 is missing: a filter removed it",
         ),
     ],
 )

@@ -268,12 +268,12 @@ class TestDefaults:
     def test_strategies_are_refused_where_devices_are_never_attached(self, configure):
         configure(device_connection__type=2, device_connection__version="ipu2")
         with pytest.raises(
-            strategies.DeviceError, match="is NEVER in the configuration in force, and IPUStrategy would"
+            strategies.DeviceError, match="is NEVER in the configuration in force, but IPUStrategy would"
         ):
             strategies.IPUStrategy()
 
     def test_a_folder_of_executables_that_poprun_names_comes_first(self):
-        with pytest.raises(ValueError, match="serialization_output_folder is /dev/null/x, where no folder can be made"):
+        with pytest.raises(ValueError, match="serialization_output_folder is /dev/null/x, but no folder can be made"):
             use_executable_cache({}, "/dev/null/x")
         with pytest.raises(ValueError, match="POPDIST_EXECUTABLE_CACHE_PATH is /dev/null/y"):
             use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": "/dev/null/y"}, "/dev/null/x")

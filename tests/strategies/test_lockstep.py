@@ -13,8 +13,8 @@ from collectives import LayoutMismatchError
 from strategies import InputContext, PerReplica
 
 WARNING = (
-    "instance 1 ran out of data after {} steps of {}: all instances end it there, and what is left on {} is not used; "
-    "give all of them equally many batches"
+    "instance 1 ran out of data after {} steps of {}: all instances end it there, and the rest on {} is not used; "
+    "give all instances the same number of batches"
 )
 
 
@@ -192,7 +192,7 @@ class TestPadding:
         def program(strategy):
             source = PerReplica([Unsized([1, 2] if strategy.is_chief else [])])
             dataset = strategy.distribute_dataset(source, batch_size=2, remainder="pad")
-            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on, and pad"):
+            with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on, but pad"):
                 next(dataset.epoch(0))
 
         on_instances(2, 2, program)

@@ -70,7 +70,7 @@ class TestLoopVariables:
     @pytest.mark.parametrize("body", [lambda v: v + 0.5, lambda v: (v, v), lambda v: jnp.stack([v, v])])
     def test_they_keep_structure_shape_and_dtype(self, place, body):
         with pytest.raises(
-            TypeError, match=r"takes the loop variables \['int32\[\]'\] and returns .*have to be the same"
+            TypeError, match=r"takes the loop variables \['int32\[\]'\] but returns .*they must be the same"
         ):
             place(lambda: loops.repeat(3, body, [1]))
 

@@ -20,5 +20,7 @@ def test_what_older_programs_did_not_write_is_as_it_was_then():
 
 @pytest.mark.parametrize("values", [{}, {"epoch": 1}, POSITION.to_dict() | {"instances": 2}])
 def test_another_dictionary_is_refused(values):
-    with pytest.raises(ValueError, match="is not a position of a data set; one has epoch, step, seed, batch_size"):
+    with pytest.raises(
+        ValueError, match="is not a position of a data set; a position has epoch, step, seed, batch_size"
+    ):
         Position.from_dict(values)

@@ -77,5 +77,7 @@ def test_what_was_prepared_ahead_for_the_old_replicas_is_not_used(of_all):
 def test_a_stream_is_not_dealt_out_anew():
     dataset = dataset_of(range(2), list(range(100)))
     next(dataset.epoch(0))
-    with pytest.raises(StrategyError, match="the others can only read data sets of arrays, grain.MapDataset and other"):
+    with pytest.raises(
+        StrategyError, match="the others can take over its part only of data sets of arrays, grain.MapDataset and other"
+    ):
         dataset.redistribute(range(4))

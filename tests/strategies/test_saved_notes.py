@@ -124,7 +124,7 @@ class TestAStepThatWasSavedAlready:
             checkpoints.wait()
             monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2))
             checkpoints.save(state, metrics={"accuracy": 0.5})
-        assert "2 are free; training goes on, step 0 is kept" in caplog.text
+        assert "2 are free; training goes on, and step 0 is kept" in caplog.text
         assert names(tmp_path) == step_names(0)
 
     def test_is_found_where_the_writer_was_ended_between_two_names(self, tmp_path, training):
@@ -221,7 +221,7 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("like", "words"),
         [
-            ({"w": np.ones(3)}, r"has float32\[\] as variable .*it's.*, and like has nothing"),
+            ({"w": np.ones(3)}, r"has float32\[\] as variable .*it's.*, but like has nothing"),
             ({"w": 0}, "use the same model"),
         ],
     )
@@ -248,14 +248,16 @@ class TestVariables:
 
     def test_of_what_is_not_there_are_refused(self, saved, tmp_path):
         for path, options, words in (
-            (saved / "none", {}, "there is no whole checkpoint in .*none; name the folder"),
-            (saved, {"step": 5}, "there is no checkpoint .*step_00000005; there are those of the steps 0"),
-            (saved, {"best": Best("accuracy")}, "no whole checkpoint that was saved with the metric 'accuracy'"),
+            (saved / "none", {}, "there is no intact checkpoint in .*none; give the folder"),
+            (saved, {"step": 5}, "step_00000005 does not exist; there are checkpoints of steps 0"),
+            (saved, {"best": Best("accuracy")}, "no intact checkpoint that was saved with the metric 'accuracy'"),
         ):
             with pytest.raises(CheckpointError, match=words):
                 strategies.load_variables(path, **options)
         (saved / "step_00000000" / "training.json").write_text("{}")
-        with pytest.raises(CheckpointError, match="is damaged .training.json is not what was written.; use another"):
+        with pytest.raises(
+            CheckpointError, match="is damaged .training.json has changed since it was written.; use another"
+        ):
             strategies.load_variables(saved, step=0)
         with pytest.raises(ValueError, match="give one of them"):
             strategies.load_variables(saved, step=0, best=Best("a"))
@@ -303,7 +305,7 @@ class TestALoopOfOnesOwn:
     def test_has_a_seed_that_is_compared(self, tmp_path, strategy):
         self.run(strategy, tmp_path, 2)
         with Checkpoints(tmp_path, OwnLoop(strategy, seed=6)) as checkpoints:  # noqa: SIM117
-            with pytest.raises(CheckpointError, match="the trainer's seed 5, and this training has 6"):
+            with pytest.raises(CheckpointError, match="the trainer's seed 5, but this training has 6"):
                 checkpoints.restore(TrainState({"total": np.zeros(2, np.float32)}, (), step=0))
 
 

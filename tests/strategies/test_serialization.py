@@ -87,8 +87,8 @@ def test_what_a_step_returns_is_saved_as_numbers():
     [
         ({"a": np.ones(2)}, r"extra\['a'\] cannot be saved \(it is of type ndarray\); .* and keep arrays in the state"),
         ({"a": {"b": object()}}, r"extra\['a'\] cannot be saved \(it is of type object\); use numbers, strings"),
-        ({3: 1}, r"extra is \{3: 1\}; it is a dictionary with strings as keys"),
-        (0.5, "extra is 0.5; it is a dictionary"),
+        ({3: 1}, r"extra is \{3: 1\}; it must be a dictionary with strings as keys"),
+        (0.5, "extra is 0.5; it must be a dictionary"),
     ],
 )
 def test_what_json_cannot_write_is_refused(extra, words):
@@ -98,5 +98,5 @@ def test_what_json_cannot_write_is_refused(extra, words):
 
 @pytest.mark.parametrize("metrics", [0.5, {"a": "good"}, {"a": None}, {"a": np.ones(2)}])
 def test_metrics_are_numbers(metrics):
-    with pytest.raises(TypeError, match="it is a dictionary of numbers, such as a step returns"):
+    with pytest.raises(TypeError, match="it must be a dictionary of numbers, like the metrics of a step"):
         plain_metrics(metrics)

@@ -133,7 +133,7 @@ class TestRun:
         ids=["run", "reduce", "assign"],
     )
     def test_each_local_replica_has_one_value(self, strategy, call):
-        with pytest.raises(ValueError, match="a PerReplica has 5 values, and this instance has 4 replicas"):
+        with pytest.raises(ValueError, match="a PerReplica has 5 values, but this instance has 4 replicas"):
             call(strategy, PerReplica([1.0] * 5))
 
     def test_values_of_different_shapes_or_structures_are_refused(self, strategy):
@@ -249,7 +249,9 @@ class TestValuesThatJaxWouldMakeOthers:
             lambda: strategy.broadcast({"steps": value}),
             lambda: strategy.variable(value),
         ):
-            with pytest.raises(ValueError, match=r"of which JAX would keep u?int32 only; give smaller ones, or enable"):
+            with pytest.raises(
+                ValueError, match=r"do not fit into u?int32, which JAX would keep; use smaller numbers, or enable"
+            ):
                 call()
         largest = np.array([2**31 - 1, -(2**31)])
         assert strategy.broadcast(largest).tolist() == largest.tolist()
@@ -371,10 +373,10 @@ class TestReduceAlongAnAxis:
     @pytest.mark.parametrize(
         ("axis", "error", "message"),
         [
-            (1, ValueError, r"axis is 1, and a replica's value has the shape \[2\]; name an axis that it has"),
+            (1, ValueError, r"axis is 1, but a replica's value has the shape \[2\]; name an axis that it has"),
             (-2, ValueError, "axis is -2"),
             ((0, 0), ValueError, r"names one axis of \[2\] twice"),
-            ("0", TypeError, "axis is '0'; it must be a whole number, or a tuple of them"),
+            ("0", TypeError, "axis is '0'; it must be an integer, or a tuple of integers"),
             (True, TypeError, "axis is True"),
         ],
     )
@@ -383,7 +385,7 @@ class TestReduceAlongAnAxis:
             strategy.reduce("sum", np.zeros(2, np.float32), axis=axis)
 
     def test_there_has_to_be_something_along_it(self, strategy):
-        with pytest.raises(ValueError, match=r"of the shape \[0, 2\] has nothing along it; give each replica at least"):
+        with pytest.raises(ValueError, match=r"of the shape \[0, 2\] is empty along it; give each replica at least"):
             strategy.reduce("sum", np.zeros((0, 2), np.float32), axis=0)
 
     def test_instances_that_name_other_axes_are_told(self, on_instances):
@@ -430,7 +432,7 @@ class TestGather:
                 r"has the shape \[\]; .*give values with one more",
             ),
             (np.zeros(2, np.float32), 1, ValueError, "axis is 1"),
-            (np.zeros(2, np.float32), (0,), TypeError, r"axis is \(0,\); it must be a whole number"),
+            (np.zeros(2, np.float32), (0,), TypeError, r"axis is \(0,\); it must be an integer"),
             (np.array(["word"]), 0, UnsupportedBufferError, "replicas cannot exchange <U4"),
             (np.array([{}], object), 0, UnsupportedBufferError, "replicas cannot exchange object"),
         ],
@@ -440,7 +442,7 @@ class TestGather:
             strategy.gather(value, axis)
 
     def test_of_replicas_that_differ_in_anything_else(self, strategy, on_instances):
-        with pytest.raises(ValueError, match=r"have float32\[1\] and float32\[2\] along the axis that is gathered"):
+        with pytest.raises(ValueError, match=r"have float32\[1\] and float32\[2\] along the gathered axis"):
             strategy.gather(strategy.per_replica(lambda r: np.zeros((1, 1 + r // 2), np.float32)), axis=0)
         with pytest.raises(LayoutMismatchError, match=r"gather/0 of (float32|int32)\[\] along 0"):
             on_instances(2, 2, lambda s: s.gather(np.zeros(2, ["float32", "int32"][s.instance_index]), axis=0))
@@ -548,12 +550,12 @@ def test_every_replica_gets_a_whole_tree_with_its_own_value_in_it():
 
 @pytest.mark.parametrize("value", [PerReplica((1, 2, 3)), [0, PerReplica((1,))]])
 def test_another_number_of_values_is_refused(value):
-    with pytest.raises(ValueError, match=r"has [13] values, and this instance has 2 replicas; make it with strategy"):
+    with pytest.raises(ValueError, match=r"has [13] values, but this instance has 2 replicas; make it with strategy"):
         dealt(value, range(2))
 
 
 def test_values_of_other_replicas_are_refused():
     values = PerReplica((1, 2), range(2, 4))
     assert list(dealt([values], range(2, 4))) == [[1], [2]]
-    with pytest.raises(ValueError, match=r"of the replicas \[2, 3\], and this instance has \[0, 1\]; make it with"):
+    with pytest.raises(ValueError, match=r"to the replicas \[2, 3\], but this instance has \[0, 1\]; make it with"):
         dealt([values], range(2))

@@ -266,7 +266,7 @@ def test_nor_can_streams(caplog):
         three_steps(strategy, strategy.distribute_dataset(rows, batch_size=1).epoch(0))
 
     with caplog.at_level(logging.WARNING):
-        ends(function, "can only read data sets of arrays", error=StrategyError)
+        ends(function, "only of data sets of arrays", error=StrategyError)
     assert "another one's part of a data set that is only read in order: if one is lost the job ends" in caplog.text
 
 
@@ -307,7 +307,7 @@ def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplo
 
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, function)
-    assert "the queues of feeds belong to the replicas that an instance has had from the beginning: if" in caplog.text
+    assert "the queues of feeds belong to the replicas that an instance had from the beginning: if" in caplog.text
 
 
 # ---- what the chief does

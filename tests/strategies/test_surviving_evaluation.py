@@ -95,7 +95,7 @@ def test_the_others_take_over_the_rows_of_the_one_that_is_lost(instances):
     ("dataset", "survives", "error", "message"),
     [
         (padded, False, PeerLostError, "rank 1 is lost"),
-        (functools.partial(padded, source=X.tolist()), True, StrategyError, "can only read data sets of arrays"),
+        (functools.partial(padded, source=X.tolist()), True, StrategyError, "only of data sets of arrays"),
         (lambda strategy: [X[:8], X[:8]], True, StrategyError, "its part of these batches cannot be read again"),
     ],
     ids=["the job is to end", "a data set that is read in order", "batches of no data set"],

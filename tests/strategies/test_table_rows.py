@@ -62,5 +62,5 @@ def test_it_works_in_loops_and_under_recomputation():
 
 @pytest.mark.parametrize(("table", "indices"), [(np.ones((2, 2), np.int32), [0]), (np.ones((2, 2)), [0.5])])
 def test_other_dtypes_are_refused(table, indices):
-    with pytest.raises(TypeError, match="take_rows is for floats and integers"):
+    with pytest.raises(TypeError, match="take_rows needs floats and integers"):
         strategies.take_rows(table, np.array(indices))

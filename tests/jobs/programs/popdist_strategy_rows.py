@@ -46,7 +46,7 @@ config.configure_ipu_system()
 try:
     strategies.PopDistStrategy()
 except popdist.EnvironmentMismatchError as error:
-    check("P-01 contradiction", "auto_select_ipus is 3, and this instance has 1 of 2 replicas" in str(error), True)
+    check("P-01 contradiction", "auto_select_ipus is 3, but this instance has 1 of 2 replicas" in str(error), True)
 else:
     check("P-01 contradiction", "is refused", False)
 strategies.config.reset_ipu_configuration()

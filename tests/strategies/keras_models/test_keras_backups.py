@@ -186,4 +186,4 @@ def test_files_that_keras_wrote_alone_and_those_of_another_model_are_refused(tra
 
 def test_a_backup_in_the_midst_of_an_epoch_says_that_the_epoch_is_made_again(caplog, tmp_path):
     with_whole_backups(keras.callbacks.BackupAndRestore(tmp_path, save_freq=3))
-    assert "strategies.keras.Checkpoints(every=3) goes on behind the step" in caplog.text
+    assert "strategies.keras.Checkpoints(every=3) resumes after the step" in caplog.text

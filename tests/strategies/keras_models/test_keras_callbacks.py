@@ -107,7 +107,7 @@ def test_a_list_of_keras_that_has_told_a_tensorboard_of_the_model_is_refused(in_
         return str(refused.value)
 
     for message in in_scopes(2, program):
-        assert "TensorBoard knows the model, and so has begun to write on every instance; give fit a plain" in message
+        assert "TensorBoard that already knows the model and writes on every instance; give fit a plain" in message
     if find_spec("tensorflow") is None:
         assert "TensorFlow, which is not installed" in in_scopes(1, program)[0]
 

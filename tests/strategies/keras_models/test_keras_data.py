@@ -154,7 +154,7 @@ def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
         def is_shuffled(shuffle):
             return open_feed(DataArguments(X, TARGETS), strategy, trains=True, shuffle=shuffle).dataset.is_shuffled
 
-        with pytest.raises(ValueError, match=r"shuffle is 'no'; it is True, False or 'batch'"):
+        with pytest.raises(ValueError, match=r"shuffle is 'no'; it must be True, False or 'batch'"):
             regression().fit(X, TARGETS, shuffle="no", verbose=0)
         return [is_shuffled(shuffle) for shuffle in (1, np.True_, 0, None, "batch")]
 
@@ -176,7 +176,7 @@ def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
     """Keras leaves `batch_size` unused then, and so does this; one for all replicas would say what is not so."""
 
     def program(strategy):
-        with pytest.raises(ValueError, match="global_batch_size is 32, and the data come in batches that make 16 rows"):
+        with pytest.raises(ValueError, match="global_batch_size is 32, but the data come in batches that make 16 rows"):
             regression().fit(Numbered(), global_batch_size=32, verbose=0)
         regression().fit(Numbered(), global_batch_size=16, verbose=0)
 
@@ -307,7 +307,7 @@ def test_rows_that_are_too_few_for_all_micro_batches_are_refused(alone, rows):
         model.set_gradient_accumulation_options(2)
         for data in ((X[:rows], TARGETS[:rows]), (Batches(1, rows),)):
             with pytest.raises(
-                ValueError, match=f"the data have {rows} rows, for 4 replicas x 2 micro-batches; give at"
+                ValueError, match=f"the data have {rows} rows for 4 replicas x 2 micro-batches; give at"
             ):
                 model.fit(*data, verbose=0)
 

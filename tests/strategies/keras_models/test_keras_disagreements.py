@@ -83,13 +83,13 @@ CASES = {
     "a callback": (only_on_one(LambdaCallback(on_epoch_end=print)), r"1 has the list of .*_end\)\].* 0 .*\[\]"),
     "a callback for batches": (only_on_one(LambdaCallback(on_train_batch_end=print)), "list of callbacks"),
     "early stopping": (only_on_one(keras.callbacks.EarlyStopping("loss")), "EarlyStopping"),
-    "a rate in an epoch": (with_hook("on_epoch_end", HALF), "learning_rate behind on_epoch_end, 0.5"),
-    "a rate at its begin": (with_hook("on_epoch_begin", HALF), "learning_rate behind on_epoch_begin, 0.5"),
-    "a rate before a step": (with_hook("on_train_batch_begin", HALF), "learning_rate behind on_train_batch_end, 0.5"),
-    "a rate behind a step": (with_hook("on_train_batch_end", HALF), "learning_rate behind on_train_batch_end, 0.5"),
-    "weights": (with_hook("on_epoch_begin", double), r"kernel \(0\) behind on_epoch_begin, \(6, 4\)"),
-    "weights in a step": (with_hook("on_train_batch_end", double), r"kernel \(0\) behind on_train_batch_end"),
-    "weights on the chief": (with_hook("on_epoch_end", double, ON_CHIEF, 0), r"kernel \(0\) behind on_epoch_end"),
+    "a rate in an epoch": (with_hook("on_epoch_end", HALF), "learning_rate after on_epoch_end, 0.5"),
+    "a rate at its begin": (with_hook("on_epoch_begin", HALF), "learning_rate after on_epoch_begin, 0.5"),
+    "a rate before a step": (with_hook("on_train_batch_begin", HALF), "learning_rate after on_train_batch_end, 0.5"),
+    "a rate behind a step": (with_hook("on_train_batch_end", HALF), "learning_rate after on_train_batch_end, 0.5"),
+    "weights": (with_hook("on_epoch_begin", double), r"kernel \(0\) after on_epoch_begin, \(6, 4\)"),
+    "weights in a step": (with_hook("on_train_batch_end", double), r"kernel \(0\) after on_train_batch_end"),
+    "weights on the chief": (with_hook("on_epoch_end", double, ON_CHIEF, 0), r"kernel \(0\) after on_epoch_end"),
     "a flag in fit": (with_hook("on_epoch_end", freeze), r"trainable of variable 0 \(kernel\) False"),
     "all flags in fit": (with_hook("on_epoch_end", freeze_all), r"trainable of variable 0 \(kernel\) False"),
     "a flag before fit": (between(lambda model: (freeze(model), model.compile("sgd"))), r"trainable of variable 0"),
@@ -186,5 +186,5 @@ def test_a_model_that_a_callback_compiles_is_refused(alone):
         model = regression()
         fit(model, callbacks=[LambdaCallback(on_epoch_end=lambda epoch, logs: model.compile("sgd", "mse"))])
 
-    with pytest.raises(StrategyError, match="a callback has compiled model .* behind on_epoch_end"):
+    with pytest.raises(StrategyError, match="a callback has compiled model .* after on_epoch_end"):
         alone(program)

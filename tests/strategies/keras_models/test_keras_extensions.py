@@ -47,7 +47,7 @@ def test_an_execution_has_whole_updates(alone):
         counts = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: calls.append(batch))
         model = regression(steps_per_execution=8)
         model.set_gradient_accumulation_options(3)
-        with pytest.raises(RuntimeError, match="3 steps per replica, and steps_per_execution is 8"):
+        with pytest.raises(RuntimeError, match="3 steps per replica, but steps_per_execution is 8"):
             model.fit(X, TARGETS, batch_size=1, verbose=0)
         model.compile("sgd", "mse", steps_per_execution=6)
         model.fit(X[:48], TARGETS[:48], batch_size=1, verbose=0, callbacks=[counts])
@@ -62,7 +62,7 @@ def test_gradients_are_not_accumulated_twice(alone):
         model.fit(X, TARGETS, batch_size=4, verbose=0)
         own = int(model.optimizer.iterations)
         model.set_gradient_accumulation_options(2)
-        with pytest.raises(ValueError, match="gradient_accumulation_steps=2, and the model accumulates"):
+        with pytest.raises(ValueError, match="gradient_accumulation_steps=2, but the model accumulates"):
             model.fit(X, TARGETS, batch_size=4, verbose=0)
         return own
 

@@ -167,7 +167,7 @@ def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
         state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
         state, _ = trainer.step(state, batch)
         model.set_weights([np.float32([[2]])])
-        with pytest.raises(RuntimeError, match="reads model, variable .*kernel, which has changed"):
+        with pytest.raises(RuntimeError, match="reads model, variable .*kernel, which .* has changed"):
             trainer.step(state, batch)
 
     alone(program, 1)
@@ -194,7 +194,7 @@ def test_what_is_assigned_in_a_loop_of_jax_is_refused(alone):
             optimizer.apply([jnp.ones((1, 1))], model.trainable_variables)
             return count + 1
 
-        with pytest.raises(RuntimeError, match="was assigned inside of a loop or branch of JAX"):
+        with pytest.raises(RuntimeError, match="was assigned inside a loop or branch of JAX"):
             strategy.run(lambda: loops.repeat(3, body, [0.0]))
         return model.get_weights()[0].tolist(), int(optimizer.iterations.value)
 

@@ -225,7 +225,7 @@ def test_options_of_the_step_are_refused_beside_an_own_train_step(alone, tmp_pat
             model.fit(*data, **FIT, callbacks=[strategies.keras.Checkpoints(tmp_path)])
         model.set_gradient_accumulation_options(2)
         for use in (model.fit, model.train_on_batch):
-            with pytest.raises(RuntimeError, match="has set_gradient_accumulation_options, .* leave one of both out"):
+            with pytest.raises(RuntimeError, match="has set_gradient_accumulation_options, .* leave one of them out"):
                 use(*data)
 
     alone(program)

@@ -75,7 +75,7 @@ def test_kf_07_of_data_without_an_end_the_number_of_steps_is_said(alone, make):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"x": X[:3], "y": TARGETS[:3]}, ValueError, "the data have 3 rows, for 4 replicas x 1 micro-batches; give at"),
+        ({"x": X[:3], "y": TARGETS[:3]}, ValueError, "the data have 3 rows for 4 replicas x 1 micro-batches; give at"),
         ({"x": X[:0], "y": TARGETS[:0]}, ValueError, "the data have no rows"),
         ({"x": None}, ValueError, "x is None"),
         ({"x": X, "y": TARGETS, "batch_size": 0}, ValueError, "batch_size is 0; it must be at least 1"),
@@ -90,7 +90,7 @@ def test_ke_03_data_of_which_no_step_can_be_made_are_refused(alone, given, error
 
 def test_ke_03_batches_that_are_too_small_for_all_replicas_are_refused(alone):
     def program(strategy):
-        with pytest.raises(ValueError, match="the data have 3 rows, for 4 replicas"):
+        with pytest.raises(ValueError, match="the data have 3 rows for 4 replicas"):
             regression().fit(Batches(1, 3), verbose=0)
         return regression().predict(Batches(1, 3), verbose=0).shape
 

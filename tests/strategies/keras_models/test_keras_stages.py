@@ -242,7 +242,7 @@ def test_ka_01_each_call_of_a_functional_model_has_an_assignment(alone):
     ("stages", "error", "message"),
     [
         ([0, 0, 0], ValueError, r"\(3\) does not match the number of calls of layers of the model \(5\)"),
-        ([0, 0, 0, 2, 2], RuntimeError, r"strictly increasing from 0, and stages \[1\] have"),
+        ([0, 0, 0, 2, 2], RuntimeError, r"strictly increasing from 0, but stages \[1\] have"),
         ([1, 1, 1, 1, 1], RuntimeError, r"stages \[0\] have"),
         ([0, 1, 0, 1, 1], RuntimeError, "'twice' in pipeline stage 0 has a dependency from a pipeline stage"),
         ([0, 0, 0, 1, -1], ValueError, "it must be at least 0"),
@@ -260,7 +260,7 @@ def test_ka_01_assignments_of_other_calls_are_refused(alone):
         model, other = shared(), shared()
         given = [FunctionalLayerPipelineStageAssignment(a.layer, a.node_index, 0) for a in assigned(model)]
         swapped = [given[1], given[0], *given[2:]]
-        with pytest.raises(ValueError, match="assignment 0 is for 'first', and call 0 is one of 'twice'"):
+        with pytest.raises(ValueError, match="assignment 0 is for 'first', but call 0 is of 'twice'"):
             model.set_pipeline_stage_assignment(swapped)
         with pytest.raises(ValueError, match="assignment 0 is for"):
             other.set_pipeline_stage_assignment(given)
@@ -290,7 +290,7 @@ def test_ka_02_stages_of_a_model_whose_layers_have_changed_are_assigned_again(al
         model.add(dense(1, 3))
         model.compile("sgd", "mse")
         found = [one.pipeline_stage for one in assigned(model)]
-        with pytest.raises(RuntimeError, match="assigned to 2 calls of layers, and model .* has 3 now; assign them"):
+        with pytest.raises(RuntimeError, match="assigned to 2 calls of layers, but model .* now has 3; assign them"):
             fit(model, TARGETS)
         model.set_pipeline_stage_assignment([0, 1, 1])
         fit(model, TARGETS)
@@ -311,7 +311,7 @@ def test_partial_scopes_and_scopes_in_scopes_are_refused(alone):
         with PipelineStage(0):
             hidden = dense(4, 1)(given)
             with (
-                pytest.raises(RuntimeError, match=r"PipelineStage\(1\) is within PipelineStage\(0\)"),
+                pytest.raises(RuntimeError, match=r"PipelineStage\(1\) is inside PipelineStage\(0\)"),
                 PipelineStage(1),
             ):
                 pass

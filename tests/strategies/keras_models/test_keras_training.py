@@ -299,7 +299,7 @@ def test_single_batches_are_for_all_replicas(in_scopes):
 
     def program(strategy):
         model = regression(metrics=["mae"])
-        with pytest.raises(ValueError, match="a batch of 15 rows for 4 replicas x 1 micro-batches"):
+        with pytest.raises(ValueError, match="a batch of 15 rows cannot be split among 4 replicas x 1"):
             model.train_on_batch(X[:15], TARGETS[:15])
         return (
             model.train_on_batch(X[:16], TARGETS[:16], return_dict=True),

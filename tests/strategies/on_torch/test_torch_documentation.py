@@ -1,4 +1,4 @@
-"""The programs in torch.md run, and the page names what there is."""
+"""The programs on the pages on PyTorch run, and the pages mention every public name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import strategies
 import strategies.torch
 
 ROOT = Path(__file__).parents[3]
-PAGE = page_text("torch.md")
+PAGES = ("torch.md", "torch_modules.md", "torch_loops.md", "poptorch.md")
+TEXT = "\n".join(map(page_text, PAGES))
 
 
 def test_its_programs_run_one_after_another(capsys):
     names: dict[str, object] = {"__name__": "__main__"}
-    for program in page_programs("torch.md"):
-        exec(compile(program, "torch.md", "exec"), names)
-    assert capsys.readouterr().out.splitlines() == ["24", "4 (8, 3) (2,)"]
+    for page in PAGES:
+        for program in page_programs(page):
+            exec(compile(program, page, "exec"), names)
+    assert capsys.readouterr().out.splitlines() == ["24", "True", "4 (8, 3) (2,)"]
 
 
 def test_public_names_are_sorted_described_and_mentioned():
@@ -28,11 +30,11 @@ def test_public_names_are_sorted_described_and_mentioned():
     assert list(exported) == sorted(exported)
     for name in exported:
         assert getattr(strategies.torch, name).__doc__
-        assert re.search(rf"\b{name}\b", PAGE), name
+        assert re.search(rf"\b{name}\b", TEXT), name
 
 
 def test_what_it_mentions_of_trainers_exists():
-    mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", PAGE))
+    mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", TEXT))
     assert mentioned
     assert all(hasattr(strategies.torch.Trainer, name) for name in mentioned)
 

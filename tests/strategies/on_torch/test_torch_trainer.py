@@ -443,8 +443,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("rates", "dropouts", "message"),
         [
-            ((0.1, 1.1), (0.5, 0.5), r"instance 1 computes the update otherwise .*lr=1.1"),
-            ((0.1, 0.1), (0.2, 0.3), r"computes the module otherwise .*Dropout\(p=0.3"),
+            ((0.1, 1.1), (0.5, 0.5), r"instance 1 computes the update differently .*lr=1.1"),
+            ((0.1, 0.1), (0.2, 0.3), r"computes the module differently .*Dropout\(p=0.3"),
         ],
     )
     def test_instances_that_differ(self, rates, dropouts, message, on_instances):

@@ -1,4 +1,4 @@
-"""What pipelines.md shows of plans is what they say."""
+"""The timetables, the table and the log line in pipeline_schedules.md are up to date."""
 
 import draw_pipelines
 
