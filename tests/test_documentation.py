@@ -97,14 +97,6 @@ def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours
 
 @pytest.mark.complete
 @pytest.mark.job
-def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
-    (tmp_path / "cells.py").write_text("\n".join(page_programs("notebooks.md")))
-    done = poprun_jobs.run_alone(sys.executable, "-W", "error", "cells.py", cwd=tmp_path)
-    assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
-
-
-@pytest.mark.complete
-@pytest.mark.job
 @pytest.mark.cores(2)
 def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(tmp_path):
     program = tmp_path / "program.py"
