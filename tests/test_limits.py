@@ -56,9 +56,7 @@ def test_a_number_is_that_of_the_code(name):
     assert rows_of_page()[name][0] == ROWS[name]
 
 
-@pytest.mark.parametrize(
-    "option", [way.strip("`") for _, way in rows_of_page().values() if way.startswith("`--")]
-)
+@pytest.mark.parametrize("option", [way.strip("`") for _, way in rows_of_page().values() if way.startswith("`--")])
 def test_a_default_of_an_option_is_that_of_the_option(option):
     [number] = [number for number, way in rows_of_page().values() if way == f"`{option}`"]
     assert float(DEFAULTS[option]) == number
