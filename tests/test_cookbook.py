@@ -55,7 +55,8 @@ def lines_of_job(page, instances, folder):
     blocks = [block + REPORT.replace("{number}", str(number)) for number, block in enumerate(page_programs(page))]
     assert ALONE in blocks[0]
     program = folder / f"on_{instances}.py"
-    program.write_text("\n".join(blocks).replace(ALONE, IN_A_JOB), encoding="utf-8")
+    begin = f"import tempfile\ntempfile.tempdir = {str(folder)!r}\n"  # for the folders that recipes make
+    program.write_text(begin + "\n".join(blocks).replace(ALONE, IN_A_JOB), encoding="utf-8")
     words = (f"--num-instances={instances}", "--num-replicas=4", sys.executable, str(program))
     done = poprun_jobs.start(*words, cwd=folder).finish(LIMIT_S)
     assert done.status == 0, done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,8 +32,8 @@ class Job:
     environ: dict[str, str]
     launches: list[Launch] = field(default_factory=list)
 
-    def run(self, ends: Sequence[JobEnd], **options: object) -> JobEnd:
-        """The end of the last launch; there have to be as many as ends."""
+    def run(self, ends: Sequence[JobEnd], pause: Callable[[float], None] = lambda _: None, **options: object) -> JobEnd:
+        """Run one launch for each of the ends, and return the end of the last launch."""
         settings = LaunchSettings(
             program=("echo",),
             **{"num_instances": 2, "num_replicas": 4, "on_failure": "restart", "restart_backoff_s": 0, **options},
@@ -46,7 +46,7 @@ class Job:
 
         with self.said.open("w") as file:
             log = Log(descriptor=file.fileno())
-            ended = Restarts(self.environ, log).run(plan_launch(settings, self.environ, log), run_once)
+            ended = Restarts(self.environ, log, pause).run(plan_launch(settings, self.environ, log), run_once)
         assert list(rest) == []
         return ended
 
@@ -159,4 +159,18 @@ class TestOnSeveralHosts:
         assert job.lines == [
             "[E] cannot restart: hosts a, c do not answer, and the other hosts have no room for 3 or more of the "
             "instances (--min-instances)"
+        ]
+
+    def test_too_few_slots_end_the_job_although_all_hosts_answer(self, job: Job, silent: Path, tmp_path: Path) -> None:
+        hosts = tmp_path / "hosts"
+        hosts.write_text("a slots=3\nb slots=3\nc slots=3\n")
+        last = failed("instance 2 was lost", lost=(2,))
+
+        def shrink_the_hosts(_: float) -> None:
+            hosts.write_text("a slots=1\nb slots=1\n")
+
+        options = {**self.OPTIONS, "host": (), "hostfile": str(hosts)}
+        assert job.run([last], pause=shrink_the_hosts, **options, min_instances=3) == last
+        assert job.lines == [
+            "[E] cannot restart: the hosts have no room for 3 or more of the instances (--min-instances)"
         ]

@@ -131,7 +131,7 @@ class TestWhatWasCutOff:
         job, _ = merge(tmp_path, tmp_path / "trace.json")
         assert len(read_strictly(tmp_path / "trace.json")) > 20
         absent, cut = job.warnings
-        assert absent.startswith("instances 1 have no recording here")
+        assert absent == "instance 1 has no recording here; if it ran on another host, copy its file here"
         assert cut.startswith("instance 0 (h) did not come to its end")
 
     def test_lasts_until_the_end_of_what_is_known(self):
@@ -294,6 +294,18 @@ class TestAJobThatCarriedOn:
         assert (verdict.link.source, verdict.link.target) == (1, 0)
         assert "from instance 2 (host1) to instance 0 (host0)" in findings(verdict)[-1]
 
+    def test_names_one_lost_instance_in_the_singular(self):
+        first, last = Made(2, steps=60).recordings()
+        _, (said,) = of_longest_membership([self.cut(first, [0]), self.cut(last, [])])
+        assert said.startswith("instance 1 was lost, and the others carried on")
+        assert said.endswith("30 of 40 steps that instance 0 began")
+
+    def test_names_no_lost_instance_without_its_recording(self):
+        first, _, last = Made(3, steps=60).recordings()
+        _, (said,) = of_longest_membership([self.cut(first, [0]), self.cut(last, [1])])
+        assert said.startswith("some instances were lost, and the others carried on")
+        assert said.endswith("30 of 40 steps that instances 0, 2 began together")
+
     def test_has_the_numbers_that_instances_had_at_first_in_the_trace(self, tmp_path):
         job = put_together(self.recordings())
         write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
@@ -327,7 +339,7 @@ class TestTheCommand:
     def test_warns(self, tmp_path, folder, capfd):
         (tmp_path / "instance-0.timeline").write_bytes((folder / "instance-0.timeline").read_bytes())
         main(["merge", str(tmp_path), "-o", str(tmp_path / "a.json")])
-        assert capfd.readouterr().err.startswith("warning: instances 1 have no recording here")
+        assert capfd.readouterr().err.startswith("warning: instance 1 has no recording here")
 
 
 class TestAroundAJob:

@@ -322,7 +322,7 @@ class TestThePage:
         made = Made(2, delays_ms={(0, 0): 8000, (1, 1): 300})
         job = put_together(made.recordings())
         page = report_page(job, judge(job))
-        assert "Step 0, which took 8.01 s, and 1 others are higher than the picture" in page
+        assert "Step 0, which took 8.01 s, and 1 other are higher than the picture" in page
         (top,) = re.findall(r">([\d.]+) ms</text><text", page)
         assert 11 < float(top) < 15
 
