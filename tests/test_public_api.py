@@ -72,7 +72,6 @@ PAGES = (
     "evaluation.md",
     "feeds.md",
     "gpus.md",
-    "migrate.md",
     "low_precision.md",
     "memory.md",
     "metrics.md",
