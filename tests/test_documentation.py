@@ -1,13 +1,11 @@
-"""The pages of the documentation: how they hang together, and the programs in them that other tests do not run."""
+"""Links and names in the documentation, and programs in it that other tests do not run."""
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from jobs import poprun_jobs
-from pages import PAGES, page_programs, page_text
+from pages import PAGES, page_text
 
 import collectives
 import popdist
@@ -21,25 +19,25 @@ def text_of(page):
 
 
 def prose_of(page):
-    """The page without its blocks of code."""
+    """Return the page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def links_of(page):
-    """The targets of its links into this project: a path, and the part of a page behind #."""
+    """Return the targets of a page's links into this project: a path, and the heading after #."""
     targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
     return [target.partition("#")[::2] for target in targets if "://" not in target]
 
 
 def anchors_of(page):
-    """The names that GitHub gives its headings."""
+    """Return the anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "")) for heading in headings]
     return {words.lower().replace(" ", "-") for words in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_its_links_lead_to_pages_and_headings_that_exist(page):
+def test_links_of_pages_lead_to_existing_pages_and_headings(page):
     broken = []
     for path, anchor in links_of(page):
         target = (page.parent / path) if path else page
@@ -50,7 +48,7 @@ def test_its_links_lead_to_pages_and_headings_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
-    """Bare brackets are a pattern for the shell: it may put the name of a file in their place, or (zsh) refuse them."""
+    """Bare brackets are a pattern for the shell: it may replace them by the name of a file, or (zsh) refuse them."""
     assert re.findall(r"^(?!usage: ).*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
 
 
@@ -61,12 +59,12 @@ OWNERS = {
     "strategy": strategies.Strategy,
     "trainer": strategies.Trainer,
 }
-OF_OTHER_LIBRARIES = {  # the pages on migration say what takes their place
+OF_OTHER_LIBRARIES = {  # the pages on migration name their replacements
     *("popdist.popart", "popdist.poptorch"),
     *("strategy.experimental_distribute_dataset", "strategy.experimental_local_results"),
     *("trainer.fit", "trainer.is_global_zero", "trainer.test", "trainer.validate"),
 }
-OF_TORCH = re.compile(r"trainer\.\w+")  # on the pages on PyTorch: tests/strategies/on_torch look whether they exist
+OF_TORCH = re.compile(r"trainer\.\w+")  # tests/strategies/on_torch checks the pages on PyTorch
 
 
 def exists(owner, name):
@@ -75,20 +73,12 @@ def exists(owner, name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_names_of_ours_that_it_mentions_exist(page):
+def test_names_of_ours_on_pages_exist(page):
     mentioned = set(re.findall(rf"\b({'|'.join(OWNERS)})\.(?!md\b|py\b)([A-Za-z_]\w*)", text_of(page)))
     missing = {f"{owner}.{name}" for owner, name in mentioned if not exists(owner, name)}
     if page.name.startswith(("torch", "lightning")):
         missing = {name for name in missing if not OF_TORCH.fullmatch(name)}
     assert missing <= OF_OTHER_LIBRARIES
-
-
-@pytest.mark.complete
-@pytest.mark.job
-def test_the_cells_of_the_notebook_run_one_after_another(tmp_path):
-    (tmp_path / "cells.py").write_text("\n".join(page_programs("notebooks.md")))
-    done = poprun_jobs.run_alone(sys.executable, "-W", "error", "cells.py", cwd=tmp_path)
-    assert re.fullmatch(r"\d+\.\d+ [0-9a-f]{8}\n", done.stdout)
 
 
 def test_the_map_from_symptoms_leads_to_files_that_exist():

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collectives.calls import Call
 
 VARIABLE = "POPDIST_INJECT"
-"""The faults of all instances, separated by semicolons."""
+"""Faults that instances inject into themselves, separated by semicolons: `--inject`."""
 ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
-"""The number of restarts of the job before this attempt."""
+"""Number of times that `--on-failure shrink` or `restart` has started the job again; 0 at first."""
 
 KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
 DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"
@@ -78,7 +78,7 @@ class Fault:
 def break_connections() -> None:
     """Shut down all TCP sockets of this process, also listening ones, so that the peers see a broken connection."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of this listing is closed by now; other sockets may be unconnected
+        with suppress(OSError):  # the listing's own descriptor is closed by now; a socket may be unconnected
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 _break_connection(int(name))
 

@@ -16,7 +16,7 @@ from strategies.exchange.on_device import AUTO, COMPILED, EXCHANGES, HOST, WINDO
 logger = logging.getLogger("strategies.exchange")
 
 VARIABLE = "POPDIST_EXCHANGE"
-"""The environment variable that names the exchange of programs that do not choose one."""
+"""Exchange of gradients on devices: `compiled`, `window` or `host`. Default: `auto`."""
 LOCAL = "local"
 """The word for a job of one instance: gradients are added on its device, and no exchange is needed."""
 CPU, GPU = "cpu", "gpu"

@@ -27,6 +27,7 @@ from strategies.typing import Function, Tree
 logger = logging.getLogger(__name__)
 
 VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
+"""Folder for compiled programs: `--executable-cache-path`. Empty keeps none. Default: on GPUs a temporary folder."""
 WAIT_S = 600.0
 """The seconds that an instance waits for another one of its host to compile; then it compiles by itself."""
 _POLL_S = 0.02
