@@ -50,7 +50,7 @@ class SplitBackward:
             self._kept[graph.root] = torch.ones_like(loss)
 
     def of_inputs(self) -> None:
-        """Run the first part. No parameter gets a gradient."""
+        """Compute the gradients of the inputs, without gradients of parameters (the first part)."""
         hooks = []
         for node in self.of_first_part:
             aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
