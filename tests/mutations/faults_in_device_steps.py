@@ -128,6 +128,6 @@ IN_DEVICE_STEPS = (
         path="strategies/torch/on_device/arithmetic.py",
         old="    if replicas & (replicas - 1) == 0:\n",
         new="    if True:\n",
-        caught_by="tests/strategies/on_torch/test_device_arithmetic.py::test_a_mean_has_the_bits_of_the_host",
+        caught_by="tests/strategies/on_torch/test_device_arithmetic.py::test_a_mean_on_a_device_has_the_bits_of_the_host",
     ),
 )

@@ -1,4 +1,4 @@
-"""Each thread draws from a generator of its own, whatever draws, and as plain PyTorch would with that seed."""
+"""Random numbers of threads: each draws from its own generator, as plain PyTorch would with the same seed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_seeds_differ_for_each_replica_step_and_micro_batch():
 
 
 def test_compiled_code_draws_its_seeds_from_the_thread_in_its_first_call_too():
-    """That call runs under a mode of dispatch, below which a key of the thread is not seen."""
+    """The first call runs under a dispatch mode that hides the dispatch key of the thread."""
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

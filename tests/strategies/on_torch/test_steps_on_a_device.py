@@ -1,4 +1,4 @@
-"""Steps whose gradients stay on the replicas' device: what leaves it, and features with the bits of the host's way.
+"""Steps whose gradients stay on the replicas' device: reads of the device, and features with the bits of the host.
 
 The CPU is the device here; `ReplicaMemory.reads` counts what a GPU would be waited for.
 """
@@ -32,7 +32,7 @@ COMPILED = Defaults(exchange="compiled")
 
 
 class Waits(TorchDispatchMode):
-    """Notes operators whose result is a number of Python, for which a GPU is waited for."""
+    """A mode that records operators whose result is a Python number, for which a GPU would be waited for."""
 
     NAMES = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
 
@@ -47,7 +47,7 @@ class Waits(TorchDispatchMode):
 
 
 def steps(trainer, dataset, count=5):
-    """For each step how often the device was read in it, and when its metrics were read."""
+    """Return, for each step, the number of reads of the device and when its metrics were read."""
     memory, found = trainer._training.memory_of_replicas, []
     for _, batch in zip(range(count), dataset.epoch(0), strict=False):
         first = memory.reads
@@ -69,7 +69,7 @@ def begun(strategy, name="convolutions", **options):
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("name", ["convolutions", "embedding"])
 def test_a_step_of_one_instance_reads_nothing_until_its_metrics_are_asked_for(name, replicas):
-    """In the first step it reads once which buffers have changed."""
+    """The first step reads the device once to learn which buffers have changed."""
     trainer, dataset = begun(strategies.IPUStrategy(replicas), name)
     assert steps(trainer, dataset) == [(1, 1)] + [(0, 1)] * 4
     trainer.close()
@@ -182,7 +182,7 @@ def test_a_hook_behind_the_accumulation_of_a_gradient_runs_whenever_it_is_regist
 
 
 class Frozen(nn.Module):
-    """With a teacher that follows in the forward pass, a layer that is not trained, and a buffer that stays."""
+    """A module with a teacher that follows in the forward pass, a frozen layer, and a constant buffer."""
 
     def __init__(self):
         super().__init__()
@@ -377,5 +377,5 @@ def test_a_dropped_trainer_keeps_no_windows(on_instances):
         return trainer._engine._path
 
     paths = on_instances(2, 2, function, defaults=Defaults(exchange="window"))
-    gc.collect()  # once: of two threads that collect at a time one does nothing
+    gc.collect()  # once: two threads that collect at the same time hinder each other
     assert [path._windows.nbytes for path in paths] == [0, 0]

@@ -1,4 +1,4 @@
-"""The programs in torch.md run, and the page names what there is."""
+"""The page torch.md: its programs run, and the names it mentions exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = page_text("torch.md")
 
 
-def test_its_programs_run_one_after_another(capsys):
+def test_programs_on_the_page_run_one_after_another(capsys):
     names: dict[str, object] = {"__name__": "__main__"}
     for program in page_programs("torch.md"):
         exec(compile(program, "torch.md", "exec"), names)
@@ -31,7 +31,7 @@ def test_public_names_are_sorted_described_and_mentioned():
         assert re.search(rf"\b{name}\b", PAGE), name
 
 
-def test_what_it_mentions_of_trainers_exists():
+def test_trainer_attributes_on_the_page_exist():
     mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", PAGE))
     assert mentioned
     assert all(hasattr(strategies.torch.Trainer, name) for name in mentioned)

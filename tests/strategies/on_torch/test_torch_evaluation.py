@@ -1,4 +1,4 @@
-"""Every row of a data set is evaluated once, and predicted in its place, however many instances there are."""
+"""Evaluation and prediction: every row counts once and keeps its place on any number of instances."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def outputs_of(module, batch):
 
 
 def evaluated(strategy, module):
-    """An evaluation and predictions after a step."""
+    """Return an evaluation and predictions after a step."""
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters(), 0.01))
     trainer.step(next(iter(strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0))))
@@ -53,8 +53,8 @@ def alone(module):
     return evaluated(strategies.IPUStrategy(REPLICAS), module)
 
 
-def test_they_are_those_of_plain_pytorch_on_all_rows(module, alone):
-    """In evaluation mode: without dropout, with the moving means."""
+def test_evaluation_and_predictions_match_plain_pytorch_on_all_rows(module, alone):
+    """Evaluation mode means no dropout, and moving means for batch norm."""
     own = copy.deepcopy(module)
     strategy = strategies.IPUStrategy(REPLICAS)
     trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.Adam(own.parameters(), 0.01))
@@ -112,7 +112,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="distribute it with remainder='pad'"):
             trainer.evaluate(self.dataset(trainer))
 
-    def test_what_is_no_scalar(self, trainer):
+    def test_a_loss_that_is_no_scalar(self, trainer):
         padded = self.dataset(trainer, remainder="pad")
         with pytest.raises(TypeError, match=r"loss is of shape \[3, 5\]; return a scalar"):
             trainer.evaluate(padded, lambda module, batch: module(batch["x"]))
@@ -126,7 +126,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is of shape .* for 3 rows; the first axis of each output"):
             next(trainer.predict(in_order, lambda module, batch: module(batch["x"]).mean(0)))
 
-    def test_instances_that_evaluate_other_things(self, module, on_instances):
+    def test_instances_that_evaluate_different_loss_functions(self, module, on_instances):
         def evaluate(strategy):
             own = copy.deepcopy(module)
             trainer = sgd_trainer(strategy, own)
@@ -137,8 +137,8 @@ class TestRefusals:
             on_instances(2, 2, evaluate)
 
 
-def test_replicas_that_stay_follow_what_the_program_changes_between_calls():
-    """As those of PopTorch's models do."""
+def test_standing_replicas_follow_changes_of_the_program_between_calls():
+    """PopTorch's models use replicas of this kind."""
     module = Apply(lambda self, x: x * self.weight * self.factor + self.shift, weight=nn.Parameter(torch.ones(1)),
                    shift=torch.zeros(1))  # fmt: skip
     module.factor = 1.0

@@ -1,4 +1,4 @@
-"""Layers of torch.nn.SyncBatchNorm take the statistics of all replicas, with the same bits on all instances."""
+"""Layers of torch.nn.SyncBatchNorm: statistics of all replicas, with the same bits on all instances."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def state_of(module):
 
 
 def trained(strategy, module, batch, steps=3, loss=loss_fn, **options):
-    """The state of a module, which is not changed, after some steps on the same rows."""
+    """Return the state of a copy of a module after some steps on the same rows."""
     module = copy.deepcopy(module)
     trainer = sgd_trainer(strategy, module, loss, momentum=0.9, **options)
     losses = [float(trainer.step(part(strategy, batch))["loss"]) for _ in range(steps)]
@@ -81,7 +81,7 @@ def trained(strategy, module, batch, steps=3, loss=loss_fn, **options):
 
 
 def trained_plainly(module, batch, steps=3, loss=loss_fn):
-    """The same with ordinary batch normalisation of all rows."""
+    """Return the state after training with ordinary batch normalisation of all rows."""
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     losses = []
@@ -183,7 +183,7 @@ def test_loops_have_the_bits_of_a_trainer(streams, use_reentrant, on_instances):
 
 
 def layer_trained(strategy, layer, x, loss, **options):
-    """The layer after one step on rows of all replicas, and the gradients of the rows of this instance."""
+    """Return the layer after one step on rows of all replicas, and the gradients of this instance's rows."""
     module = Rows(copy.deepcopy(layer), x)
     trainer = sgd_trainer(strategy, module, loss, lr=1.0, **options)
     mine = strategy.local_replicas
@@ -192,7 +192,7 @@ def layer_trained(strategy, layer, x, loss, **options):
 
 
 class Rows(nn.Module):
-    """A layer on rows that are parameters, so that their gradients are seen: replicas have other rows each."""
+    """A layer on rows that are parameters, so that their gradients can be read; each replica has other rows."""
 
     def __init__(self, layer, parts):
         super().__init__()
@@ -212,7 +212,7 @@ def weighted(module, batch):
 
 
 def weighted_plainly(layer, parts):
-    """The gradients of rows, weight and bias of the mean over replicas, with statistics of all rows."""
+    """Return the gradients of rows, weight and bias of the mean over replicas, with statistics of all rows."""
     x = torch.cat(parts).clone().requires_grad_()
     output = layer(x)
     losses = []
@@ -236,7 +236,7 @@ CASES = {
 
 
 def assert_layers_agree(found, layer, parts, gradient, **tolerance):
-    """After a step of length 1, the rows, the parameters and the statistics."""
+    """Assert equal rows, parameters and statistics after a step of length 1."""
     rows_found = torch.cat([part.detach() for part in found.parts])
     torch.testing.assert_close(rows_found, torch.cat(parts) - gradient, **tolerance)
     now, before = found.layer.state_dict(), layer.state_dict()
@@ -263,7 +263,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch(case):
 
 
 @pytest.mark.parametrize("sizes", [(1, 9, 4, 2), (0, 5, 0, 3)])
-def test_replicas_count_by_their_rows(sizes, on_instances):
+def test_replicas_are_weighted_by_their_rows(sizes, on_instances):
     parts = parts_of_rows((8, 3), sizes=sizes)
     layer = nn.BatchNorm1d(3)
     one = layer_trained(strategies.IPUStrategy(4), synchronised(layer), parts, weighted)
@@ -324,7 +324,7 @@ def test_compiled_modules_leave_the_layer_as_it_is():
 
 
 class Staged(nn.Module):
-    """A layer in each of two stages, dropout between."""
+    """One layer in each of two stages, with dropout between."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +340,7 @@ class Staged(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [None, "one_forward_one_backward", "grouped", "zero_bubble"])
-def test_stages_of_all_replicas_meet_in_each_micro_batch(schedule, on_instances):
+def test_stages_of_all_replicas_exchange_statistics_in_each_micro_batch(schedule, on_instances):
     module = new(Staged)
     generator = torch.Generator().manual_seed(1)
     x, labels = torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator)
@@ -391,7 +391,7 @@ def test_a_stage_that_fails_ends_those_of_all_replicas():
 # ---- evaluation
 
 
-def test_evaluations_use_what_was_learned():
+def test_evaluations_use_the_moving_statistics():
     module, batch = synchronised(new()), rows(4)
     strategy = strategies.IPUStrategy(4)
     trainer = sgd_trainer(strategy, module)
@@ -443,11 +443,11 @@ def test_second_derivatives_are_refused():
         trained(strategies.IPUStrategy(2), synchronised(new()), rows(2), loss=loss)
 
 
-# ---- replicas that do other things than the others
+# ---- replicas that diverge from the others
 
 
 class Astray(nn.Module):
-    """Two layers, and what replica 1 does with them."""
+    """Two layers, and a fault of replica 1."""
 
     def __init__(self, what):
         super().__init__()
