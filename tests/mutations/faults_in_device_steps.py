@@ -6,7 +6,7 @@ from fault import Fault
 
 _STEPS = "tests/strategies/on_device/test_step_on_device.py"
 _ENGINES = "tests/strategies/engines/test_engines.py"
-_NOTICE = "test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step"
+_NOTICE = "test_all_instances_agree_on_a_notice_to_one_at_the_end_of_the_step"
 _WINDOWS = "tests/strategies/test_window_path.py"
 _COPIES = "tests/strategies/test_host_copies.py"
 
@@ -23,42 +23,42 @@ IN_DEVICE_STEPS = (
         path="strategies/jax/on_device/arithmetic.py",
         old="(total * np.float32(1 / replicas))",
         new="(total * np.float32(1 / replicas**2))",
-        caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_for_every_number_of_replicas",
+        caught_by=f"{_STEPS}::test_a_step_has_the_bits_of_the_host_for_every_number_of_replicas",
     ),
     Fault(
         name="a mean on JAX's devices is multiplied by a rounded reciprocal",
         path="strategies/jax/on_device/arithmetic.py",
         old="if replicas & (replicas - 1) == 0:  # the same bits as a division",
         new="if True:",
-        caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_with",
+        caught_by=f"{_STEPS}::test_a_step_has_the_bits_of_the_host_with_each_option",
     ),
     Fault(
         name="the scale of losses grows after each step that is finite",
         path="strategies/jax/on_device/scaling.py",
         old="jnp.where(is_finite, jnp.where(is_due, higher, same), lower)",
         new="jnp.where(is_finite, higher, lower)",
-        caught_by=f"{_STEPS}::test_the_scale_of_losses_moves_as_on_the_host",
+        caught_by=f"{_STEPS}::test_the_loss_scale_moves_as_on_the_host",
     ),
     Fault(
         name="a failure on the device has the number of the step that was begun last",
         path="strategies/jax/on_device/queue.py",
         old='f"step {number} has failed on the device',
         new='f"step {step} has failed on the device',
-        caught_by=f"{_STEPS}::test_a_failure_on_the_device_is_told_with_its_step",
+        caught_by=f"{_STEPS}::test_a_failure_on_the_device_names_its_step",
     ),
     Fault(
         name="gradients that travel as int8 stay on the device",
         path="strategies/jax/preparation.py",
         old="plan, reason = None, self._options.needs_host",
         new="plan, reason = None, None",
-        caught_by=f"{_STEPS}::test_a_forced_device_refuses_what_needs_the_host",
+        caught_by=f"{_STEPS}::test_a_forced_device_refuses_options_that_need_the_host",
     ),
     Fault(
         name="a model state on the device moves on though a gradient is not finite",
         path="strategies/jax/on_device/step.py",
         old="            model_state = chosen(self.is_finite, model_state, state.model_state)\n",
         new="",
-        caught_by=f"{_STEPS}::test_a_model_state_stays_where_a_gradient_is_not_finite",
+        caught_by=f"{_STEPS}::test_a_model_state_stays_if_a_gradient_is_not_finite",
     ),
     Fault(
         name="a notice to an instance with a device is kept from the others",

@@ -157,7 +157,7 @@ IN_STRATEGIES = (
         path="strategies/core/step.py",
         old="        batch = members.up_to_date(batch)\n",
         new="",
-        caught_by="tests/strategies/engines/test_losing_an_instance.py::test_the_others_go_on_to_the_same_bits",
+        caught_by="tests/strategies/engines/test_losing_an_instance.py::test_survivors_end_with_the_same_bits",
     ),
     Fault(
         name="batches of an evaluation that an instance has not got are skipped after a loss",

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - each idiom is one row
-"""How programs of Keras are written, one row each: beside stock Keras on one replica, and on four over instances.
+"""Idioms of Keras programs, one row each: compared with stock Keras on one replica, and over instances on four.
 
 A row is a model and what is done with it. On one replica it has the values of stock Keras, up to rounding: the update is a
 program of its own. On four replicas it has the same bits for one instance and for two. What replicas cannot do is refused, and the
@@ -32,7 +32,7 @@ FIT = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
 
 @dataclass(frozen=True)
 class Idiom:
-    """A program.
+    """A model with data and the calls of a program.
 
     Attributes:
         model: makes the model, which is not compiled.
@@ -53,7 +53,7 @@ class Idiom:
     refused: str = ""
 
     def run(self):
-        """The values of all that the model has, and those that were told."""
+        """Return the values of all variables, and the reported values."""
         model = self.model()
         set_weights(model)
         self.compile(model)
@@ -109,7 +109,7 @@ def attention():
 
 
 class WithPenalty(keras.Model):
-    """Subclassed; a loss of its own, a counter, and a moving mean that `call` writes."""
+    """A subclassed model with its own loss, a counter, and a moving mean that `call` writes."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""One instance of a job that trains twice, by compiled collectives and on the host: prints both fingerprints."""
+"""An instance of a job that trains twice, by compiled collectives and on the host, and prints both fingerprints."""
 
 from __future__ import annotations
 
