@@ -9,7 +9,7 @@ CollectiveError
 ├── BrokenError             an earlier call failed half-way: make a new communicator
 ├── ClosedError             the communicator is closed: do not use it any more
 ├── BusyError               two threads called at the same time: use the named asynchronous calls
-├── UnsupportedBufferError  no collective takes this dtype, memory layout or shape (also a TypeError)
+├── UnsupportedBufferError  no collective takes this dtype, layout or shape: pass another array (also a TypeError)
 ├── CudaError               the CUDA driver refused a call: exchange on another path
 ├── MappingError            ranks cannot map each other's memory: exchange on another path
 └── MissingBackendError     an optional library is not installed: install it (also an ImportError)

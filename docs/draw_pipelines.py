@@ -1,4 +1,4 @@
-"""Writes what docs/how_to/train/pipelines.md shows of plans: the table of schedules, and timetables.
+"""Writes what docs/how_to/train/pipeline_schedules.md shows of plans: the table of schedules, and timetables.
 
     python docs/draw_pipelines.py     after a schedule was added, or timetables look different
 
@@ -14,7 +14,7 @@ from strategies.pipelines.plan import Plan, plan
 from strategies.pipelines.schedules import PipelineSchedule, schedule_named
 from strategies.pipelines.timetable import placed
 
-PAGE = Path(__file__).parent / "how_to" / "train" / "pipelines.md"
+PAGE = Path(__file__).parent / "how_to" / "train" / "pipeline_schedules.md"
 STAGES, MICRO_BATCHES, IN_COMPARISON, IN_TEXT = 4, 24, 8, 12
 COMPARED = (PipelineSchedule.Grouped, PipelineSchedule.OneForwardOneBackward)
 ON_TWO_DEVICES = [0, 1, 1, 0]
@@ -62,7 +62,7 @@ def written(page: str) -> str:
             page,
             flags=re.DOTALL,
         )
-        assert number == 1, f"docs/how_to/train/pipelines.md lacks the place of {name}"
+        assert number == 1, f"docs/how_to/train/pipeline_schedules.md lacks the place of {name}"
     return page
 
 

@@ -15,6 +15,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from dark import with_dark
+
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = Path(__file__).with_name("pictures") / "rooms.svg"
 COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
@@ -174,7 +176,7 @@ def draw() -> str:
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" width="{width}" height="{bottom}">'
     background = f'<rect width="{width}" height="{bottom}" style="fill:#fff;stroke:none"/>'
-    return "\n".join([head, f"<style>{style}</style>", background, *parts, "</svg>\n"])
+    return with_dark("\n".join([head, f"<style>{style}</style>", background, *parts, "</svg>\n"]))
 
 
 def _box(parts: list[str], left: float, top: float, package: str, room: str) -> float:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dark import with_dark
+
 from collectives.tree import TreeNode, halves, root_of, subtrees
 
 PICTURE = Path(__file__).with_name("pictures") / "tree.svg"
@@ -65,4 +67,4 @@ def _draw_node(
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw(), encoding="utf-8")
+    PICTURE.write_text(with_dark(draw()), encoding="utf-8")

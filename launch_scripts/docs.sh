@@ -11,5 +11,5 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 say "docs.sh: builds the documentation site."
 prepare docs
 cd -- "${root:?}"
-run python -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet "$@" docs build/docs
+run python -m sphinx --builder html --fresh-env --nitpicky --fail-on-warning --keep-going --quiet "$@" docs build/docs
 say "The site is in $root/build/docs; open $root/build/docs/index.html in a browser."

@@ -3,8 +3,8 @@
 PopDistError
 ├── EnvironmentMismatchError  the launcher's variables are incomplete or contradictory: start the program correctly
 ├── LifeCycleError            init, register and finalise came in an impossible order: fix the program
-│   └── NotInitializedError   the Horovod interface was used before its `init` (also a ValueError)
-└── InstanceError             an `Instance` was built from impossible numbers (also a ValueError)
+│   └── NotInitializedError   the Horovod interface was used before its `init`: call it first (also a ValueError)
+└── InstanceError             an `Instance` was built from impossible numbers: correct them (also a ValueError)
 """
 
 

@@ -15,7 +15,7 @@ from popdist.instance import Instance
 from popdist.records.progress import page_owner
 
 JOINED_VARIABLE = "POPDIST_JOINED"
-"""`pid:job`: the process that has joined the job; its children inherit the variable."""
+"""`pid:job`: the process that takes part in the job. Its child processes inherit the variable and stay outside."""
 
 _OF_THE_JOB = ("POPDIST_", "POPRUN_", "OMPI_", "PMIX_", "TF_CONFIG")
 _NAMES_OF_JOBS = ("PMIX_NAMESPACE", "TF_CONFIG")

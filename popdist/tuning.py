@@ -10,7 +10,16 @@ from collectives.factory import MECHANISMS
 from collectives.plans.network import Network
 from popdist.errors import EnvironmentMismatchError
 
-PREFIX = "POPDIST_"
+STALL_WARNING = "POPDIST_STALL_WARNING_S"
+"""Seconds that an instance waits for others before each warning. Default: 30."""
+TIMEOUT = "POPDIST_TIMEOUT_S"
+"""Seconds that an instance waits for others before `CollectiveTimeoutError`. Default: 600."""
+CONNECT_TIMEOUT = "POPDIST_CONNECT_TIMEOUT_S"
+"""Seconds that a worker over gRPC waits for the other workers to start. Default: 300."""
+MECHANISM = "POPDIST_MECHANISM"
+"""`window` requires shared memory inside each host; `ring` sends messages there too. Default: `auto`."""
+NETWORK = "POPDIST_NETWORK"
+"""File of `poprun simulate measure` by which plans of messages are chosen; every host needs it."""
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
@@ -21,9 +30,9 @@ def read_limits(environ: Mapping[str, str]) -> Limits:
     """
     usual = Limits()
     return Limits(
-        _seconds(environ, "STALL_WARNING_S", usual.stall_warning_s),
-        _seconds(environ, "TIMEOUT_S", usual.timeout_s),
-        _seconds(environ, "CONNECT_TIMEOUT_S", usual.connect_timeout_s),
+        _seconds(environ, STALL_WARNING, usual.stall_warning_s),
+        _seconds(environ, TIMEOUT, usual.timeout_s),
+        _seconds(environ, CONNECT_TIMEOUT, usual.connect_timeout_s),
     )
 
 
@@ -33,11 +42,10 @@ def read_mechanism(environ: Mapping[str, str]) -> str:
     Raises:
         EnvironmentMismatchError: The mechanism is unknown.
     """
-    name = f"{PREFIX}MECHANISM"
-    mechanism = environ.get(name, "auto")
+    mechanism = environ.get(MECHANISM, "auto")
     if mechanism not in MECHANISMS:
         raise EnvironmentMismatchError(
-            f"{name}={mechanism!r} is not a mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
+            f"{MECHANISM}={mechanism!r} is not a mechanism; use one of {', '.join(MECHANISMS)}, or unset it"
         )
     return mechanism
 
@@ -48,20 +56,19 @@ def read_network(environ: Mapping[str, str]) -> Network | None:
     Raises:
         EnvironmentMismatchError: The file cannot be read, or does not describe a network.
     """
-    name = f"{PREFIX}NETWORK"
-    path = environ.get(name)
+    path = environ.get(NETWORK)
     if path is None:
         return None
     try:
         return Network.read(Path(path))
     except (OSError, ValueError) as error:
         raise EnvironmentMismatchError(
-            f"{name}={path!r}: {error}; name a file of `poprun simulate measure` that every host has, or unset it"
+            f"{NETWORK}={path!r}: {error}; name a file of `poprun simulate measure` that every host has, or unset it"
         ) from error
 
 
-def _seconds(environ: Mapping[str, str], limit: str, usual: float) -> float:
-    text = environ.get(f"{PREFIX}{limit}")
+def _seconds(environ: Mapping[str, str], variable: str, usual: float) -> float:
+    text = environ.get(variable)
     if text is None:
         return usual
     try:
@@ -69,7 +76,5 @@ def _seconds(environ: Mapping[str, str], limit: str, usual: float) -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise EnvironmentMismatchError(
-            f"{PREFIX}{limit}={text!r} is not a positive number of seconds; correct or unset it"
-        )
+        raise EnvironmentMismatchError(f"{variable}={text!r} is not a positive number of seconds; correct or unset it")
     return seconds

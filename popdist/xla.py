@@ -12,6 +12,7 @@ from pathlib import Path
 
 FLAGS_VARIABLE = "XLA_FLAGS"
 OVERRULE = "POPDIST_ALLOW_WRONG_SUMS"
+"""1 leaves a jaxlib that computes wrong sums as it is. Default: XLA flags that make its sums right."""
 FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
 WITHOUT_SUMS = f"{FUSIONS}=-reduce"
 

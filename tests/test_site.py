@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from types import ModuleType
 
 import pytest
 import write_reference
-from pages import DOCS, PAGES, ROOT, page_text
+from docstrings import restructured
+from pages import DOCS, PAGES, ROOT, page_named, page_text
+from site_map import llms_txt
 
 from poprun.cli.launch_options import OPTIONS
+from poprun.hosts.remote import FORWARDED_FAMILIES, FORWARDED_NAMES
 
 INDEX = ROOT / "docs" / "index.md"
 LISTED = re.compile(r"^\* \[[^\]]+\]\(([\w/.-]+\.md)\): .+\.$", re.MULTILINE)
@@ -18,6 +23,14 @@ INDEXES = [page for page in DOCS if page.name == "index.md"]
 def listed_on(index):
     """Return the pages in the list of an index page, in order."""
     return [(index.parent / path).resolve() for path in LISTED.findall(index.read_text(encoding="utf-8"))]
+
+
+def test_the_map_for_language_models_lists_every_page_with_its_purpose():
+    title, summary, *lines = llms_txt(INDEX.parent).split("\n\n")
+    assert title.startswith("# ")
+    assert summary.startswith("> ")
+    named = re.findall(r"^- \[.+\]\((.+)\): .+\.$", "\n".join(lines), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(INDEX.parent)) for page in DOCS if page not in INDEXES)
 
 
 def test_every_page_is_listed_on_exactly_one_index_page():
@@ -48,3 +61,78 @@ def test_generated_parts_of_a_page_are_as_the_code_declares_them(page):
 def test_every_option_of_poprun_has_a_row():
     page = page_text("poprun_options.md")
     assert [option.name for option in OPTIONS if f"`--{option.name}` |" not in page] == []
+
+
+API = {page: re.findall(r"^.. automodule:: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE) for page in DOCS}
+
+
+@pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
+def test_every_public_module_has_a_page_of_the_python_api(package):
+    """A module that a package exports has one too; the site build fails if a page names a module that is not there."""
+    module = importlib.import_module(package)
+    modules = {f"{package}.{name}" for name in module.__all__ if isinstance(getattr(module, name), ModuleType)}
+    described = [name for names in API.values() for name in names]
+    assert {package, *modules} <= set(described)
+    assert len(described) == len(set(described))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Return `x`s of `a * b`, *args and name_ too.", "", ":py:obj:`x`\\ s of ``a * b``, \\*args and name\\_ too."],
+        ["Use it so:", "", "    with it:", "        pass", "Then.", "", ".. code-block:: python", "   with it:"],
+        ["Args:", "    first: one", "        or two.", "", "Args:", "    first: one"],
+    ],
+    ids=["spans", "example", "section"],
+)
+def test_docstrings_are_translated_for_the_site(lines):
+    cut = len(lines) - lines[::-1].index("") if "" in lines else len(lines)
+    text = "\n".join(restructured(lines[:cut]))
+    assert all(line in text for line in lines[cut:])
+
+
+def test_every_environment_variable_in_the_code_is_on_the_page():
+    page = page_text("environment.md")
+    assert [name for name in sorted(write_reference.names_of_variables()) if f"`{name}`" not in page] == []
+
+
+def test_every_family_of_variables_that_poprun_hands_on_is_on_the_page():
+    page = page_text("environment.md")
+    assert [name for name in (*FORWARDED_FAMILIES, *FORWARDED_NAMES) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
+def test_every_public_error_is_in_the_catalogue(package):
+    page = page_text("errors.md")
+    public = [name for name in importlib.import_module(package).__all__ if name.endswith("Error")]
+    assert public
+    assert [name for name in public if f"| `{name}` (" not in page] == []
+    without_next_step = re.findall(
+        r"^\| `(\w+)` .*\| - \|$", page.partition(f"\n## {package}\n")[2].split("\n## ")[0], re.M
+    )
+    assert len(without_next_step) == 1, "only the base class of a tree needs no next step"
+
+
+def test_the_words_of_the_glossary_are_sorted_and_each_has_an_anchor_of_its_own():
+    words = re.findall(r"^## (.*)$", page_text("glossary.md"), re.MULTILINE)
+    assert words == sorted(words, key=str.lower)
+    assert len(words) == len(write_reference.anchors_of(page_named("glossary.md"))) - 1
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.name)
+def test_every_picture_has_a_dark_variant(picture):
+    assert picture.suffix == ".svg"
+    assert "prefers-color-scheme:dark" in picture.read_text(encoding="utf-8")
+
+
+MOST_WORDS = 2500
+NOT_YET = {"strategies.md"}
+"""Pages that are still to be divided."""
+
+
+def test_no_page_is_longer_than_a_reader_has_patience_for():
+    """Tables that follow from the code, measurements and decisions may be longer."""
+    generated = {page.name for page in write_reference.pages()}
+    read = [page for page in DOCS if page.name not in generated and page.parent.name != "project"]
+    longer = {page.name for page in read if len(page.read_text(encoding="utf-8").split()) > MOST_WORDS}
+    assert longer <= NOT_YET

@@ -15,10 +15,17 @@ from collectives.network.addresses import Address
 
 logger = logging.getLogger(__name__)
 
-CERTIFICATE, KEY, AUTHORITY = "POPDIST_TLS_CERT", "POPDIST_TLS_KEY", "POPDIST_TLS_CA"
+CERTIFICATE = "POPDIST_TLS_CERT"
+"""PEM file with the certificate of a worker over gRPC."""
+KEY = "POPDIST_TLS_KEY"
+"""PEM file with the private key of `POPDIST_TLS_CERT`."""
+AUTHORITY = "POPDIST_TLS_CA"
+"""PEM file with the certificate authority that signed the certificates of all workers."""
 TLS_VARIABLES = (CERTIFICATE, KEY, AUTHORITY)
 INSECURE = "POPDIST_GRPC_INSECURE"
+"""1 allows gradients and variables to travel over a network in plaintext. Default: only over loopback addresses."""
 TOKEN = "POPDIST_JOB_TOKEN"  # noqa: S105 - the name of a variable
+"""Secret that the workers of a job share, and that `poprun top` needs to see a job from another host."""
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,22 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
 TOTAL = "POPDIST_NUM_TOTAL_REPLICAS"
+"""Number of replicas of all instances: `--num-replicas`."""
 IPUS = "POPDIST_NUM_IPUS_PER_REPLICA"
+"""Number of devices of one replica: `--ipus-per-replica`."""
 LOCAL = "POPDIST_NUM_LOCAL_REPLICAS"
+"""Number of replicas of this instance."""
 UNIFORM = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
+"""1: every instance has the same number of replicas."""
 OFFSET = "POPDIST_REPLICA_INDEX_OFFSET"
+"""Global index of the first replica of this instance."""
 LOCAL_INSTANCE = "POPDIST_LOCAL_INSTANCE_INDEX"
+"""Index of this instance among the instances of its host."""
 DEVICE = "POPDIST_DEVICE_ID"
-"""Device of the instance. Set in addition if the job runs on a simulated V-IPU partition."""
+"""Device that `popdist.getDeviceId()` returns. Set only for a job on a simulated partition."""
 
 SHRINKS_VARIABLE = "POPDIST_SHRINKS"
-"""Set if the job continues without lost instances (`--on-failure shrink`)."""
+"""1 if the job continues without lost instances: `--on-failure shrink`."""
 
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
 """Variables that poprun always sets, in the order of its command line."""

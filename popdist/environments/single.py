@@ -9,7 +9,7 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
 ALONE_VARIABLE = "POPDIST_ALONE"
-"""Set to 1 by an instance for a child process that runs on its own, outside the job."""
+"""1 makes a process that an instance starts run on its own, outside the job, with one replica by default."""
 
 
 class SingleEnvironment(Environment):

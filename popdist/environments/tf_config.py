@@ -18,6 +18,7 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.instance import Instance
 
 VARIABLE = "TF_CONFIG"
+"""TensorFlow's JSON text with the addresses of all workers and the index of this worker."""
 REPLICAS = "num_replicas"
 """Our own key in TF_CONFIG, unknown to TensorFlow: the total number of replicas, unless the program gives it."""
 _WORKERS = '"worker":["localhost:3737","localhost:3738"]'

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collectives.calls import Call
 
 VARIABLE = "POPDIST_INJECT"
-"""The faults of all instances, separated by semicolons."""
+"""Faults that instances inject into themselves, separated by semicolons: `--inject`."""
 ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
-"""The number of restarts of the job before this attempt."""
+"""Number of times that `--on-failure shrink` or `restart` has started the job again; 0 at first."""
 
 KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
 DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"

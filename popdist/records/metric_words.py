@@ -12,9 +12,9 @@ from pathlib import Path
 from popdist.errors import EnvironmentMismatchError
 
 VARIABLE = "POPDIST_METRICS"
-"""Words separated by commas; every instance of a job must have the same value."""
+"""Sinks of metrics, separated by commas, the same on all instances: `--metrics`, with absolute paths."""
 RUN_VARIABLE = "POPDIST_METRICS_RUN"
-"""A name shared by all instances and restarts of one job, and unique to it: of its run in MLflow or W&B."""
+"""Name of the run in MLflow or W&B, which all instances and restarts of a job share."""
 
 CSV, JSON_LINES, TENSORBOARD, PROMETHEUS, MLFLOW, WANDB = "csv", "jsonl", "tensorboard", "prometheus", "mlflow", "wandb"
 FORMS = {

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collectives.calls import Call
 
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
+"""Descriptor of the memory page in which popdist notes the instance's collective calls for poprun."""
 PAGE_BYTES = 4096
 MAGIC = 0x32_4E55_5250_4F50  # "POPRUN2" in little-endian memory; 2 is the version of the layout
 CUT_SIGNAL = signal.SIGRTMIN + 1

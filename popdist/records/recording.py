@@ -16,13 +16,13 @@ from pathlib import Path
 from popdist.errors import EnvironmentMismatchError
 
 FOLDER_VARIABLE = "POPDIST_VERIFY_RECORD"
-"""The folder of the recording; set if steps are to be recorded."""
+"""Folder for the records of the steps of a run of `poprun verify`."""
 STEPS_VARIABLE = "POPDIST_VERIFY_STEPS"
-"""The number of steps after which the program ends with status 0."""
+"""Number of recorded steps after which a run of `poprun verify` ends with status 0."""
 VALUES_VARIABLE = "POPDIST_VERIFY_VALUES"
-"""`TRAINING:STEP`: the step whose values are kept, not only their digests."""
+"""`TRAINING:STEP` of which `poprun verify` keeps the values besides their digests."""
 LEAVE_VARIABLE = "POPDIST_VERIFY_LEAVE"
-"""The step at which instance 0 receives SIGTERM."""
+"""Step in which `poprun verify` sends SIGTERM to instance 0."""
 
 SUFFIX = ".jsonl"
 CHECKPOINTS = "checkpoints"

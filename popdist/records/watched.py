@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 STACK_VARIABLE = "POPRUN_STACK"
-"""`descriptor:signal`: the memory file for stacks, and the signal that requests them."""
+"""`descriptor:signal`: the memory file for the Python stacks of a stuck instance, and the signal that requests them."""
 
 
 @final

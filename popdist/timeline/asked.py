@@ -10,11 +10,11 @@ from popdist.errors import EnvironmentMismatchError
 from popdist.timeline.profiles import WantedProfile
 
 FOLDER_VARIABLE = "POPDIST_TIMELINE"
-"""The folder for one file per instance; every instance of a job must have the same value."""
+"""Folder to which each instance writes its timeline, the same on all instances. `--timeline FILE` sets FILE.parts."""
 LIMIT_VARIABLE = "POPDIST_TIMELINE_LIMIT"
-"""The size limit of an instance's file in MB."""
+"""Largest size of the timeline of one instance, in MB: `--timeline-limit`. Default: 256."""
 PROFILE_VARIABLE = "POPDIST_PROFILE"
-"""The profiler to run, and its steps; see `popdist.timeline.profiles`."""
+"""Profiler that records some steps into the timeline, and the steps: `--profile`."""
 SUFFIX = ".timeline"
 """Suffix of the files."""
 PROFILE_SUFFIX = ".profile"

@@ -13,6 +13,7 @@ from poprun.cli.wording import without_controls
 from poprun.errors import OutputError
 
 LEVEL_VARIABLE = "POPRUN_LOG_LEVEL"
+"""Level of poprun's own lines: `ERROR`, `WARN`, `INFO`, `DEBUG` or `TRACE`. Default: `WARN`."""
 
 
 class Level(IntEnum):

@@ -19,7 +19,7 @@ from poprun.cli.wording import count
 from poprun.errors import UsageError
 
 PARTITION_VARIABLE = "IPUOF_VIPU_API_PARTITION_ID"
-"""The variable that names the partition if no option does, as in the original. Instances find their partition in it."""
+"""Name of the partition if `--vipu-partition` is not given. Instances find the name of their partition in it."""
 
 LARGEST_DOMAIN_IPUS = 64
 """The most IPUs of one IPU-Link domain."""

@@ -16,7 +16,7 @@ from poprun.errors import UsageError
 from poprun.ipc.processes import die_with_parent, send, start
 
 ARGUMENTS_VARIABLE = "POPRUN_SSH_ARGS"
-"""Options for every ssh, split into words as in a shell, such as `-F my_ssh_config -p 2222`."""
+"""Options for every ssh that poprun starts, split as a shell does, such as `-F my_ssh_config -p 2222`."""
 
 SSH_FAILED = 255
 """The exit status of a failed ssh; otherwise ssh ends with the status of the command."""

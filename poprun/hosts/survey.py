@@ -39,7 +39,7 @@ LATE_S = 2.5
 """The time after which the user is told which hosts have not answered yet."""
 
 LIMIT_VARIABLE = "POPRUN_CHECK_TIMEOUT_S"
-"""The variable that replaces the limit, for hosts so busy that a login takes longer."""
+"""Seconds that hosts may take to answer before a launch, for hosts with slow logins. Default: 20."""
 
 LONGEST_AGE_S = 300.0
 """The age from which answers are no longer used."""

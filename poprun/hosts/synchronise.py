@@ -18,7 +18,7 @@ from poprun.hosts.survey import LIMIT_VARIABLE, limit_from
 
 COPY_LIMIT_S = 3600.0
 COPY_LIMIT_VARIABLE = "POPRUN_COPY_TIMEOUT_S"
-"""The variable that replaces the limit for copying to all hosts."""
+"""Seconds that copying to all hosts may take. Default: 3600."""
 
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 

@@ -11,14 +11,13 @@ import signal
 import struct
 
 CONTROL_VARIABLE = "POPRUN_CONTROL"
-"""The variable with the agents' folder, address and streams. mpirun forwards it by name, so that its command does not
-depend on the value."""
+"""Folder, address and streams by which agents reach poprun. mpirun forwards the variable by name."""
 
 IGNORES_HANGUP = "/nohup"
 """The end of CONTROL_VARIABLE if poprun ignores SIGHUP; then agents and programs ignore it on every host."""
 
 HOST_VARIABLE = "POPRUN_HOST"
-"""The variable with the host for which an instance is meant, by the name in the host's kernel, if it is known."""
+"""Host for which an instance is meant, as the kernel of that host names it."""
 
 HELLO = 1
 """Agent: rank, the program's pid, its clock, the job's token, its host; the first message."""

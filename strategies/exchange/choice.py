@@ -1,4 +1,4 @@
-"""The choice of the exchange: how gradients of several instances become means, from what is known of all instances."""
+"""The choice of the exchange: the way in which the gradients of several instances become means."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from strategies.exchange.on_device import AUTO, COMPILED, EXCHANGES, HOST, WINDO
 logger = logging.getLogger("strategies.exchange")
 
 VARIABLE = "POPDIST_EXCHANGE"
-"""The exchange of programs that leave it open."""
+"""Exchange of gradients on devices: `compiled`, `window` or `host`. Default: `auto`."""
 LOCAL = "local"
-"""The word of a choice on one instance: gradients are added on the device, and no exchange is needed."""
+"""The word for a job of one instance: gradients are added on its device, and no exchange is needed."""
 CPU, GPU = "cpu", "gpu"
 MPI, GRPC, HOROVOD, SINGLE = "MPI", "gRPC", "Horovod", "single"
-FACTS = f"facts of instances on accelerators, of which the exchange is chosen ({VARIABLE})"
-"""The name of the collective, for messages."""
+FACTS = f"facts of instances on accelerators, by which the exchange is chosen ({VARIABLE})"
+"""The name of the collective in messages."""
 _FACTS_BYTES = 1024
 _DEVICE_WORDS = (COMPILED, WINDOW)
 
 
 @dataclass(frozen=True)
 class InstanceFacts:
-    """The facts about one instance on which the exchange depends.
+    """The facts about one instance that decide the exchange.
 
     Attributes:
-        platform: of the devices where its replicas compute, as JAX calls it: "cpu", "gpu", "tpu".
-        gpu: the UUID of its first GPU; "" where there is none, or no driver that tells.
-        machine: the same for all processes that can map each other's memory.
-        transport: that connects it with the others, one of MPI, GRPC, HOROVOD and SINGLE.
-        has_nccl: whether NCCL is installed.
-        can_carry_on: whether the others go on where an instance is lost.
-        variables_on_host: whether variables and optimizer state live in host memory.
-        can_connect: whether its framework can still be connected with those of the others, for compiled collectives.
+        platform: Kind of the devices that compute its replicas, in JAX's words: "cpu", "gpu", "tpu".
+        gpu: UUID of its first GPU; "" without a GPU or without a driver that knows the UUID.
+        machine: Identity of the memory; equal for all processes that can map each other's memory.
+        transport: Transport to the other instances: MPI, GRPC, HOROVOD or SINGLE.
+        has_nccl: Whether NCCL is installed.
+        can_carry_on: Whether the other instances go on if an instance is lost.
+        variables_on_host: Whether variables and optimizer state live in host memory.
+        can_connect: Whether the framework can still connect to the other instances, for compiled collectives.
     """
 
     platform: str
@@ -52,13 +52,13 @@ class InstanceFacts:
     can_connect: bool = True
 
     def pack(self) -> np.ndarray:
-        """Return uint8[1024], the same number of bytes for all instances."""
+        """Return the facts as uint8[1024]; the size is the same for all instances."""
         packed = json.dumps(asdict(self)).encode()
         return np.frombuffer(packed.ljust(_FACTS_BYTES), np.uint8)
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> InstanceFacts:
-        """Return what `pack` has packed."""
+        """Return the facts that `pack` has packed."""
         return cls(**json.loads(packed.tobytes()))
 
 
@@ -67,12 +67,12 @@ class ExchangeChoice:
     """The exchange that was chosen.
 
     Attributes:
-        word: COMPILED, WINDOW or HOST; LOCAL where one instance adds on its device.
-        is_on_device: whether the local replicas' gradients are added on the device.
-        reason: in words.
-        connects: whether JAX of all instances is to be connected, for compiled collectives, before it starts. Where it
-            has started already, engines of other frameworks can have that exchange.
-        shares_gpu: whether some instances compute on the same GPU.
+        word: COMPILED, WINDOW or HOST; LOCAL if one instance adds on its device.
+        is_on_device: Whether the gradients of the local replicas are added on the device.
+        reason: Reason for the choice, for the log.
+        connects: Whether the JAX runtimes of all instances are to be connected before JAX starts, for compiled
+            collectives. If JAX has started already, engines of other frameworks can still use that exchange.
+        shares_gpu: Whether two or more instances compute on the same GPU.
     """
 
     word: str
@@ -83,43 +83,43 @@ class ExchangeChoice:
 
 
 ON_CPUS = ExchangeChoice(HOST, False, "replicas compute on CPUs")
-"""The choice on CPUs where nobody asks for another one."""
+"""The default choice on CPUs."""
 
 
 def asked_exchange(default: str, environ: Mapping[str, str]) -> str:
-    """Return the word that a job asks for; the environment decides where the program leaves it open.
+    """Return the exchange that the job asks for: the program's choice, or else the environment's.
 
     Args:
-        default: `Defaults.exchange`.
-        environ: may have `VARIABLE`.
+        default: `Defaults.exchange` of the program.
+        environ: Environment variables; `VARIABLE` may name an exchange.
 
     Raises:
-        ValueError: there is no such exchange.
+        ValueError: The word is not in `EXCHANGES`.
     """
     for said_by, word in (("Defaults.exchange", default), (VARIABLE, environ.get(VARIABLE) or AUTO)):
         if word not in EXCHANGES:
-            raise ValueError(f"{said_by} is {word!r}, and no exchange; use one of {', '.join(EXCHANGES)}")
+            raise ValueError(f"{said_by} is {word!r}, which is not an exchange; use one of {', '.join(EXCHANGES)}")
     return default if default != AUTO else environ.get(VARIABLE) or AUTO
 
 
 def are_facts_needed(platform: str, asked: str) -> bool:
-    """Return whether instances tell each other their facts; on CPUs only where a device path is forced."""
+    """Return whether instances tell each other their facts: always on accelerators, on CPUs only for a device path."""
     return platform != CPU or asked in _DEVICE_WORDS
 
 
 def agreed_choice(communicator: Communicator, own: InstanceFacts, asked: str) -> ExchangeChoice:
-    """Return the choice of all instances, and log it. Collective, on instances where `are_facts_needed`.
+    """Return the choice of all instances, and log it. Collective: all instances for which `are_facts_needed` call it.
 
-    An instance that needs no facts goes on to another collective, and the communicator refuses both.
+    If an instance needs no facts, it enters another collective, and the communicator refuses both.
 
     Args:
-        communicator: connects the instances.
-        own: the facts of this one.
-        asked: see `asked_exchange`; the same on all instances.
+        communicator: Communicator of the instances.
+        own: Facts of this instance.
+        asked: Result of `asked_exchange`; the same on all instances.
 
     Raises:
-        DeviceError: see `choose_exchange`.
-        LayoutMismatchError: some instances have accelerators and others none, or ask for other words.
+        DeviceError: Instances compute on devices of different kinds, or the exchange asked for cannot work.
+        LayoutMismatchError: Only some instances have accelerators, or instances ask for different exchanges.
     """
     facts = [own]
     if communicator.size > 1:
@@ -136,11 +136,11 @@ def choose_exchange(facts: Sequence[InstanceFacts], asked: str) -> ExchangeChoic
     """Return the exchange for the instances of a job.
 
     Args:
-        facts: of all instances, in order.
-        asked: one of `EXCHANGES`.
+        facts: Facts of all instances, in order of their index.
+        asked: One of `EXCHANGES`.
 
     Raises:
-        DeviceError: instances compute on devices of different kinds, or the exchange that is asked for cannot work.
+        DeviceError: Instances compute on devices of different kinds, or the exchange asked for cannot work.
     """
     _refuse_mixture(facts)
     if asked == HOST:
@@ -149,7 +149,7 @@ def choose_exchange(facts: Sequence[InstanceFacts], asked: str) -> ExchangeChoic
         return _as_found(facts)
     obstacle = _obstacle_on_devices(facts) or _obstacle(asked, facts)
     if obstacle is not None:
-        raise DeviceError(f"the exchange {asked!r} was asked for, and {obstacle}")
+        raise DeviceError(f"the exchange {asked!r} was asked for, but {obstacle}")
     if len(facts) == 1:
         return _local()
     return ExchangeChoice(asked, True, "it was asked for", asked == COMPILED and _obstacle_of_start(facts) is None)
@@ -164,12 +164,12 @@ def _as_found(facts: Sequence[InstanceFacts]) -> ExchangeChoice:
     if len(facts) == 1:
         return _local()
     if facts[0].transport == GRPC:
-        return ExchangeChoice(HOST, False, "gRPC connects the instances, and nothing else is opened between them")
+        return ExchangeChoice(HOST, False, "gRPC connects the instances, and they open no other connection")
     if facts[0].platform != GPU:
         return ExchangeChoice(HOST, False, f"replicas compute on devices of the kind {facts[0].platform}")
     without_compiled = _obstacle(COMPILED, facts) or _obstacle_of_start(facts)
     if without_compiled is None:
-        return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is there", True)
+        return ExchangeChoice(COMPILED, True, "each instance has a GPU of its own, and NCCL is installed", True)
     without_window = _obstacle(WINDOW, facts)
     if without_window is None:
         return ExchangeChoice(WINDOW, True, f"all instances are on one host, and {without_compiled}")
@@ -185,20 +185,20 @@ def _refuse_mixture(facts: Sequence[InstanceFacts]) -> None:
     other = next((index for index, each in enumerate(platforms) if each != platforms[0]), None)
     if other is not None:
         raise DeviceError(
-            f"instance 0 computes on {platforms[0]!r} and instance {other} on {platforms[other]!r}, which give other "
-            "bits; let all instances see the same devices, or set JAX_PLATFORMS=cpu for all"
+            f"instance 0 computes on {platforms[0]!r} and instance {other} on {platforms[other]!r}, which give "
+            "different bits; let all instances see the same devices, or set JAX_PLATFORMS=cpu for all"
         )
 
 
-# ---- obstacles: a fact, and the way out; None where there is none
+# ---- obstacles: a fact, and the way out; None without an obstacle
 
 
 def _obstacle_on_devices(facts: Sequence[InstanceFacts]) -> str | None:
-    """Return why nothing can be added on devices."""
+    """Return the reason why gradients cannot be added on devices, or None."""
     if facts[0].transport == HOROVOD:
-        return "Horovod adds on the host, in an order of its own; use PopDistStrategy for an exchange on devices"
+        return "Horovod adds on the host, in its own order; use PopDistStrategy for an exchange on devices"
     if any(each.variables_on_host for each in facts):
-        return "variables_on_host keeps variables on the host, where gradients go; leave variables_on_host out"
+        return "variables_on_host keeps variables and gradients on the host; leave variables_on_host out"
     return None
 
 
@@ -211,18 +211,18 @@ def _obstacle(word: str, facts: Sequence[InstanceFacts]) -> str | None:
 def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
     if any(each.can_carry_on for each in facts):
         return (
-            "compiled collectives cannot go on where an instance is lost, as --on-failure shrink wants it; "
+            "compiled collectives cannot go on without a lost instance, which --on-failure shrink requires; "
             "use --on-failure restart"
         )
     if facts[0].platform != GPU:
         return None
     unknown = [index for index, each in enumerate(facts) if not each.gpu]
     if unknown:
-        return f"the GPU of instance {unknown[0]} is not known to the CUDA driver; use the exchange 'host'"
+        return f"the CUDA driver does not know the GPU of instance {unknown[0]}; use the exchange 'host'"
     if sharing := _sharing(facts):
         return (
             f"instances {sharing[0]} and {sharing[1]} share the GPU {facts[sharing[0]].gpu}, which NCCL refuses; "
-            "start an instance for each GPU, or use the exchange 'window'"
+            "start one instance per GPU, or use the exchange 'window'"
         )
     without = [index for index, each in enumerate(facts) if not each.has_nccl]
     if without:
@@ -231,30 +231,33 @@ def _obstacle_to_compiled(facts: Sequence[InstanceFacts]) -> str | None:
 
 
 def _sharing(facts: Sequence[InstanceFacts]) -> tuple[int, int] | None:
-    """Return the first two instances that compute on the same GPU; None if there are none."""
+    """Return the first two instances that compute on the same GPU, or None."""
     gpus = [each.gpu for each in facts]
     repeated = ((gpus.index(gpu), index) for index, gpu in enumerate(gpus) if gpu and gpus.index(gpu) != index)
     return next(repeated, None)
 
 
 def _obstacle_of_start(facts: Sequence[InstanceFacts]) -> str | None:
-    """Return why JAX cannot be connected. Where that is asked for the engine says it, which may be PyTorch's."""
+    """Return the reason why JAX cannot be connected, or None.
+
+    If the job asks for compiled collectives, the engine raises instead: it may be PyTorch's, which needs no JAX.
+    """
     started = [index for index, each in enumerate(facts) if not each.can_connect]
     if not started:
         return None
     return (
-        f"JAX has started on instance {started[0]} before it could be connected with the others; make the strategy "
-        "before JAX is used"
+        f"JAX started on instance {started[0]} before it could be connected with the others; make the strategy "
+        "before you use JAX"
     )
 
 
 def _obstacle_to_window(facts: Sequence[InstanceFacts]) -> str | None:
     without = [index for index, each in enumerate(facts) if each.platform == GPU and not each.gpu]
     if facts[0].platform not in (CPU, GPU):
-        return f"windows are for GPUs and CPUs, not for {facts[0].platform}; use the exchange 'host'"
+        return f"windows need GPUs or CPUs, not {facts[0].platform}; use the exchange 'host'"
     if without:
-        return f"windows need GPUs with the CUDA driver, and instance {without[0]} has none; use the exchange 'host'"
+        return f"windows need the CUDA driver, and instance {without[0]} has none; use the exchange 'host'"
     machines = {each.machine for each in facts}
     if len(machines) > 1:
-        return f"windows are for instances of one host, and these are on {len(machines)}; use the exchange 'compiled'"
+        return f"windows need all instances on one host, and these are on {len(machines)}; use the exchange 'compiled'"
     return None

@@ -8,12 +8,12 @@ import numpy as np
 
 
 def fusion_groups(nbytes: Sequence[int], dtypes: Sequence[np.dtype], most_bytes: int) -> list[list[int]]:
-    """Return the numbers of buffers that travel together: of one dtype, in order, none empty.
+    """Return groups of buffers that travel together: of one dtype, in order, without empty buffers.
 
     Args:
-        nbytes: of each buffer.
-        dtypes: of the mean of each.
-        most_bytes: of a group. A larger buffer is a group alone.
+        nbytes: Size of each buffer in bytes.
+        dtypes: Dtype of each buffer's mean.
+        most_bytes: Largest size of a group in bytes. A larger buffer is a group of its own.
     """
     groups: list[list[int]] = []
     filled: dict[np.dtype, int] = {}

@@ -1,4 +1,4 @@
-"""The address at which other hosts reach this one, for the runtimes of frameworks."""
+"""The address of this host as other hosts see it, for the runtimes of frameworks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 import socket
 
 LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # of "discard"; nothing goes there
+_ANY_PORT = 9  # the discard service (RFC 863); nothing is sent there
 
 
 def own_address_towards(host: str) -> str:
-    """Return the address of this machine from which it sends to a host; where that is unknown, this machine's name.
+    """Return the address from which this machine sends to a host; if that is unknown, this machine's name.
 
     Nothing is sent: the kernel looks up the route.
 
     Args:
-        host: its name or number.
+        host: Name or address of the host.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM):

@@ -1,7 +1,7 @@
 """Copies of gradients from a GPU to the host, and of their means back, at the speed of the bus.
 
-Host memory is page-locked, and the CUDA driver copies: 55 GB/s on an H100, where `np.asarray` makes 1 and a copy of
-NumPy's memory to the device 5. While one buffer is added, the next ones are on their way.
+Host memory is page-locked, and the CUDA driver copies: 55 GB/s on an H100. `np.asarray` reaches 1 GB/s, and a copy of
+NumPy's memory to the device 5 GB/s. While one buffer is added, the next ones are copied.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Source:
     """A finished, contiguous array on a GPU.
 
     Attributes:
-        address: of its first element.
-        size: in elements.
-        dtype: of its elements.
+        address: Address of its first element.
+        size: Number of elements.
+        dtype: Dtype of its elements.
     """
 
     address: int
@@ -38,18 +38,18 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """Size of all elements in bytes."""
         return self.size * self.dtype.itemsize
 
 
 class Arriving(Sequence[Sequence[np.ndarray]]):
-    """The contributions to each buffer of a bucket, on their way to the host: an item is there when it is read.
+    """The contributions to each buffer of a bucket while they are copied to the host. Reading an item waits for it.
 
     Args:
-        arrays: for each buffer those of the local replicas.
-        marks: for each buffer when they are there.
-        added: called with the number of a buffer and its mean, as soon as that is known.
-        sums: adds them where they are; None if a transport does.
+        arrays: Contributions of the local replicas to each buffer.
+        marks: End of the copies of each buffer.
+        added: Callback (number of a buffer, mean), called as soon as the mean is known.
+        sums: Adds the contributions in shared memory; None if a transport adds them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Arriving(Sequence[Sequence[np.ndarray]]):
         return self._arrays[number]
 
     def await_buffer(self, number: int) -> None:
-        """Wait until the contributions to a buffer are there."""
+        """Wait until the contributions to a buffer are on the host."""
         self._marks[number].wait()
 
     def __len__(self) -> int:
@@ -85,10 +85,10 @@ class Arriving(Sequence[Sequence[np.ndarray]]):
 
 
 class HostCopies:
-    """The copies of one instance between its GPU and the host. They are made one after the other.
+    """The copies of one instance between its GPU and the host, made one after the other.
 
     Args:
-        device: the GPU of the instance.
+        device: GPU of the instance.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -106,10 +106,10 @@ class HostCopies:
         """Begin to copy arrays to page-locked memory.
 
         Args:
-            key: says whose memory that is; what was fetched with it before is overwritten.
-            sources: for each buffer those of the local replicas; not to be changed before their copies are read.
-            added: see `Arriving`.
-            sums: has the memory, and adds what is there; None for memory of this instance alone.
+            key: Key of the memory; the next fetch with this key overwrites it.
+            sources: Arrays of the local replicas for each buffer; not to be changed before their copies are read.
+            added: Callback (number of a buffer, mean), called as soon as the mean is known.
+            sums: Owner of the memory, which adds the contributions; None for memory of this instance alone.
         """
         arrays = self._places(key, sources) if sums is None else sums.own
         if sums is not None and key not in self._locks:
@@ -127,13 +127,13 @@ class HostCopies:
         return [[room.array(next(starts), one) for one in of_buffer] for of_buffer in sources]
 
     def means(self, results: Iterable[np.ndarray]) -> MeansOnDevice:
-        """Return memory on the GPU for means; page-locks the memory of the host from where they will come.
+        """Return memory on the GPU for means, and page-lock the host memory from which they are copied.
 
         Args:
-            results: memory of the host in which means will be; kept alive.
+            results: Host memory that will hold the means; kept alive.
 
         Raises:
-            CudaError: the GPU has not as much memory.
+            CudaError: The GPU has too little memory.
         """
         return MeansOnDevice(self._device, list(results))
 
@@ -146,7 +146,7 @@ class HostCopies:
 
 
 class _Room:
-    """Private memory of the host, page-locked if the driver allows it."""
+    """Private host memory, page-locked if the driver allows it."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -154,13 +154,13 @@ class _Room:
         self._locked = locked(device, [self._memory])
 
     def array(self, start: int, source: Source) -> np.ndarray:
-        """Return the place of a copy."""
+        """Return the memory for the copy of `source` that begins at byte `start`."""
         place: np.ndarray = self._memory[start : start + source.nbytes].view(source.dtype)
         return place
 
 
 class MeansOnDevice:
-    """The means of gradients on a GPU, in the same order as on the host.
+    """The means of gradients on a GPU, in the order of the host's.
 
     Made by `HostCopies.means`.
     """
@@ -175,22 +175,22 @@ class MeansOnDevice:
         self._locked = locked(device, results)
 
     def begin(self, mean: np.ndarray) -> None:
-        """Begin to copy a mean, or a part of one, to the GPU; what has read the last one there must have ended."""
+        """Begin to copy a mean, or a part of one, to the GPU. Programs that read the previous mean must have ended."""
         place = self._place(mean)
         if mean.nbytes and place is not None:
             self._device.copy(self._memory.address + place, _address(mean), mean.nbytes)
 
     def wait(self) -> None:
-        """Wait until all copies have been made: means on the host may be overwritten, those on the GPU be read."""
+        """Wait until all copies have ended. Then means on the host may be overwritten, and those on the GPU read."""
         self._device.synchronize()
 
     def on_device(self, mean: np.ndarray) -> ExportedArray | None:
-        """Return an array on the GPU like one on the host; None if that is no mean that is copied."""
+        """Return the copy on the GPU of a mean on the host; None if the array is not one of the copied means."""
         place = self._place(mean)
         return None if place is None else self._memory.array(mean.shape, mean.dtype, place)
 
     def _place(self, mean: np.ndarray) -> int | None:
-        """Return the byte of the GPU's memory at which an array begins."""
+        """Return the offset in the GPU's memory, in bytes, at which an array begins."""
         address = _address(mean)
         number = bisect_right(self._first, address) - 1
         if number < 0 or address + mean.nbytes > self._ranges[number].stop:
@@ -199,7 +199,7 @@ class MeansOnDevice:
 
 
 def _ranges(arrays: Iterable[np.ndarray]) -> Iterator[range]:
-    """Yield the addresses of arrays, in order; arrays that touch each other are in one range."""
+    """Yield the address ranges of arrays, in order; arrays that touch each other share a range."""
     last = range(0)
     for start, stop in sorted((_address(array), _address(array) + array.nbytes) for array in arrays):
         if last and start <= last.stop:

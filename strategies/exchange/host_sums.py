@@ -1,7 +1,7 @@
-"""Sums of gradients that GPUs have copied into memory that the instances of a host share: by several threads.
+"""Sums, by several threads, of gradients that GPUs have copied into memory shared by the instances of a host.
 
-Instance j adds slice j of all replicas from where the drivers have put them, and writes its mean once, where all
-instances read it. The order of the sum is the tree's, as everywhere.
+Instance j adds slice j of all replicas directly from the memory into which the drivers copied it. It writes the mean
+once, into memory that all instances read. The sum has the tree's order, as in every exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strategies.exchange.windows import share_windows
 
 _ALIGNMENT_BYTES = 256
 _GROUP_BYTES = 1 << 25
-"""Buffers are added together up to so many bytes, while others arrive: instances meet twice for each group."""
+"""The size of a group of buffers added together while others arrive; instances meet twice for each group."""
 _PIECE_BYTES = 1 << 20
 _THREADS = 8
 
@@ -33,16 +33,16 @@ class HostSums:
     """The contributions of all instances of a host to one bucket, in memory that they share. Collective.
 
     Args:
-        communicator: connects the instances, all on one host.
-        counts: the local replicas of each instance.
-        buffers: of the bucket.
+        communicator: Communicator of the instances, all on one host.
+        counts: Number of local replicas of each instance.
+        buffers: Buffers of the bucket.
 
     Attributes:
-        own: for each buffer the places for the contributions of this instance's replicas.
-        memory: in which these are, as uint8.
+        own: Places for the contributions of this instance's replicas to each buffer.
+        memory: Memory of these places, as uint8.
 
     Raises:
-        MappingError: there is not as much shared memory; all instances raise it.
+        MappingError: There is too little shared memory; all instances raise it.
     """
 
     def __init__(self, communicator: Communicator, counts: Sequence[int], buffers: Sequence[Buffer]) -> None:
@@ -63,11 +63,11 @@ class HostSums:
         self._threads = _pool(max(1, min(_THREADS, len(os.sched_getaffinity(0)) // communicator.size)))
 
     def can_add(self, result: np.ndarray) -> bool:
-        """Return whether all instances read a mean from the same memory."""
+        """Return whether all instances read this mean from the same memory."""
         return self._communicator.is_shared(result.nbytes)
 
     def groups(self, numbers: Sequence[int], results: Sequence[np.ndarray]) -> Iterator[list[int]]:
-        """Yield the numbers of buffers that are added together, in order."""
+        """Yield the numbers of buffers to be added together, in order."""
         group: list[int] = []
         nbytes = 0
         for number in numbers:
@@ -80,12 +80,12 @@ class HostSums:
             yield group
 
     def add(self, name: str, numbers: Sequence[int], results: Sequence[np.ndarray]) -> None:
-        """Have the means of some buffers in their results. Collective; the own contributions are there.
+        """Write the means of some buffers into `results`. Collective. This instance's contributions must have arrived.
 
         Args:
-            name: of the collective.
-            numbers: of the buffers.
-            results: the memory of the means of all buffers, shared by the instances.
+            name: Name of the collective.
+            numbers: Numbers of the buffers.
+            results: Memory for the means of all buffers, shared by the instances.
         """
         which = ", ".join(map(str, numbers))
         self._communicator.barrier(name=f"{name}: buffers {which} are there")
@@ -98,7 +98,7 @@ class HostSums:
         self._communicator.barrier(name=f"{name}: buffers {which} are added")
 
     def _own(self, numbers: Sequence[int]) -> Iterator[tuple[int, slice]]:
-        """Yield the pieces of this instance's slices."""
+        """Yield the pieces of this instance's slices, as (number of the buffer, elements)."""
         size, rank = self._communicator.size, self._communicator.rank
         for number in numbers:
             one = self._all[number][0]
@@ -120,7 +120,7 @@ def _memory_of(region: Region) -> np.ndarray:
 def _arrays(
     memory: np.ndarray, buffers: Sequence[Buffer], count: int, lengths: Sequence[int]
 ) -> list[list[np.ndarray]]:
-    """Return an instance's places for each buffer, one for each of its replicas."""
+    """Return an instance's places for each buffer, one place for each of its replicas."""
     starts = accumulate(lengths, initial=0)
     return [
         [memory[start : start + buffer.size * buffer.dtype.itemsize].view(buffer.dtype) for start in of_buffer]
@@ -134,5 +134,5 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes that an array takes if the next one begins where a GPU copies fast."""
+    """Return the size of an array in bytes, padded so that the next array begins where a GPU copies fast."""
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

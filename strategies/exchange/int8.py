@@ -1,11 +1,11 @@
 """Gradients as int8 with error feedback: the layout of a payload, its encoding, and the sum of all replicas' payloads.
 
-Gradients are cut into blocks of 64 values with one power of two as their common scale. So what a block loses is exactly
-what it does not send: nothing is rounded in between. Every instance gets the blocks of all replicas and adds them up
-in the order of the tree in float32. The bits do not depend on the number of instances.
+Gradients are cut into blocks of 64 values with one power of two as their common scale. The error of a block is
+therefore exact: it is the part that is not sent, without rounding. Every instance gets the blocks of all replicas, and
+adds them in float32 in the order of the tree. So the bits do not depend on the number of instances.
 
-Each replica keeps what quantisation loses, and adds it to its next gradient (1-bit SGD: Seide et al., Interspeech 2014;
-that such training converges: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
+Each replica keeps the quantisation error and adds it to its next gradient (error feedback: Seide et al., 1-bit SGD,
+Interspeech 2014; its convergence: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from strategies.exchange.flat import FLOAT32, private_memory
 from strategies.typing import Leaf
 
 BLOCK = 64
-"""Values that share a scale: as many float32 results as begin at addresses that XLA reads in place."""
+"""The number of values that share a scale. 64 float32 results begin at addresses that XLA reads in place."""
 
 NOT_FINITE = 255
-"""The exponent of infinity and NaN in float32; as a scale: a value of the block is one of them."""
+"""The exponent of infinity and NaN in float32. As a scale it says that a value of the block is infinite or NaN."""
 
 _INT8 = np.dtype(np.int8)
 _MANTISSA_BITS = 23
-_LARGEST = 127  # of the values of a block
+_LARGEST = 127  # absolute value in a block
 _SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
-_FLIPPED = 254  # 2^-e has this exponent less that of 2^e
+_FLIPPED = 254  # the float32 exponents of 2^e and 2^-e add up to it
 _SCALES = (np.arange(256, dtype=np.int32) << _MANTISSA_BITS).view(FLOAT32)
 _SCALES[NOT_FINITE] = np.nan
 _BLOCKS_AT_ONCE = 1 << 10  # their float32 values stay in a core's cache
@@ -44,14 +44,14 @@ _BLOCKS_AT_ONCE = 1 << 10  # their float32 values stay in a core's cache
 
 @dataclass(frozen=True)
 class Int8Layout:
-    """The places of gradients in a replica's payload: one after another, each in blocks of its own.
+    """The places of gradients in a replica's payload: one gradient after another, each in its own blocks.
 
     A payload is int8 of shape `(payload_size,)`: first the values of all blocks, 64 each, then the scale of each block.
-    A scale is the exponent of a power of two as float32 has it, in one unsigned byte. If a value of the block is NaN or
-    infinite, the scale is 255, and the whole block is decoded as NaN.
+    A scale is the float32 exponent of a power of two, in one unsigned byte. If a value of the block is NaN or infinite,
+    the scale is 255, and the whole block is decoded as NaN.
 
     Attributes:
-        shapes: of the gradients, in tree order.
+        shapes: Shapes of the gradients, in tree order.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -63,22 +63,22 @@ class Int8Layout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first block of each gradient, and the end."""
+        """The first block of each gradient, and the end of the last."""
         return tuple(accumulate((-(-math.prod(shape) // BLOCK) for shape in self.shapes), initial=0))
 
     @property
     def blocks(self) -> int:
-        """The number of blocks."""
+        """The number of blocks of all gradients."""
         return self.starts[-1]
 
     @property
     def payload_size(self) -> int:
-        """Bytes of a replica's payload: 65 for 64 values."""
+        """The size of a replica's payload in bytes: 65 for 64 values."""
         return self.blocks * (BLOCK + 1)
 
     @property
     def result_size(self) -> int:
-        """Elements of the float32 result, in which each gradient begins at a multiple of 64."""
+        """The number of elements of the float32 result; each gradient begins at a multiple of 64."""
         return self.blocks * BLOCK
 
     def new_result(self) -> np.ndarray:
@@ -86,9 +86,9 @@ class Int8Layout:
         return private_memory((self.result_size,), FLOAT32)
 
     def new_residuals(self, replicas: int) -> list[np.ndarray]:
-        """Return the residuals before the first step, zeros: for each gradient those of `replicas` one after another.
+        """Return the residuals before the first step: float32 zeros for `replicas` replicas, one array per gradient.
 
-        A gradient without axes has residuals of one axis.
+        The residuals of a gradient lie one after another along its first axis; a scalar's residuals have one axis.
         """
         shapes = [shape or (1,) for shape in self.shapes]
         return [np.zeros((replicas * rows, *others), FLOAT32) for rows, *others in shapes]
@@ -102,7 +102,7 @@ class Int8Layout:
         ]
 
     def views(self, result: np.ndarray) -> list[np.ndarray]:
-        """Return the gradients in the float32 result, each in its shape; nothing is copied."""
+        """Return the gradients in the float32 result, each in its shape, without a copy."""
         return [
             result[start * BLOCK : start * BLOCK + math.prod(shape)].reshape(shape)
             for start, shape in zip(self.starts, self.shapes, strict=False)
@@ -111,13 +111,13 @@ class Int8Layout:
 
 @dataclass(frozen=True)
 class ArrayLibrary:
-    """A library of arrays that can encode gradients: NumPy, JAX while it traces, PyTorch on any device.
+    """A library of arrays that can encode gradients: NumPy, JAX while it traces, or PyTorch on any device.
 
     Attributes:
-        functions: amax, asarray, isnan, where and dtypes, with NumPy's names.
-        pad: `(array, (0, count))` returns an array of one axis with so many zeros behind it.
-        write: `(into, values, start)` returns `into` with other values from `start` on; the memory may be the same.
-        apart: returns arrays so that a compiler computes each of them once, before what uses them.
+        functions: Module with amax, asarray, isnan, where and dtypes, under NumPy's names.
+        pad: `(array, (0, count))` returns an array of one axis with `count` zeros behind it.
+        write: `(into, values, start)` returns `into` with `values` from `start` on; the memory may be the same.
+        apart: Returns arrays such that a compiler computes each of them once, before the code that uses them.
     """
 
     functions: ModuleType
@@ -127,7 +127,7 @@ class ArrayLibrary:
 
 
 def _padded(array: np.ndarray, padding: tuple[int, int]) -> np.ndarray:
-    """`np.pad`, which takes longer than the rest of the encoding for small gradients."""
+    """Pad like `np.pad`, which takes longer than the rest of the encoding for small gradients."""
     longer = np.zeros(array.size + padding[1], array.dtype)
     longer[: array.size] = array
     return longer
@@ -144,19 +144,19 @@ NUMPY = ArrayLibrary(np, _padded, _write, tuple)
 def encode(
     layout: Int8Layout, leaves: Sequence[Leaf], residuals: Sequence[Leaf], into: Leaf, library: ArrayLibrary
 ) -> tuple[Leaf, tuple[Leaf, ...]]:
-    """Return one replica's payload, and what it lost.
+    """Return one replica's payload and its quantisation error.
 
-    A block that is not finite keeps the residual that it had. If the step is not applied, keep the old residuals of
-    all blocks. Divide gradients by their loss scale before they are encoded. The bits are those of every library, but
-    that XLA takes subnormal numbers for zero on CPUs.
+    A block with NaN or infinity keeps the residual that it had. If the step is not applied, keep the old residuals of
+    all blocks. Divide gradients by their loss scale before they are encoded. All libraries give the same bits, except
+    that XLA on CPUs flushes subnormal numbers to zero.
 
     Args:
-        layout: the places of gradients in the payload.
-        leaves: the gradients, of any floating-point dtypes, in the layout's shapes; not changed.
-        residuals: the second result of this replica's last step that was applied: float32, in the layout's shapes;
-            zeros before. Not changed.
+        layout: Places of gradients in the payload.
+        leaves: Gradients, of any floating-point dtypes, in the layout's shapes; not changed.
+        residuals: Second result of this replica's last applied step: float32, in the layout's shapes; zeros before the
+            first step. Not changed.
         into: int8 of shape `(payload_size,)`, whose memory the payload may take; all of its values are replaced.
-        library: has made the arrays.
+        library: Library that made the arrays.
 
     Returns:
         The payload, and the new residuals.
@@ -172,20 +172,20 @@ def encode(
 
 
 def _quantise(leaf: Leaf, residual: Leaf, library: ArrayLibrary) -> tuple[Leaf, Leaf, Leaf]:
-    """Quantise a gradient: return values int8[n * 64], scales int8[n], and the error, float32 like the gradient."""
+    """Return values int8[n * 64], scales int8[n], and the error, which is float32 and shaped like the gradient."""
     xp = library.functions
     exact = xp.asarray(leaf, dtype=xp.float32) + residual
     blocks = _in_blocks(exact, library)
-    largest = xp.amax(abs(blocks), axis=1)  # NaN if one of them is; of floats: XLA takes far longer for integers
+    largest = xp.amax(abs(blocks), axis=1)  # NaN propagates; of floats, because XLA takes far longer for integers
     exponents = largest.view(xp.int32) >> _MANTISSA_BITS & NOT_FINITE
     is_finite = exponents < NOT_FINITE
     scales = xp.where(is_finite, (exponents - _SHIFT).clip(1, None), NOT_FINITE)
-    scales, is_finite = library.apart((scales, is_finite))  # fused, each value would compute its own
+    scales, is_finite = library.apart((scales, is_finite))  # if fused, XLA computes them again for each value
     units = _power_of_two(scales, xp)
     inverses = _power_of_two(_FLIPPED - scales, xp)
     values = (blocks * inverses).round().clip(-_LARGEST, _LARGEST)  # multiplied exactly, rounded half to even
     values = xp.where(is_finite[:, None], values, 0)
-    lost = blocks - values * units  # exact; in a block that is not finite 0 * infinity, which is NaN
+    lost = blocks - values * units  # exact; NaN (0 * infinity) in a block with infinity or NaN
     lost = lost.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
     return (
         xp.asarray(values, dtype=xp.int8).reshape(-1),
@@ -201,7 +201,7 @@ def _in_blocks(array: Leaf, library: ArrayLibrary) -> Leaf:
 
 
 def _power_of_two(exponents: Leaf, functions: ModuleType) -> Leaf:
-    """Return the powers of two with these exponents in float32, as a column, made of bits: exp2 may round."""
+    """Return 2 to these float32 exponents as a column, made from bits because exp2 may round."""
     return (exponents << _MANTISSA_BITS).view(functions.float32)[:, None]
 
 
@@ -209,9 +209,9 @@ class Int8Reduction:
     """The sum of the payloads of all replicas in the order of the tree, for one layout.
 
     Args:
-        layout: of the payloads, the same on all instances.
-        communicator: connects the instances.
-        replicas: their number on all instances together.
+        layout: Layout of the payloads, the same on all instances.
+        communicator: Communicator of the instances.
+        replicas: Number of replicas of all instances together.
     """
 
     def __init__(self, layout: Int8Layout, communicator: Communicator, replicas: int) -> None:
@@ -227,16 +227,16 @@ class Int8Reduction:
             self._gathered = np.empty((communicator.size, *shape), _INT8)
 
     def reduce(self, payloads: Sequence[np.ndarray], out: np.ndarray, op: str = "mean", *, name: str) -> None:
-        """Write the sum or mean over all replicas of all instances; a collective call.
+        """Write the sum or mean over all replicas of all instances into `out`. Collective.
 
         Args:
-            payloads: those of the local replicas, in their order: int8 of shape `(payload_size,)`; not changed.
-            out: memory for the result, of `Int8Layout.new_result`; `Int8Layout.views` finds the gradients there.
+            payloads: Payloads of the local replicas, in order: int8 of shape `(payload_size,)`; not changed.
+            out: Memory for the result, made by `Int8Layout.new_result`; `Int8Layout.views` finds the gradients there.
             op: "mean" or "sum".
-            name: of the collective.
+            name: Name of the collective.
 
         Raises:
-            CollectiveError: as of `Communicator.all_gather`.
+            CollectiveError: The all-gather failed, see `Communicator.all_gather`.
         """
         payloads = self._gather(payloads, name)
         with np.errstate(all="ignore"):  # infinity and NaN are results
@@ -244,7 +244,7 @@ class Int8Reduction:
         Reduction(op, FLOAT32).finish(out, out, self._replicas)
 
     def _gather(self, payloads: Sequence[np.ndarray], name: str) -> Sequence[np.ndarray]:
-        """Return the payloads of all replicas, in their order."""
+        """Return the payloads of all replicas, in order."""
         if self._communicator.size == 1:
             return payloads
         for row, payload in zip(self._mine[: self._counts[self._communicator.rank]], payloads, strict=True):
@@ -262,7 +262,7 @@ class Int8Reduction:
             self._add_blocks([value[some] for value in values], [scale[some] for scale in scales], total[some])
 
     def _add_blocks(self, values: Sequence[np.ndarray], scales: Sequence[np.ndarray], total: np.ndarray) -> None:
-        """Add some blocks of all replicas; sums of some of the replicas lie in `_rows`."""
+        """Add some blocks of all replicas; `_rows` holds the partial sums."""
         rows = [total, *self._rows[:, : total.shape[0]]]
 
         def decoded(number: int, into: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The path of gradients where one instance has all replicas: nothing leaves the device."""
+"""The path of gradients for one instance that has all replicas: nothing leaves the device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from collectives.plans.spread import Spread
 from collectives.tree import TreeNode, halves, root_of
@@ -15,11 +16,11 @@ from strategies.exchange.on_device import DeviceArithmetic, DeviceArray, DeviceP
 
 @final
 class LocalPath(DevicePath):
-    """A path of one instance, which makes the last addition together with the division.
+    """The path of a job of one instance; the last addition and the division are one operation.
 
     Args:
         replicas: R.
-        arithmetic: adds and divides.
+        arithmetic: Arithmetic that adds and divides.
     """
 
     word = LOCAL
@@ -30,18 +31,18 @@ class LocalPath(DevicePath):
 
     @property
     def nodes(self) -> tuple[TreeNode, ...]:
-        """See `DevicePath`: what the last addition adds."""
+        """The terms of the last addition: the halves of the tree, or the root if there is one replica."""
         root = root_of(self.spread.replicas)
         return (root,) if root.is_leaf else halves(root)
 
+    @override
     def means(
         self, name: str, sums: Sequence[Sequence[DeviceArray]], dtypes: Sequence[np.dtype]
     ) -> Sequence[DeviceArray]:
-        """See `DevicePath`."""
         if self.spread.replicas == 1:
             return [of_buffer[0] for of_buffer in sums]
         return self._arithmetic.means(self.nodes, list(zip(*sums, strict=True)), dtypes, self.spread.replicas)
 
+    @override
     def gather(self, name: str, own: DeviceArray) -> DeviceArray:
-        """See `DevicePath`."""
         return own[None]

@@ -14,18 +14,18 @@ from strategies.exchange.host_copies import Arriving
 from strategies.exchange.int8 import Int8Layout, Int8Reduction
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
-"""Makes memory of a shape and dtype; a collective call where instances share it."""
+"""A function that makes memory of a shape and dtype; a collective call if instances share the memory."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together.
+    """Gradients that travel together between instances.
 
     Attributes:
-        name: of their collectives.
-        layout: how they lie in buffers.
-        results: where the means of the buffers go.
-        scattered: the numbers of the buffers of whose mean this instance gets its part only.
+        name: Name of their collectives.
+        layout: Places of the gradients in buffers.
+        results: Memory for the means of the buffers.
+        scattered: Numbers of the buffers whose mean this instance receives only in part.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Bucket:
         """Return a bucket with memory for its means.
 
         Args:
-            name: see there.
-            layout: see there.
-            allocate: makes memory.
-            parts: by the numbers of leaves how many elements this instance gets of their means. A leaf that lies in a
-                buffer with others is not cut.
-            given: by the numbers of buffers memory that is there already.
+            name: Name of its collectives.
+            layout: Places of the gradients in buffers.
+            allocate: Function that makes memory.
+            parts: Number of elements of the mean that this instance receives, by the number of the leaf. A leaf that
+                shares its buffer with others is not cut.
+            given: Memory that exists already, by the number of the buffer.
         """
         scattered = {
             number: parts[buffer.leaves[0]]
@@ -68,13 +68,13 @@ class Bucket:
         return cls(name, layout, tuple(results), frozenset(scattered))
 
     def mean(self, leaf: int) -> np.ndarray:
-        """Return the mean of a leaf; of one that is scattered this instance's part, flat."""
+        """Return the mean of a leaf. If the leaf is scattered, return this instance's part, flat."""
         number = self.layout.buffer_of(leaf)
         return self.results[number] if number in self.scattered else self.layout.view(leaf, self.results)
 
     @cached_property
     def whole(self) -> Mapping[int, str]:
-        """The numbers of the other buffers, but for empty ones, and the names of their collectives."""
+        """The non-empty buffers that are not scattered, by number, and the names of their collectives."""
         return {
             number: f"{self.name}/{buffer.name}"
             for number, buffer in enumerate(self.layout.buffers)
@@ -83,15 +83,15 @@ class Bucket:
 
 
 class Means:
-    """Has the means of buckets computed by the instances together.
+    """The means of buckets, computed by all instances together.
 
     Args:
-        communicator: connects the instances.
-        replicas: how many there are on all of them.
-        quantised: how gradients lie in the payload, the last buffer of a bucket; None where they are not quantised.
+        communicator: Communicator of the instances.
+        replicas: Number of replicas of all instances.
+        quantised: Layout of the payload, which is the last buffer of a bucket; None if gradients are not quantised.
 
     Attributes:
-        of_payload: where the means of quantised gradients are; None where they are not quantised.
+        of_payload: Means of quantised gradients; None if gradients are not quantised.
     """
 
     def __init__(self, communicator: Communicator, replicas: int, quantised: Int8Layout | None) -> None:
@@ -100,11 +100,11 @@ class Means:
         self.of_payload = None if quantised is None else quantised.new_result()
 
     def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
-        """Have the means in the bucket's results, or in `of_payload`; collective calls.
+        """Write the means into the bucket's results, or into `of_payload`. Collective.
 
         Args:
-            bucket: what travels together.
-            contributions: for each buffer those of the local replicas, in their order.
+            bucket: Bucket to be reduced.
+            contributions: Contributions of the local replicas to each buffer, in order of the replicas.
         """
         for number in sorted(bucket.scattered):
             name = f"{bucket.name}/{bucket.layout.buffers[number].name}"
@@ -121,7 +121,7 @@ class Means:
             self._reduce_whole(bucket, contributions, whole)
 
     def _reduce_arriving(self, bucket: Bucket, contributions: Arriving, numbers: Sequence[int]) -> None:
-        """Add what is there while the rest arrives, and have each mean sent on at once."""
+        """Add the buffers that have arrived while others are copied, and send each mean on at once."""
         sums, results = contributions.sums, bucket.results
         in_place = [number for number in numbers if sums is not None and sums.can_add(results[number])]
         for number in numbers:

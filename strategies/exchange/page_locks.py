@@ -1,4 +1,4 @@
-"""Page locks on host memory, with which a GPU copies it at the speed of the bus, as far as the driver allows them."""
+"""Page locks on host memory, which let a GPU copy it at the speed of the bus, if the driver allows them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from collectives.errors import CudaError
 logger = logging.getLogger(__name__)
 
 _LOCKED_BYTES = 1 << 20
-"""From this size on pages are locked; the driver copies less through memory of its own."""
+"""The size from which pages are locked; smaller arrays the driver copies through memory of its own."""
 
 
 def lock_pages(arrays: Iterable[np.ndarray], gpu: int) -> list[PageLocked]:
-    """Return locks on large arrays for a framework that copies between them and a GPU by itself; none without a driver.
+    """Return locks on large arrays, for a framework that copies between them and a GPU; none without a driver.
 
     Args:
-        arrays: of the host; kept alive.
-        gpu: its ordinal among those that this process sees.
+        arrays: Arrays of the host; kept alive.
+        gpu: Ordinal of the GPU among those that this process sees.
     """
     try:
         device = gpu_of(gpu)
@@ -35,14 +35,14 @@ def lock_pages(arrays: Iterable[np.ndarray], gpu: int) -> list[PageLocked]:
 
 @cache
 def gpu_of(ordinal: int) -> CudaDevice:
-    """Return the GPU of that ordinal, which stays open; see `CudaDevice`."""
+    """Return the GPU with that ordinal; it stays open until the process ends."""
     return CudaDevice(ordinal)
 
 
 def locked(device: CudaDevice, arrays: Iterable[np.ndarray]) -> list[PageLocked]:
-    """Return the page-locked memory of those arrays that are large, as far as the driver allows it.
+    """Return locks on the large arrays, as many as the driver allows.
 
-    Without a lock copies are slower, and nothing else changes.
+    Without a lock copies are only slower.
     """
     found = []
     for array in arrays:

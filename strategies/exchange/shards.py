@@ -1,4 +1,4 @@
-"""Arrays that are cut into shards, one for each replica, and the parts of all instances in flat buffers."""
+"""Arrays cut into shards, one for each replica, and the parts of all instances in flat buffers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from strategies.typing import Leaf
 
 @dataclass(frozen=True)
 class Shards:
-    """The division of arrays into shards, one for each replica; an instance has the shards of its replicas.
+    """The division of arrays into shards, one for each replica; an instance holds the shards of its replicas.
 
-    A part has the same number of elements on every replica, the last ones are padded with zeros. It keeps as many
-    axes as the array, all but the first of length 1, so that optimizers which ask for the number of axes see it.
+    All shards have the same number of elements; the last ones are padded with zeros. A part keeps the array's number of
+    axes, all but the first of length 1, because some optimizers depend on the number of axes.
 
     Attributes:
         replicas: R.
-        local: how many of them this instance drives.
-        min_elements: arrays with fewer elements, and scalars, stay whole.
+        local: Number of replicas that this instance drives.
+        min_elements: Least number of elements of an array that is cut; smaller arrays and scalars stay whole.
     """
 
     replicas: int
@@ -32,11 +32,11 @@ class Shards:
     min_elements: int
 
     def divides(self, leaf: Leaf) -> bool:
-        """Return whether an array of that shape is cut."""
+        """Return whether an array of this shape is cut."""
         return bool(leaf.shape) and math.prod(leaf.shape) >= self.min_elements
 
     def part(self, leaf: Leaf) -> int:
-        """Return the number of elements that each replica has."""
+        """Return the number of elements of each replica's shard."""
         size: int = math.prod(leaf.shape)
         return -(-size // self.replicas)
 
@@ -45,37 +45,37 @@ class Shards:
         return (self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1)) if self.divides(leaf) else leaf.shape
 
     def sizes(self, leaves: Sequence[Leaf]) -> dict[int, int]:
-        """Return the number of elements in an instance's parts, by the numbers of the arrays that are cut."""
+        """Return the size of this instance's part, in elements, for each array that is cut, by the array's number."""
         return {number: self.local * self.part(leaf) for number, leaf in enumerate(leaves) if self.divides(leaf)}
 
     def bounds(self, leaf: Leaf, first: int) -> slice:
-        """Return the elements that the instance whose first replica is `first` has, without padding."""
+        """Return the elements of the instance whose first replica is `first`, without padding."""
         size, part = math.prod(leaf.shape), self.part(leaf)
         return slice(min(size, first * part), min(size, (first + self.local) * part))
 
     def padded(self, elements: np.ndarray, leaf: Leaf) -> np.ndarray:
-        """Return a copy of an instance's elements of an array like `leaf`, with the padding behind them."""
+        """Return a copy of an instance's elements of an array like `leaf`, padded with zeros."""
         part = np.zeros(self.local * self.part(leaf), elements.dtype)
         part[: elements.size] = elements
         return part
 
     def join(self, parts: Leaf, leaf: Leaf) -> Leaf:
-        """Return the array, of the shape of `leaf`, whose parts on all instances lie one after another."""
+        """Return the array of the shape of `leaf` from the parts of all instances, which lie one after another."""
         return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
 
 
 class ShardedArrays:
-    """Arrays of which this instance has parts, in flat buffers that are gathered from all instances.
+    """Arrays of which this instance has parts, in flat buffers that can be gathered from all instances.
 
     Args:
-        shards: the way in which arrays are cut.
-        arrays: the shapes and dtypes of all arrays, whole.
-        name: of the collectives.
+        shards: Division of arrays.
+        arrays: Shapes and dtypes of all arrays, whole.
+        name: Name of the collectives.
 
     Attributes:
-        cut: the numbers of the arrays that are cut.
-        uncut: the numbers of the others.
-        layout: of this instance's parts of the arrays that are cut, in their order.
+        cut: Numbers of the arrays that are cut.
+        uncut: Numbers of the other arrays.
+        layout: Places of this instance's parts of the cut arrays, in their order.
     """
 
     def __init__(self, shards: Shards, arrays: Sequence[Leaf], name: str) -> None:
@@ -89,20 +89,20 @@ class ShardedArrays:
 
     @property
     def members(self) -> dict[int, list[int]]:
-        """For each buffer that is not empty, by its number, the numbers of the arrays whose parts lie there."""
+        """The numbers of the arrays whose parts lie in each non-empty buffer, by the number of the buffer."""
         buffers = enumerate(self.layout.buffers)
         return {number: [self.cut[leaf] for leaf in buffer.leaves] for number, buffer in buffers if buffer.size}
 
     def gather(self, number: int, own: np.ndarray, communicator: Communicator) -> np.ndarray:
-        """Return the parts of all instances in a buffer, one row for each instance; a collective call.
+        """Return the parts of all instances in a buffer, one row for each instance. Collective.
 
         Args:
-            number: of the buffer.
-            own: this instance's parts, as the layout has them.
-            communicator: connects the instances.
+            number: Number of the buffer.
+            own: This instance's parts, placed by the layout.
+            communicator: Communicator of the instances.
 
         Returns:
-            Memory from which XLA reads in place. The next call, for whichever buffer, overwrites it.
+            Memory from which XLA reads in place. The next call, for any buffer, overwrites it.
         """
         nbytes = communicator.size * own.nbytes
         if self._room.size < nbytes:

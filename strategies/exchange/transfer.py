@@ -1,7 +1,8 @@
 """The dtype in which gradients travel between replicas: their own, a 16-bit float, or int8 with error feedback.
 
-16-bit floats are cast inside the program that computes them and reduced as they are, in the order of the tree, with
-float32 accumulators. `int8.py` has the encoding of int8. Either way the bits do not depend on the number of instances.
+16-bit floats are cast inside the program that computes the gradients. They are reduced in the order of the tree with
+float32 accumulators. `int8.py` has the encoding of int8. In both cases the bits do not depend on the number of
+instances.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _NARROW = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 @dataclass(frozen=True)
 class GradientTransfer:
-    """In which dtype gradients travel.
+    """The dtype in which gradients travel.
 
     Attributes:
-        dtype: float16, bfloat16, int8, or None: each gradient in its own.
+        dtype: float16, bfloat16 or int8. None: each gradient travels in its own dtype.
     """
 
     dtype: np.dtype | None = None
@@ -34,7 +35,7 @@ class GradientTransfer:
             dtype: None, "float16", "bfloat16", "int8", or one of these dtypes of NumPy or JAX.
 
         Raises:
-            ValueError: for anything else.
+            ValueError: `dtype` is anything else.
         """
         if dtype is None:
             return cls()
@@ -44,21 +45,21 @@ class GradientTransfer:
             name = ""
         if name not in _NARROW:
             raise ValueError(
-                f"gradient_transfer_dtype is {dtype!r}; gradients travel as {', '.join(map(repr, _NARROW))}, "
-                "or with None in the dtypes of their variables"
+                f"gradient_transfer_dtype is {dtype!r}; use one of {', '.join(map(repr, _NARROW))}, "
+                "or None to send gradients in the dtypes of their variables"
             )
         return cls(_NARROW[name])
 
     @property
     def is_quantised(self) -> bool:
-        """Whether gradients travel in blocks, see `Int8Layout`; otherwise each travels in `dtype_of` its own."""
+        """Whether gradients travel as int8 blocks, see `Int8Layout`; otherwise they travel in `dtype_of` their own."""
         return self.dtype == _INT8
 
     def dtype_of(self, dtype: Any) -> np.dtype:
-        """The dtype in which a gradient of this floating-point dtype is contributed; never a wider one.
+        """Return the dtype in which a gradient of this floating-point dtype travels; never a wider one.
 
         Raises:
-            ValueError: where gradients are quantised.
+            ValueError: Gradients are quantised.
         """
         if self.is_quantised:
             raise ValueError("quantised gradients are not cast; encode them with an Int8Layout")

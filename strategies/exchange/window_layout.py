@@ -1,4 +1,4 @@
-"""The layout of a bucket in windows: the sums of each instance, and the means of all."""
+"""The layout of a bucket in windows: the sums of each instance, and the means of all instances."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True)
 class Together:
-    """Buffers of one dtype, which lie one behind the other so that one program makes all of their means.
+    """Buffers of one dtype that lie one behind the other, so that one program makes all of their means.
 
     Attributes:
-        reduction: the mean of arrays of this dtype.
-        numbers: of the buffers in the bucket, the empty ones left out.
-        sizes: theirs, in elements.
+        reduction: Mean of arrays of this dtype.
+        numbers: Numbers of the buffers in the bucket, without empty ones.
+        sizes: Sizes of these buffers in elements.
     """
 
     reduction: Reduction
@@ -34,7 +34,7 @@ class Together:
 
     @property
     def alignment(self) -> int:
-        """The elements of which each buffer begins at a multiple."""
+        """The number of elements; each buffer begins at a multiple of it."""
         return ALIGNMENT_BYTES // self.reduction.dtype.itemsize
 
     @cached_property
@@ -44,16 +44,16 @@ class Together:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The elements where buffers begin."""
+        """The first element of each buffer."""
         return self._bounds[:-1]
 
     @property
     def elements(self) -> int:
-        """The elements of all buffers, with the gaps between them."""
+        """The number of elements of all buffers, with the gaps between them."""
         return self._bounds[-1]
 
     def bytes_of(self, node: TreeNode) -> int:
-        """Return the bytes of the sums of a node."""
+        """Return the size in bytes of the sums of a node."""
         return self.elements * self.reduction.dtype_of(node).itemsize
 
 
@@ -62,9 +62,9 @@ class Place:
     """The place of an array in a window.
 
     Attributes:
-        together: the buffers that lie there.
-        start: the byte where it begins.
-        dtype: of its elements.
+        together: Buffers that lie there.
+        start: Byte at which the array begins.
+        dtype: Dtype of its elements.
     """
 
     together: Together
@@ -72,26 +72,26 @@ class Place:
     dtype: np.dtype
 
     def at(self, element: int) -> int:
-        """Return the byte where an element is."""
+        """Return the byte at which an element begins."""
         return self.start + element * self.dtype.itemsize
 
 
 class WindowLayout:
-    """The layout of a bucket in the window of every instance; the same on all of them.
+    """The layout of a bucket in the window of every instance, the same on all instances.
 
-    A mean takes the place of the first sum, where it is as wide: the slice that an instance adds is read by nobody
-    else.
+    If a mean is as wide as the first sum, it takes the sum's place: no other instance reads the slice that an instance
+    adds.
 
     Args:
-        spread: of the replicas over the instances.
-        sizes: of the buffers, in elements.
-        dtypes: of the means.
+        spread: Spread of the replicas over the instances.
+        sizes: Sizes of the buffers in elements.
+        dtypes: Dtypes of the means.
 
     Attributes:
-        groups: the buffers that have something in them, by dtype.
-        sums: for each instance and group, the places of the instance's nodes.
-        means: for each instance and group, the place of the means.
-        nbytes: what the largest window takes.
+        groups: Non-empty buffers, grouped by dtype.
+        sums: Places of an instance's nodes, for each instance and group.
+        means: Place of the means, for each instance and group.
+        nbytes: Size of the largest window in bytes.
     """
 
     def __init__(self, spread: Spread, sizes: Sequence[int], dtypes: Sequence[np.dtype]) -> None:
@@ -117,7 +117,7 @@ class WindowLayout:
         self._instances = spread.size
 
     def slice_of(self, group: Together, rank: int) -> tuple[int, int]:
-        """Return the elements of a group whose mean an instance makes, from one to behind the last."""
+        """Return the slice of a group whose mean an instance makes, as (first element, end)."""
         bounds = slice_bounds(group.elements, self._instances, group.alignment)
         return bounds[rank], bounds[rank + 1]
 

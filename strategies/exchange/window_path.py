@@ -1,9 +1,9 @@
-"""The exchange through windows: each instance of a host adds a slice of the sums where the others have put theirs.
+"""The exchange through windows: each instance of a host adds one slice of the sums of all instances.
 
-The sums of an instance are copied into its own window. When all have done that, instance j makes the mean of slice j,
-straight from the windows of all instances in the order of the tree, and copies it into all windows. When all have done
-that, each takes the means out of its own window. So 2 S bytes are copied per instance, S are read, and the ranks meet
-twice, whatever their number.
+Each instance copies its sums into its own window. When all have done that, instance j makes the mean of slice j
+straight from all windows, in the order of the tree. It copies the mean into all windows. When all have done that, each
+instance takes the means out of its own window. For S bytes of gradients an instance copies 2 S and reads S, and the
+ranks meet twice, however many they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import final
 
 import numpy as np
+from typing_extensions import override
 
 from collectives import Communicator
 from collectives.errors import MappingError
@@ -26,18 +27,18 @@ from strategies.exchange.windows import Windows, share_windows
 logger = logging.getLogger("strategies.exchange")
 
 _LEAST_BYTES = 1 << 16
-"""The size of the first window, with which the instances find out whether they can map each other's memory."""
+"""The size of the first window, which shows whether the instances can map each other's memory."""
 
 
 def windows_if_possible(asked: str, make: Callable[[], WindowPath]) -> WindowPath | None:
-    """Return a path through windows; None if instances cannot map each other's memory. Collective.
+    """Return a path through windows, or None if the instances cannot map each other's memory. Collective.
 
     Args:
-        asked: the exchange that the job asks for, one of `EXCHANGES`.
-        make: makes the path.
+        asked: Exchange that the job asks for, one of `EXCHANGES`.
+        make: Function that makes the path.
 
     Raises:
-        MappingError: the job asks for windows, and the instances cannot map each other's memory.
+        MappingError: The job asks for windows, and the instances cannot map each other's memory.
     """
     try:
         return make()
@@ -50,20 +51,20 @@ def windows_if_possible(asked: str, make: Callable[[], WindowPath]) -> WindowPat
 
 @final
 class WindowPath(DevicePath):
-    """Means through memory that the instances of a host map; making a path is a collective call.
+    """The path through memory that the instances of a host map. Making a path is a collective call.
 
-    The arrays that `means` and `gather` return are the caller's: the path does not write to them, nor does it read them
-    any more. Both wait for the device.
+    The caller owns the arrays that `means` and `gather` return: the path neither writes nor reads them later. Both
+    methods wait for the device.
 
     Args:
-        spread: see `DevicePath`; all instances are on one host.
-        communicator: connects the instances.
-        memory: of the device on which this instance adds; the path closes it.
-        arithmetic: of the engine's framework.
-        views: of the same framework.
+        spread: Spread of the replicas over the instances, all on one host.
+        communicator: Communicator of the instances.
+        memory: Memory of the device on which this instance adds; the path closes it, also if making the path fails.
+        arithmetic: Arithmetic of the engine's framework.
+        views: Views of the same framework.
 
     Raises:
-        MappingError: the instances cannot map each other's memory; all raise it.
+        MappingError: The instances cannot map each other's memory; all raise it.
     """
 
     word = WINDOW
@@ -89,10 +90,10 @@ class WindowPath(DevicePath):
             memory.close()
             raise
 
+    @override
     def means(
         self, name: str, sums: Sequence[Sequence[DeviceArray]], dtypes: Sequence[np.dtype]
     ) -> Sequence[DeviceArray]:
-        """See `DevicePath`."""
         layout = self._layout(tuple(of_buffer[0].shape[0] for of_buffer in sums), tuple(dtypes))
         windows = self._windows_of(layout.nbytes)
         self._put(layout, windows, sums)
@@ -102,8 +103,8 @@ class WindowPath(DevicePath):
         self._communicator.barrier(name=f"{name}: means are in windows")
         return self._taken(layout, windows, dtypes)
 
+    @override
     def gather(self, name: str, own: DeviceArray) -> DeviceArray:
-        """See `DevicePath`."""
         dtype, shape = self._views.dtype_of(own), (own.shape[0],)
         nbytes = shape[0] * dtype.itemsize
         windows = self._windows_of(nbytes)
@@ -114,13 +115,13 @@ class WindowPath(DevicePath):
         self._communicator.barrier(name=f"{name}: rows have been read")
         return gathered
 
+    @override
     def close(self) -> None:
-        """See `DevicePath`; nobody must be in `means` or `gather` any more."""
         self._windows.close()
         self._memory.close()
 
     def _windows_of(self, nbytes: int) -> Windows:
-        """Return windows of at least that size; a collective call where larger ones are made."""
+        """Return windows of at least that size. Collective if larger windows have to be made."""
         if nbytes > self._windows.nbytes:
             self._windows.unmap()
             self._communicator.barrier(name="windows are unmapped")
@@ -129,7 +130,7 @@ class WindowPath(DevicePath):
         return self._windows
 
     def _put(self, layout: WindowLayout, windows: Windows, sums: Sequence[Sequence[DeviceArray]]) -> None:
-        """Copy the sums of this instance into its window, when they have been computed."""
+        """Wait until this instance's sums have been computed, and copy them into its window."""
         arrays: list[DeviceArray] = []
         places: list[tuple[int, int]] = []
         for of_nodes, group in zip(layout.sums[self.rank], layout.groups, strict=True):
@@ -157,7 +158,7 @@ class WindowPath(DevicePath):
         self._memory.copy([Copied(to, source, nbytes) for to in places if to != source])
 
     def _taken(self, layout: WindowLayout, windows: Windows, dtypes: Sequence[np.dtype]) -> list[DeviceArray]:
-        """Return the means of all buffers as arrays of their own; only these may be given to programs of users."""
+        """Return copies of the means of all buffers; only copies may be given to programs of users."""
         found: list[DeviceArray] = [None] * len(dtypes)
         for place in layout.means[self.rank]:
             group = place.together

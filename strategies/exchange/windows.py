@@ -1,4 +1,4 @@
-"""Windows: a region of memory of each instance that all instances of the host map."""
+"""Windows: one memory region per instance, mapped by all instances of the host."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from collectives.errors import CollectiveError, MappingError
 from collectives.mapped import MappedMemory, Region
 from collectives.shared_memory.host_regions import HostMemory
 
-_LETTER_BYTES = 512  # of a handle, or of what an instance says instead
-_REFUSED = "all know that windows cannot be had"
+_LETTER_BYTES = 512  # holds a handle or an error message
+_REFUSED = "all instances know that memory cannot be shared"
 
 
 def memory_of(gpu: int | None) -> MappedMemory:
-    """Return the kind of memory that instances map where they compute.
+    """Return the kind of memory that instances map on the device where they compute.
 
     Args:
-        gpu: the ordinal of this instance's GPU among those that this process sees; None on CPUs.
+        gpu: Ordinal of this instance's GPU among those that this process sees; None on CPUs.
 
     Raises:
-        CudaError: there is no such GPU, or no driver.
+        CudaError: There is no such GPU, or no driver.
     """
     return HostMemory() if gpu is None else CudaMemory(CudaDevice(gpu))
 
 
 def share_windows(communicator: Communicator, memory: MappedMemory, nbytes: int) -> Windows:
-    """Return a window of each instance; a collective call.
+    """Return one window of each instance. Collective.
 
     Args:
-        communicator: connects the instances, all on one host.
-        memory: the kind of memory.
-        nbytes: the size of each window, the same for all instances.
+        communicator: Communicator of the instances, all on one host.
+        memory: Kind of memory.
+        nbytes: Size of each window in bytes, the same for all instances.
 
     Raises:
-        MappingError: an instance cannot make its window, or map one; all raise it, and no memory stays behind.
+        MappingError: An instance cannot make its window, or map another one. All raise it, and no memory remains.
     """
     regions: list[Region | None] = [None] * communicator.size
     rank = communicator.rank
@@ -54,12 +54,12 @@ def share_windows(communicator: Communicator, memory: MappedMemory, nbytes: int)
 
 
 class Windows:
-    """A window of each instance; see `share_windows`.
+    """The windows of all instances, made by `share_windows`.
 
     Args:
-        rank: of this instance.
-        regions: one for each instance.
-        nbytes: the size of each.
+        rank: Rank of this instance.
+        regions: Region of each instance.
+        nbytes: Size of each region in bytes.
     """
 
     def __init__(self, rank: int, regions: Sequence[Region], nbytes: int) -> None:
@@ -77,11 +77,11 @@ class Windows:
         return self._regions[rank]
 
     def unmap(self) -> None:
-        """Unmap the windows of the others, who may then give them back."""
+        """Unmap the windows of the other instances, which may then release them."""
         _close([None if rank == self.rank else region for rank, region in enumerate(self._regions)], self.rank)
 
     def close(self) -> None:
-        """Unmap the windows of the others, and give back the own one; none has bytes then. Not collective."""
+        """Unmap the windows of the others, release this instance's own, and set `nbytes` to 0. Not collective."""
         self.nbytes = 0
         _close(self._regions, self.rank)
 
@@ -107,10 +107,10 @@ def _close(regions: Sequence[Region | None], own: int) -> None:
 
 
 def _agreed(communicator: Communicator, name: str, act: Callable[[], bytes]) -> list[bytes]:
-    """Return the bytes that `act` gives on each instance; raise if it fails on one of them. Collective.
+    """Return the bytes that `act` returns on each instance; raise if it fails on one of them. Collective.
 
-    An instance that leaves after a loss takes its window along, which others may be about to map. So before they say
-    that memory cannot be shared the instances meet once more, and those that are alone hear of the loss.
+    An instance that leaves after a loss closes its window, which others may be about to map. Then the error is the loss
+    and not the memory. So before they raise, the instances meet in a barrier, which raises the loss if there was one.
     """
     letter, error = np.zeros(_LETTER_BYTES, np.uint8), None
     try:
@@ -126,6 +126,6 @@ def _agreed(communicator: Communicator, name: str, act: Callable[[], bytes]) -> 
             communicator.barrier(name=_REFUSED)
             raise MappingError(
                 f"instance {rank} cannot share memory with the others of this host: "
-                f"{texts[rank].decode(errors='replace')}; POPDIST_EXCHANGE=host does without"
+                f"{texts[rank].decode(errors='replace')}; set POPDIST_EXCHANGE=host to exchange gradients without it"
             ) from error
     return texts

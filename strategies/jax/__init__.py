@@ -1,1 +1,1 @@
-"""The engine of JAX: gradients, updates, devices of replicas, and feeds."""
+"""The engine on JAX: gradients, updates, devices of replicas, and feeds."""

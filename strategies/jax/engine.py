@@ -1,4 +1,4 @@
-"""The engine of JAX: one program per replica and step, and one update per instance."""
+"""The engine on JAX: one program per replica and step, and one update per instance."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NoReturn, TypeAlias, final
 
 import jax
 import numpy as np
+from typing_extensions import override
 
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray
@@ -37,16 +38,16 @@ from strategies.typing import Batch, Gradients, Leaf, Tree
 
 @dataclass
 class JaxPending:
-    """A step of JAX that has begun; see `PendingStep`.
+    """A `PendingStep` of JAX, whose gradients go through the host.
 
     Attributes:
-        step: its programs.
-        state: with which it began.
-        control: see `control_words`.
-        buckets: of gradients, when they are ready.
-        tail: what has travelled behind the gradients, or is still being computed.
-        is_finite: whether the step may be applied.
-        kept: the new residuals and model state.
+        step: Programs of the step.
+        state: State before the step.
+        control: Control words, see `control_words`.
+        buckets: Buckets of gradients, each as soon as it is ready.
+        tail: Values that travelled behind the gradients; the device may still compute them.
+        is_finite: Whether the step may be applied.
+        kept: New residuals and model state.
     """
 
     step: PreparedStep
@@ -59,20 +60,20 @@ class JaxPending:
 
     @property
     def exchange(self) -> Means:
-        """See `PendingStep`."""
+        """The exchange of the step's buckets."""
         return self.step.exchange
 
 
 @dataclass(frozen=True)
 class FusedPending:
-    """A step of the only replica that one program makes; see `PendingStep`. Nobody waits for it.
+    """A `PendingStep` of a single replica that one program makes, without waiting for it.
 
     Attributes:
-        names: of the metrics.
-        tail: the metrics.
-        notice: whether the instance was given one.
-        after: the state after the step.
-        buckets: none.
+        names: Names of the metrics.
+        tail: Values of the metrics.
+        notice: Whether the instance was given a notice.
+        after: State after the step.
+        buckets: Empty.
     """
 
     names: tuple[str, ...]
@@ -83,12 +84,12 @@ class FusedPending:
 
     @property
     def exchange(self) -> NoReturn:
-        """See `PendingStep`: there is no bucket."""
+        """No exchange: there is no bucket."""
         raise AssertionError("a step of the only replica exchanges nothing")
 
     @property
     def arrived(self) -> Arrived:
-        """See `Arrived`. Steps are not made in one program where gradients are recorded."""
+        """The metrics and the notice, without gradients: recorded steps are never made in one program."""
         return Arrived(self.names, self.tail, float(self.notice), True, lambda: ({}, None))
 
 
@@ -97,13 +98,13 @@ JaxPendings: TypeAlias = JaxPending | DevicePending | FusedPending
 
 @final
 class JaxEngine(Engine[TrainState, JaxPendings]):
-    """Computes steps by programs of JAX; a step uses up the state with which it began.
+    """An engine that computes steps by programs of JAX; a step uses up the state before it.
 
     Args:
-        replicas: where the replicas are.
-        programs: of the steps.
-        options: of the step.
-        is_recorded: whether every step is recorded.
+        replicas: Places of the replicas.
+        programs: Programs of the steps.
+        options: Options of the step.
+        is_recorded: Whether every step is recorded.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     # ---- one step
 
+    @override
     def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
-        """See `Engine`."""
         self._queue.await_room()
         step = self._programs.prepare(state, batch)
         if isinstance(step, DeviceStep):
@@ -151,11 +152,11 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def _buckets(self, step: PreparedStep) -> Iterator[tuple[Bucket, Buffers]]:
         for bucket, contributions in step.gradients.collect():
-            step.update.wait()  # the last one may still be reading the results
+            step.update.wait()  # the previous update may still read the memory of the results
             yield bucket, contributions
 
+    @override
     def arrived(self, pending: JaxPendings) -> Arrived:
-        """See `Engine`."""
         if isinstance(pending, FusedPending):
             return pending.arrived
         if isinstance(pending, DevicePending):
@@ -173,15 +174,15 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def _arrived_on_device(self, pending: DevicePending) -> Arrived:
         arrived = pending.arrived()
-        if self._options.check_numerics:  # the one option that waits for every step
+        if self._options.check_numerics:  # only this option waits for every step
             self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-pending.step.program.flags :])
         return arrived
 
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
         return pending.step.means, pending.step.update.mean_shards
 
+    @override
     def update(self, pending: JaxPendings, scale: LossScale | None) -> TrainState:
-        """See `Engine`."""
         if isinstance(pending, FusedPending):
             return self._queued(pending.after, pending.tail)
         if isinstance(pending, DevicePending):
@@ -200,13 +201,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
 
     def _queued(self, state: TrainState, tail: UnreadArray) -> TrainState:
-        """Return the state after a step; note the step if nobody has waited for it."""
+        """Return the state after a step; put the step into the queue if the host has not waited for it."""
         if isinstance(tail, jax.Array):
             self._queue.add(state.step - 1, tail)
         return state
 
     def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
-        """Return the new residuals and model state; a collective call where the model state has leaves of replica 0."""
+        """Return the new residuals and model state. Collective if the model state has leaves of replica 0."""
         if state.residuals is None and state.model_state is None:
             return None, None
         rule, device = step.program.rule, self._replicas.variables_device
@@ -215,14 +216,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         new = {**of_state[0], **rule.arrived(state.model_state, step.state_means)}
         if new[MEAN]:
             new[MEAN] = jax.device_put(new[MEAN], device)
-        if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+        if new[FIRST] and self._replicas.communicator.size > 1:  # replica 0 is on the first instance
             new[FIRST] = self._replicas.broadcast(new[FIRST])
         if new[PER_REPLICA]:
             new[PER_REPLICA] = self._replicas.devices.place(_joined([each[PER_REPLICA] for each in of_state]))
         return None if state.residuals is None else _joined(residuals), rule.put(state.model_state, new)
 
     def _raise_if_feeds_differ(self) -> None:
-        """Raise if replicas have used feeds differently; their programs have ended, and the state is unchanged."""
+        """Raise if replicas have used feeds differently. Their programs have ended, and the state is unchanged."""
         reducer = self._replicas.reducer
         reducer.end()
         if reducer.last_error is not None:
@@ -240,21 +241,21 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             "clip the gradients, or look at that replica's batch"
         )
 
-    # ---- steps of the only replica in one program
+    # ---- steps of a single replica in one program
 
     @property
     def may_fuse(self) -> bool:
-        """Whether steps may be made in one program: there is one replica, and nobody looks at what happens in them."""
+        """Whether a step may be one program: there is one replica, and no record or planted fault looks inside."""
         is_looked_at = self._replicas.faults.is_armed or self._is_recorded
         is_plain = self._options.may_fuse and not has_own(self._options.model_state_aggregation)
         return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
     def at_once(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics, UnreadArray] | None:
-        """Make several steps in one program; None if they are to be made one by one.
+        """Make several steps in one program; return None if they have to be made one by one.
 
         Args:
-            state: used up, unless the result is None.
-            batches: of the only replica.
+            state: State before the steps; used up, unless the result is None.
+            batches: Batches of the single replica.
 
         Returns:
             The state and the metrics after the last step, and the metrics of each step.
@@ -272,7 +273,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return state, Metrics(step.program.names, tails[-1]), tails
 
     def _in_parts(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch]) -> Made:
-        """Make steps whose results are compared with those of one program."""
+        """Make steps whose results are compared with the results of one program."""
         tails = []
         self._replicas.reducer.begin()
         for batch in batches:
@@ -285,14 +286,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     # ---- without training
 
+    @override
     def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
-        """See `Engine`."""
         return self._rows.tell(task, state, batch)
 
     # ---- the state
 
+    @override
     def share(self, state: TrainState, root: int) -> TrainState:
-        """See `Engine`."""
         rule = self._options.rule_of(state.model_state)
         same = self._same_everywhere(state, rule)
         parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
@@ -306,12 +307,12 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             rule.with_own(model_state, rule.pick(state.model_state, PER_REPLICA)),
         )
 
+    @override
     def digest(self, state: TrainState) -> dict[str, np.ndarray]:
-        """See `Engine`."""
         return host_arrays(self._same_everywhere(state, self._options.rule_of(state.model_state)))
 
     def _same_everywhere(self, state: TrainState, rule: ModelStateRule) -> TrainState:
-        """Return the state without what instances have parts of."""
+        """Return the state without the arrays of which each instance has only a part."""
         return replace(
             state,
             residuals=None,
@@ -319,12 +320,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
 
+    @override
     def snapshot(self, state: TrainState) -> TrainState:
-        """See `Engine`: what a state is."""
+        """Return the state itself, which is a `TrainState`."""
         return state
 
+    @override
     def restore(self, snapshot: TrainState) -> TrainState:
-        """See `Engine`. The optimizer state of a snapshot that has none is the first one; so is its loss scale."""
+        """Return a state from a snapshot. If it has no optimizer state or loss scale, begin with the first one."""
         scaling, place = self._options.scaling, self._replicas.devices.place
         trained = self._programs.trained(snapshot.variables)
         local = len(self._replicas.local_replicas)
@@ -342,7 +345,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` wherever this instance has only a part of an array."""
+        """Return the state with a `PartOfArray` for each array of which this instance has only a part."""
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,
@@ -353,17 +356,17 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
 
 def flipped(state: TrainState) -> TrainState:
-    """Return a state with a bit of a variable changed; for faults on purpose."""
+    """Return a state with one bit of a variable flipped, for planted faults."""
     return replace(state, variables=flip_bit(state.variables))
 
 
 def rows_of(batch: Batch) -> int:
-    """Return the rows of a batch: the length of its longest array."""
+    """Return the number of rows of a batch: the length of its longest array."""
     return max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
 
 
 def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
-    """Join the values that replicas keep, with the replicas along the first axis."""
+    """Join the values that replicas keep, along a first axis of replicas."""
     if len(kept) == 1:
         return list(kept[0])
     return [np.concatenate([borrow(leaf) for leaf in leaves]) for leaves in zip(*kept, strict=True)]

@@ -1,4 +1,4 @@
-"""The engine of JAX where nothing is trained: one program per replica and batch."""
+"""The engine on JAX for work without training: one program per replica and batch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, Tree, Variables
 
 AHEAD = 2
-"""Batches that are begun before the results of the first of them are asked for."""
+"""The number of batches that may have begun before the results of the first of them are read."""
 
 
 @final
 class JaxRows:
-    """Computes what tasks tell of batches, by a program for each task and shapes of batches.
+    """The engine's evaluation of tasks, by one program per task and shapes of batches.
 
     Args:
-        replicas: where the replicas are.
-        options: of the step.
-        is_recorded: whether every step is recorded, to be compared otherwise.
+        replicas: Places of the replicas.
+        options: Options of the step.
+        is_recorded: Whether every step is recorded; then `poprun verify` compares instances instead.
     """
 
     def __init__(self, replicas: Replicas, options: StepOptions, is_recorded: bool) -> None:
@@ -47,10 +47,10 @@ class JaxRows:
         self._options = options
         self._is_recorded = is_recorded
         self._programs: dict[Hashable, EvaluationProgram] = {}
-        self._agreed: set[Hashable] = set()  # the keys of programs that the instances that are there have compared
+        self._agreed: set[Hashable] = set()  # keys of programs that the present instances have compared
 
     def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
-        """See `Engine`."""
+        """Begin a batch of a task, as `Engine.tell` describes."""
         check_state(state)
         if all(replication_of(leaf) is None for leaf in jax.tree.leaves(batch.values)):
             batch = self._replicas.dealing.batch(batch)
@@ -59,15 +59,15 @@ class JaxRows:
 
         def wait() -> Told:
             try:
-                with self._replicas.reducer.ending():  # errors of collectives in the function are those raised there
+                with self._replicas.reducer.ending():  # errors of collectives in the function are raised here
                     return begun()
             finally:
-                check_state(state)  # a step meanwhile is an error, whatever the replicas have found
+                check_state(state)  # a step that used up the state meanwhile is the first error to report
 
-        return Begun(wait, AHEAD if program.is_independent else 0)  # replicas that meet do so in one batch at a time
+        return Begun(wait, AHEAD if program.is_independent else 0)  # replicas with collectives run one batch at a time
 
     def _program(self, task: EvaluationTask, state: TrainState, batch: Masked) -> EvaluationProgram:
-        """Return the program for such a batch; a collective call where it is the first one of its shapes."""
+        """Return the program for batches of this shape. Collective if the shape is new."""
         replicas = self._replicas
         if self._devices is not replicas.devices:  # an instance was lost
             self._devices = replicas.devices
@@ -92,15 +92,16 @@ class JaxRows:
 class EvaluationProgram:
     """A task, compiled for variables and batches of some shapes.
 
-    The key that functions get is `jax.random.key(seed)`, for every row, batch and replica.
+    Functions get the key `jax.random.key(seed)` for every row, batch and replica.
 
     Attributes:
-        equations: what is computed.
-        is_independent: whether it may run on other instances and replicas: it has no collectives.
+        equations: Computation of the program, for comparisons.
+        is_independent: Whether it has no collectives, and so may run on other instances and replicas.
 
     Raises:
-        ValueError: if the function has feeds, or collectives where each row is alone; or see `EvaluationTask`.
-        TypeError: see `EvaluationTask`.
+        ValueError: The function has feeds, or collectives although each row is evaluated alone; or see
+            `EvaluationTask`.
+        TypeError: See `EvaluationTask`.
     """
 
     def __init__(
@@ -123,22 +124,22 @@ class EvaluationProgram:
         shapes = self._program.results(*self._shapes)
         self._nothing = jax.tree.map(lambda shape: np.zeros(shape.shape, shape.dtype), shapes)
         if self._has_feeds:
-            raise ValueError(f"the function of the {task.title} has feeds, which are for training; give one without")
+            raise ValueError(f"the function of the {task.title} has feeds, which only training has; use one without")
         if isinstance(task, LossOfRows) and not self.is_independent:
             raise ValueError(
-                "the loss function has collectives, and evaluate gives it each row alone; give evaluate a metrics_fn, "
-                "which sees a whole batch, or a function fn without collectives"
+                "the loss function has collectives, and evaluate calls it for each row alone; give evaluate a "
+                "metrics_fn, which gets a whole batch, or a function fn without collectives"
             )
 
     def fits(self, replicas: Replicas) -> bool:
-        """Return whether this instance drives the same replicas, and nothing that the program reads has changed."""
+        """Return whether this instance drives the same replicas, and the values that the program read are unchanged."""
         return (self.is_independent or replicas.devices is self._devices) and self._reads.is_same()
 
     def begin(self, state: TrainState, batch: Masked) -> Callable[[], Told]:
-        """Begin to compute; does not wait.
+        """Begin to compute, without waiting.
 
         Returns:
-            A function that waits, and returns the results of the local replicas.
+            A function that waits for, and returns, the results of the local replicas.
         """
         replicas, devices = self._replicas, self._replicas.devices
         parts, masks = devices.parts(batch.values), [np.asarray(mask) for mask in devices.parts(batch.mask)]
@@ -168,7 +169,7 @@ class EvaluationProgram:
         return [told_rows(self._task.told(values, mask), mask) for values, mask in zip(hosted, masks, strict=True)]
 
     def _compiled(self, device: jax.Device, rows: int) -> Function:
-        """Return the program for so many rows; for none of them one that returns zeros."""
+        """Return the program for a number of rows; for no rows a function that returns zeros."""
         if rows == 0:
             return lambda *arguments: self._nothing
         if (device, rows) not in self._executables:

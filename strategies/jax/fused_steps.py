@@ -1,10 +1,10 @@
-"""Steps of the only replica in one program, if that has the same bits as their parts.
+"""Steps of a single replica as one program, if it gives the same bits as a step in parts.
 
-Several replicas run programs that do not know of each other, and the means of their gradients are made between two
-programs. One replica alone has nothing to wait for: its gradients stay in XLA, and so do several steps in a row.
+With several replicas, the means of gradients are made between two programs, and no program knows the other replicas. A
+single replica has nothing to wait for: its gradients stay inside of XLA, and so do several steps in a row.
 
-XLA may round otherwise there: it compiles the body of a loop otherwise than a program of its own, and some gradients
-of convolutions then differ in their last bits (seen on CPU). So a program is compared before it is used.
+XLA may round differently there, because it compiles the body of a loop in another way than a program of its own. Then
+some gradients of convolutions differ in their last bits (seen on CPU). So a program is compared before it is used.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from strategies.typing import Batch, Tree, Variables
 logger = logging.getLogger("strategies.jax")
 
 WORTH_AFTER = 32
-"""Single steps of a shape that are made in parts before they are made in one program. (Of an MLP with 1.9 million
-variables one takes 6.6 ms of CPU time then, and 7.4 before.)"""
+"""The number of steps of a shape that are made in parts before one program is tried. A step of an MLP with 1.9 million
+variables takes 6.6 ms of CPU time in one program, and 7.4 ms in parts."""
 
-_OTHER_BITS = "in one program they would have other bits"
+_OTHER_BITS = "one program would give other bits"
 
 Made: TypeAlias = tuple[TrainState, UnreadArray]
-"""The state after the last step, and the tails of all steps, float32 [steps, tail size]; of one step [tail size]."""
+"""The state after the last step, and the tails: float32 [steps, tail size], for one step [tail size]."""
 MakeSteps: TypeAlias = Callable[[PreparedStep, TrainState, Sequence[Batch]], Made]
 
 
 class FusedPrograms:
-    """The programs of single steps and of several ones, each after it was compared with steps in parts.
+    """The programs of one step and of several steps, each used only after a comparison with steps in parts.
 
     Args:
-        programs: of steps in parts.
-        seed: of random values that are compared.
+        programs: Programs of steps in parts.
+        seed: Seed of the random values for comparisons.
     """
 
     def __init__(self, programs: StepPrograms, seed: int) -> None:
         self._programs = programs
         self._seed = seed
         self._in_parts_so_far: Counter[tuple[ReplicaProgram, int]] = Counter()
-        self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: their bits would be others
+        self._fused: dict[tuple[ReplicaProgram, int], FusedSteps | None] = {}  # None: other bits
 
     def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps) -> Made | None:
-        """Make a step with each batch in one program; None if they are to be made otherwise.
+        """Make one step per batch in one program; return None if the caller has to make them in parts.
 
-        The first time, or after `WORTH_AFTER` single steps, they are made both ways.
+        Several steps are made both ways the first time, single steps after `WORTH_AFTER` of them.
 
         Args:
-            step: of the only replica.
-            state: used up, unless the result is None.
-            batches: of the shapes of the step.
-            in_parts: makes steps in parts; their state is used up.
+            step: Step of a single replica.
+            state: State before the steps; used up, unless the result is None.
+            batches: Batches of the step's shapes.
+            in_parts: Function that makes steps in parts, and uses up their state.
         """
         key = step.program, len(batches)
         if key in self._fused:
@@ -77,19 +77,19 @@ class FusedPrograms:
         self._in_parts_so_far[key] += 1
         if len(batches) == 1 and self._in_parts_so_far[key] <= WORTH_AFTER:
             return None
-        self._fused[key] = None  # also if the trial fails
+        self._fused[key] = None  # remains if the trial raises
         return self._made_both_ways(step, state, batches, in_parts)
 
     def on_device(self, step: DeviceStep, state: TrainState, batch: Batch) -> Made | None:
-        """Make a step on an accelerator in one program; None if it calls back into Python.
+        """Make a step on an accelerator in one program; return None if the loss function calls back into Python.
 
-        It is not compared with anything, which would take the memory of several states: every step of the only replica
-        is made in this way, from the first one on.
+        No comparison is made, because it would take the memory of several states. A single replica makes every step in
+        this way, from the first one on.
 
         Args:
-            step: of the only replica.
-            state: used up, unless the result is None.
-            batch: of the shapes of the step.
+            step: Step of a single replica.
+            state: State before the step; used up, unless the result is None.
+            batch: Batch of the step's shapes.
         """
         key = step.program, 1
         if key not in self._fused:
@@ -106,7 +106,7 @@ class FusedPrograms:
         fused = FusedSteps(step.program, step.update)
         made, reason = None, self._why_not(fused, step, state, batches, in_parts)
         if not reason:
-            found = fused(_copy(state), batches)  # before the state is used up: it may raise
+            found = fused(_copy(state), batches)  # before `in_parts` uses up the state, because this call may raise
             made = in_parts(step, state, batches)
             reason = "" if _have_same_bits(made, found) else _OTHER_BITS
         if reason:
@@ -124,13 +124,13 @@ class FusedPrograms:
         batches: Sequence[Batch],
         in_parts: MakeSteps,
     ) -> str:
-        """Return the reason why steps are not made in one program, or an empty text; tried with random values."""
+        """Return the reason against steps in one program, or an empty text; tried with random values."""
         if len(batches) > 1 and state.model_state is not None:
             return "there is a model state"
         if fused.has_effects(state, batches):
             return "the loss function calls back into Python, as feeds do"
         probe, others = probe_of(state, batches, self._seed)
-        # The gradients themselves too, which a learning rate of zero hides.
+        # The gradients are compared too, because a learning rate of zero hides them in the variables.
         wanted = self._programs.gradients_of(step.gradients, probe, others[-1])[-1]
         is_same = are_same(wanted, fused.last_gradients(probe, others))
         if is_same and len(batches) == 1:
@@ -139,11 +139,11 @@ class FusedPrograms:
 
 
 class FusedSteps:
-    """A program of steps of one replica, one after another, without returning to Python in between.
+    """A program of one or several steps of a single replica, without a return to Python in between.
 
     Args:
-        program: of the replica.
-        update: of the variables.
+        program: Program of the replica.
+        update: Update of the variables.
     """
 
     def __init__(self, program: ReplicaProgram, update: WholeStateUpdate) -> None:
@@ -153,7 +153,7 @@ class FusedSteps:
         self._run = update.in_turn(self._jitted)
 
     def __call__(self, state: TrainState, batches: Sequence[Batch]) -> Made:
-        """Make one step with each of the batches, which have equal shapes. The state is used up."""
+        """Make one step with each batch; the batches have equal shapes. The state is used up."""
         arguments = self._arguments(state, [unchanging(batch) for batch in batches])
         (trained, optimizer_state), model_state, tails = self._run(*arguments)
         after = replace(
@@ -184,7 +184,7 @@ class FusedSteps:
         index: jax.Array,
         control: jax.Array,
     ) -> tuple[Tree, Tree, jax.Array]:
-        """Return trained variables with the optimizer state, the model state, and the tails; traceable."""
+        """Return the trained variables with the optimizer state, the model state, and the tails; traceable."""
 
         def step(carried: Tree, batch: Batch) -> tuple[Tree, jax.Array]:
             learned, model_state, control = carried
@@ -200,12 +200,12 @@ class FusedSteps:
     def _step(
         self, learned: Tree, model_state: Tree, frozen: Variables, batch: Batch, index: jax.Array, control: jax.Array
     ) -> tuple[Tree, Tree, Sequence[jax.Array]]:
-        """Return what `_steps` does for one batch, with all results of `ReplicaProgram`; traceable."""
+        """Return the results of `_steps` for one batch, and all results of `ReplicaProgram`; traceable."""
         program, rule = self._program, self._program.rule
         trained, optimizer_state = learned
         variables = program.trainable.put(frozen, trained)
         results = program(variables, batch, index, control, [], [], rule.begun(model_state))
-        # What the parts compute in programs of their own must not be fused here either.
+        # Steps in parts compute these values in programs of their own, so XLA must not fuse them here.
         tail, *others = results = jax.lax.optimization_barrier(tuple(results))
         count, end = program.num_gradients, len(program.results)
         means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
@@ -215,7 +215,7 @@ class FusedSteps:
         return tuple(learned), rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
-        """Return the new leaves of a model state that other replicas would have a part in."""
+        """Return the new leaves of a model state to which all replicas would contribute."""
         averaged = self._program.rule.words.count(MEAN)
         pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
         return {MEAN: means[:averaged], SUM: [old + mean for old, mean in pairs]}
@@ -223,9 +223,9 @@ class FusedSteps:
     # ---- for comparison
 
     def last_gradients(self, state: TrainState, batches: Sequence[Batch]) -> Sequence[jax.Array]:
-        """Return the results of `ReplicaProgram` for the last batch: of one batch in a step, of several in a loop.
+        """Return the results of `ReplicaProgram` for the last batch: as a single step, or in a loop of several.
 
-        The state stays.
+        The state is not used up.
         """
         if len(batches) == 1:
             *before, _, index, control = self._arguments(state, batches)
@@ -255,7 +255,7 @@ def _have_same_bits(one: Made, other: Made) -> bool:
 
 
 def _numbers(tree: Tree) -> list[jax.Array]:
-    """Return the leaves of a tree, and of random keys their numbers."""
+    """Return the leaves of a tree, with random keys as their numbers."""
     return [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
 
 

@@ -1,4 +1,4 @@
-"""The options of a training step on JAX, and which of them exclude each other."""
+"""The options of a training step on JAX, and the options that exclude each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Protocol, final
 
 import jax
+from typing_extensions import override
 
 from popdist.switches import require_switches, require_switches_or_none
 from strategies.argument_checks import positive
@@ -25,7 +26,7 @@ from strategies.typing import AccumulationDtype, Tree
 
 
 class TrainerOptions(CommonOptionsByName, total=False):
-    """The options that `Trainer` takes by name; see `StepOptions`."""
+    """The options that `Trainer` takes by name, described in `StepOptions`."""
 
     gradient_accumulation_dtype: AccumulationDtype
     offload_optimizer_state: bool | None
@@ -37,57 +38,57 @@ class TrainerOptions(CommonOptionsByName, total=False):
 
 
 class PipelinePlanner(Protocol):
-    """The interface of options that cut a replica into stages; `strategies.Pipelining` has it."""
+    """The interface of options that cut a replica into stages; `strategies.Pipelining` implements it."""
 
     @property
     def terms(self) -> Mapping[str, object]:
-        """The options that have to be alike on all instances."""
+        """The options that must be equal on all instances."""
 
     def plan(
         self, replicas: Replicas, program: ReplicaProgram, shapes: ReplicaShapes, shards: Shards | None
     ) -> ReplicaPlan:
-        """Return the programs of the stages.
+        """Return the programs of the stages. Called once for each new shape of a batch, on all instances.
 
         Args:
-            replicas: where they are.
-            program: of a replica.
-            shapes: of what a replica takes.
-            shards: how means of gradients are cut; None for whole ones.
+            replicas: Places of the replicas.
+            program: Computation of a replica.
+            shapes: Shapes of a replica's arguments.
+            shards: Division of the mean gradients; None for whole ones.
 
         Raises:
-            ValueError: if the program cannot be cut like that.
+            ValueError: The program cannot be cut into these stages.
         """
 
 
 @final
 @dataclass(frozen=True)
 class StepOptions(CommonOptions):
-    """The options of a training step on JAX; those that PyTorch has too are described in `CommonOptions`.
+    """The options of a training step on JAX; `CommonOptions` describes the options shared with PyTorch.
 
     Attributes:
-        gradient_accumulation_dtype: of the accumulators, and of the gradients that the optimizer gets: None for the
-            variable's, a dtype, or a function of the variable.
-        offload_optimizer_state: keep optimizer state in host memory between updates (JAX's memory kind
-            `pinned_host`). None: as the runtime likes, which is False.
-        stochastic_rounding: of the sum of a 16-bit variable and its change.
-        recompute: what of the forward pass is computed again for the backward pass: "none", "blocks" (what lies
-            between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
-        model_state_aggregation: how replicas agree on the model state after each step, as a word for all of it, or a
-            pytree of words that begins as the model state does: "mean", over all replicas in their order; "first",
-            what replica 0 has; "per_replica", to each replica its own, which is lost with an instance; "sum": replicas
-            begin at zero, and what all of them have then is added to what there was; "alike": every replica makes the
-            same of it, so nothing has to travel; "constant": it stays. None: the mean of floating-point leaves, and
-            replica 0's for others. Not with gradients as int8.
-        trainable: which variables are trained: a function `(name, variable) -> bool` of names such as
-            `['dense']['kernel']`, or a pytree of bools that begins as the variables do; None for all. The others keep
-            their bits, may be of any dtype, and have no gradients and no optimizer state, which is that of a tree with
-            None in their places.
-        pipeline: None, or how a replica is cut into stages that run on several devices. Not with `recompute`, in whose
-            place a pipeline has its own, nor with gradients as int8.
+        gradient_accumulation_dtype: Dtype of the accumulators, and of the gradients that the optimizer gets: None for
+            the variable's own, a dtype, or a function of the variable.
+        offload_optimizer_state: Whether optimizer state is kept in host memory between updates (JAX's memory kind
+            `pinned_host`). None: the runtime's default, which is False.
+        stochastic_rounding: Whether the sum of a 16-bit variable and its change is rounded stochastically.
+        recompute: Values of the forward pass that the backward pass computes again (Chen et al., 2016): "none",
+            "blocks" (the values between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
+        model_state_aggregation: Rule by which replicas agree on the model state after each step: one word for all of
+            it, or a pytree of words that is a prefix of it. "mean": the mean over all replicas in order.
+            "first": replica 0's value. "per_replica": each replica keeps its own, which is lost with an instance.
+            "sum": replicas begin at zero, and the sum over all replicas is added to the old value. "alike": every
+            replica computes the same value, so nothing travels. "constant": the value stays. None: the mean of
+            floating-point leaves, and replica 0's value of others. Not with gradients as int8.
+        trainable: Choice of the trained variables; None for all. It is a function `(name, variable) -> bool` of names
+            such as `['dense']['kernel']`, or a pytree of bools that is a prefix of the variables. Other variables keep
+            their bits, may have any dtype, and have no gradients. The optimizer state is made for a tree with None in
+            their places.
+        pipeline: Cut of a replica into stages that run on several devices, or None. Not with `recompute`, because a
+            pipeline recomputes by itself, and not with gradients as int8.
 
     Raises:
-        TypeError: see `CommonOptions`.
-        ValueError: see `CommonOptions`.
+        TypeError: An option has a wrong type, see `CommonOptions`.
+        ValueError: An option has a wrong value, or options exclude each other; see `CommonOptions`.
     """
 
     gradient_accumulation_dtype: AccumulationDtype = None
@@ -108,29 +109,29 @@ class StepOptions(CommonOptions):
                 "be offloaded to be sharded, as in the original; leave offload_optimizer_state out or make it True"
             )
         check_aggregation(self.model_state_aggregation)
-        _ = self.precision  # which refuses other dtypes
+        _ = self.precision  # raises if the dtype is not a float
         if self.pipeline is not None:
             self._refuse_with_pipeline()
 
     def _refuse_with_pipeline(self) -> None:
         if self.map_gradient is not None and self.scaling is not None:
             raise ValueError(
-                "map_gradient would get gradients that loss_scaling has multiplied, in a pipeline; use one of them"
+                "in a pipeline map_gradient would get gradients that loss_scaling has multiplied; use only one of them"
             )
         if self.recompute != "none":
             raise ValueError(
-                f"recompute is {_named(self.recompute)!r}, and there is a pipeline, whose stages recompute by "
-                "themselves; leave recompute out, and use Pipelining(recompute=True)"
+                f"recompute is {_named(self.recompute)!r}, but the stages of a pipeline recompute by themselves; leave "
+                "recompute out, and use Pipelining(recompute=True)"
             )
         if self.transfer.is_quantised:
             raise ValueError(
-                "gradient_transfer_dtype is int8, whose blocks go through all gradients, and with a pipeline gradients "
-                "leave stage by stage; use float16 or bfloat16"
+                "gradient_transfer_dtype is int8, whose blocks span all gradients, but in a pipeline gradients leave "
+                "stage by stage; use float16 or bfloat16"
             )
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """The options with which micro-batches become one gradient."""
+        """The options by which micro-batches become one gradient."""
         return Accumulation(
             positive("gradient_accumulation_count", self.gradient_accumulation_count),
             self.method,
@@ -140,36 +141,36 @@ class StepOptions(CommonOptions):
 
     @cached_property
     def precision(self) -> Precision:
-        """In which dtypes replicas compute."""
+        """The dtypes in which replicas compute."""
         return Precision(float_dtype("compute_dtype", name_of_dtype(self.compute_dtype)), self.scaling is not None)
 
     def rule_of(self, model_state: Tree) -> ModelStateRule:
-        """Return the rule by which replicas agree on such a model state.
+        """Return the rule by which replicas agree on this model state.
 
         Raises:
-            ValueError: see `ModelStateRule.of`; or gradients travel as int8.
+            ValueError: See `ModelStateRule.of`; or gradients travel as int8.
         """
         if model_state is not None and self.transfer.is_quantised:
             raise ValueError(
-                "gradient_transfer_dtype is int8, and there is a model state, whose means do not travel with int8 "
-                "gradients; use float16 or bfloat16"
+                "gradient_transfer_dtype is int8, but means of a model state do not travel with int8 gradients; use "
+                "float16 or bfloat16"
             )
         return ModelStateRule.of(model_state, self.model_state_aggregation if model_state is not None else None)
 
     def shapes_of_replica(self, model_state: Tree) -> Tree:
-        """Return the shapes and dtypes of what one replica has of a model state."""
+        """Return the shapes and dtypes of one replica's part of a model state."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model_state)
         return self.rule_of(shapes).map_own(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
 
     @property
+    @override
     def shards_state(self) -> bool:
-        """See `CommonOptions`."""
         shards = self.replicated_optimizer_state_sharding
         return bool(self.offload_optimizer_state if shards is None else shards)
 
     @property
     def of_update(self) -> UpdateSettings:
-        """The options that change how variables are updated."""
+        """The options that change the update of variables."""
         return UpdateSettings(
             seed=self.seed,
             gradient_dtype=self.gradient_accumulation_dtype,
@@ -181,27 +182,27 @@ class StepOptions(CommonOptions):
         )
 
     @property
+    @override
     def own_part(self) -> str | None:
-        """See `CommonOptions`."""
         has_own_model_state = has_own(self.model_state_aggregation)
         return super().own_part or ("model state of single replicas" if has_own_model_state else None)
 
     @property
     def needs_host(self) -> str | None:
-        """The option because of which gradients go through the host, in words; None if they may stay on the device."""
+        """The option that sends gradients through the host, in words; None if they may stay on the device."""
         if self.transfer.is_quantised:
             return "gradients travel as int8"
         return None if self.pipeline is None else "replicas are pipelines"
 
     @property
     def may_fuse(self) -> bool:
-        """Whether several steps may be one program."""
+        """Whether a step, or several, may be one program."""
         is_plain = self.scaling is None and self.pipeline is None
         return is_plain and not self.transfer.is_quantised and not self.check_numerics
 
     @property
+    @override
     def own_terms(self) -> Mapping[str, object]:
-        """See `CommonOptions`."""
         return {
             "gradient_accumulation_dtype": _named(self.gradient_accumulation_dtype),
             "map_gradient": _named(self.map_gradient),
@@ -217,11 +218,11 @@ class StepOptions(CommonOptions):
 def configured(
     seed: int, check_numerics: bool | None, digest_every: int, options: TrainerOptions, defaults: Defaults
 ) -> StepOptions:
-    """Return the options of a step, see `completed`; stochastic rounding, too, is as the defaults say if left out."""
+    """Return the options of a step; the defaults decide options that are left out, stochastic rounding included."""
     own = {"seed": seed, "check_numerics": check_numerics, "digest_every": digest_every}
     return completed(StepOptions, defaults, {"stochastic_rounding": defaults.rounds_stochastically, **own, **options})
 
 
 def _named(option: Any) -> str:
-    """Return an option that may be a function, of which only the name is the same on all instances."""
+    """Return the name of a function, because only that is equal on all instances; other options as text."""
     return str(getattr(option, "__qualname__", type(option).__qualname__) if callable(option) else option)

@@ -1,4 +1,4 @@
-"""The programs of a step, compiled once for the shapes of a replica's batch and compared with the other instances."""
+"""The programs of a step, compiled once per shape of a batch and compared between instances."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class PreparedStep:
     """A step for batches of some shapes.
 
     Attributes:
-        program: what a replica computes.
-        gradients: compute it on all local replicas.
-        means: where the mean gradients are, as a pytree like the variables that are trained.
-        state_means: where the means of leaves of the model state are.
-        exchange: has them computed by all instances.
-        update: of the variables, by the means.
+        program: Computation of a replica.
+        gradients: Programs that compute it on all local replicas.
+        means: Memory of the mean gradients, as a pytree like the trained variables.
+        state_means: Memory of the means of leaves of the model state.
+        exchange: Exchange that computes the means on all instances.
+        update: Update of the variables by the means.
     """
 
     program: ReplicaProgram
@@ -69,20 +69,20 @@ class PreparedStep:
 
     @property
     def arrived_means(self) -> Gradients:
-        """The mean gradients where the update reads them: on a GPU, if they have been copied there."""
+        """The mean gradients in the memory from which the update reads: on a GPU if they were copied there."""
         copies = self.gradients.copies
         return self.means if copies is None else copies.means(self.means)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The computation of a replica in a step, however many replicas are here; without memory for gradients.
+    """The plan of a replica's step, independent of the number of local replicas, without memory for gradients.
 
     Attributes:
-        program: of a replica.
-        gradients: the compiled programs that compute it.
-        lines: what they compute, for the comparison with other instances; none where there is none.
-        is_on_device: whether gradients stay on the device.
+        program: Computation of a replica.
+        gradients: Compiled programs of it.
+        lines: Lines of the computation, to compare with other instances; empty if nothing is compared.
+        is_on_device: Whether gradients stay on the device.
     """
 
     program: ReplicaProgram
@@ -92,15 +92,15 @@ class _Plan:
 
 
 class StepPrograms:
-    """The steps that are prepared, by the shapes of their batches.
+    """The prepared steps of a Trainer, by the shapes of their batches.
 
     Args:
-        replicas: where the replicas are.
-        loss_fn: see `Trainer`.
-        optimizer: likewise.
-        options: of the step.
-        is_recorded: whether steps are recorded, by `poprun verify`, which lets instances differ.
-        others: functions of the user besides the loss function that a step traces.
+        replicas: Places of the replicas.
+        loss_fn: Loss function, see `Trainer`.
+        optimizer: Optimizer, see `Trainer`.
+        options: Options of the step.
+        is_recorded: Whether `poprun verify` records steps; then instances may differ.
+        others: Other functions of the user that a step traces.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class StepPrograms:
         self._replicas = replicas
         self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
-        self._reads: Reads | None = None  # what the loss function had when it was traced
+        self._reads: Reads | None = None  # the values that the loss function read when it was traced
         self._optimizer = optimizer
         self._options = options
-        self._updates: dict[Any, VariableUpdate] = {}  # for the shapes of the variables that are trained
+        self._updates: dict[Any, VariableUpdate] = {}  # by the shapes of the trained variables
         self._is_recorded = is_recorded
-        self._plans: dict[Any, _Plan] = {}  # for the shapes of what one replica takes
+        self._plans: dict[Any, _Plan] = {}  # by the shapes of one replica's arguments
         self._instances_at_first = replicas.num_instances
-        self._has_warned = False  # of what is lost with an instance
-        self._path: DevicePath | None = None  # made for the first step that stays on the device
+        self._has_warned = False  # of the data that would be lost with an instance
+        self._path: DevicePath | None = None  # made before the first step that stays on the device
         self._closing: Callable[[], object] = lambda: None  # closes the path
         self._is_on_device = False
         self._claim_replicas()
@@ -135,11 +135,11 @@ class StepPrograms:
             update.path = None
 
     def _open_path(self) -> None:
-        """Make the path between devices, before the first step; a collective call."""
+        """Make the path between devices before the first step. Collective."""
         if not self._is_on_device or self._path is not None:
             return
         self._path = path_for(self._replicas)
-        if self._path is None:  # devices of which memory cannot be mapped
+        if self._path is None:  # memory of these devices cannot be mapped
             self._is_on_device = False
             return
         # Windows are as large as all gradients: they must not wait for the garbage collector.
@@ -148,13 +148,13 @@ class StepPrograms:
         self._closing = closing
 
     def _claim_replicas(self) -> None:
-        """Begin anew with the replicas that this instance drives now."""
+        """Start again with the replicas that this instance drives now."""
         self._devices = self._replicas.devices
         self._close_path()
         self._is_on_device = self._replicas.exchange.is_on_device
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
         self._steps: dict[Any, PreparedStep | DeviceStep] = {}
-        self._seen: list[Any] = []  # the shapes of batches for which steps were made
+        self._seen: list[Any] = []  # shapes of batches that have a step
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
@@ -162,9 +162,9 @@ class StepPrograms:
         """Return the arguments of `ReplicaGradients.dispatch`.
 
         Args:
-            state: not to be used up before all buckets are collected.
-            batch: of all local replicas.
-            control: see `control_words`.
+            state: State that stays valid until all buckets are collected.
+            batch: Batch of all local replicas.
+            control: Control words, see `control_words`.
         """
         own, shared = self._divided(state.model_state)
         kept = self._devices.parts((state.residuals or [], own))
@@ -172,28 +172,28 @@ class StepPrograms:
         return state.variables, [(rows, index, control, of_one) for rows, index, of_one in parts], shared
 
     def _divided(self, model_state: Tree) -> tuple[list[Tree], Tree]:
-        """Split a model state into the leaves that each replica has for itself, and the rest, with None for them."""
+        """Split a model state into the leaves that each replica owns, and the rest with None in their places."""
         if model_state is None:
             return [], None
         rule = self._options.rule_of(model_state)
         return rule.pick(model_state, PER_REPLICA), rule.map_own(lambda leaf: None, rule.begun(model_state))
 
     def gradients_of(self, programs: ReplicaGradients, state: TrainState, batch: Batch) -> OfReplicas:
-        """Return the gradients of each local replica, by some programs."""
+        """Return the gradients of each local replica, computed by `programs`."""
         programs.dispatch(*self.arguments(state, batch, control_of(state)))
         return programs.leaves()
 
     # ---- preparing
 
     def trained(self, variables: Variables) -> Variables:
-        """Return the variables that are trained, or the shapes of these, with None in the places of the others."""
+        """Return the variables that are trained, or their shapes, with None in the places of the others."""
         return Trainable.of(variables, self._options.trainable).pick(variables)
 
     def update_of(self, variables: Variables) -> VariableUpdate:
-        """Return the update of such variables.
+        """Return the update of variables of these shapes.
 
         Args:
-            variables: with those that are not trained; shapes and dtypes are enough.
+            variables: All variables, also untrained ones; shapes and dtypes are enough.
         """
         trained = self.trained(shapes_of(variables))
         key = key_of(trained)
@@ -202,8 +202,12 @@ class StepPrograms:
         return self._updates[key]
 
     def prepare(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
-        """Prepare a step with such a batch; a collective call where it is the first one of its shapes."""
-        if self._devices is not self._replicas.devices:  # an instance was lost in something else than a step
+        """Return the step for this batch. Collective if its shapes are new.
+
+        Raises:
+            TypeError: The batch has a leaf that is not an array.
+        """
+        if self._devices is not self._replicas.devices:  # an instance was lost outside of a step
             self._claim_replicas()
         if self._reads is not None:
             self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
@@ -230,13 +234,13 @@ class StepPrograms:
         return found
 
     def planned(self, state: TrainState, batch: Batch) -> tuple[ReplicaProgram, ReplicaPlan]:
-        """Return a replica's computation, with programs that are not compiled yet; no collective call.
+        """Return a replica's computation, with programs that are not compiled yet. Not collective.
 
-        Gradients that would be streamed, which is found out by running, come all at the end.
+        Whether gradients can be streamed is found out only by running. In this plan they all come at the end.
 
         Args:
-            state: shapes and dtypes are enough.
-            batch: likewise.
+            state: State before the step; shapes and dtypes are enough.
+            batch: Batch of the local replicas; shapes and dtypes are enough.
         """
         plan = self._plan(self._shapes_of(state, batch))
         return plan.program, plan.gradients
@@ -296,10 +300,10 @@ class StepPrograms:
         return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange, update)
 
     def _kept(self, key: Any) -> _Plan | None:
-        """Return a plan that was made before, if all instances have it; a collective call where some have been lost.
+        """Return an earlier plan if all instances have it. Collective if instances have been lost.
 
-        One that is lost while the first step is prepared may leave others of which some have their plan, and some have
-        not: what is measured or compared for it is measured and compared by all of them, or by none.
+        If an instance is lost while the first step is prepared, some survivors have their plan and some do not. Either
+        all of them measure and compare for it again, or none.
         """
         found = self._plans.get(key)
         if found is not None and found.is_on_device and not self._is_on_device:
@@ -309,7 +313,7 @@ class StepPrograms:
         return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
 
     def _plan(self, shapes: ReplicaShapes) -> _Plan:
-        """Return a replica's computation for arguments of such shapes."""
+        """Return a replica's computation for arguments of these shapes."""
         check_takes_state(self._loss_fn, shapes.model_state is not None)
         options = self._options
         program = ReplicaProgram(
@@ -335,24 +339,24 @@ class StepPrograms:
         return self._in_one_program(program, shapes, streams=False)
 
     def _planned_on_device(self, program: ReplicaProgram, shapes: ReplicaShapes) -> JaxGradientPlan | None:
-        """Return the plan of a step that stays on the device; None if it goes through the host.
+        """Return the plan of a step that stays on the device, or None if it goes through the host.
 
         Raises:
-            ValueError: if the program asks for the device, and something in the step needs the host.
+            ValueError: The program asks for an exchange on the device, and something in the step needs the host.
         """
         if not self._is_on_device:
             return None
         plan, reason = None, self._options.needs_host
         if reason is None:
             plan = self._in_one_program(program, shapes, streams=False, makes_buffers=True)
-            plan.equations()  # now it is known what the loss function does
+            plan.equations()  # tracing shows which effects the loss function has
             reason = why_on_host(program)
         if reason is None:
             return plan
         exchange = asked_exchange(self._replicas.defaults.exchange, os.environ)
         if exchange != AUTO:
             raise ValueError(
-                f"the exchange is {exchange!r}, on the device, and {reason}; use exchange 'auto' or 'host'"
+                f"the exchange {exchange!r} keeps gradients on the device, but {reason}; use exchange 'auto' or 'host'"
             )
         logger.info("gradients go through the host: %s", reason)
         return None
@@ -371,14 +375,14 @@ class StepPrograms:
         return JaxGradientPlan(self._devices, program, arguments, streams, shards, makes_buffers)
 
     def _streaming(self, plan: _Plan, shapes: ReplicaShapes, state: TrainState, batch: Batch) -> _Plan:
-        """Return the plan, with gradients that are streamed if they may be; a collective call then."""
+        """Return the plan, with streamed gradients if they have the same bits. Collective if they can be streamed."""
         is_cut = plan.program.quantised is not None or self._options.pipeline is not None
         if is_cut or not self._replicas.streams_gradients:
             return plan
         cut = self._in_one_program(plan.program, shapes, streams=True)
         if len(cut.segments) == 1:
             return plan
-        if not self._replicas.adds_in_order:  # sums have other bits for each spread in any case
+        if not self._replicas.adds_in_order:  # this strategy does not promise bits
             return replace(plan, gradients=cut)
         streamed, at_once = self._programs(cut, np.empty), self._programs(plan.gradients, np.empty)
         is_exact = have_same_gradients(
@@ -391,7 +395,7 @@ class StepPrograms:
         communicator = self._replicas.communicator
         if is_so_everywhere(is_exact, communicator, "streamed gradients have the same bits"):
             return replace(plan, gradients=cut)
-        logger.info("gradients are not streamed: in parts they, the loss or metrics would have other bits")
+        logger.info("gradients are not streamed: streaming would change bits of gradients, the loss or metrics")
         return plan
 
     def _programs(self, plan: ReplicaPlan, allocate: Allocate) -> ReplicaGradients:
@@ -399,11 +403,11 @@ class StepPrograms:
 
     @property
     def _is_compared(self) -> bool:
-        """Whether there are others to agree with."""
+        """Whether there are other instances to agree with."""
         return self._replicas.communicator.size > 1 and not self._is_recorded
 
     def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
-        """Compare what decides the result with the other instances; a collective call, once for batches of a shape."""
+        """Compare everything that decides the result between instances. Collective, once for each shape of a batch."""
         dataset = self._replicas.dataset_of(batch)
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
@@ -434,10 +438,10 @@ class StepPrograms:
 
 
 def why_on_host(program: ReplicaProgram) -> str | None:
-    """Return the reason why a replica's gradients go through the host; None if they may stay on the device.
+    """Return the reason for gradients to go through the host, or None if they may stay on the device.
 
     Args:
-        program: of a replica, which has been traced.
+        program: Traced computation of a replica.
     """
     if not program.is_independent:
         return "the loss function has collectives of replicas or feeds"
@@ -447,6 +451,6 @@ def why_on_host(program: ReplicaProgram) -> str | None:
 
 
 def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
-    """Return the control words of a step that begins with a state."""
+    """Return the control words of a step that begins with this state."""
     scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
     return control_words(state.step, notice, scale)

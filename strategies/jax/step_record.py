@@ -1,8 +1,8 @@
 """The records that `poprun verify` compares: digests of each step's batch, gradients and variables.
 
-`popdist.records.recording` says how it is asked for. Nothing here talks to other instances, except where they have
-parts of the mean gradients. Every instance writes what it has, also what is to be the same on all: whether it is the
-same is the question.
+`popdist.records.recording` describes how a record is requested. Nothing here talks to other instances, except to gather
+parts of the mean gradients. Every instance writes all its values, also those that should be equal on all instances:
+`poprun verify` checks whether they are.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ _VECTORS = ("avx", "fma", "amx", "sse4", "asimd", "sve")
 
 
 def recorder_for(replicas: Replicas, options: StepOptions) -> StepRecorder | None:
-    """Return the recorder of one Trainer's steps; None unless the environment asks for it."""
+    """Return the recorder of one Trainer's steps, or None unless the environment asks for a record."""
     wanted = Recording.from_environ(os.environ)
     return None if wanted is None else StepRecorder(replicas, options, wanted)
 
 
 def checkpoint_folder(directory: Path) -> Path:
-    """Return the folder for a program's checkpoints: the one that it asks for, or another while it is verified."""
+    """Return the folder for a program's checkpoints: the requested folder, or another one during verification."""
     wanted = Recording.from_environ(os.environ)
     if wanted is None:
         return directory
@@ -90,12 +90,12 @@ def checkpoint_folder(directory: Path) -> Path:
 
 
 class StepRecorder:
-    """Writes a line for each step of one Trainer.
+    """A recorder that writes a line for each step of one Trainer.
 
     Args:
-        replicas: of the Trainer.
-        options: of its steps.
-        wanted: what is recorded.
+        replicas: Replicas of the Trainer.
+        options: Options of its steps.
+        wanted: Values to be recorded.
     """
 
     def __init__(self, replicas: Replicas, options: StepOptions, wanted: Recording) -> None:
@@ -105,20 +105,20 @@ class StepRecorder:
         self._file = _file(wanted.folder)
         self._file.write_process(replicas)
         self._training = self._file.next_training()
-        self._step = -1  # the last one that was recorded
-        self._left: list[Any] = []  # the variables after it
+        self._step = -1  # last recorded step
+        self._left: list[Any] = []  # variables after that step
         self._layout: dict[str, Any] = {}
         self._line: dict[str, Any] = {}
         self._took_s = 0.0
 
     def reduced(self, state: TrainState, batch: Batch, means: Gradients, shards: Shards | None) -> None:
-        """See `StepWatcher`."""
+        """Record a step's batch, variables and mean gradients, as `StepWatcher.reduced` describes."""
         began_s = time.perf_counter()
         if state.step <= self._step:
             self._training = self._file.next_training()
         named = self._recorded(state)
         names, leaves = list(named), list(named.values())
-        means = [  # those that are trained come first
+        means = [  # the trained variables come first
             self._whole(mean, leaf, name, shards)
             for name, leaf, mean in zip(names, leaves, jax.tree.leaves(means), strict=False)
         ]
@@ -149,8 +149,8 @@ class StepRecorder:
         self._took_s = time.perf_counter() - began_s
 
     def updated(self, state: TrainState, metrics: Metrics) -> None:
-        """See `StepWatcher`."""
-        jax.block_until_ready(state.variables)  # which is the program's time
+        """Record the variables after the step, and write its line, as `StepWatcher.updated` describes."""
+        jax.block_until_ready(state.variables)  # this wait belongs to the program's time
         began_s = time.perf_counter()
         step = self._line["step"]
         leaves = list(self._recorded(state).values())
@@ -172,7 +172,7 @@ class StepRecorder:
             raise SystemExit(0)
 
     def _recorded(self, state: TrainState) -> dict[str, Leaf]:
-        """Return the values that are the same on all instances: variables, and leaves of the model state."""
+        """Return the values that are equal on all instances: variables, and leaves of the model state."""
         trainable = Trainable.of(state.variables, self._options.trainable)
         rule = self._options.rule_of(state.model_state)
         trees = (
@@ -220,7 +220,7 @@ def _open_private(path: str | Path, flags: int) -> int:
 
 
 class _RecordFile:
-    """The lines of this process; of all its Trainers."""
+    """The file with the lines of this process, for all its Trainers."""
 
     def __init__(self, folder: Path) -> None:
         make_private(folder)
@@ -237,7 +237,7 @@ class _RecordFile:
             data = data[os.write(self._descriptor, data) :]
 
     def write_process(self, replicas: Replicas) -> None:
-        """Write the record of this process, again whenever the instances were renumbered."""
+        """Write the line that describes this process, once for each numbering of the instances."""
         instance = replicas.instance
         if self._described == (instance.index, instance.count):
             return
@@ -270,7 +270,7 @@ class _RecordFile:
 
     @property
     def steps_made(self) -> int:
-        """The number of steps of all trainings; a restored training counts from its beginning."""
+        """The number of steps of all trainings; a restored training counts from its start."""
         return sum(self._made.values())
 
 
@@ -285,9 +285,9 @@ def _file(folder: Path) -> _RecordFile:
 
 
 def digest(array: Leaf) -> str:
-    """16 hexadecimal digits that change with an array's bits, shape or dtype; against accidents, not against tricks.
+    """Return 16 hexadecimal digits of an array's bits, shape and dtype, to detect accidents and not attacks.
 
-    CRC-32 and Adler-32: five times as fast as SHA-256.
+    They are CRC-32 and Adler-32, which are five times as fast as SHA-256.
     """
     host = _on_host(array)
     head = zlib.crc32(f"{host.dtype.name}{host.shape}".encode())
@@ -305,7 +305,7 @@ def _on_host(leaf: Leaf) -> np.ndarray:
 
 
 def _host_random() -> dict[str, str]:
-    """Return a digest of the state of each of the two global generators."""
+    """Return a digest of the state of each of the two global random generators."""
     state: Any = np.random.get_state(legacy=False)
     key, position = state["state"]["key"], state["state"]["pos"]
     return {
@@ -314,15 +314,15 @@ def _host_random() -> dict[str, str]:
     }
 
 
-# At import, against our habit: what libraries draw while they are imported is not the program's.
+# At import, against our habit: random numbers that libraries draw on import are not the program's.
 _random_at_import = _host_random() if recording.FOLDER_VARIABLE in os.environ else {}
 
 
 def what_decides_bits(exchange: ExchangeChoice = ON_CPUS) -> dict[str, object]:
-    """Return the facts that decide a training's bits besides the program, its seed, data and number of replicas.
+    """Return all facts that decide a training's bits, except the program, its seed, data and number of replicas.
 
     Args:
-        exchange: named where it is another one than that of CPUs: to look at first where bits differ.
+        exchange: Exchange of gradients; listed only if it differs from the default on CPUs.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     settings = {name: value for name, value in os.environ.items() if name in _SETTINGS or name.startswith(_PREFIXES)}

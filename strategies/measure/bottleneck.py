@@ -1,4 +1,4 @@
-"""The command that measures a program's data set, and tells whether data or compute limits its training.
+"""The command that measures a program's data set, and tells whether data or compute limits the training.
 
 python -m strategies.dataset_benchmark program.py:make_dataset [program.py:make_step] [options]
 """
@@ -32,7 +32,7 @@ COLUMNS = "{:>5}  {:>7}  {:>12}  {:>8}  {:>12}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print; ends the process with one line on stderr if an argument is wrong."""
+    """Measure and print; if an argument is wrong, end the process with one line on stderr."""
     parser = _parser()
     options = parser.parse_intermixed_args(words)
     if options.make_step is not None and options.step_ms is not None:
@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
         dataset = _called(make_dataset, strategy)
         if options.batch_size is not None:
             if isinstance(dataset, DistributedDataset):
-                parser.error("argument --batch-size: the function has distributed its data set already; leave it out")
+                parser.error("argument --batch-size: the function has distributed its data set; leave --batch-size out")
             try:
                 dataset = strategy.distribute_dataset(dataset, options.batch_size)
             except (TypeError, ValueError) as error:
@@ -65,27 +65,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m strategies.dataset_benchmark",
         usage="%(prog)s PROGRAM.py:FUNCTION [PROGRAM.py:FUNCTION] [options]",
-        description="How fast a data set is, and whether data or compute holds the training up.",
-        epilog="The functions are called with the strategy if they take an argument, and within its scope: import "
-        "Keras at the top of the program.",
+        description="Measure the speed of a data set, and tell whether data or compute limits the training.",
+        epilog="A function that takes an argument gets the strategy. Functions are called in the strategy's scope: "
+        "import Keras at the top of the program.",
     )
     parser.add_argument("make_dataset", metavar="PROGRAM.py:FUNCTION", help="makes the data set")
     parser.add_argument(
         "make_step",
         nargs="?",
         metavar="PROGRAM.py:FUNCTION",
-        help="makes the step: a function of a batch that returns arrays; it is timed",
+        help="makes the step: a function of a batch that returns arrays; the command times it",
     )
-    parser.add_argument("--step-ms", type=_positive(float), help="milliseconds of a step, where they are known")
+    parser.add_argument("--step-ms", type=_positive(float), help="milliseconds of a step, if they are known")
     parser.add_argument(
         "--batch-size",
         type=_positive(int),
-        help="elements per replica: distributes what FUNCTION returned, which otherwise yields batches itself",
+        help="elements per replica: distributes the data set of FUNCTION; without it FUNCTION must yield batches",
     )
-    parser.add_argument("--replicas", type=_positive(int), default=1, help="of the strategy (default: %(default)s)")
-    parser.add_argument("--epochs", type=_positive(int), default=3, help="times to measure (default: %(default)s)")
+    parser.add_argument("--replicas", type=_positive(int), default=1, help="number of replicas (default: %(default)s)")
+    parser.add_argument("--epochs", type=_positive(int), default=3, help="number of epochs (default: %(default)s)")
     parser.add_argument(
-        "--batches", type=_positive(int), default=100, help="batches in each of them (default: %(default)s)"
+        "--batches", type=_positive(int), default=100, help="batches of an epoch (default: %(default)s)"
     )
     return parser
 
@@ -97,18 +97,18 @@ def _positive(kind: type[_T]) -> Callable[[str], _T]:
         except ValueError:
             number = 0
         if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word!r} is no {kind.__name__} above 0")
+            raise argparse.ArgumentTypeError(f"{word!r} is not a positive {kind.__name__}")
         return number
 
     return parse
 
 
 def _function(name: str) -> Function:
-    """The function that PROGRAM.py:FUNCTION names; ValueError if there is none."""
+    """Return the function that PROGRAM.py:FUNCTION names; raise ValueError if there is none."""
     file, _, function = name.rpartition(":")
     path = Path(file)
     if not file or not function or not path.is_file():
-        raise ValueError(f"{name!r} names no function: PROGRAM.py:FUNCTION is needed, PROGRAM.py being a file")
+        raise ValueError(f"{name!r} does not name a function; write PROGRAM.py:FUNCTION, with the path of a file")
     module = _module(path)
     found = getattr(module, function, None)
     if not callable(found):
@@ -118,13 +118,13 @@ def _function(name: str) -> Function:
 
 
 def _module(path: Path) -> ModuleType:
-    """The program, loaded once, and found by processes that it starts."""
+    """Return the program as a module, loaded once and importable by the processes that it starts."""
     folder = str(path.resolve().parent)
     if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path.resolve()):
         return sys.modules[path.stem]
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python program")
+        raise ValueError(f"{path} is not a Python program")
     sys.path.insert(0, folder)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -140,7 +140,7 @@ def _called(function: Function, strategy: IPUStrategy) -> Tree:
 
 
 def _print_rates(dataset: Data, epochs: int, batches: int) -> list[EpochRate]:
-    """The rates of the epochs, printed as they are over."""
+    """Return the rates of the epochs; print each as soon as it is known."""
     print(COLUMNS.format("epoch", "batches", "elements/s", "GB/s", "ms per batch"))
     rates = []
     for epoch, rate in enumerate(measured(dataset, epochs, batches, warm_up=WARM_UP_BATCHES)):
@@ -151,7 +151,7 @@ def _print_rates(dataset: Data, epochs: int, batches: int) -> list[EpochRate]:
 
 
 def _step_ms(step: Function, batch: Batch) -> float:
-    """The median time of the program's own step, on a batch that is there already."""
+    """Return the median time of the program's own step, on a batch that is loaded already."""
     times = []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Benchmarks of data sets and infeed queues, in the original's figures."""
+"""Benchmarks of data sets and infeed queues, with the figures that the original reports."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class EpochRate:
     """The figures of one epoch of a benchmark.
 
     Attributes:
-        elements_processed: what the data set yielded; the elements of a distributed data set are its batches.
-        total_bytes_processed: the bytes of their arrays.
-        time_elapsed: seconds.
-        rows_processed: the elements inside batches: the leading length of their first arrays.
+        elements_processed: Number of elements that the data set yielded; those of a distributed data set are batches.
+        total_bytes_processed: Size of their arrays in bytes.
+        time_elapsed: Duration in seconds.
+        rows_processed: Number of elements inside batches: the leading length of their first arrays.
     """
 
     elements_processed: int
@@ -45,16 +45,16 @@ class EpochRate:
 
     @property
     def elements_per_second(self) -> float:
-        """Elements in a second."""
+        """The number of elements per second."""
         return self.elements_processed / self.time_elapsed
 
     @property
     def bandwidth(self) -> float:
-        """GB (10^9 bytes) in a second."""
+        """The number of GB (10^9 bytes) per second."""
         return self.total_bytes_processed / (1e9 * self.time_elapsed)
 
     def to_dict(self) -> dict[str, float]:
-        """The figures by the original's names, in single precision as there."""
+        """Return the figures under the original's names, in single precision as there."""
         names = ("elements_processed", "total_bytes_processed", "time_elapsed", "elements_per_second", "bandwidth")
         return {name: float(np.float32(getattr(self, name))) for name in names}
 
@@ -69,28 +69,28 @@ def dataset_benchmark(
     *,
     elements_per_epoch: int | None = None,
 ) -> str:
-    """Read a data set as fast as it goes, without computing anything (`ipu.dataset_benchmark.dataset_benchmark`).
+    """Read a data set as fast as possible, without computing anything (`ipu.dataset_benchmark.dataset_benchmark`).
 
-    One thread reads ahead and one takes, as in training.
+    One thread reads ahead and one consumes, as in training.
 
     Args:
-        dataset: a `DistributedDataset`, which begins its next epoch when one has ended, or an iterable of pytrees of
-            arrays that is long enough. An element is what it yields.
-        number_of_epochs: how often the time is taken.
-        elements_per_epochs: elements in each of them.
-        print_stats: whether elements and GB per second are logged for each epoch.
-        apply_debug_options: the original's; nothing here depends on it.
-        do_memcpy: whether each array is copied, as to a device.
-        elements_per_epoch: another name of `elements_per_epochs`.
+        dataset: `DistributedDataset`, which begins its next epoch when one has ended, or an iterable of pytrees of
+            arrays that is long enough. An element is a value that it yields.
+        number_of_epochs: Number of epochs that are timed.
+        elements_per_epochs: Elements of each epoch.
+        print_stats: Whether elements and GB per second are logged for each epoch.
+        apply_debug_options: Accepted because the original has it; without effect.
+        do_memcpy: Whether each array is copied, as to a device.
+        elements_per_epoch: Another name of `elements_per_epochs`.
 
     Returns:
         JSON: `{"epochs": [{"elements_processed", "total_bytes_processed", "time_elapsed" (s), "elements_per_second",
         "bandwidth" (GB/s)}, ...]}`, all of them floats.
 
     Raises:
-        TypeError: if a number is no integer, a switch neither True nor False, or the data set cannot be iterated or has
-            no arrays.
-        ValueError: if a number is less than 1, a dimension is 0, or the data set ends too early.
+        TypeError: A number is not an integer, a switch is neither True nor False, or the data set cannot be iterated
+            or has no arrays.
+        ValueError: A number is less than 1, a dimension is 0, or the data set ends too early.
     """
     require_switches(print_stats=print_stats, apply_debug_options=apply_debug_options, do_memcpy=do_memcpy)
     rates = measured(dataset, number_of_epochs, _one_of(elements_per_epochs, elements_per_epoch), do_memcpy)
@@ -106,23 +106,23 @@ def infeed_benchmark(
     *,
     elements_per_epoch: int | None = None,
 ) -> str:
-    """Dequeue an infeed as fast as it goes, in a compiled loop of one replica that computes nothing.
+    """Dequeue an infeed as fast as possible, in a compiled loop of one replica that computes nothing.
 
     Args:
-        infeed_queue: it prefetches itself.
-        number_of_epochs: how often the time is taken.
-        elements_per_epochs: elements in each of them.
-        print_stats: whether elements and GB per second are logged for each epoch.
-        do_memcpy: whether the program keeps each element until the next one is there.
-        elements_per_epoch: another name of `elements_per_epochs`.
+        infeed_queue: Infeed, which prefetches by itself.
+        number_of_epochs: Number of epochs that are timed.
+        elements_per_epochs: Elements of each epoch.
+        print_stats: Whether elements and GB per second are logged for each epoch.
+        do_memcpy: Whether the program keeps each element until the next one arrives.
+        elements_per_epoch: Another name of `elements_per_epochs`.
 
     Returns:
         The JSON of `dataset_benchmark`.
 
     Raises:
-        TypeError: if a number is no integer, or there is no infeed.
-        ValueError: if a number is less than 1. A dimension of 0 is refused by the infeed.
-        EndOfDataError: if the infeed has fewer elements.
+        TypeError: A number is not an integer, or `infeed_queue` is not an infeed.
+        ValueError: A number is less than 1. The infeed itself refuses a dimension of 0.
+        EndOfDataError: The infeed has fewer elements.
     """
     require_switches(print_stats=print_stats, do_memcpy=do_memcpy)
     if not isinstance(infeed_queue, InfeedQueue):
@@ -132,10 +132,18 @@ def infeed_benchmark(
 
 
 def measured(dataset: Data, epochs: int, per_epoch: int, copies: bool = True, warm_up: int = 0) -> Iterator[EpochRate]:
-    """The rates of epochs of `per_epoch` elements each, as they are over; arguments and errors as above.
+    """Yield the rate of each epoch of `per_epoch` elements as soon as it has ended.
 
-    Of `warm_up` elements before them the time is not taken. What is a collective call is not read ahead: the data set
-    does so itself.
+    Args:
+        dataset: Data set of `dataset_benchmark`. A collective one is not read ahead here: it does so itself.
+        epochs: Number of epochs.
+        per_epoch: Elements of each epoch.
+        copies: Whether each array is copied.
+        warm_up: Number of elements read before the first epoch, without being timed.
+
+    Raises:
+        TypeError: As in `dataset_benchmark`.
+        ValueError: As in `dataset_benchmark`.
     """
     positive("number_of_epochs", epochs)
     positive("elements_per_epochs", per_epoch)
@@ -157,7 +165,7 @@ def measured(dataset: Data, epochs: int, per_epoch: int, copies: bool = True, wa
 
 
 def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> Iterator[EpochRate]:
-    """The rates of epochs that a loop on the device dequeues."""
+    """Yield the rates of epochs that a loop on the device dequeues."""
     positive("number_of_epochs", epochs)
     positive("elements_per_epochs", per_epoch)
     kept = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in queue.spec.leaves] if copies else [jnp.int32(0)]
@@ -167,7 +175,7 @@ def _dequeued(queue: InfeedQueue, epochs: int, per_epoch: int, copies: bool) -> 
 
     element_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in queue.spec.leaves)
     rows = next(iter(queue.spec.leaves[0].shape), 1)
-    repeat(0, body, kept, queue)  # compiles it
+    repeat(0, body, kept, queue)  # compiles the loop
     for _ in range(epochs):
         begin = time.perf_counter()
         repeat(per_epoch, body, kept, queue)
@@ -184,17 +192,17 @@ def endless(dataset: Data) -> Generator[Element, None, None]:
 
 
 class _Consumer:
-    """Takes elements as a device would; memory that they are copied to is used again."""
+    """A consumer of elements that copies as a device would; it reuses the memory of the copies."""
 
     def __init__(self, copies: bool) -> None:
         self._copies = copies
         self._buffers: dict[int, np.ndarray] = {}
 
     def take(self, element: Element) -> tuple[int, int]:
-        """Wait for an element, and return its bytes and rows."""
+        """Wait for an element; return its size in bytes and its number of rows."""
         arrays = [_checked(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(element))]
         if not arrays:
-            raise TypeError("an element of the data set has no arrays; at least one is needed")
+            raise TypeError("an element of the data set has no arrays; it needs at least one")
         if self._copies:
             for number, array in enumerate(arrays):
                 np.copyto(self._buffer(number, array), array)
@@ -210,7 +218,7 @@ class _Consumer:
 def _checked(leaf: Numbers) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype.kind in "OUS":
-        raise TypeError(f"an element of the data set is a {type(leaf).__name__}; arrays of numbers are needed")
+        raise TypeError(f"an element of the data set is a {type(leaf).__name__}; use arrays of numbers")
     if 0 in array.shape:
         raise ValueError(
             f"Detected a tensor in the dataset with a dimension of size 0: its shape is {array.shape}; take it out"
@@ -230,7 +238,7 @@ def _report(rates: Iterator[EpochRate], print_stats: bool) -> str:
 
 
 def _one_of(elements_per_epochs: int | None, elements_per_epoch: int | None) -> int:
-    """The number of elements, by whichever of its two names it was given."""
+    """Return the number of elements, given under either of its two names."""
     given = [number for number in (elements_per_epochs, elements_per_epoch) if number is not None]
     if len(given) != 1:
         raise TypeError("give the elements of an epoch once: as elements_per_epochs or as elements_per_epoch")

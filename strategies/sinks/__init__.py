@@ -1,4 +1,4 @@
-"""Metrics on their way out: what is said of steps, and the files and services that it goes to.
+"""The metrics of steps, and the files and services that receive them.
 
-Knows NumPy, and no framework: an array that is still being computed is one that can be waited for.
+This package imports NumPy and no framework. An array that a device still computes has `is_ready`, and is read later.
 """

@@ -1,4 +1,4 @@
-"""A file of lines that is gone on with: what it has of steps that are made again is replaced."""
+"""A file of lines that a restarted job continues: the lines of steps that are made again are replaced."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class Said(NamedTuple):
-    """The step and the names of a line.
+    """The step of a line, and the names of its numbers.
 
     Attributes:
-        step: its step.
-        names: of its numbers.
+        step: Step of the line.
+        names: Names of its numbers.
     """
 
     step: int
@@ -29,22 +29,22 @@ class Said(NamedTuple):
 
 
 SaidBy = Callable[[bytes], Said | None]
-"""(line of a file) -> its step and names; None if it cannot be read."""
+"""A function that returns the step and names of a line of a file, or None if it cannot read the line."""
 
 
 @final
 class ContinuedFile:
-    """A file to append lines to, unbuffered. While it is open, no other process can open it in this way.
+    """A file to append lines to, unbuffered. While it is open, no other `ContinuedFile` can open it.
 
     Args:
-        path: of the file; its folder is made.
-        start: with which every file begins that is none of something else.
-        goes_on: whether this job has begun it.
+        path: Path of the file; its folder is made.
+        start: First bytes of every file of this kind.
+        goes_on: Whether this job began the file.
 
     Raises:
-        ValueError: the file that is there begins otherwise.
-        BlockingIOError: another `ContinuedFile`, of this process or another one, has the file open.
-        PermissionError: the path is a symbolic link of another user.
+        ValueError: The existing file begins with other bytes.
+        BlockingIOError: Another `ContinuedFile`, of this process or another one, has the file open.
+        PermissionError: The path is a symbolic link of another user.
     """
 
     def __init__(self, path: Path, start: bytes, goes_on: bool) -> None:
@@ -61,28 +61,28 @@ class ContinuedFile:
 
     @property
     def is_regular(self) -> bool:
-        """Whether it can be read and cut; a pipe or a terminal cannot."""
+        """Whether the file can be read and truncated; a pipe or a terminal cannot."""
         return _is_regular(self._file)
 
     def append(self, data: bytes) -> None:
-        """Write all of it.
+        """Write all of `data`.
 
         Raises:
-            OSError: that is impossible; a part may be in the file.
+            OSError: Writing failed; a part may be in the file.
         """
         left = memoryview(data)
         while left:
             left = left[os.write(self._file, left) :]
 
     def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> bool:
-        """Take out what comes again, from the line on where the first row belongs; the first call of it does.
+        """Cut off, in the first call only, the lines that this job writes again: from the first row's place on.
 
-        Where that is all of a file which this job has not begun, the file is kept under another name.
+        If these are all lines of a file that this job did not begin, the file is renamed and kept.
 
         Args:
-            first: the first row that is about to be written.
-            said_by: reads a line.
-            heading: how many lines in front are of no step.
+            first: First row that is about to be written.
+            said_by: Function that reads a line.
+            heading: Number of heading lines.
 
         Returns:
             Whether the file may have changed.
@@ -98,7 +98,7 @@ class ContinuedFile:
         return True
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Have these lines instead, or what there was if that is impossible."""
+        """Replace the content by these lines; if that fails, the old content stays and the error is raised."""
         beside = self.path.with_name(f"{self.path.name}.new")
         beside.unlink(missing_ok=True)
         try:
@@ -113,21 +113,21 @@ class ContinuedFile:
             raise
 
     def lines(self) -> Iterable[bytes]:
-        """Yield the lines of the file, each with its end."""
+        """Yield the lines of the file, each with its newline."""
         with self.path.open("rb") as file:
             yield from file
 
     def close(self) -> None:
-        """End."""
+        """Close the file, which ends its lock."""
         os.close(self._file)
 
     def _refuse_others(self, start: bytes) -> None:
         begins = os.pread(self._file, len(start), 0).partition(b"\n")[0] if self.is_regular else b""
         if not start.startswith(begins):
-            raise ValueError(f"the file is there, and does not begin with {start.decode()}; name another file")
+            raise ValueError(f"the file exists and does not begin with {start.decode()}; name another file")
 
     def _place_of(self, first: Row, said_by: SaidBy, heading: int) -> tuple[int, bool]:
-        """Where the first row belongs, and whether nothing but headings is in front and something behind."""
+        """Return the byte where the first row belongs, and whether all lines but headings lie behind it."""
         position, kept = 0, 0
         for number, line in enumerate(self.lines()):
             said = said_by(line) if number >= heading else None
@@ -150,7 +150,7 @@ class ContinuedFile:
 
 
 def _open_locked(path: Path) -> int:
-    """Open a file, made if it is missing, that no other descriptor has locked, and lock it."""
+    """Open a file that no other descriptor has locked, and lock it; make the file if it is missing."""
     while True:
         descriptor = open_unless_linked(path, _FLAGS)
         try:
@@ -162,28 +162,28 @@ def _open_locked(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the one who had locked it has replaced the file meanwhile
+        os.close(descriptor)  # the process that held the lock has replaced the file meanwhile
 
 
 def _make(path: Path | str, flags: int = 0) -> int:
-    """Make a file that is not there, and lock it."""
+    """Make a file that does not exist yet, and lock it."""
     descriptor = os.open(path, _FLAGS | os.O_EXCL, 0o666)
     _lock(descriptor)
     return descriptor
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a regular file by flock, which, unlike locks of POSIX, closing another descriptor of it does not end.
+    """Lock a regular file by flock. Unlike a POSIX lock, it survives the closing of another descriptor of the file.
 
     Raises:
-        BlockingIOError: it is locked.
+        BlockingIOError: The file is locked.
     """
     if not _is_regular(descriptor):
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise BlockingIOError(errno.EWOULDBLOCK, "another job, or another sink of this one, writes to it") from None
+        raise BlockingIOError(errno.EWOULDBLOCK, "another job, or another sink of this job, writes to it") from None
     except OSError:  # some file systems have no locks
         return
 

@@ -9,17 +9,18 @@ from itertools import chain
 from pathlib import Path
 from typing import final
 
+from typing_extensions import override
+
 from strategies.sinks.continued_file import ContinuedFile, Said
 from strategies.sinks.sink import STEP, TIME, Row, Sink
 
 
 @final
 class CsvFile(Sink):
-    """A file with a heading, and a line for each row: step, time, and a column for each name in the order they came.
+    """A file with a heading and a line for each row: step, time, and one column per name, in order of appearance.
 
-    A name that comes later gets a column behind the others: the file is written anew then, and lines without a number
-    for a column are empty there. Numbers are as `repr` writes them, so that `float` finds the same; NaN and infinities
-    are nan, inf and -inf.
+    A name that appears later gets a new last column: the file is then written anew, and earlier lines are empty there.
+    Numbers are written by `repr`, so that `float` reads the same number; NaN and infinities are nan, inf and -inf.
     """
 
     way_out = "make room there, or name another file"
@@ -30,15 +31,17 @@ class CsvFile(Sink):
         self._file: ContinuedFile | None = None
         self._columns: list[str] = []
 
+    @override
     def open(self, goes_on: bool) -> None:
-        """See `Sink`.
+        """Open the file, and read its heading.
 
         Raises:
-            ValueError: the file that is there is another table.
+            ValueError: The file exists and is another table.
         """
         self._file = ContinuedFile(self._path, b"step,time", goes_on)
         self._columns = _columns_of(self._file)
 
+    @override
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
         if self._file.begin(rows[0], self._said, heading=1):
@@ -49,13 +52,14 @@ class CsvFile(Sink):
             self._widen(self._file, new)
         self._file.append("".join(map(self._line_of, rows)).encode())
 
+    @override
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _widen(self, file: ContinuedFile, new: Sequence[str]) -> None:
-        """Have columns of these names besides."""
+        """Add columns with these names."""
         columns = [*(self._columns or [STEP, TIME]), *new]
         heading = _joined(columns).encode()
         if self._columns and file.is_regular:

@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+from typing_extensions import override
+
 from strategies.sinks.continued_file import ContinuedFile, Said
 from strategies.sinks.sink import STEP, TIME, PlainNumber, Row, Sink
 
 
 @final
 class JsonLines(Sink):
-    """A file with an object in each line: "step", "time", and the numbers by their names.
+    """A file with one JSON object per line: "step", "time", and the numbers by their names.
 
     JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. All
-    other numbers have as many digits as `float` needs to find the same one.
+    other numbers have enough digits for `float` to read the same number.
     """
 
     way_out = "make room there, or name another file"
@@ -27,19 +29,22 @@ class JsonLines(Sink):
         self._path = path
         self._file: ContinuedFile | None = None
 
+    @override
     def open(self, goes_on: bool) -> None:
-        """See `Sink`.
+        """Open the file.
 
         Raises:
-            ValueError: the file that is there is another one.
+            ValueError: The file exists and has other content.
         """
         self._file = ContinuedFile(self._path, b'{"step": ', goes_on)
 
+    @override
     def write(self, rows: Sequence[Row]) -> None:
         assert self._file is not None
         self._file.begin(rows[0], _said)
         self._file.append("".join(map(line_of, rows)).encode())
 
+    @override
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -47,7 +52,7 @@ class JsonLines(Sink):
 
 
 def line_of(row: Row) -> str:
-    """A row as a line."""
+    """Return a row as a line of JSON."""
     numbers = {name: _plain(number) for name, number in row.values.items()}
     return json.dumps({STEP: row.step, TIME: row.time_s, **numbers}, allow_nan=False) + "\n"
 

@@ -6,27 +6,29 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, final
 
+from typing_extensions import override
+
 from strategies.sinks.sink import Row, Sink
 
 EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_NAME"
 _USUAL_EXPERIMENT = "popdist"
 _TAG = "popdist.run"
-_MOST_IN_A_BATCH = 1000  # MLflow takes no more
+_MOST_IN_A_BATCH = 1000  # the limit of MLflow's log-batch request
 
 
 @final
 class MlflowRun(Sink):
-    """A run in an experiment: that which MLFLOW_EXPERIMENT_NAME names, otherwise "popdist".
+    """A run in an MLflow experiment.
 
-    Values of steps that are made again come behind those that are there, as MLflow has it.
+    If steps are made again, their values are added behind the earlier ones, because MLflow cannot replace values.
 
     Args:
-        uri: of the tracking server or its folder; empty: as MLflow's own variables say.
-        experiment: its name; empty: see above.
-        run: a name that instances and restarts of a job share; they write to one run then. Empty: each has its own.
+        uri: URI of the tracking server or its folder; empty: chosen by MLflow's own variables.
+        experiment: Name of the experiment; empty: "popdist".
+        run: Name of one run shared by all instances and restarts of the job; empty: each has its own run.
     """
 
-    way_out = "see to its server, or name another URI"
+    way_out = "check its server, or name another URI"
 
     def __init__(self, uri: str, experiment: str, run: str) -> None:
         self.name = f"mlflow:{uri}" if uri else "mlflow"
@@ -36,6 +38,7 @@ class MlflowRun(Sink):
         self._run_id = ""
         self._client: Any = None
 
+    @override
     def open(self, goes_on: bool) -> None:
         from mlflow import MlflowClient
 
@@ -48,6 +51,7 @@ class MlflowRun(Sink):
                 run = self._client.create_run(experiment, tags={_TAG: self._run} if self._run else None)
                 self._run_id = str(run.info.run_id)
 
+    @override
     def write(self, rows: Sequence[Row]) -> None:
         from mlflow.entities import Metric
 
@@ -59,6 +63,7 @@ class MlflowRun(Sink):
         while batch := list(islice(metrics, _MOST_IN_A_BATCH)):
             self._client.log_batch(self._run_id, metrics=batch)
 
+    @override
     def close(self) -> None:
         if self._client is not None:
             client, self._client = self._client, None

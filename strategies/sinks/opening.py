@@ -1,4 +1,4 @@
-"""From words to sinks."""
+"""The sinks that words and environment variables name."""
 
 from __future__ import annotations
 
@@ -34,10 +34,18 @@ _asked: dict[str, Sinks] = {}
 
 
 def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str, str]) -> Sinks:
-    """Open the sinks that are wanted. `opened` lists them until they are closed.
+    """Open sinks. `opened` lists them until they are closed.
+
+    Args:
+        wanted: Words such as "csv:run.csv", and sinks.
+        job: Facts about the job.
+        environ: Environment variables, with the number of restarts.
+
+    Returns:
+        The sinks, open on the instance that writes.
 
     Raises:
-        ValueError: a word means nothing, or a sink cannot be opened.
+        ValueError: A word has no meaning, or a sink cannot be opened.
     """
     job = replace(job, restarts=int(environ.get(ATTEMPT_VARIABLE, "0")))
     words = parse_words([each for each in wanted if isinstance(each, str)])
@@ -45,7 +53,7 @@ def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str
         raise ValueError(faults[0])
     own = [each for each in wanted if not isinstance(each, str)]
     if not words and not own:
-        raise ValueError("metrics are to go nowhere; name a sink, as csv:run.csv")
+        raise ValueError("metrics have no sink; name one, for example csv:run.csv")
     sinks = Sinks([*(sink_of(word, job, environ) for word in words), *own], job)
     _opened.append(sinks)
     sinks.at_close(_opened.remove)
@@ -53,16 +61,16 @@ def open_sinks(wanted: Sequence[str | Sink], job: JobFacts, environ: Mapping[str
 
 
 def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
-    """Return the sinks that the environment names; open them only once in a process.
+    """Return the sinks that the environment names; a process opens them only once.
 
     Raises:
-        EnvironmentMismatchError: it asks for what means nothing or cannot be opened.
+        EnvironmentMismatchError: The environment names an unknown sink, or one that cannot be opened.
     """
     text = environ.get(VARIABLE)
     if not text:
         return []
     if text not in _asked:
-        # Under a launcher several processes may each be a strategy of their own, of which one writes.
+        # Under a launcher each of several processes may have a strategy of one instance; only the chief writes.
         only_one = replace(job, is_chief=lambda: job.is_chief() and popdist.is_chief())
         try:
             _asked[text] = open_sinks([text], only_one, environ)
@@ -73,12 +81,12 @@ def asked_sinks(job: JobFacts, environ: Mapping[str, str]) -> list[Sinks]:
 
 
 def opened() -> Sequence[Sinks]:
-    """All of this process that are open."""
+    """Return all open sinks of this process."""
     return tuple(_opened)
 
 
 def sink_of(word: MetricWord, job: JobFacts, environ: Mapping[str, str]) -> Sink:
-    """Return the sink that a word stands for, not opened."""
+    """Return the sink that a word names, not yet opened."""
     run = environ.get(RUN_VARIABLE, "")
     if word.kind == CSV:
         return CsvFile(word.path)

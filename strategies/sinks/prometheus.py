@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, which asks for them."""
+"""Metrics for Prometheus, which fetches them from the job over HTTP."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from socketserver import ThreadingMixIn
 from typing import Any, final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from typing_extensions import override
+
 from strategies.sinks.sink import PlainNumber, Row, Sink
 from strategies.sinks.sinks import JobFacts
 
 logger = logging.getLogger("strategies.metrics")
 
 MOST_CLIENTS = 16
-"""Most clients that are answered at once; each takes a thread and a descriptor of the instance that trains."""
+"""The most clients answered at once; each takes a thread and a descriptor of the training instance."""
 CLIENT_LIMIT_S = 10.0
-"""Most seconds that a client may take to ask and to read the answer."""
+"""The most seconds that a client may take to send its request and read the answer."""
 
 
 @dataclass
 class _Totals:
-    """The figures so far.
+    """The totals so far.
 
     Attributes:
-        steps: that this job has made since this instance writes.
-        samples: in them.
-        last: the last training step.
-        numbers: the last ones by their names.
+        steps: Steps that this job has made since this instance began to write.
+        samples: Elements of data in these steps.
+        last: Last training step.
+        numbers: Last value of each name.
     """
 
     steps: int = 0
@@ -44,13 +46,13 @@ class _Totals:
 
 @final
 class Prometheus(Sink):
-    """Answers over HTTP on the address that was asked for, and on no other.
+    """A server of metrics over HTTP that listens only on the address it was given.
 
     Args:
-        host: a name or an address of this host.
-        port: 0: any free one; see `address`.
-        job: see there.
-        client_limit_s: see `CLIENT_LIMIT_S`.
+        host: Name or address of this host.
+        port: Port; 0 for any free one, which `address` tells.
+        job: Facts about the job.
+        client_limit_s: The most seconds that a client may take, see `CLIENT_LIMIT_S`.
     """
 
     way_out = "name another address of this host"
@@ -66,11 +68,12 @@ class Prometheus(Sink):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it answers while it is open."""
+        """The address at which the open sink answers."""
         assert self._server is not None
         host, port = self._server.server_address[:2]
         return str(host), port
 
+    @override
     def open(self, goes_on: bool) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
@@ -81,8 +84,9 @@ class Prometheus(Sink):
         self._thread = threading.Thread(target=self._server.serve_forever, name=self.name, daemon=True)
         self._thread.start()
 
+    @override
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`; who asks gets the state from before or behind all rows."""
+        """Take all rows at once: a client gets the state before or after all of them."""
         state = _Totals(self._state.steps, self._state.samples, self._state.last, dict(self._state.numbers))
         for row in rows:
             state.numbers.update(row.values)
@@ -90,6 +94,7 @@ class Prometheus(Sink):
                 state.steps, state.samples, state.last = state.steps + 1, state.samples + row.samples, row
         self._state = state
 
+    @override
     def close(self) -> None:
         if self._server is not None and self._thread is not None:
             server, self._server = self._server, None
@@ -98,20 +103,20 @@ class Prometheus(Sink):
             self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics; called by Prometheus's library in its own thread."""
+        """Yield the metrics; Prometheus's library calls this in its own thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         state = self._state
         if state.last is not None:
             yield GaugeMetricFamily(
-                "popdist_last_step_timestamp_seconds", "When the last step ended.", value=state.last.time_s
+                "popdist_last_step_timestamp_seconds", "Time at which the last step ended.", value=state.last.time_s
             )
-            yield GaugeMetricFamily("popdist_step", "How many steps the training has made.", value=state.last.step)
-        yield CounterMetricFamily("popdist_steps", "Steps made since this instance writes.", value=state.steps)
+            yield GaugeMetricFamily("popdist_step", "Number of steps of the training.", value=state.last.step)
+        yield CounterMetricFamily("popdist_steps", "Steps since this instance began to write.", value=state.steps)
         yield CounterMetricFamily("popdist_samples", "Elements of data in these steps.", value=state.samples)
         if self._job.waits is not None:
             waited = self._job.waits.waited_s
-            yield CounterMetricFamily("popdist_waiting_seconds", "Waited by it for other instances.", value=waited)
+            yield CounterMetricFamily("popdist_waiting_seconds", "Seconds it waited for other instances.", value=waited)
         faults = CounterMetricFamily("popdist_faults", "Faults that the job has survived.", labels=["kind"])
         faults.add_metric(["lost_instance"], self._job.lost())
         faults.add_metric(["restart"], self._job.restarts)
@@ -124,10 +129,10 @@ class Prometheus(Sink):
 
 @final
 class _Server(ThreadingMixIn, WSGIServer):
-    """An HTTP server with a bound on its clients, and on the time of each."""
+    """An HTTP server that limits the number of its clients, and the time of each."""
 
     daemon_threads = True
-    request_queue_size = 128  # 5 is the default, and a client that finds it full tries again after a second
+    request_queue_size = 128  # by default 5; a client that finds the queue full tries again only after a second
 
     def __init__(self, host: str, port: int, application: Any, client_limit_s: float) -> None:
         (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -138,29 +143,31 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(application)
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Answer in a thread, unless there are too many clients."""
+        """Answer in a thread, or close the connection if there are too many clients."""
         if len(self._accepted_s) >= MOST_CLIENTS:
-            logger.debug("prometheus: there are %d clients (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
+            logger.debug("prometheus: %d clients are there (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
             self.shutdown_request(request)
             return
         self._accepted_s[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Cut off the clients whose time is over; called by `serve_forever` twice a second and after each request."""
+        """Cut off clients that exceed their time; `serve_forever` calls this twice a second and after each request."""
         super().service_actions()
         self._cut_off(accepted_before_s=time.monotonic() - self._client_limit_s)
 
+    @override
     def shutdown_request(self, request: Any) -> None:
         self._accepted_s.pop(request, None)
         super().shutdown_request(request)
 
+    @override
     def server_close(self) -> None:
         super().server_close()
         self._cut_off(accepted_before_s=time.monotonic())
 
     def handle_error(self, request: Any, client_address: object) -> None:
-        """Keep what clients do wrong out of the program's output."""
+        """Keep errors of clients out of the program's output."""
         logger.debug("prometheus: the client %s was not answered: %s", client_address, sys.exc_info()[1])
 
     def _cut_off(self, accepted_before_s: float) -> None:

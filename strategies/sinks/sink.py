@@ -13,19 +13,19 @@ Reading: TypeAlias = Callable[[], Mapping[str, PlainNumber]]
 STEP, TIME = "step", "time"
 _OURS = frozenset((STEP, TIME))
 _DTYPES = ("float", "bfloat", "int", "uint", "bool")
-"""With which the names of those begin that have numbers; NumPy does not know all of them."""
+"""The beginnings of the names of number dtypes; NumPy does not know all of these dtypes."""
 
 
 @final
 class Row:
-    """Names and numbers of one step; they are read when somebody wants them, in whichever thread.
+    """The names and numbers of one step. A sink's thread reads the numbers when it writes them.
 
     Args:
-        step: how many steps were made then.
-        read: waits for the numbers.
-        time_s: when it was, in seconds since 1970; None: now.
-        samples: so many elements of data all replicas have been trained on in this step.
-        is_training: whether it is what a training step has told; there is one such row of each step.
+        step: Number of steps made so far.
+        read: Function that waits for the numbers and returns them.
+        time_s: Time of the step in seconds since 1970; None: now.
+        samples: Elements of data that all replicas have been trained on in this step.
+        is_training: Whether a training step made this row; each step has exactly one such row.
     """
 
     __slots__ = ("_read", "_values", "is_training", "samples", "step", "time_s")
@@ -47,47 +47,58 @@ class Row:
         if read is not None:
             found = read().items()
             self._values = {f"metric/{name}" if name in _OURS else name: number for name, number in found}
-            self._read = None  # what they were read from may be large
+            self._read = None  # the arrays that it read may be large
         return self._values
 
 
 class Sink(ABC):
     """A file or a service that takes rows.
 
-    `open`, then `write` any number of times, then `close`; all in one thread, but the first `open`. What one of them
-    raises never reaches the training: the sink is closed, and later opened again for the rows that it has not got.
+    The order of calls is `open`, any number of `write`, `close`. The job's sinks make the first `open` in the caller's
+    thread, and all other calls in one thread of their own. If a later call raises, the training goes on: the sink is
+    closed, opened again after a while, and given the same rows once more.
 
     Attributes:
-        name: of it, for messages.
-        way_out: what its user can do where it fails, in words.
+        name: Name for messages.
+        way_out: Advice to the user for messages about a failure.
     """
 
     name: str
-    way_out = "correct what keeps it from that"
+    way_out = "correct the cause"
 
     @abstractmethod
     def open(self, goes_on: bool) -> None:
-        """Prepare to write; may be called again after `close`.
+        """Prepare to write. May be called again after `close`.
 
         Args:
-            goes_on: whether it has got rows of this job before, from this instance or from one that is lost.
+            goes_on: Whether the sink has received rows of this job before, from this instance or from a lost one.
+
+        Raises:
+            Exception: Any. `close` is called afterwards.
         """
 
     @abstractmethod
     def write(self, rows: Sequence[Row]) -> None:
-        """Write all of them, in this order; nothing of it may be left in this process when it returns."""
+        """Write all rows, in this order, without leaving any in a buffer of this process.
+
+        Args:
+            rows: At least one row; not changed.
+
+        Raises:
+            Exception: Any. Rows may have been written in part; the next `write` gets all of them again.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """End; after an error, too."""
+        """Close the file or connection. Called also after an error, and after an `open` that failed."""
 
 
 def reading_of(values: Mapping[str, object]) -> Reading:
-    """Have values read later, where they may still be being computed; read others now.
+    """Return a function that reads the values: arrays that a device still computes later, all others now.
 
     Raises:
-        TypeError: a name is no text, or a value no number.
-        ValueError: a name cannot be written on one line, or a value is no scalar.
+        TypeError: A name is not a string, or a value is not a number.
+        ValueError: A name cannot be written on one line, or a value is not a scalar.
     """
     held = {_checked(name): _held(name, value) for name, value in values.items()}
 
@@ -98,28 +109,28 @@ def reading_of(values: Mapping[str, object]) -> Reading:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is a number, or an array of one."""
+    """Return whether a value is a number, or an array with one."""
     is_number = isinstance(value, int | float) or str(getattr(value, "dtype", "")).startswith(_DTYPES)
     return is_number and getattr(value, "shape", ()) == ()
 
 
 def _checked(name: object) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"the name of a metric is {name!r}, which is no text; name it by a string")
+        raise TypeError(f"the name of a metric is {name!r}, which is not a string; use a string")
     if not name.strip() or not name.isprintable():
-        raise ValueError(f"the name of a metric is {name!r}, which cannot be read in one line; name it otherwise")
+        raise ValueError(f"the name of a metric is {name!r}, which is empty or not printable; use another name")
     return name
 
 
 def _held(name: str, value: Any) -> Any:
-    """Return a number; or an array that is still to be computed: JAX's, which never changes."""
+    """Return a number, or an array of JAX that may still be computed, because such an array never changes."""
     if isinstance(value, int | float):
         return _number(value)
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
     if tuple(shape) != ():
         raise ValueError(
-            f"metric {name!r} has the shape {list(shape)}, and sinks take one number for each name; log its mean, or "
-            "its elements under names of their own"
+            f"metric {name!r} has the shape {list(shape)}, but sinks take one number per name; log its mean, or "
+            "give each element a name"
         )
     if hasattr(value, "is_ready") and str(dtype).startswith(_DTYPES):
         return value
@@ -127,7 +138,7 @@ def _held(name: str, value: Any) -> Any:
         return _number(value.item())
     except (AttributeError, TypeError, ValueError):
         raise TypeError(
-            f"metric {name!r} is a {type(value).__name__}, which is no number; log numbers, or arrays of one element"
+            f"metric {name!r} is a {type(value).__name__}, which is not a number; log numbers, or arrays of one element"
         ) from None
 
 

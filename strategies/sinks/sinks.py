@@ -1,6 +1,6 @@
-"""All sinks of a job: its first instance writes to them, and the others could take that over.
+"""All sinks of a job: the first instance writes to them, and another one takes over if it is lost.
 
-Rows are on their way to each sink in a queue with an end, from which a thread takes them there.
+Rows wait for each sink in a bounded queue, from which a thread delivers them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from strategies.sinks.sink import Reading, Row, Sink, is_scalar, reading_of
 logger = logging.getLogger("strategies.metrics")
 
 WAIT_S = 1.0
-"""The most seconds that the writer of a checkpoint waits for a busy sink."""
+"""The most seconds that a checkpoint's writer waits for a busy sink."""
 
 EVERY_S = 0.1
 """The seconds between two deliveries to a sink."""
 MOST = 8192
-"""So many rows wait for a sink at most; what comes then is dropped."""
+"""The most rows that wait for a sink; further rows are dropped."""
 AGAIN_S, AGAIN_AT_MOST_S = 1.0, 60.0
-"""After an error it is tried again, first after so long, and then later and later."""
+"""The seconds until the first retry after an error, and the most seconds between retries; the time doubles."""
 LOOK_S = 0.01
 """The seconds between two looks of a caller that waits until rows are written."""
 CLOSING_S = 10.0
@@ -40,10 +40,10 @@ class JobFacts:
     """The facts about the job that sinks need.
 
     Attributes:
-        is_chief: whether this is the instance that writes for all; where some are lost it may become it.
-        lost: how many instances are lost, without which the others carry on.
-        restarts: how often the job has been started again.
-        waits: how long this instance has waited for others; None where nobody has looked.
+        is_chief: Returns whether this instance writes for all; an instance may become chief when others are lost.
+        lost: Returns the number of lost instances.
+        restarts: Number of restarts of the job.
+        waits: Time that this instance has waited for others; None if it is not measured.
     """
 
     is_chief: Callable[[], bool] = lambda: True
@@ -54,14 +54,14 @@ class JobFacts:
 
 @final
 class Sinks:
-    """Gets what is said of steps on every instance, and writes it on one of them, in threads of its own.
+    """The receiver of the metrics of steps on every instance; one instance writes them, in threads of its own.
 
-    The other instances keep the last rows. Where the first one is lost the next one goes on with these, so that no step
-    is lost, and none is written twice.
+    The other instances keep the last rows. If the first instance is lost, the next one continues with its rows, so that
+    no step is lost and none is written twice.
 
     Raises:
-        ValueError: a sink cannot be opened, on the instance that writes, the first time the job is started. Later that
-            is only said.
+        ValueError: A sink cannot be opened on the instance that writes, at the first start of the job. After a restart
+            that is only a warning.
     """
 
     def __init__(self, sinks: Sequence[Sink], job: JobFacts) -> None:
@@ -73,47 +73,47 @@ class Sinks:
         self._at_close: list[Callable[[Sinks], object]] = []
         if job.is_chief():
             self._begin(is_first=not job.restarts)
-        atexit.register(self.close)  # behind all that was registered before, as waiting for the other instances
+        atexit.register(self.close)  # runs before the handlers registered earlier, such as waiting for other instances
 
     def log(self, values: Mapping[str, object], step: int) -> None:
-        """Write numbers of one's own; to be called on every instance alike, and not a collective call.
+        """Write the caller's own numbers. Every instance must call it alike; it is not a collective call.
 
-        Nothing waits for arrays of JAX that are still being computed.
+        The call does not wait for arrays that JAX still computes.
 
         Args:
-            values: numbers by their names, or arrays of one.
-            step: how many steps were made; what is written is in the order of the calls, whatever it says.
+            values: Numbers, or arrays with one number, by their names.
+            step: Number of steps made. Rows are written in the order of the calls, whatever `step` is.
 
         Raises:
-            TypeError: a value is no number, or the step is no whole one.
-            ValueError: a value is no scalar, or a name cannot be written.
+            TypeError: A value is not a number, or `step` is not an integer.
+            ValueError: A value is not a scalar, or a name cannot be written.
         """
         if isinstance(step, bool) or not hasattr(step, "__index__"):
-            raise TypeError(f"step is {step!r}, which is no whole number; give the number of steps made, as state.step")
+            raise TypeError(f"step is {step!r}, which is not an integer; give the number of steps made, as state.step")
         self.add(Row(step.__index__(), reading_of(values)))
 
     def log_scalars(self, values: Mapping[str, object], step: int) -> None:
-        """Write those of the numbers that are; the first time that others are left out, say so."""
+        """Write the scalars among the values; log the names of other values the first time."""
         scalars = {name: value for name, value in values.items() if is_scalar(value)}
         if len(scalars) < len(values) and not self._has_left_out:
             self._has_left_out = True
             others = ", ".join(name for name in values if name not in scalars)
-            logger.info("sinks of metrics take numbers, and get nothing of %s", others)
+            logger.info("sinks take only scalars, and leave out %s", others)
         if scalars:
             self.log(scalars, step)
 
     def tell(self, step: int, read: Reading, samples: int) -> None:
-        """Take what a training step has told.
+        """Write the metrics of a training step.
 
         Args:
-            step: how many were made with it.
-            read: reads it; in another thread, and later.
-            samples: so many elements of data were in its global batch.
+            step: Number of steps made, including this one.
+            read: Function that reads the metrics, later and in another thread.
+            samples: Number of elements of data in the global batch.
         """
         self.add(Row(step, read, samples=samples, is_training=True))
 
     def add(self, row: Row) -> None:
-        """Have a row written, here or where it has to be."""
+        """Queue a row for all sinks; on another instance than the chief, keep it for a takeover."""
         if self._is_closed:
             return
         if not self._deliveries:
@@ -125,16 +125,16 @@ class Sinks:
             delivery.add(row)
 
     def wait(self, limit_s: float = WAIT_S) -> None:
-        """Return when what has come is written, where this instance writes; see `SinkDelivery.wait`."""
+        """Wait until the rows so far are written, if this instance writes; see `SinkDelivery.wait`."""
         for delivery in self._deliveries:
             delivery.wait(limit_s)
 
     def at_close(self, call: Callable[[Sinks], object]) -> None:
-        """Have something called when they are closed."""
+        """Register a function to be called when the sinks are closed."""
         self._at_close.append(call)
 
     def close(self) -> None:
-        """Write what is left, and say what could not be written; may be called again. At exit it happens by itself."""
+        """Write the remaining rows, and warn of rows that could not be written. Runs at exit; may be called again."""
         if self._is_closed:
             return
         if not self._deliveries and self._kept and self._job.is_chief():
@@ -153,7 +153,7 @@ class Sinks:
         self.close()
 
     def _begin(self, is_first: bool) -> None:
-        """Begin to write."""
+        """Start to deliver rows; open the sinks at the first start of the job."""
         if is_first:
             self._open_all()
         self._deliveries = [SinkDelivery(sink, is_open=is_first) for sink in self._sinks]
@@ -171,7 +171,7 @@ class Sinks:
                 raise ValueError(f"{sink.name}: metrics cannot be written there: {error}; {sink.way_out}") from error
 
     def _take_over(self) -> None:
-        """Write instead of another instance, which may have written a part of what was kept here."""
+        """Write instead of a lost instance, which may have written some of the rows kept here."""
         self._begin(is_first=False)
         for row in self._kept:
             for delivery in self._deliveries:
@@ -181,33 +181,33 @@ class Sinks:
 
 @final
 class SinkDelivery:
-    """Takes rows to a sink. Whatever happens there, `add` returns at once.
+    """The delivery of rows to one sink. Whatever happens there, `add` returns at once.
 
     Attributes:
-        dropped: how many rows it does not get.
+        dropped: Number of rows that the sink does not get.
     """
 
     def __init__(self, sink: Sink, is_open: bool, now_s: Callable[[], float] = time.monotonic) -> None:
         self._sink = sink
         self._is_open = is_open
         self._now_s = now_s
-        self._rows: deque[Row] = deque()  # that have come
-        self._taken: list[Row] = []  # of these, by the thread that delivers
+        self._rows: deque[Row] = deque()  # waiting
+        self._taken: list[Row] = []  # out of the queue, about to be written
         self._again_s = AGAIN_S
         self._not_before_s = now_s()
         self._has_failed = self._has_misread = False
-        self._come = self._done = 0  # how many rows have come, and how many of these are written or left out
+        self._come = self._done = 0  # numbers of rows added, and of rows written or left out
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self.dropped = 0
 
     def start(self) -> None:
-        """Begin to deliver."""
+        """Start the thread that delivers."""
         self._thread = threading.Thread(target=self._run, name=f"metrics to {self._sink.name}", daemon=True)
         self._thread.start()
 
     def add(self, row: Row) -> None:
-        """Have a row delivered; takes well under a microsecond, and waits for nothing."""
+        """Queue a row, without waiting, in well under a microsecond; drop it if the queue is full."""
         if self._waiting < MOST:
             self._rows.append(row)
             self._come += 1
@@ -219,7 +219,7 @@ class SinkDelivery:
         return self._come - self._done
 
     def deliver(self) -> None:
-        """Deliver what has come, unless the sink has failed a short while ago."""
+        """Deliver the waiting rows, unless the sink failed a short while ago."""
         if self._now_s() < self._not_before_s:
             return
         while self._rows:
@@ -231,7 +231,7 @@ class SinkDelivery:
                 self._sink.open(goes_on=True)
                 self._is_open = True
             self._sink.write(self._taken)
-        except Exception as error:  # whatever it is: the training goes on
+        except Exception as error:  # of any kind: the training goes on
             self._note(error)
             return
         self._done += len(self._taken)
@@ -241,19 +241,19 @@ class SinkDelivery:
             logger.info("metrics are written to %s again", self._sink.name)
 
     def wait(self, limit_s: float) -> None:
-        """Return when what has come is written, or the sink has failed, or is busy for so long."""
+        """Wait until the rows so far are written, the sink has failed, or `limit_s` seconds are over."""
         come, give_up_s = self._come, time.monotonic() + limit_s
         while self._done < come and not self._has_failed and time.monotonic() < give_up_s:
             time.sleep(LOOK_S)
 
     def close(self, limit_s: float = CLOSING_S) -> None:
-        """Deliver what is left, and say what cannot be."""
+        """Deliver the remaining rows, and warn of rows that the sink lacks."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 logger.warning(
-                    "%s is still busy after %g s (CLOSING_S), and gets no more; rows that it may lack: %d",
+                    "%s is still busy after %g s (CLOSING_S) and gets no more rows; it may lack %d rows",
                     *(self._sink.name, limit_s, self.dropped + self._waiting),
                 )
                 return
@@ -261,11 +261,11 @@ class SinkDelivery:
             self._end()
         if lacking := self.dropped + self._waiting:
             logger.warning(
-                "%s lacks %d rows of metrics, for which it was too slow or had failed", self._sink.name, lacking
+                "%s lacks %d rows of metrics, because it was too slow or had failed", self._sink.name, lacking
             )
 
     def _take(self, row: Row) -> None:
-        """Wait until the numbers of a row are computed."""
+        """Wait until the numbers of a row are computed; leave out a row whose numbers cannot be read."""
         try:
             _ = row.values
         except Exception as error:
@@ -278,7 +278,7 @@ class SinkDelivery:
             self._taken.append(row)
 
     def _note(self, error: Exception) -> None:
-        """Close what has failed, and say so the first time."""
+        """Close a sink that has failed, and warn the first time."""
         self._not_before_s = self._now_s() + self._again_s
         self._again_s = min(2 * self._again_s, AGAIN_AT_MOST_S)
         with suppress(Exception):
@@ -286,7 +286,7 @@ class SinkDelivery:
         self._is_open = False
         if not self._has_failed:
             logger.warning(
-                "metrics cannot be written to %s: %s; the training goes on, and they are kept and tried again: %s",
+                "metrics cannot be written to %s: %s; the training goes on, and the rows are kept for another try: %s",
                 *(self._sink.name, error, self._sink.way_out),
             )
         self._has_failed = True
@@ -297,7 +297,7 @@ class SinkDelivery:
         self._end()
 
     def _end(self) -> None:
-        self._not_before_s = self._now_s()  # once more, however short ago it has failed
+        self._not_before_s = self._now_s()  # one more try, however recently it failed
         self.deliver()
         with suppress(Exception):
             if self._is_open:

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, in the files that its own package writes, without TensorFlow."""
+"""Metrics for TensorBoard, in event files written by its own package, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
+from typing_extensions import override
+
 from strategies.sinks.sink import Row, Sink
 
 _numbers = itertools.count()
@@ -18,11 +20,11 @@ _VERSION = "brain.Event:2"
 
 @final
 class TensorBoard(Sink):
-    """A file of events in a folder; every instance that writes, and every start of the job, makes another one.
+    """An event file in a folder; every instance that writes, and every start of the job, makes a new file.
 
-    What older files there have of the first step that is written, and of later ones, TensorBoard does not show any
-    more. Numbers are float32, as events have them. (tensorboardX, which would be smaller, imports PyTorch where that is
-    installed, and gives two files of one second the same name.)
+    TensorBoard hides values of older files from the first step of a newer file on. Numbers are float32, as in all
+    events. (tensorboardX, which is smaller, imports PyTorch if that is installed, and gives two files of one second the
+    same name.)
     """
 
     way_out = "make room there, or name another folder"
@@ -33,18 +35,20 @@ class TensorBoard(Sink):
         self._writer: Any = None
         self._is_begun = False
 
+    @override
     def open(self, goes_on: bool) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        now_s = time.time()  # files are read in the order of their names
+        now_s = time.time()  # TensorBoard reads files in the order of their names
         name = f"events.out.tfevents.{now_s:.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._writer = RecordWriter((self._folder / name).open("xb"))
         self._is_begun = False
         self._writer.write(Event(wall_time=now_s, file_version=_VERSION).SerializeToString())
         self._writer.flush()
 
+    @override
     def write(self, rows: Sequence[Row]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -60,6 +64,7 @@ class TensorBoard(Sink):
             self._writer.write(event.SerializeToString())
         self._writer.flush()
 
+    @override
     def close(self) -> None:
         if self._writer is not None:
             writer, self._writer = self._writer, None

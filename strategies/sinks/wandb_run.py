@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+from typing_extensions import override
+
 from strategies.sinks.sink import STEP, Row, Sink
 
 
 @final
 class WandbRun(Sink):
-    """A run of Weights & Biases; its own variables decide the rest, as WANDB_MODE=offline and WANDB_DIR.
+    """A run of Weights & Biases. Its own variables decide the rest, for example WANDB_MODE=offline and WANDB_DIR.
 
-    "step" is the axis of all numbers. Those of steps that are made again come behind those that are there.
+    "step" is the axis of all numbers. If steps are made again, their numbers are added behind the earlier ones.
 
     Args:
-        project: empty: as its own variables say.
-        run: a name that instances and restarts of a job share; they write to one run then. Empty: each has its own.
+        project: Name of the project; empty: chosen by the variables of Weights & Biases.
+        run: Id of one run shared by all instances and restarts of the job; empty: each has its own run.
     """
 
     way_out = "log in to it, or set WANDB_MODE=offline"
@@ -27,6 +29,7 @@ class WandbRun(Sink):
         self._id = run
         self._run: Any = None
 
+    @override
     def open(self, goes_on: bool) -> None:
         import wandb
 
@@ -38,11 +41,13 @@ class WandbRun(Sink):
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
+    @override
     def write(self, rows: Sequence[Row]) -> None:
-        """See `Sink`; it has a process of its own, which sends them."""
+        """Hand the rows to the process of Weights & Biases, which sends them."""
         for row in rows:
             self._run.log({STEP: row.step, "_timestamp": row.time_s, **row.values})
 
+    @override
     def close(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None

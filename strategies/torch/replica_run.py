@@ -220,7 +220,7 @@ class TorchReplicaRun:
             seed = seed_of(self._options.seed, self.replica, turn.step, number)
             device, running = self._memory.device, _running.being(self)
             drawing, seat = drawing_from(seed, device, self.replica), self._seat.computing(number)
-            with self._memory.current(), running, seat, drawing, optimized_execution(False):  # see torch.md
+            with self._memory.current(), running, seat, drawing, optimized_execution(False):  # see torch_modules.md
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)

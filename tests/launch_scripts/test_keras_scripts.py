@@ -62,12 +62,14 @@ def assert_it_learns(line):
 
 
 @pytest.mark.complete
-def test_the_first_program_of_the_page_prints_what_it_says_and_the_quick_start_learns():
+def test_the_programs_of_the_pages_print_what_they_say_and_the_quick_start_learns():
     """One after the other in one process."""
-    program = page_programs("keras.md")[0]
+    pages = ("keras.md", "keras_loops.md", "keras_pipelines.md")
+    programs = [program for page in pages for program in page_programs(page)]
     listing = EXAMPLES / "listings" / "keras_quick_start.py"
-    shape, line = lines_of(sys.executable, "-c", f"{program}\nimport runpy\nrunpy.run_path({str(listing)!r})\n")
-    assert shape == "(200, 2)"
+    programs.append(f"import runpy\nrunpy.run_path({str(listing)!r})\n")
+    shape, loss_is_less, line = lines_of(sys.executable, "-c", "\n".join(programs))
+    assert [shape, loss_is_less] == ["(200, 2)", "True"]
     assert_it_learns(line)
 
 

@@ -28,7 +28,7 @@ IN_DEVICE_STEPS = (
     Fault(
         name="a mean on JAX's devices is multiplied by a rounded reciprocal",
         path="strategies/jax/on_device/arithmetic.py",
-        old="if replicas & (replicas - 1) == 0:  # the same bits as a division",
+        old="if replicas & (replicas - 1) == 0:  # for powers of two, a multiplication has the bits of a division",
         new="if True:",
         caught_by=f"{_STEPS}::test_a_step_has_the_bits_of_the_host_with_each_option",
     ),

@@ -72,7 +72,7 @@ class TestAStateThatWasUsedUp:
 
     def test_its_variables_are_refused_too(self, used_up):
         trainer, before, _ = used_up
-        with pytest.raises(ValueError, match="these variables were used up by a step; give init a copy"):
+        with pytest.raises(ValueError, match="a step has used up these variables; give init a copy"):
             trainer.init(before.variables)
 
     def test_what_is_no_state_is_refused(self, strategy):
@@ -89,10 +89,10 @@ class TestMetrics:
         [
             (
                 jnp.ones(3),
-                r"'m' is of shape \[3\]; metrics are scalars, .*: take jnp.mean of it, and send whole",
+                r"'m' is of shape \[3\], but metrics are scalars, .*; take jnp.mean of it, and send whole",
             ),
-            ({"a": 1.0}, "metric 'm' is a dict; metrics are scalars: give each of its values a name of its own"),
-            ([1.0, 2.0], "metric 'm' is a list; metrics are scalars"),
+            ({"a": 1.0}, "metric 'm' is a dict, but metrics are scalars; give each of its values a name of its own"),
+            ([1.0, 2.0], "metric 'm' is a list, but metrics are scalars"),
             ("good", r"the loss function returns .*'good'.*; it must return the loss, or the loss and a dictionary"),
         ],
     )
@@ -118,16 +118,24 @@ class TestVariables:
     @pytest.mark.parametrize(
         ("variables", "error", "words"),
         [
-            (Module(jnp.ones(3), jax.nn.relu), TypeError, r"variable \.activation is of type custom_jvp and no array"),
-            (Module(jnp.ones(3), "relu"), TypeError, r"variable \.activation is of type str and no array"),
+            (
+                Module(jnp.ones(3), jax.nn.relu),
+                TypeError,
+                r"variable \.activation is of type custom_jvp, which is not an array",
+            ),
+            (Module(jnp.ones(3), "relu"), TypeError, r"variable \.activation is of type str, which is not an array"),
             (Module(jnp.ones(3), "float32"), TypeError, "of type str"),  # the name of a dtype
             (Module(jnp.ones(3), np.float32), TypeError, "of type type"),
-            (object(), TypeError, "what is to be trained is of type object and no array"),
+            (object(), TypeError, "the pytree of variables is of type object, which is not an array"),
             ({"w": [1.0, object()]}, TypeError, r"variable \['w'\]\[1\] is of type object"),
-            (Module(jnp.ones(3), 3), TypeError, r"variable \.activation is of dtype int32; only floating-point"),
-            (Module(jnp.ones(3), jax.random.key(0)), TypeError, r"\.activation is of dtype key<fry>; only floating"),
-            (None, ValueError, "there is no variable in None"),
-            ({}, ValueError, r"there is no variable in {}"),
+            (Module(jnp.ones(3), 3), TypeError, r"variable \.activation is of dtype int32, but only floating-point"),
+            (
+                Module(jnp.ones(3), jax.random.key(0)),
+                TypeError,
+                r"\.activation is of dtype key<fry>, but only floating",
+            ),
+            (None, ValueError, "None has no variable"),
+            ({}, ValueError, r"{} has no variable"),
         ],
     )
     def test_that_are_no_arrays_are_refused(self, strategy, variables, error, words):
@@ -152,10 +160,10 @@ class TestTheLossFunction:
         [
             (
                 lambda v, b: 0.0,
-                r"takes \(v, b\), and is called with \(variables, batch, key\); let it take these",
+                r"takes \(v, b\), but is called with \(variables, batch, key\); let it take these",
             ),
-            (lambda v, b, key, own, more: 0.0, r"takes \(v, b, key, own, more\), and is called with"),
-            (lambda v, b, *, key: 0.0, r"takes \(v, b, \*, key\), and is called"),
+            (lambda v, b, key, own, more: 0.0, r"takes \(v, b, key, own, more\), but is called with"),
+            (lambda v, b, *, key: 0.0, r"takes \(v, b, \*, key\), but is called"),
             (3, "the loss function is a int; use a function of"),
         ],
     )
@@ -171,7 +179,9 @@ class TestTheLossFunction:
         Trainer(strategy, loss_fn, optax.sgd(0.1))
 
     def test_one_that_asks_for_what_the_batch_does_not_have_learns_what_that_has(self, strategy):
-        words = "the loss function asks for 'label', which is not there: the batch has 'x', 'y'; the variables have 'w'"
+        words = (
+            "the loss function asks for 'label', which does not exist: the batch has 'x', 'y'; the variables have 'w'"
+        )
         error = refused(strategy, lambda variables, batch, key: batch["label"].sum(), ValueError, words)
         assert isinstance(error.__cause__, KeyError)
 

@@ -90,5 +90,5 @@ def test_the_norm_that_is_given_counts_and_not_that_of_a_part():
 
 @pytest.mark.parametrize("most", [0.0, -1.0, float("nan")])
 def test_a_norm_that_is_not_above_zero_is_refused(most):
-    with pytest.raises(ValueError, match="max_norm is .*; it is above 0"):
+    with pytest.raises(ValueError, match="max_norm is .*; it must be above 0"):
         clip_by_global_norm(most)

@@ -111,17 +111,17 @@ def test_the_command_names_the_data_when_a_step_is_short(program, in_process):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nowhere.py:f"], "'nowhere.py:f' names no function"),
-        (["PROGRAM"], "names no function: PROGRAM.py:FUNCTION is needed"),
+        (["nowhere.py:f"], "'nowhere.py:f' does not name a function"),
+        (["PROGRAM"], "does not name a function; write PROGRAM.py:FUNCTION"),
         (
             ["PROGRAM:make"],
             "has no function 'make'; it has make_dataset, make_distributed, make_loaded, make_step",
         ),
-        (["PROGRAM:make_dataset", "--batch-size", "0"], "argument --batch-size: '0' is no int above 0"),
+        (["PROGRAM:make_dataset", "--batch-size", "0"], "argument --batch-size: '0' is not a positive int"),
         (["PROGRAM:make_dataset", "--batch-size", "65"], "argument --batch-size: one global batch takes 65 elements"),
-        (["PROGRAM:make_distributed", "--batch-size", "1"], "has distributed its data set already"),
+        (["PROGRAM:make_distributed", "--batch-size", "1"], "has distributed its data set; leave"),
         (["PROGRAM:make_dataset", "PROGRAM:make_step", "--step-ms", "1"], "not both"),
-        (["PROGRAM:make_dataset", "--step-ms", "nan"], "argument --step-ms: 'nan' is no float above 0"),
+        (["PROGRAM:make_dataset", "--step-ms", "nan"], "argument --step-ms: 'nan' is not a positive float"),
     ],
 )
 def test_wrong_arguments_are_one_clear_error(program, in_process, words, error):

@@ -22,7 +22,7 @@ def test_without_a_folder_nothing_is_kept():
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error():
-    with pytest.raises(ValueError, match="is /dev/null/x, where no folder can be made: Not a dir.*name another"):
+    with pytest.raises(ValueError, match="is /dev/null/x, but no folder can be made there: Not a dir.*name another"):
         use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": "/dev/null/x"})
 
 
@@ -88,7 +88,7 @@ class TestWhoMayWriteThere:
         folder = named if is_named else self.use(named)
         folder.mkdir(exist_ok=True)
         folder.chmod(mode)
-        with pytest.raises(ValueError, match="POPDIST_EXECUTABLE_CACHE_PATH is .*named, and programs") as error:
+        with pytest.raises(ValueError, match="POPDIST_EXECUTABLE_CACHE_PATH is .*named, whose programs") as error:
             self.use(named)
         assert str(error.value).endswith(f"others can write to {folder} (mode {mode:04o}); chmod go-w {folder}")
         folder.chmod(mode & ~0o022)

@@ -242,7 +242,7 @@ def test_gradients_are_those_of_the_sum_of_all_replicas_losses():
 
 
 def test_there_is_nothing_to_reduce_outside_of_replicas():
-    with pytest.raises(RuntimeError, match="there is no replica here"):
+    with pytest.raises(RuntimeError, match="no replica runs here"):
         ops.cross_replica_sum(1.0)
 
 

@@ -38,8 +38,8 @@ def test_functions_of_single_elements_are_recognised(function):
         (lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sort(y), x), "sort of float32[3,4]"),
         (lambda x: jax.lax.reduce(x, 0.0, lambda a, b: a + abs(b), (0,)) * x, "reduce of float32[3,4]"),
         (lambda x: x.at[0].multiply(2), "scatter-mul of float32[3,4]"),
-        (lambda x: x * jnp.arange(4.0), "iota, which follows from the places of elements"),
-        (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "which follows from the places of elements"),
+        (lambda x: x * jnp.arange(4.0), "iota, which depends on the places of elements"),
+        (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "which depends on the places of elements"),
     ],
 )
 def test_what_looks_across_elements_is_named_also_inside_of_loops_and_calls(function, found):

@@ -200,7 +200,7 @@ class TestOthersBatches:
 
     def test_of_another_strategy_are_refused(self, strategy):
         theirs = first_batch(strategies.IPUStrategy(2))
-        message = "the batch is dealt out among 2 replicas, and it is used on 4 replicas; use the batches"
+        message = "the batch is dealt out among 2 replicas, but is used on 4 replicas; use batches"
         for use in (
             lambda: strategy.run(lambda b: b["x"], args=(theirs,)),
             lambda: strategy.reduce("sum", theirs),
@@ -223,9 +223,9 @@ class TestOthersBatches:
             state = trainer.init({"w": jnp.zeros(2)})
             for batch in distribute(strategy).epoch(0):
                 state, _ = trainer.step(state, batch)
-            with pytest.raises(ValueError, match=r"among replicas \d to \d of 4, and it is used on 4 replicas"):
+            with pytest.raises(ValueError, match=r"among replicas \d to \d of 4, but is used on 4 replicas"):
                 trainer.step(state, kept)
-            with pytest.raises(ValueError, match=r"among replicas \d to \d of 4, and it is used on 4 replicas"):
+            with pytest.raises(ValueError, match=r"among replicas \d to \d of 4, but is used on 4 replicas"):
                 strategy.run(lambda b: b["x"], args=(kept,))
             with pytest.raises(ValueError, match="a PerReplica has 2 values, but this instance has 4"):
                 strategy.run(lambda x: x, args=(own,))
@@ -243,7 +243,7 @@ class TestOthersBatches:
 def test_values_of_several_replicas_are_no_array_to_broadcast(strategy):
     values = strategy.per_replica(lambda r: np.full(2, r, np.float32))
     for call in (strategy.broadcast, strategy.variable):
-        with pytest.raises(TypeError, match="a PerReplica has a value of each local replica, and broadcast sends one"):
+        with pytest.raises(TypeError, match="a PerReplica has a value for each local replica, but broadcast sends one"):
             call({"w": values})
     assert strategy.broadcast({"w": values[1]})["w"].tolist() == [1, 1]
 

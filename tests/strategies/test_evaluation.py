@@ -296,13 +296,13 @@ class TestMetricsOfBatches:
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, mask, key: returned(batch))
 
     def test_come_from_a_function_of_four_arguments(self, strategy):
-        with pytest.raises(TypeError, match=r"metrics_fn takes \(variables, batch, key\), and is called with"):
+        with pytest.raises(TypeError, match=r"metrics_fn takes \(variables, batch, key\), but is called with"):
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, key: {})
         with pytest.raises(TypeError, match="metrics_fn is a str; use a function"):
             evaluated(strategy, rows_of(5), metrics_fn="loss")
 
     def test_are_given_instead_of_another_function(self, strategy):
-        with pytest.raises(ValueError, match="fn and metrics_fn are two ways"):
+        with pytest.raises(ValueError, match="evaluate got both fn and metrics_fn"):
             evaluated(strategy, rows_of(5), fn=loss_fn, metrics_fn=metrics_fn)
 
 
@@ -370,7 +370,7 @@ class TestTheFunction:
         def meeting(variables, batch, key):
             return strategies.get_replica_context().all_reduce("mean", batch["y"].mean())
 
-        with pytest.raises(ValueError, match="has collectives, and evaluate gives it each row alone; .*metrics_fn"):
+        with pytest.raises(ValueError, match="has collectives, and evaluate calls it for each row alone; .*metrics_fn"):
             evaluated(strategy, rows_of(5), fn=meeting)
 
     def test_with_feeds_is_refused(self, strategy):
@@ -380,7 +380,7 @@ class TestTheFunction:
             outfeed.enqueue(variables["w"])
             return batch["y"].mean()
 
-        with pytest.raises(ValueError, match="has feeds, which are for training"):
+        with pytest.raises(ValueError, match="has feeds, which only training has"):
             evaluated(strategy, rows_of(5), fn=feeding)
 
     def test_that_raises_is_what_is_raised(self, strategy):

@@ -55,8 +55,8 @@ FOUND = {
     "no NCCL on two hosts": (all_with([A, elsewhere(B)], has_nccl=False), "host", False, "NCCL.*on 2"),
     "lost in place": (all_with([A, B], can_carry_on=True), "window", True, "shrink"),
     "lost in place on two hosts": (all_with([A, elsewhere(B)], can_carry_on=True), "host", False, "shrink"),
-    "JAX has started": ([A, replace(B, can_connect=False)], "window", True, "JAX has started on instance 1"),
-    "GPUs of another maker": (all_with([A, B], gpu=""), "host", False, "not known to the CUDA driver"),
+    "JAX has started": ([A, replace(B, can_connect=False)], "window", True, "JAX started on instance 1"),
+    "GPUs of another maker": (all_with([A, B], gpu=""), "host", False, "the CUDA driver does not know"),
     "gRPC": (all_with([A, B], transport="gRPC"), "host", False, "gRPC"),
     "Horovod": (all_with([A, B], transport="Horovod"), "host", False, "Horovod"),
     "variables on the host": (all_with([A, B], variables_on_host=True), "host", False, "variables_on_host"),
@@ -110,7 +110,7 @@ REFUSED = {
     "compiled, Horovod": ("compiled", all_with([A, B], transport="Horovod"), "use PopDistStrategy"),
     "compiled, variables": ("compiled", all_with([A, B], variables_on_host=True), "leave variables_on_host out"),
     "window, two hosts": ("window", [A, elsewhere(B)], "on 2; use the exchange 'compiled'"),
-    "window, TPUs": ("window", all_with([A, B], platform="tpu", gpu=""), "windows are for GPUs"),
+    "window, TPUs": ("window", all_with([A, B], platform="tpu", gpu=""), "windows need GPUs"),
     "window, no driver": ("window", [A, replace(B, gpu="")], "instance 1 has none"),
     "window, Horovod": ("window", all_with([A, B], transport="Horovod"), "Horovod"),
     "a mixture": ("auto", [A, PROCESSOR], "instance 0 computes on 'gpu' and instance 1 on 'cpu'.*JAX_PLATFORMS=cpu"),
@@ -239,7 +239,9 @@ def test_what_needs_the_host_is_refused_where_the_environment_forces_a_device(mo
     trainer = strategies.Trainer(
         strategy, lambda v, b, k: (v * b["x"]).mean(), optax.sgd(0.1), gradient_transfer_dtype="int8"
     )
-    with pytest.raises(ValueError, match="the exchange is 'compiled', on the device, and gradients travel as int8"):
+    with pytest.raises(
+        ValueError, match="the exchange 'compiled' keeps gradients on the device, but gradients travel as int8"
+    ):
         trainer.step(trainer.init(jnp.ones(300)), {"x": np.ones((2, 300), np.float32)})
 
 

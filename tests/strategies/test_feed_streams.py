@@ -113,7 +113,7 @@ class TestIterables:
                 InfeedQueue(strategy.distribute_datasets_from_function(lambda context: Declared()))
             infeed = InfeedQueue(strategy.distribute_datasets_from_function(lambda context: iter(numbers(8))))
             fed(strategy, infeed)
-            with pytest.raises(ValueError, match="a list_iterator, which can be gone through only once"):
+            with pytest.raises(ValueError, match="a list_iterator, which can be iterated only once"):
                 infeed.start()
 
         on_instances(2, R, on_one)
@@ -142,7 +142,7 @@ class TestPerReplica:
             infeed.start()
         infeed = InfeedQueue(strategy.per_replica(lambda r: iter(numbers(2))))
         fed(strategy, infeed)
-        with pytest.raises(ValueError, match="its data set is a PerReplica, which can be gone through only once"):
+        with pytest.raises(ValueError, match="its data set is a PerReplica, which can be iterated only once"):
             infeed.start()
 
     def test_ends_with_the_shortest(self, strategy):
@@ -151,9 +151,9 @@ class TestPerReplica:
             fed(strategy, infeed, 4)
 
     def test_of_other_replicas_is_refused(self, strategy, on_instances):
-        with pytest.raises(FeedError, match=r"iterables for the replicas \[0, 1\], and this program runs on 4"):
+        with pytest.raises(FeedError, match=r"iterables for the replicas \[0, 1\], but this program runs on 4"):
             fed(strategy, InfeedQueue(strategies.IPUStrategy(2).per_replica(lambda r: numbers(2))))
-        with pytest.raises(FeedError, match="iterables for 3 replicas, and this program runs on 4 replicas"):
+        with pytest.raises(FeedError, match="iterables for 3 replicas, but this program runs on 4 replicas"):
             fed(strategy, InfeedQueue(strategies.PerReplica([numbers(2)] * 3)))
 
     def test_of_what_is_no_iterable_is_refused(self, strategy):
@@ -170,7 +170,7 @@ class TestRefusals:
 
     def test_of_the_batches_of_a_distributed_data_set(self, strategy):
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
-        with pytest.raises(TypeError, match="are batches for all local replicas.* give the infeed what distr"):
+        with pytest.raises(TypeError, match="are batches for all local replicas.* give the infeed the result of distr"):
             InfeedQueue(dataset.epoch(0))
         with pytest.raises(TypeError, match="are batches for all local replicas"):
             InfeedQueue({"x": batch} for batch in dataset.epoch(0))
@@ -195,7 +195,7 @@ class TestRefusals:
     def test_of_a_mode_where_elements_are_each_replica_s_own(self, strategy, mode):
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
         for own, name in ((dataset, "DistributedDataset"), (strategy.per_replica(lambda r: [r]), "PerReplica")):
-            with pytest.raises(ValueError, match=f"a {name} has the elements of each local replica, and mode"):
+            with pytest.raises(ValueError, match=f"a {name} has the elements of each local replica, but mode"):
                 InfeedQueue(own, mode=mode)
 
     def test_of_other_modes(self):

@@ -82,7 +82,7 @@ def test_several_marks_arguments_and_results():
             ValueError,
             "'inside' of a captured gradient is in a loop, a branch or",
         ),
-        (lambda x: capture_upstream_gradients(x, 3), TypeError, "is 3, a int; it must be a word"),
+        (lambda x: capture_upstream_gradients(x, 3), TypeError, "is 3, a int; use a string"),
         (lambda x: x * capture_upstream_gradients(jnp.int32(1), "one"), TypeError, "int32, which has no gradient"),
     ],
 )

@@ -274,14 +274,14 @@ class TestRefusals:
         infeed = InfeedQueue(Increasing(10, ()))
         program = self.summing(infeed)
         assert list(strategies.IPUStrategy(2).run(program)) == [2, 4]
-        with pytest.raises(FeedError, match="feeds 2 replicas, and this program runs on 4 replicas"):
+        with pytest.raises(FeedError, match="feeds 2 replicas, but this program runs on 4 replicas"):
             strategies.IPUStrategy(4).run(program)
         with pytest.raises(FeedError, match="runs on 1 replicas"):
             loops.repeat(2, add, [0.0], infeed)
 
     def test_of_a_data_set_that_was_distributed_to_others(self, strategy):
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
-        with pytest.raises(FeedError, match="distributed to 4 replicas, and this program runs on 2 replicas"):
+        with pytest.raises(FeedError, match="distributed to 4 replicas, but this program runs on 2 replicas"):
             strategies.IPUStrategy(2).run(self.summing(InfeedQueue(dataset)))
 
     @staticmethod
@@ -323,7 +323,7 @@ class TestEnd:
             outfeed.enqueue(x)
             return get_replica_context().all_reduce("sum", v) + x
 
-        with pytest.raises(EndOfDataError, match="none left for each of 4 replicas"):
+        with pytest.raises(EndOfDataError, match="No element was left for each of 4 replicas"):
             strategy.run(lambda: loops.repeat(1_000_000, body, [0.0], infeed))
         np.testing.assert_array_equal(outfeed.dequeue(), np.arange(8).reshape(2, 4))
 
@@ -409,7 +409,7 @@ class TestLife:
         infeed.start()
         assert loops.repeat(5, add, [0.0], infeed) == 10
         infeed.delete()
-        with pytest.raises(ValueError, match="a generator, which can be gone through only once"):
+        with pytest.raises(ValueError, match="a generator, which can be iterated only once"):
             infeed.start()
 
     def test_starts_again_on_other_replicas_after_an_error(self):
@@ -466,7 +466,7 @@ class TestLife:
         strategy.run(program)
         del infeed
         gc.collect()
-        with pytest.raises(FeedError, match="infeed of this program is gone"):
+        with pytest.raises(FeedError, match="infeed of this program was deleted"):
             strategy.run(program)
 
     def test_cannot_be_deleted_while_a_program_waits_for_data(self, monkeypatch):
@@ -556,5 +556,5 @@ def test_elements_are_taken_on_the_host_for_a_program_that_gets_them_as_argument
         assert infeed.dequeued
         with pytest.raises(EndOfDataError):
             infeed.take(local, 2)
-        with pytest.raises(FeedError, match="an infeed of its own for each number of replicas"):
+        with pytest.raises(FeedError, match="one infeed for each number of replicas"):
             infeed.take(Replication(range(4), 4), 2)

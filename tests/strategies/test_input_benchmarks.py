@@ -93,7 +93,7 @@ class TestFunctions:
             dataset_benchmark(3, 1, 1)
         with pytest.raises(TypeError, match="infeed_queue is a list; use a strategies.InfeedQueue"):
             infeed_benchmark([], 1, 1)
-        with pytest.raises(TypeError, match="is a str; arrays of numbers are needed"):
+        with pytest.raises(TypeError, match="is a str; use arrays of numbers"):
             dataset_benchmark(["a"], 1, 1)
 
     def test_log(self, caplog):

@@ -273,7 +273,7 @@ class TestDefaults:
             strategies.IPUStrategy()
 
     def test_a_folder_of_executables_that_poprun_names_comes_first(self):
-        with pytest.raises(ValueError, match="serialization_output_folder is /dev/null/x, where no folder can be made"):
+        with pytest.raises(ValueError, match="serialization_output_folder is /dev/null/x, but no folder can be made"):
             use_executable_cache({}, "/dev/null/x")
         with pytest.raises(ValueError, match="POPDIST_EXECUTABLE_CACHE_PATH is /dev/null/y"):
             use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": "/dev/null/y"}, "/dev/null/x")

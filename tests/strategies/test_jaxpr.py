@@ -250,8 +250,11 @@ def test_what_is_repeated_is_not_handed_on():
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([{2}, {0, 1}], r"segment 0 reads what mul makes, which is in segment 1; it must be in this one or one before"),
-        ([{0}, {2}], r"segment 1 reads what mul makes, which is in none"),
+        (
+            [{2}, {0, 1}],
+            r"segment 0 reads a result of mul, which is in segment 1; put it in this segment or an earlier one",
+        ),
+        ([{0}, {2}], r"segment 1 reads a result of mul, which is in none"),
     ],
 )
 def test_cuts_that_no_order_can_carry_out_are_refused(groups, message):

@@ -236,7 +236,7 @@ def test_a_plan_is_a_table_and_json():
     assert re.search(r"^variables +1\.87 MiB  device  once for all local replicas$", text, re.MULTILINE)
     assert re.search(r"^update +[\d.]+ MiB ", text, re.MULTILINE)
     assert plan.nbytes("variables") == nbytes(variables())
-    with pytest.raises(KeyError, match="there are variables, optimizer state"):
+    with pytest.raises(KeyError, match="use one of variables, optimizer state"):
         plan.nbytes("anything")
 
 

@@ -88,7 +88,7 @@ def test_a_slow_sink_holds_nobody_up_and_what_it_does_not_get_is_counted_and_sai
     goes_on.set()
     delivery.close()
     assert sink.got == [0, 1, 2, 3, 4]
-    assert messages(caplog) == ["kept:here lacks 5 rows of metrics, for which it was too slow or had failed"]
+    assert messages(caplog) == ["kept:here lacks 5 rows of metrics, because it was too slow or had failed"]
 
 
 def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
@@ -104,7 +104,7 @@ def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
     assert begun.wait(GUARD_S)
     delivery.close(limit_s=0.01)
     assert messages(caplog) == [
-        "kept:here is still busy after 0.01 s (CLOSING_S), and gets no more; rows that it may lack: 1"
+        "kept:here is still busy after 0.01 s (CLOSING_S) and gets no more rows; it may lack 1 rows"
     ]
     goes_on.set()
     delivery._thread.join(GUARD_S)
@@ -125,8 +125,8 @@ def test_a_sink_that_fails_is_said_once_and_tried_again_later_and_later_with_all
     assert [round(each) for each in pauses] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert (AGAIN_S, AGAIN_AT_MOST_S) == (1, 60)
     assert messages(caplog) == [
-        "metrics cannot be written to kept:here: [Errno 28] No space left on device; the training goes on, and they "
-        "are kept and tried again: mend it"
+        "metrics cannot be written to kept:here: [Errno 28] No space left on device; the training goes on, and the "
+        "rows are kept for another try: mend it"
     ]
     assert set(sink.calls[1:]) == {"open True", "close"}
     sink.before = lambda: None
@@ -141,7 +141,7 @@ def test_what_a_sink_lacks_that_has_failed_to_the_end_is_said(caplog):
     for step in range(3):
         delivery.add(row(step))
     delivery.close()
-    assert messages(caplog)[1] == "kept:here lacks 3 rows of metrics, for which it was too slow or had failed"
+    assert messages(caplog)[1] == "kept:here lacks 3 rows of metrics, because it was too slow or had failed"
 
 
 def test_metrics_that_cannot_be_read_are_left_out_and_said_once(caplog):
@@ -156,7 +156,7 @@ def test_metrics_that_cannot_be_read_are_left_out_and_said_once(caplog):
     assert sink.got == [1, 4]
     assert messages(caplog) == [
         "the metrics of step 2 cannot be read: Array has been deleted; they are left out",
-        "kept:here lacks 2 rows of metrics, for which it was too slow or had failed",
+        "kept:here lacks 2 rows of metrics, because it was too slow or had failed",
     ]
 
 
@@ -250,7 +250,7 @@ class TestSinks:
     def test_a_step_is_a_whole_number(self, step):
         with (
             Sinks([Kept()], JobFacts()) as sinks,
-            pytest.raises(TypeError, match="no whole number; give the number"),
+            pytest.raises(TypeError, match="not an integer; give the number"),
         ):
             sinks.log({"a": 1}, step)
 

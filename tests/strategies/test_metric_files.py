@@ -173,7 +173,7 @@ class TestAFileThatIsThere:
         path.parent.mkdir()
         path.write_text("dear diary\nmore")
         sink = kind(path)
-        with pytest.raises(ValueError, match="the file is there, and does not begin with .*; name another file"):
+        with pytest.raises(ValueError, match="the file exists and does not begin with .*; name another file"):
             sink.open(goes_on=False)
         sink.close()
         assert path.read_text() == "dear diary\nmore"
@@ -201,7 +201,7 @@ def test_what_is_no_file_takes_lines_too(kind, path):
 def test_a_second_writer_of_a_file_is_refused(kind, path):
     first, second = kind(path), kind(path)
     first.open(goes_on=False)
-    with pytest.raises(BlockingIOError, match="another job, or another sink of this one, writes to it"):
+    with pytest.raises(BlockingIOError, match="another job, or another sink of this job, writes to it"):
         second.open(goes_on=False)
     first.write(train(1))
     first.write([said(2, accuracy=1.0)])  # a table is written anew

@@ -31,16 +31,16 @@ def test_numbers_and_arrays_of_one_are_plain_numbers(value, number):
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"a": np.ones((2, 3))}, ValueError, r"metric 'a' has the shape \[2, 3\], and sinks take one number"),
-        ({"a": jnp.ones(1)}, ValueError, r"metric 'a' has the shape \[1\], .*; log its mean, or its elements"),
-        ({"a": "0.5"}, TypeError, "metric 'a' is a str, which is no number; log numbers"),
+        ({"a": np.ones((2, 3))}, ValueError, r"metric 'a' has the shape \[2, 3\], but sinks take one number"),
+        ({"a": jnp.ones(1)}, ValueError, r"metric 'a' has the shape \[1\], .*; log its mean, or give each element"),
+        ({"a": "0.5"}, TypeError, "metric 'a' is a str, which is not a number; log numbers"),
         ({"a": None}, TypeError, "metric 'a' is a NoneType"),
         ({"a": [1.0]}, TypeError, "metric 'a' is a list"),
         ({"a": 1j}, TypeError, "metric 'a' is a complex"),
         ({"a": jnp.complex64(1)}, TypeError, "metric 'a' is a "),
-        ({3: 1.0}, TypeError, "the name of a metric is 3, which is no text"),
-        ({"": 1.0}, ValueError, "the name of a metric is '', which cannot be read in one line"),
-        ({"a\nb": 1.0}, ValueError, "cannot be read in one line"),
+        ({3: 1.0}, TypeError, "the name of a metric is 3, which is not a string"),
+        ({"": 1.0}, ValueError, "the name of a metric is '', which is empty or not printable"),
+        ({"a\nb": 1.0}, ValueError, "is empty or not printable"),
     ],
 )
 def test_what_is_no_scalar_is_refused(values, error, message):

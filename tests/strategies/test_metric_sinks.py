@@ -251,7 +251,7 @@ def test_what_an_evaluation_finds_that_is_no_number_is_left_out_and_said(caplog)
     with strategies.metrics.open(sink, strategy=strategy):
         found = trainer.evaluate(state, dataset, metrics_fn=vectors)
     assert sink.rows == [(0, {"evaluation/first": found["first"]}, 0)]
-    assert "sinks of metrics take numbers, and get nothing of evaluation/mean" in caplog.messages
+    assert "sinks take only scalars, and leave out evaluation/mean" in caplog.messages
 
 
 class TestTheEnvironment:
@@ -289,7 +289,7 @@ class TestTheEnvironment:
 
 class TestOpening:
     def test_nothing_is_refused(self):
-        with pytest.raises(ValueError, match="metrics are to go nowhere; name a sink, as csv:run.csv"):
+        with pytest.raises(ValueError, match="metrics have no sink; name one, for example csv:run.csv"):
             strategies.metrics.open()
 
     def test_without_a_strategy_it_is_for_what_is_logged(self):

@@ -296,7 +296,7 @@ class TestRefusals:
         return trainer.step(trainer.init(VARIABLES, model_state), {"x": np.ones((2, 3), np.float32)})
 
     def test_a_function_that_takes_none_where_there_is_one(self):
-        with pytest.raises(TypeError, match=r"takes \(variables, batch, key\), and .* let the function take it"):
+        with pytest.raises(TypeError, match=r"takes \(variables, batch, key\), but .* let the function take it"):
             self.trainer(lambda variables, batch, key: 0.0).init(VARIABLES, MODEL_STATE)
 
     def test_a_function_that_takes_one_where_there_is_none(self):
@@ -307,7 +307,7 @@ class TestRefusals:
         def forgetful(variables, batch, key, model_state):
             return (batch["x"] @ variables["w"]).mean()
 
-        with pytest.raises(TypeError, match=r"returns a model state of PyTreeDef\(None\), and got"):
+        with pytest.raises(TypeError, match=r"returns a model state of PyTreeDef\(None\), but gets"):
             self.step(forgetful)
 
     def test_a_leaf_of_another_dtype(self):
@@ -315,14 +315,14 @@ class TestRefusals:
             mean = model_state["mean"].astype(jnp.bfloat16)
             return strategies.Outcome((batch["x"] @ variables["w"]).mean(), {}, model_state | {"mean": mean})
 
-        with pytest.raises(TypeError, match=r"returns bfloat16\[3\] as leaf \['mean'\] .* got float32\[3\]"):
+        with pytest.raises(TypeError, match=r"returns bfloat16\[3\] as leaf \['mean'\] .* gets float32\[3\]"):
             self.step(narrow)
 
     def test_one_that_is_returned_and_was_not_given(self):
         def inventive(variables, batch, key):
             return strategies.Outcome((batch["x"] @ variables["w"]).mean(), {}, {"mean": 0.0})
 
-        with pytest.raises(TypeError, match="returns a model state, and gets none; give it to init"):
+        with pytest.raises(TypeError, match="returns a model state, but gets none; give it to init"):
             self.step(inventive, None)
 
     @pytest.mark.parametrize("word", ["median", 3])
@@ -331,7 +331,7 @@ class TestRefusals:
             self.trainer(model_state_aggregation={"mean": word})
 
     def test_words_of_another_structure(self):
-        with pytest.raises(ValueError, match="and the model state is a PyTreeDef"):
+        with pytest.raises(ValueError, match="but the model state is a PyTreeDef"):
             self.trainer(model_state_aggregation={"other": "mean"}).init(VARIABLES, MODEL_STATE)
 
     @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ class TestRefusals:
             self.trainer(model_state_aggregation={**AGGREGATION, name: word}).init(VARIABLES, MODEL_STATE)
 
     def test_gradients_as_int8(self):
-        with pytest.raises(ValueError, match="is int8, and there is a model state"):
+        with pytest.raises(ValueError, match="is int8, but means of a model state"):
             self.trainer(gradient_transfer_dtype="int8").init(VARIABLES, MODEL_STATE)
 
     def test_what_is_no_array(self):

@@ -49,7 +49,7 @@ def test_every_option_is_described_once(options_class):
         ({"min_elements_for_sharding": 0}, "min_elements_for_sharding is 0"),
         ({"reduction_method": "median"}, "Cannot parse 'median'"),
         ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use"),
-        ({"gradient_transfer_dtype": "float64"}, "gradient_transfer_dtype is 'float64'; gradients travel as"),
+        ({"gradient_transfer_dtype": "float64"}, "gradient_transfer_dtype is 'float64'; use one of"),
         ({"loss_scaling": "static"}, "loss_scaling is 'static'"),
         ({"check_numerics": True, "loss_scaling": "dynamic"}, "use one of them"),
         ({"model_state_aggregation": "median"}, "model_state_aggregation has 'median'"),

@@ -46,9 +46,9 @@ class TestIterations:
     @pytest.mark.parametrize("mode", MODES)
     def test_are_named_and_the_next_program_runs(self, strategy, mode):
         outfeed = OutfeedQueue(mode)
-        message = r"replica \d has enqueued in iteration [03], and replica \d in iteration [03]: what has no partner"
+        message = r"replica \d has enqueued in iteration [03], but replica \d in iteration [03], so their unmatched"
         if mode is OutfeedMode.LAST:
-            message = "replica 0 has enqueued 3 values, the last one in iteration 6, and replica 2 2 values, the last "
+            message = "replica 0 has enqueued 3 values, the last one in iteration 6, but replica 2 2 values, the last "
         with pytest.raises(FeedError, match=message):
             strategy.run(skipping(outfeed, lambda r: jnp.where(r == 2, 3, 0)))
         assert run_other_programs(strategy, outfeed)
@@ -60,9 +60,9 @@ class TestIterations:
         def program(late):
             return loops.repeat(5, lambda v: (v + 1, enqueue_if((v < 4) | (replica() == late), outfeed, v)), [0])
 
-        message = "replica 1 has enqueued in iteration 4, and replica 0 has not: what has no partner is dropped; have"
+        message = "replica 1 has enqueued in iteration 4, but replica 0 has not, so their unmatched values are dropped"
         if mode is OutfeedMode.LAST:
-            message = "replica 1 has enqueued 5 values, the last one in iteration 4, and replica 0 4 values, the last"
+            message = "replica 1 has enqueued 5 values, the last one in iteration 4, but replica 0 4 values, the last"
         with pytest.raises(FeedError, match=message):
             strategy.run(lambda: program(1))
         if mode is OutfeedMode.ALL:
@@ -79,7 +79,7 @@ class TestIterations:
         def program():
             return loops.repeat(4, lambda outer: loops.repeat(3, inner, [outer, jnp.int32(0)])[0] + 1, [jnp.int32(0)])
 
-        with pytest.raises(FeedError, match=r"iteration \((2, 2|3, 0)\), and replica \d in iteration \((2, 2|3, 0)\)"):
+        with pytest.raises(FeedError, match=r"iteration \((2, 2|3, 0)\), but replica \d in iteration \((2, 2|3, 0)\)"):
             strategy.run(program)
         assert len(outfeed.dequeue()) == 8
 
@@ -92,7 +92,7 @@ class TestIterations:
             jax.lax.cond((outer == 1) & (replica() == 0), lambda: 0, repeat)
             return outer + 1
 
-        with pytest.raises(FeedError, match=r"iteration \([12], 0\), and replica \d in iteration \([12], 0\)"):
+        with pytest.raises(FeedError, match=r"iteration \([12], 0\), but replica \d in iteration \([12], 0\)"):
             strategy.run(lambda: loops.repeat(3, body, [0]))
 
     def test_of_a_loop_with_a_condition_are_counted(self, strategy):
@@ -101,7 +101,7 @@ class TestIterations:
         def program():
             return loops.while_loop(lambda v: v < 3 + replica() // 3, lambda v: (v + 1, outfeed.enqueue(v)), [0])
 
-        with pytest.raises(FeedError, match="replica 3 has enqueued in iteration 3, and replica 0 has not"):
+        with pytest.raises(FeedError, match="replica 3 has enqueued in iteration 3, but replica 0 has not"):
             strategy.run(program)
         assert outfeed.dequeue().shape == (3, 4)
 
@@ -140,7 +140,7 @@ class TestIterations:
     def test_differ_without_a_loop_too(self, strategy):
         outfeed = OutfeedQueue()
         for late in (1, 2):
-            with pytest.raises(FeedError, match="replica 0 has enqueued in its program, and replica [23] has not"):
+            with pytest.raises(FeedError, match="replica 0 has enqueued in its program, but replica [23] has not"):
                 strategy.run(lambda late=late: enqueue_if(replica() <= late, outfeed, late))
         assert outfeed.dequeue().shape == (0, 4)
 
@@ -211,7 +211,7 @@ class TestTrainer:
         state, _ = trainer.step(state, small)
         before = strategies.fingerprint(state.variables)
         for _ in range(2):
-            with pytest.raises(FeedError, match="replica 0 has enqueued in its program, and replica 2 has not"):
+            with pytest.raises(FeedError, match="replica 0 has enqueued in its program, but replica 2 has not"):
                 trainer.step(state, mixed)
         assert (state.step, strategies.fingerprint(state.variables)) == (1, before)
         state, _ = trainer.step(state, small)
@@ -229,7 +229,7 @@ class TestRounds:
         assert len(rounds) == 1
         assert rounds.take() == [[0, 0], [0, 1]]
         assert rounds.is_waiting
-        with pytest.raises(FeedError, match="replica 4 has enqueued in iteration 1, and replica 5 has not"):
+        with pytest.raises(FeedError, match="replica 4 has enqueued in iteration 1, but replica 5 has not"):
             rounds.end()
         assert not rounds.is_waiting
         rounds.end()
@@ -237,7 +237,7 @@ class TestRounds:
     def test_take_nothing_any_more_until_the_program_ends(self):
         rounds = AllRounds(range(2))
         rounds.put(0, (1,), ["a"])
-        with pytest.raises(FeedError, match="replica 1 has enqueued in iteration 2, and replica 0 in iteration 1"):
+        with pytest.raises(FeedError, match="replica 1 has enqueued in iteration 2, but replica 0 in iteration 1"):
             rounds.put(1, (2,), ["b"])
         rounds.put(0, (2,), ["c"])
         rounds.end()
@@ -251,7 +251,7 @@ class TestRounds:
             rounds.put(place, (0,), [place])
             rounds.put(place, (1,), [place])
         rounds.put(0, (2,), ["a"])
-        with pytest.raises(FeedError, match="replica 1 has enqueued in iteration 3, and replica 0 in iteration 2"):
+        with pytest.raises(FeedError, match="replica 1 has enqueued in iteration 3, but replica 0 in iteration 2"):
             rounds.put(1, (3,), ["b"])
         for number in range(3):
             rounds.put(2, (number,), [2])
@@ -276,7 +276,7 @@ class TestRounds:
         last.put(1, (4,), ["b4"])
         last.end()
         last.put(1, (0,), ["b"])
-        with pytest.raises(FeedError, match="replica 1 has enqueued 1 values, .* iteration 0, and replica 0 0 values"):
+        with pytest.raises(FeedError, match="replica 1 has enqueued 1 values, .* iteration 0, but replica 0 0 values"):
             last.end()
         assert last.whole == [["a4"], ["b4"]]
 

@@ -134,7 +134,7 @@ def test_feeds_may_stand_between_marks(strategy, recompute):
 
 @pytest.mark.parametrize("recompute", ["block", None, 3])
 def test_other_words_are_refused(recompute):
-    with pytest.raises(ValueError, match="it is 'none', 'blocks', or a policy"):
+    with pytest.raises(ValueError, match="use 'none', 'blocks', or a policy"):
         recomputing(deep_mlp, recompute)
 
 

@@ -173,8 +173,11 @@ class TestMetricNames:
     @pytest.mark.parametrize(
         ("metrics", "words"),
         [
-            ({"each": jnp.zeros(2)}, r"metric 'each' is of shape \[2\]; metrics are scalars, .*: take jnp.mean of it"),
-            ({"loss": jnp.zeros(())}, "a metric is called 'loss', which is the name of the loss itself; give"),
+            (
+                {"each": jnp.zeros(2)},
+                r"metric 'each' is of shape \[2\], but metrics are scalars, .*; take jnp.mean of it",
+            ),
+            ({"loss": jnp.zeros(())}, "a metric is called 'loss', which is the name of the loss itself; use"),
         ],
     )
     def test_are_checked_before_anything_runs(self, strategy, metrics, words):
@@ -196,12 +199,12 @@ class TestMicroBatches:
         np.testing.assert_allclose(gradients[1], [7.5, 8.5, 9.5], rtol=1e-6)
 
     def test_have_equally_many_rows(self, strategy):
-        words = "with 4 micro-batches, and each replica has 6 rows of the batch; its rows must be a multiple"
+        words = "with 4 micro-batches, but each replica has 6 rows of the batch, which is not a multiple"
         with pytest.raises(ValueError, match=words):
             program_of(strategy, accumulation=Accumulation(4))
 
     def test_have_one_row_at_least(self, strategy):
-        with pytest.raises(ValueError, match=r"a batch of shape \[0, 3\] has no rows; each replica needs one"):
+        with pytest.raises(ValueError, match=r"a batch of shape \[0, 3\] has no rows; each replica needs at least one"):
             program_of(strategy, batch={"x": np.zeros((0, 3), np.float32)}, accumulation=Accumulation(2))
 
 

@@ -249,7 +249,9 @@ class TestValuesThatJaxWouldMakeOthers:
             lambda: strategy.broadcast({"steps": value}),
             lambda: strategy.variable(value),
         ):
-            with pytest.raises(ValueError, match=r"of which JAX would keep u?int32 only; give smaller ones, or enable"):
+            with pytest.raises(
+                ValueError, match=r"do not fit into u?int32, which JAX would keep; use smaller numbers, or enable"
+            ):
                 call()
         largest = np.array([2**31 - 1, -(2**31)])
         assert strategy.broadcast(largest).tolist() == largest.tolist()
@@ -440,7 +442,7 @@ class TestGather:
             strategy.gather(value, axis)
 
     def test_of_replicas_that_differ_in_anything_else(self, strategy, on_instances):
-        with pytest.raises(ValueError, match=r"have float32\[1\] and float32\[2\] along the axis that is gathered"):
+        with pytest.raises(ValueError, match=r"have float32\[1\] and float32\[2\] along the gathered axis"):
             strategy.gather(strategy.per_replica(lambda r: np.zeros((1, 1 + r // 2), np.float32)), axis=0)
         with pytest.raises(LayoutMismatchError, match=r"gather/0 of (float32|int32)\[\] along 0"):
             on_instances(2, 2, lambda s: s.gather(np.zeros(2, ["float32", "int32"][s.instance_index]), axis=0))

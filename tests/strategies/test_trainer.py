@@ -189,7 +189,7 @@ class TestDtypes:
     @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
     def test_what_is_not_floating_point_cannot_be_trained(self, strategy, dtype):
         with pytest.raises(
-            TypeError, match=rf"variable \['deep'\]\['n'\] is of dtype {np.dtype(dtype)}; only floating"
+            TypeError, match=rf"variable \['deep'\]\['n'\] is of dtype {np.dtype(dtype)}, but only floating"
         ):
             Trainer(strategy, self.loss, optax.sgd(1.0)).init({"deep": {"n": jnp.zeros(2, dtype)}})
 
@@ -232,7 +232,7 @@ class TestMetrics:
             trained(strategy)[1]["accuracy"]
 
     @pytest.mark.parametrize(
-        ("metric", "text"), [(jnp.zeros(3), r"metric 'bad' is of shape \[3\]; metrics are scalars")]
+        ("metric", "text"), [(jnp.zeros(3), r"metric 'bad' is of shape \[3\], but metrics are scalars")]
     )
     def test_are_scalars(self, strategy, metric, text):
         with pytest.raises(TypeError, match=text):
@@ -277,7 +277,7 @@ class TestTheLoss:
             trained(strategy, lambda v, batch, key: strategies.Outcome(v["w"]))
 
     def test_comes_without_a_model_state_where_there_is_none(self, strategy):
-        with pytest.raises(TypeError, match="returns a model state, and gets none"):
+        with pytest.raises(TypeError, match="returns a model state, but gets none"):
             trained(strategy, lambda v, batch, key: strategies.Outcome(v["b"], model_state={"mean": v["w"]}))
 
     def test_may_be_of_16_bits(self, strategy):
@@ -297,7 +297,7 @@ class TestBatches:
 
     def test_are_cut_along_their_first_axis(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
-        with pytest.raises(ValueError, match=r"a batch of shape \[\] for 4 local replicas"):
+        with pytest.raises(ValueError, match=r"a batch has the shape \[\] for 4 local replicas"):
             trainer.step(trainer.init(start()), {"x": np.float32(0), "y": TARGETS})
 
     def test_have_rows(self, strategy):
@@ -315,11 +315,9 @@ class TestBatches:
         labels = np.full(24, 2**33 + 7)
         trainer = Trainer(strategy, lambda variables, batch, key: variables["b"] * batch[0, 0], optax.sgd(0.1))
         state = trainer.init(start())
-        with pytest.raises(
-            ValueError, match="numbers from 8589934599 to 8589934599, of which JAX would keep int32 only"
-        ):
+        with pytest.raises(ValueError, match="numbers from 8589934599 to 8589934599 do not fit into int32"):
             trainer.step(state, labels[:, np.newaxis])
-        with pytest.raises(ValueError, match="of which JAX would keep int32 only"):
+        with pytest.raises(ValueError, match="do not fit into int32, which JAX would keep"):
             list(strategy.distribute_dataset(labels, batch_size=3, shuffle=False).epoch(0))
         small = strategy.distribute_dataset(labels - 2**33, batch_size=3, shuffle=False)
         assert next(small.epoch(0)).tolist() == [7] * 3 * len(strategy.local_replicas)

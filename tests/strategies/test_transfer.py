@@ -79,7 +79,7 @@ def test_a_dtype_may_be_a_name_or_a_dtype_of_numpy_or_jax(name):
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "uint8", "half precision", np.float64, bool, 16, ()])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(ValueError, match="gradients travel as 'float16', 'bfloat16', 'int8', or with None") as caught:
+    with pytest.raises(ValueError, match="use one of 'float16', 'bfloat16', 'int8', or None") as caught:
         GradientTransfer.parse(dtype)
     assert repr(dtype) in str(caught.value)
 

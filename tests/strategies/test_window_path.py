@@ -127,7 +127,7 @@ class LostAt:
 def test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal(tmp_path: Path) -> None:
     """Those who carry on make new windows; a refusal would end them."""
     hub = ThreadHub(2)
-    settings = Settings(mechanism="ring", limits=LIMITS, progress=Instruments(LostAt("windows cannot be had")))
+    settings = Settings(mechanism="ring", limits=LIMITS, progress=Instruments(LostAt("memory cannot be shared")))
 
     def member(rank: int) -> str:
         communicator = connect("thread", settings, hub=hub, rank=rank)

@@ -84,7 +84,7 @@ def table_of(job: RecordedJob) -> StepTable:
     for row, (own, recording) in enumerate(zip(spans, recordings, strict=True)):
         made_ns, begin[row], end[row] = _lasted(own, steps)
         of[BETWEEN][row] = _between(own, begin[row], made_ns)
-        for category, chosen in _categories(own, recording).items():
+        for category, chosen in categories_of(own, recording).items():
             of[category][row] = _sums(chosen, steps)
     of[COMPUTE] = np.maximum(of[COMPUTE] - of[COMPILE], 0)  # compilation happens inside of the compute phase
     known = np.sum([times for category, times in of.items() if category != REST], axis=0)
@@ -136,7 +136,8 @@ def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
     return made_ns, np.where(follows & ~disturbed, np.minimum(previous, begin), begin), end
 
 
-def _categories(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndarray]:
+def categories_of(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndarray]:
+    """Return the spans of an instance by category, without those that follow from others: between and rest."""
     phases = spans.of(Sort.PHASE)
     found = {WAITING: spans.of(Sort.WAIT), EXCHANGE: spans.of(Sort.TRANSFER, Sort.OPERATION)}
     for number, said in recording.names.items():

@@ -50,7 +50,7 @@ def isRunningOnIpu() -> bool:
 
 
 CLAIMED = "POPTORCH_IPU_HARDWARE_VERSION"
-"""A variable for programs that do not begin without IPUs: the version that they are told, such as 21."""
+"""Version of IPUs that `ipuHardwareVersion` reports, such as 21, for programs that refuse to start without IPUs."""
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

@@ -1,1 +1,1 @@
-"""Whether instances, programs and ways to compute the same agree, to the last bit."""
+"""Comparisons, to the last bit, of instances, programs and ways to compute the same."""

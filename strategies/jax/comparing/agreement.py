@@ -1,7 +1,7 @@
 """The terms of a training, and programs as lines of text, which instances compare before a step.
 
-What a traced program computes is compared as lines of text that are the same wherever the same code was traced. JAX
-prints programs too, but not the values of arrays that they close over, and it prints addresses of functions.
+A traced program is compared as lines of text that are equal whenever the same code was traced. JAX prints programs too,
+but it leaves out the values of arrays that they close over, and prints addresses of functions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strategies.jax.programs.jaxpr import needed
 from strategies.jax.replicas.devices import is_key
 from strategies.typing import Batch, Leaf, OptimizerState, Tree
 
-_FEW = 4  # elements of an array that are shown; of larger ones only a digest
+_FEW = 4  # elements of an array that are shown; a larger array is shown as a digest
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, enum.Enum, type(None))
 
 
@@ -37,11 +37,11 @@ def terms_of(
     """Return the terms that decide the result of a training.
 
     Args:
-        options: by their names.
-        dataset: the one that has given the batch; None if none has.
-        batch: the shapes and dtypes of what one replica takes.
-        programs: the lines of what is computed, by their names.
-        optimizer_state: of which scalars are compared.
+        options: Options by their names.
+        dataset: Data set that gave the batch, or None.
+        batch: Shapes and dtypes of one replica's batch.
+        programs: Lines of the programs, by the programs' names.
+        optimizer_state: Optimizer state, whose scalars are compared.
     """
     position = {} if dataset is None else dataset.position().to_dict()
     arguments = {**options, **{f"data set {name}": value for name, value in position.items()}}
@@ -54,13 +54,13 @@ def terms_of(
 
 
 def lines_of(closed: core.ClosedJaxpr) -> list[str]:
-    """One line for each equation on which results of the program depend, with all numbers in it.
+    """Return one line for each equation on which results of the program depend, with all numbers in it.
 
-    What decides no result is left out: what only prints, names of variables, places in files, devices, and all of a
-    function that is called later but its name. Programs within the program come before it, each of them once.
+    Details that decide no result are left out: printing, names of variables, places in files, and devices. Of functions
+    that are called later only the name is kept. A program inside of the program comes before it, once.
 
     Args:
-        closed: what `jax.make_jaxpr` returns.
+        closed: Result of `jax.make_jaxpr`.
     """
     writer = _Writer()
     writer.write(closed.jaxpr, closed.consts)
@@ -68,25 +68,25 @@ def lines_of(closed: core.ClosedJaxpr) -> list[str]:
 
 
 def scalars_by_name(tree: Tree) -> dict[str, str]:
-    """The values of all scalars of a tree, by their paths; without random keys."""
+    """Return the values of all scalars of a tree, by their paths; without random keys."""
     leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if not is_key(leaf)]
     return {jax.tree_util.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
 
 
 class _Writer:
-    """Writes programs, those that are called by others first.
+    """A writer of programs, which writes a program before the programs that call it.
 
     Attributes:
-        lines: what is written.
+        lines: Lines written so far.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._names: dict[tuple[str, ...], str] = {}  # of the programs that were written
-        self._known: dict[int, tuple[Any, str]] = {}  # by the id of a program without constants, which is kept alive
+        self._names: dict[tuple[str, ...], str] = {}  # of the programs written so far
+        self._known: dict[int, tuple[Any, str]] = {}  # by id; the value keeps the program alive, so the id stays unique
 
     def write(self, jaxpr: Any, constants: Sequence[Any]) -> str:
-        """Write a program that has not been written yet; the name by which others call it."""
+        """Write a program unless it was written before; return the name by which others call it."""
         if not constants and id(jaxpr) in self._known:
             return self._known[id(jaxpr)][1]
         lines = tuple(self._program(jaxpr, constants))
@@ -144,7 +144,7 @@ def _type(aval: Any) -> str:
 
 
 def text_of_array(value: Leaf) -> str:
-    """The values of a small array, a digest of a larger one."""
+    """Return the values of a small array, or a digest of a larger one."""
     if is_key(value):
         value = jax.random.key_data(value)
     array = np.asarray(value)

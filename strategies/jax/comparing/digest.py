@@ -13,7 +13,7 @@ from strategies.typing import Tree, Variables
 
 
 def host_arrays(tree: Tree) -> dict[str, np.ndarray]:
-    """Return the arrays of a tree on the host by their paths; nothing is copied on a CPU. Random keys are numbers."""
+    """Return the arrays of a tree on the host by their paths, on CPUs without a copy. Random keys become numbers."""
     return {
         jax.tree_util.keystr(path): borrow(jax.random.key_data(leaf) if is_key(leaf) else leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -26,7 +26,7 @@ def digest_of(tree: Tree) -> Digest:
 
 
 def flip_bit(variables: Variables) -> Tree:
-    """The variables with a bit in the middle of one number changed; for faults on purpose."""
+    """Return the variables with one bit flipped in the middle of one number, for planted faults."""
     leaves, structure = jax.tree.flatten(variables)
     changed = np.array(leaves[0])
     changed.reshape(-1).view(np.uint8)[changed.itemsize // 2] ^= 1
@@ -37,7 +37,7 @@ def fingerprint(variables: Variables) -> str:
     """Return the SHA-256 of the bits of all leaves, in tree order, as 64 hexadecimal digits.
 
     Args:
-        variables: a pytree of arrays.
+        variables: Pytree of arrays.
     """
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(variables):

@@ -1,1 +1,1 @@
-"""The tasks of evaluations and predictions on JAX, and the metric that is merged exactly."""
+"""The tasks of evaluations and predictions on JAX, and a mean that is merged exactly."""

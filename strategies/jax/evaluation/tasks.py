@@ -1,4 +1,4 @@
-"""The work on the rows of a replica where nothing is trained, as functions that JAX traces."""
+"""The tasks of evaluations and predictions, as functions of a replica's rows that JAX traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from strategies.core.evaluation import Mergeable
 from strategies.core.rows import EvaluationTask
@@ -30,9 +31,19 @@ MetricsFunction = Callable[..., Mapping[str, Mergeable]]
 def evaluation_task(
     loss_fn: LossFunction, fn: LossFunction | None, metrics_fn: MetricsFunction | None, has_state: bool
 ) -> EvaluationTask:
-    """Return the task of `Trainer.evaluate`; `has_state` says whether there is a model state."""
+    """Return the task of `Trainer.evaluate`.
+
+    Args:
+        loss_fn: Loss function of the Trainer.
+        fn: Function used instead of the loss function, or None.
+        metrics_fn: Function that makes metrics of a whole batch, or None.
+        has_state: Whether there is a model state.
+
+    Raises:
+        ValueError: Both `fn` and `metrics_fn` are given.
+    """
     if fn is not None and metrics_fn is not None:
-        raise ValueError("fn and metrics_fn are two ways to say what is evaluated; give one of them")
+        raise ValueError("evaluate got both fn and metrics_fn; give only one of them")
     if metrics_fn is not None:
         arguments = ("variables", "batch", "mask", "key")
         check_function("metrics_fn", metrics_fn, (*arguments, MODEL_STATE) if has_state else arguments)
@@ -42,7 +53,13 @@ def evaluation_task(
 
 
 def prediction_task(loss_fn: LossFunction, fn: Function | None, has_state: bool) -> EvaluationTask:
-    """Return the task of `Trainer.predict`; see `evaluation_task`."""
+    """Return the task of `Trainer.predict`.
+
+    Args:
+        loss_fn: Loss function of the Trainer, which returns outputs.
+        fn: Function used instead of the loss function, or None.
+        has_state: Whether there is a model state.
+    """
     _check(fn, has_state)
     return RowOutputs(fn or loss_fn, is_loss=fn is None)
 
@@ -55,13 +72,14 @@ def _check(fn: Function | None, has_state: bool) -> None:
 
 @dataclass(frozen=True)
 class LossOfRows(EvaluationTask):
-    """The loss and the metrics of each row, as a batch of one: however many rows count, their mean is over rows."""
+    """The loss and the metrics of each row, computed as a batch of one row, and their means over rows."""
 
     title: ClassVar[str] = "evaluation"
     function: LossFunction
 
+    @override
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`: float32 `[rows]` by the names of the metrics."""
+        """Return float32 `[rows]` by the names of the metrics."""
 
         def of_row(row: Tree) -> dict[str, jax.Array]:
             alone = jax.tree.map(lambda leaf: leaf[None], row)
@@ -69,20 +87,21 @@ class LossOfRows(EvaluationTask):
 
         return jax.vmap(of_row)(batch)
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`: a `Mean` for each name, added row by row."""
+        """Return a `Mean` for each name, added row by row."""
         return {name: Mean(_sum(values[mask]), np.float64(mask.sum())) for name, values in computed.items()}
 
 
 @dataclass(frozen=True)
 class MetricsOfBatch(EvaluationTask):
-    """Metrics that a function of the user's makes of a whole batch, and of its mask."""
+    """The metrics that a user's function makes of a whole batch and its mask."""
 
     title: ClassVar[str] = "evaluation"
     function: MetricsFunction
 
+    @override
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`."""
         metrics = self.function(variables, batch, mask, key, *model_state)
         if not isinstance(metrics, Mapping):
             raise TypeError(f"metrics_fn returns a {type(metrics).__name__}; it must return a dictionary of metrics")
@@ -95,8 +114,8 @@ class MetricsOfBatch(EvaluationTask):
                 )
         return dict(metrics)
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return {name: one.widened() if isinstance(one, Mean) else one for name, one in computed.items()}
 
 
@@ -105,16 +124,16 @@ class RowOutputs(EvaluationTask):
     """The outputs of the model for each row.
 
     Attributes:
-        function: returns an `Outcome` that has it, or the outputs themselves.
-        is_loss: whether it is the loss function, which has to return an `Outcome`.
+        function: Function that returns the outputs, or an `Outcome` with them.
+        is_loss: Whether it is the loss function, which must return an `Outcome`.
     """
 
     title: ClassVar[str] = "prediction"
     function: Function
     is_loss: bool
 
+    @override
     def __call__(self, variables: Variables, batch: Batch, mask: jax.Array, key: Key, *model_state: Tree) -> Tree:
-        """See `EvaluationTask`."""
         returned = self.function(variables, batch, key, *model_state)
         if self.is_loss or isinstance(returned, Outcome):
             returned = Outcome.of(returned).outputs
@@ -123,31 +142,31 @@ class RowOutputs(EvaluationTask):
             which = "the loss function" if self.is_loss else "fn"
             raise ValueError(
                 f"{which} returns no outputs to predict; return a strategies.Outcome(loss, outputs=...), or give "
-                "predict a function fn(variables, batch, key) that returns them"
+                "predict a function fn(variables, batch, key) that returns outputs"
             )
         for path, leaf in leaves:
             name = f"outputs{jax.tree_util.keystr(path)}"
             if is_key(leaf):
-                raise TypeError(f"{name} is a random key; return jax.random.key_data of it")
+                raise TypeError(f"{name} is a random key, which is not an array; return jax.random.key_data of it")
             if jnp.shape(leaf)[:1] != mask.shape:
                 raise ValueError(
-                    f"{name} is of shape {list(jnp.shape(leaf))} for {mask.shape[0]} rows; the first axis of outputs "
-                    "is the rows of the batch: leave out what belongs to no row"
+                    f"{name} is of shape {list(jnp.shape(leaf))} for {mask.shape[0]} rows; outputs need the rows of "
+                    "the batch as their first axis: leave out values that belong to no row"
                 )
         return jax.tree.map(jnp.asarray, returned)
 
+    @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        """See `EvaluationTask`."""
         return computed
 
 
 def _scalars(outcome: Outcome) -> dict[str, jax.Array]:
-    """Return the loss and the metrics of one row, in float32; refuse those that are no scalars."""
+    """Return the loss and the metrics of one row as float32; raise TypeError if one is not a scalar."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), outcome.metrics)
     names = metric_names(shapes)
     if jnp.shape(outcome.loss) != ():
         raise TypeError(
-            f"the loss of a batch of one row is of shape {list(jnp.shape(outcome.loss))}; it must be a scalar: take "
+            f"the loss of a batch of one row is of shape {list(jnp.shape(outcome.loss))}, but must be a scalar; take "
             "jnp.mean of it"
         )
     values = {"loss": outcome.loss, **{name: outcome.metrics[name] for name in names}}
@@ -155,6 +174,6 @@ def _scalars(outcome: Outcome) -> dict[str, jax.Array]:
 
 
 def _sum(values: np.ndarray) -> np.float64:
-    """Return the sum in float64, added one after another: `np.sum` has an order of its own."""
+    """Return the sum in float64, added one after another, because the order of `np.sum` depends on the length."""
     total: np.float64 = np.add.accumulate(values, dtype=np.float64)[-1] if values.size else np.float64(0)
     return total

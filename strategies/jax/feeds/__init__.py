@@ -1,1 +1,1 @@
-"""Infeeds and outfeeds of the loops that run on the devices."""
+"""Infeeds and outfeeds of loops that run on the devices."""

@@ -1,4 +1,4 @@
-"""Iterators among the arguments of a program, which draws from them while it runs."""
+"""Iterators among the arguments of a program, which takes elements from them while it runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _queues: weakref.WeakValueDictionary[int, InfeedQueue] = weakref.WeakValueDictio
 @partial(jax.tree_util.register_dataclass, data_fields=["number"], meta_fields=["spec"])
 @dataclass(frozen=True)
 class _Draw:
-    """An iterator in the arguments of a program, which is compiled once for all iterators of such elements.
+    """An iterator in the arguments of a program, which is compiled once for all iterators with equal elements.
 
     Attributes:
-        number: of the queue behind it, int32.
-        spec: what an element is.
+        number: Number of the queue behind it, int32.
+        spec: Structure, shapes and dtypes of an element.
     """
 
     number: Number
@@ -37,21 +37,21 @@ class _Draw:
 
 
 class _Argument(Iterator[Element]):
-    """A stand-in for an iterator, which a function gets while it is traced."""
+    """The stand-in for an iterator that a function gets while it is traced."""
 
     def __init__(self, draw: _Draw) -> None:
         self._draw = draw
 
     def __iter__(self) -> Iterator[Element]:
         raise RuntimeError(
-            "a loop over an iterator of a data set has no end while a program is compiled; write the number of steps: "
+            "a loop over an iterator of a data set never ends while a program is compiled; give it a number of steps: "
             "for _ in range(steps): element = next(iterator)"
         )
 
     def __next__(self) -> Element:
         if not is_in_program():
             raise RuntimeError(
-                "this iterator belongs to a program that has been compiled; use the one that it was given"
+                "this iterator belongs to a program that is compiled already; use the iterator that the function got"
             )
         program, spec = current_program(), self._draw.spec
         program.infeeds[id(self)] += 1
@@ -60,23 +60,23 @@ class _Argument(Iterator[Element]):
         def take(replica: int, number: np.ndarray) -> list[np.ndarray]:
             queue = _queues.get(int(number))
             if queue is None:
-                raise FeedError("the iterator of this program is gone; keep it as long as the program runs")
+                raise FeedError("the iterator of this program was deleted; keep a reference to it while programs run")
             return queue.take_one(replication, replica)
 
         return spec.unflatten(program.call(take, spec.leaves, [self._draw.number]))
 
 
 class Iterators:
-    """The queues behind iterators that programs were given, each of which goes on where the last program was."""
+    """The queues behind iterators that programs were given; each program goes on where the previous one stopped."""
 
     def __init__(self) -> None:
         self._of_identity: dict[int, tuple[Data, InfeedQueue]] = {}
 
     def placed(self, tree: Tree) -> Tree:
-        """Return the tree with a `_Draw`, which a program can take, in the place of each iterator.
+        """Return the tree with each iterator replaced by a `_Draw`, which a program can take as an argument.
 
         Raises:
-            TypeError, ValueError, FeedError: see `InfeedQueue`.
+            TypeError, ValueError, FeedError: As in `InfeedQueue`.
         """
         return jax.tree.map(self._placed, tree, is_leaf=is_iterator)
 
@@ -100,12 +100,12 @@ class Iterators:
 
 
 def is_iterator(value: object) -> bool:
-    """Return whether a value is an iterator; files do not count."""
+    """Return whether a value is an iterator other than a file."""
     return hasattr(value, "__next__") and not isinstance(value, io.IOBase | _Argument)
 
 
 def drawn(tree: Tree) -> Tree:
-    """Return the arguments of a traced function, with iterators where `Iterators.placed` has taken them out."""
+    """Return the arguments of a traced function, with an iterator in the place of each `_Draw`."""
     return jax.tree.map(
         lambda leaf: _Argument(leaf) if isinstance(leaf, _Draw) else leaf,
         tree,

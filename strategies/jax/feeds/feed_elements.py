@@ -1,4 +1,4 @@
-"""The elements of an infeed: their structure, shapes and dtypes, and how a loop's body takes them."""
+"""The elements of an infeed: their structure, shapes and dtypes, and the arguments that they become."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DTYPES = tuple(map(np.dtype, ("int8", "uint8", "bool", "int32", "float16", ml_dt
 
 @dataclass(frozen=True)
 class ElementSpec:
-    """Structure, shapes and dtypes that all elements of a data set share.
+    """The structure, shapes and dtypes that all elements of a data set share.
 
     Attributes:
-        structure: of an element; a tuple or a dictionary is handed to the body of a loop as several arguments.
-        leaves: shape and dtype of each array.
+        structure: Structure of an element. The body of a loop gets a tuple or a dictionary as several arguments.
+        leaves: Shape and dtype of each array.
     """
 
     structure: jax.tree_util.PyTreeDef
@@ -31,8 +31,8 @@ class ElementSpec:
         """Return the specification of an element.
 
         Raises:
-            TypeError: "Unsupported datatype" for one that is not fed, such as int64 and float64.
-            ValueError: for a dimension of size 0, or tuples or lists inside of others.
+            TypeError: "Unsupported datatype" for a dtype that cannot be fed, such as int64 or float64.
+            ValueError: A dimension has size 0, or a tuple or list contains another one.
         """
         _refuse_nested(element)
         leaves, structure = jax.tree.flatten(_as_tuple(element))
@@ -48,10 +48,10 @@ class ElementSpec:
         return cls(structure, tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays))
 
     def flatten(self, number: int, element: Element) -> list[np.ndarray]:
-        """The arrays of an element, copied.
+        """Return copies of the arrays of an element.
 
         Raises:
-            ValueError: if it is not like the first one; "Output shape" if only shapes differ.
+            ValueError: The element is not like the first one; "Output shape" if only shapes differ.
         """
         leaves, structure = jax.tree.flatten(_as_tuple(element))
         arrays = [np.array(leaf) for leaf in leaves]
@@ -67,16 +67,16 @@ class ElementSpec:
         ]
         return (
             f"{'Output shape is not fully defined: ' if is_of_shapes else ''}element {number} of the data set is "
-            f"{_described(structure, arrays)}, and the first was {_described(self.structure, self.leaves)}; all have "
-            "to be alike: leave out what does not fill a batch (drop_remainder=True)"
+            f"{_described(structure, arrays)}, and the first was {_described(self.structure, self.leaves)}; all must "
+            "be alike: leave out an incomplete batch (drop_remainder=True)"
         )
 
     def unflatten(self, leaves: Iterable[Numbers]) -> Element:
-        """An element of these arrays."""
+        """Return the element with these arrays."""
         return jax.tree.unflatten(self.structure, leaves)
 
     def arguments(self, leaves: Iterable[Numbers]) -> tuple[Sequence[Tree], Mapping[str, Tree]]:
-        """The positional and the keyword arguments of a loop's body."""
+        """Return the positional and the keyword arguments of a loop's body."""
         element = self.unflatten(leaves)
         if isinstance(element, tuple) and len(element) == 1 and _has_names(element[0]):
             element = element[0]
@@ -86,10 +86,10 @@ class ElementSpec:
 
 
 def check_declared(dataset: Data) -> None:
-    """Check the shapes that a data set declares in `element_spec`, as TensorFlow's do.
+    """Check the shapes that a data set declares in `element_spec`, as data sets of TensorFlow do.
 
     Raises:
-        ValueError: "Output shape" if one of them is not fully defined.
+            ValueError: "Output shape" if a shape is not fully defined.
     """
     for declared in jax.tree.leaves(
         getattr(dataset, "element_spec", None), is_leaf=lambda leaf: hasattr(leaf, "shape")
@@ -97,7 +97,7 @@ def check_declared(dataset: Data) -> None:
         shape = getattr(declared, "shape", ())
         if getattr(shape, "rank", 0) is None or any(size is None for size in shape):
             raise ValueError(
-                f"Output shape {shape} is not fully defined; when the data set makes batches, have it leave out the "
+                f"Output shape {shape} is not fully defined; if the data set makes batches, have it drop the "
                 "incomplete one with drop_remainder=True"
             )
 

@@ -1,4 +1,4 @@
-"""The data sets of infeeds: which element is for which replica."""
+"""The data sets of infeeds, and the assignment of their elements to replicas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 import jax
+from typing_extensions import override
 
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
@@ -19,17 +20,17 @@ from strategies.per_replica import PerReplica
 from strategies.typing import Data, Element
 
 Round = Sequence[tuple[int, Element]]
-"""The next element of each local replica, with the number by which messages call it."""
+"""The next element of each local replica, with its number for messages."""
 
 
 class InfeedMode(Enum):
-    """Whose elements an iterable has.
+    """The replicas whose elements an iterable has.
 
-    WHOLE: those of all replicas. Every instance goes through all of it and takes those of its own replicas: element
+    WHOLE: all replicas. Every instance iterates over all elements and takes those of its own replicas: element
     k * R + r is for replica r in its iteration k.
 
-    INSTANCE: those of the local replicas; each instance has a stream of its own, as in the original's programs, which
-    shard by hand. Element k * L + l is for the local replica number l of L in its iteration k.
+    INSTANCE: the local replicas. Each instance has a stream of its own, as in programs for the original that shard by
+    hand. Element k * L + l is for the local replica number l of L in its iteration k.
     """
 
     WHOLE = "whole"
@@ -37,11 +38,11 @@ class InfeedMode(Enum):
 
 
 class FeedStream(ABC):
-    """The data set of an infeed.
+    """The data set of an infeed. The queue calls `open` and `element`, then `check` and `rounds` for a program.
 
     Attributes:
-        kind: what it is, for messages.
-        is_once: whether it can be gone through only once.
+        kind: Kind of the data set, for messages.
+        is_once: Whether it can be iterated only once.
     """
 
     kind: str
@@ -53,19 +54,19 @@ class FeedStream(ABC):
 
     @abstractmethod
     def element(self, first: Element) -> Element:
-        """Return an element, from the first item of `open`."""
+        """Return an element, given the first item of `open`."""
 
     @abstractmethod
     def check(self, replication: Replication) -> None:
-        """Refuse replicas that it cannot feed, with `FeedError`."""
+        """Raise a `FeedError` if the stream cannot feed these replicas."""
 
     @abstractmethod
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
-        """Yield the rounds of the local replicas, for as long as there is an element for each."""
+        """Yield the rounds of the local replicas while there is an element for each of them."""
 
 
 class ElementStream(FeedStream):
-    """An iterable of elements, each of which is for one replica."""
+    """An iterable of elements, each for one replica."""
 
     def __init__(self, elements: Iterable[Element], mode: InfeedMode | None) -> None:
         self._elements = elements
@@ -73,35 +74,39 @@ class ElementStream(FeedStream):
         self.kind = type(elements).__name__
         self.is_once = isinstance(elements, Iterator)
 
+    @override
     def open(self) -> Iterator[Element]:
         return iter(self._elements)
 
+    @override
     def element(self, first: Element) -> Element:
-        """See `FeedStream`.
+        """Return the first item, which is an element.
 
         Raises:
-            TypeError: if the elements are not each for one replica.
+            TypeError: The item holds elements of several replicas.
         """
         for leaf in jax.tree.leaves(first):
             if isinstance(leaf, PerReplica):
                 raise TypeError(
-                    "the elements of the data set are PerReplica, and an element is for one replica; give the infeed "
+                    "the elements of the data set are PerReplica, but an element is for one replica; give the infeed "
                     "one PerReplica, with an iterable for each local replica"
                 )
             if replication_of(leaf) is not None:
                 raise TypeError(
-                    "the elements of the data set are batches for all local replicas, and an element is for one; give "
-                    "the infeed what distribute_dataset returned, and not its epochs"
+                    "the elements of the data set are batches for all local replicas, but an element is for one; give "
+                    "the infeed the result of distribute_dataset, and not its epochs"
                 )
         return first
 
+    @override
     def check(self, replication: Replication) -> None:
         if self._mode is None and len(replication.local) < replication.total:
             raise FeedError(
-                f"the program runs on {replication}, and an infeed's iterable may have the elements of all replicas or "
-                "of the local ones; say which, with InfeedQueue(..., mode=InfeedMode.WHOLE) or InfeedMode.INSTANCE"
+                f"the program runs on {replication}, and the infeed's iterable may have the elements of all replicas "
+                "or of the local ones; choose with InfeedQueue(..., mode=InfeedMode.WHOLE) or InfeedMode.INSTANCE"
             )
 
+    @override
     def rounds(self, opened: Iterator[Element], replication: Replication) -> Iterator[Round]:
         is_own = self._mode is InfeedMode.INSTANCE
         count = len(replication.local) if is_own else replication.total
@@ -114,7 +119,7 @@ class ElementStream(FeedStream):
 
 
 class OwnElementStreams(FeedStream):
-    """An iterable for each local replica."""
+    """One iterable for each local replica."""
 
     kind = "PerReplica"
 
@@ -124,27 +129,31 @@ class OwnElementStreams(FeedStream):
             _iterable(stream)
         self.is_once = any(isinstance(stream, Iterator) for stream in streams)
 
+    @override
     def open(self) -> Iterator[Sequence[Element]]:
         return zip(*self._streams, strict=False)
 
+    @override
     def element(self, first: Sequence[Element]) -> Element:
         return first[0]
 
+    @override
     def check(self, replication: Replication) -> None:
         replicas = self._streams.replicas
         if len(self._streams) != len(replication.local) or replicas not in (None, replication.local):
             whose = f"{len(self._streams)} replicas" if replicas is None else f"the replicas {list(replicas)}"
             raise FeedError(
-                f"the infeed has iterables for {whose}, and this program runs on {replication}; make them with "
+                f"the infeed has iterables for {whose}, but this program runs on {replication}; make them with "
                 "per_replica of the strategy that runs it"
             )
 
+    @override
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
         return _numbered(opened)
 
 
 class Batches(FeedStream):
-    """A distributed data set, of whose batches each replica gets its part."""
+    """A distributed data set; each replica gets its part of the batches."""
 
     kind = "DistributedDataset"
     is_once = False
@@ -152,19 +161,23 @@ class Batches(FeedStream):
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
 
+    @override
     def open(self) -> Iterator[Sequence[Element]]:
         return self._dataset.parts()
 
+    @override
     def element(self, first: Sequence[Element]) -> Element:
         return first[0]
 
+    @override
     def check(self, replication: Replication) -> None:
         if replication != self._dataset.replication:
             raise FeedError(
-                f"the data set of the infeed was distributed to {self._dataset.replication}, and this program "
-                f"runs on {replication}; run it with the strategy that has distributed the data set"
+                f"the data set of the infeed was distributed to {self._dataset.replication}, but this program "
+                f"runs on {replication}; run it with the strategy that distributed the data set"
             )
 
+    @override
     def rounds(self, opened: Iterator[Sequence[Element]], replication: Replication) -> Iterator[Round]:
         return _numbered(opened)
 
@@ -173,18 +186,18 @@ def feed_stream(dataset: Data, mode: InfeedMode | None) -> FeedStream:
     """Return the stream of a data set.
 
     Raises:
-        TypeError: if it is none, or the mode is none.
-        ValueError: for a mode of what has none, or shapes of elements that are not fully defined.
+        TypeError: The data set is not iterable, or `mode` is not an `InfeedMode`.
+        ValueError: The data set takes no mode, or shapes of elements are not fully defined.
     """
     if not isinstance(mode, InfeedMode | None):
         raise TypeError(f"mode is {mode!r}; use InfeedMode.WHOLE or InfeedMode.INSTANCE")
     if isinstance(dataset, DistributedDataset | PerReplica):
         if mode is not None:
             raise ValueError(
-                f"a {type(dataset).__name__} has the elements of each local replica, and mode is {mode}; leave it out"
+                f"a {type(dataset).__name__} has the elements of each local replica, but mode is {mode}; leave it out"
             )
         return Batches(dataset) if isinstance(dataset, DistributedDataset) else OwnElementStreams(dataset)
-    if isinstance(dataset, Lockstep):  # whose iteration is a collective call, which a thread must not make
+    if isinstance(dataset, Lockstep):  # its iteration is a collective call, which the infeed's thread must not make
         return ElementStream(_iterable(dataset.batches), mode or InfeedMode.INSTANCE)
     return ElementStream(_iterable(dataset), mode)
 

@@ -1,4 +1,4 @@
-"""Data that comes into a compiled program while it runs."""
+"""The infeed: data that enters a compiled program while it runs."""
 
 from __future__ import annotations
 
@@ -31,50 +31,58 @@ Arrays = list[np.ndarray]
 
 
 class InfeedQueue:
-    """Brings the elements of a data set into a compiled program while it runs.
+    """A queue that brings the elements of a data set into a compiled program while it runs.
 
-    Give it to a loop of `strategies.loops`, or call `dequeue` in a function that `strategy.run` compiles. Element
-    k * R + r of the data set is what replica r gets in its iteration k. A thread prepares `prefetch_depth` rounds of an
-    element for each replica ahead.
+    Give it to a loop of `strategies.loops`, or call `dequeue` in a function that `strategy.run` compiles. Replica r
+    gets element k * R + r of the data set in its iteration k. A thread prepares `prefetch_depth` rounds ahead; a round
+    is one element for each replica.
 
-    An element is an array, a tuple of arrays or of dictionaries (the arguments of a loop's body), or a dictionary
-    (its keyword arguments).
+    An element is an array, a tuple of arrays or dictionaries (the arguments of a loop's body), or a dictionary (its
+    keyword arguments).
 
-    With several instances the iterable of each may have the elements of all replicas, so that it does not matter how
-    these are spread, or those of its own replicas: `mode` says which. What `distribute_datasets_from_function` returns
-    has those of its own replicas; no instance asks the others whether they have more.
+    With several instances, `mode` says what the iterable of each instance has. It has the elements of all replicas, so
+    that their spread does not matter, or only those of its own replicas. `distribute_datasets_from_function` returns
+    elements of the own replicas; no instance asks the others whether they have more.
 
-    A `DistributedDataset` feeds its batches, epoch after epoch: each replica gets its own part of the batch of a step.
-    Of a `PerReplica` each replica gets the elements of its own iterable.
+    A `DistributedDataset` feeds its batches, epoch after epoch; each replica gets its part of a step's batch. A
+    `PerReplica` of iterables feeds each replica from its own iterable.
 
-    The data are gone through once, as far as programs ask for them: the next program goes on where the last one was.
-    A program that asks for more gets `EndOfDataError`, and what the data set raises is raised by the program that asks
-    for that element; both when the replicas have come to the end of their program, without any further data.
+    The data are read once, as far as programs ask for them: the next program continues behind the previous one. A
+    program that asks for more raises `EndOfDataError`. If the data set raises an error, the program that asks for that
+    element raises it. Both are raised after the replicas have finished their program without further data.
 
-    The queue starts with `start`, or with the first program that dequeues it. It is deleted with `delete` or at the end
-    of a `with`; after that `start` begins with the first element again, unless the data set is an iterator, which can
-    be gone through only once. Its thread also ends when nobody has the queue any more.
+    The queue starts with `start`, or with the first program that dequeues it. `delete`, or the end of a `with`, deletes
+    it. Then `start` begins again with the first element, unless the data set is an iterator, which can be read only
+    once. The thread of the queue also ends when the queue is garbage-collected.
 
     Semantics: the original's `IPUInfeedQueue`; `start` and `delete` are its `initializer` and `deleter`.
 
+    Example:
+        >>> import numpy as np
+        >>> from strategies import InfeedQueue, IPUStrategy, loops
+        >>> infeed = InfeedQueue([np.float32(0), np.float32(1), np.float32(2)])
+        >>> add = lambda total, element: total + element
+        >>> IPUStrategy(1).run(lambda: loops.repeat(3, add, np.float32(0), infeed))
+        PerReplica(values=(array(3., dtype=float32),))
+
     Args:
-        dataset: an iterable of elements, NumPy arrays of int8, uint8, bool, int32, float16, bfloat16 or float32, all of
-            the same structure, shapes and dtypes; or a `DistributedDataset`, or a `PerReplica` of iterables.
-        prefetch_depth: rounds to prepare ahead, 1 to 255; None: three, or one where the defaults of the strategy in
-            whose scope this is, or the configuration in force (`strategies.config`), say so.
-        mode: whose elements an iterable has; see `InfeedMode`. With one instance there is no difference.
+        dataset: Iterable of elements: NumPy arrays of int8, uint8, bool, int32, float16, bfloat16 or float32, all of
+            the same structure, shapes and dtypes. Or a `DistributedDataset`, or a `PerReplica` of iterables.
+        prefetch_depth: Number of rounds to prepare ahead, 1 to 255. None: the default of the strategy in whose scope
+            the queue is made, or of the configuration in force (`strategies.config`), which is three or one.
+        mode: Replicas whose elements an iterable has, see `InfeedMode`. Without effect if there is one instance.
 
     Attributes:
-        spec: structure, shapes and dtypes of an element.
-        prefetch_depth: how many rounds are prepared ahead.
-        number: by which messages name the queue.
+        spec: Structure, shapes and dtypes of an element.
+        prefetch_depth: Number of rounds prepared ahead.
+        number: Number of the queue in messages.
 
     Raises:
-        TypeError: if `dataset` is not iterable or has no elements for one replica each, "Unsupported datatype", or if
-            the mode is none.
-        ValueError: for a depth out of range, "Output shape", a dimension of size 0, a data set without elements, or a
-            mode where elements are each replica's own.
-        StrategyError: if taking an element is a collective call, which the thread must not make.
+        TypeError: `dataset` is not iterable or its elements are not each for one replica; "Unsupported datatype"; or
+            `mode` is not an `InfeedMode`.
+        ValueError: The depth is out of range, "Output shape", a dimension has size 0, or the data set is empty. Also if
+            `mode` is given although elements are each replica's own.
+        StrategyError: Taking an element is a collective call, which the thread must not make.
     """
 
     def __init__(self, dataset: Data, prefetch_depth: int | None = None, mode: InfeedMode | None = None) -> None:
@@ -88,7 +96,7 @@ class InfeedQueue:
         self._rounds: Prefetcher[Sequence[Arrays]] | None = None
         self._waiting: list[deque[Arrays]] = []
         self._failure: BaseException | None = None
-        self._runs = False  # since start, or the first program that dequeues it, until delete
+        self._runs = False  # from `start`, or the first program that dequeues the queue, until `delete`
         self._is_deleted = False
         self._dequeued = False
         self._lock = threading.RLock()
@@ -97,7 +105,7 @@ class InfeedQueue:
 
     @property
     def dequeued(self) -> bool:
-        """Whether the program that is being traced, or outside of programs any one, dequeues it."""
+        """Whether the program being traced dequeues the queue; outside of programs, whether any program has."""
         if is_in_program():
             return id(self) in current_program().infeeds
         return self._dequeued
@@ -108,20 +116,20 @@ class InfeedQueue:
         return len(self.spec.leaves)
 
     def dequeue(self) -> Element:
-        """The next element of the replica whose program is being traced; called from Python, that of a single replica.
+        """Return the next element of the replica whose program is traced; called from Python, of a single replica.
 
         Raises:
-            FeedError: if the queue is deleted, or used by a program on other replicas.
-            EndOfDataError: called from Python, if there is none; and what the data set raises.
+            FeedError: The queue is deleted, or was used by a program on other replicas.
+            EndOfDataError: Called from Python, and no element is left. Errors of the data set are raised too.
         """
         _, leaves = self.dequeue_some(1, np.int32(1))
         return self.spec.unflatten(leaf[0] for leaf in leaves)
 
     def register(self, program: FeedProgram) -> None:
-        """Note that a program dequeues this queue; called while it is traced.
+        """Note that a program dequeues this queue. Called while the program is traced.
 
         Raises:
-            FeedError: see `dequeue`.
+            FeedError: The queue is deleted, or was used by a program on other replicas.
         """
         with self._lock:
             self._expect(program.replication)
@@ -129,14 +137,14 @@ class InfeedQueue:
         program.infeeds[id(self)] += 1
 
     def dequeue_some(self, most: int, wanted: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
-        """One element, and those behind it that are there already, in one call into Python.
+        """Return one element, and further ones that are ready, by one call into Python.
 
         Args:
-            most: how many may come; fixed when the program is compiled.
-            wanted: how many the program will take, an int32 scalar, at least 1.
+            most: Largest number of elements; fixed when the program is compiled.
+            wanted: Number of elements that the program will take, an int32 scalar, at least 1.
 
         Returns:
-            How many have come, 0 if the feed has failed; and all arrays of the elements, `[most, *shape]`.
+            The number of elements, 0 if the feed has failed; and the arrays of all elements, `[most, *shape]`.
         """
         program = current_program()
         self.register(program)
@@ -144,16 +152,16 @@ class InfeedQueue:
         return count, leaves
 
     def shapes(self, most: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of what a taker returns."""
+        """Return the shapes and dtypes of a taker's results."""
         scalar = jax.ShapeDtypeStruct((), np.int32)
         return [scalar, *(jax.ShapeDtypeStruct((most, *leaf.shape), leaf.dtype) for leaf in self.spec.leaves)]
 
     def taker(self, program: FeedProgram, most: int) -> Callable[[int, int], list[ArrayLike]]:
         """Return the function that a program calls: `(replica, wanted) -> [count, *arrays]`, see `dequeue_some`.
 
-        It does not wait where none is wanted.
+        If `wanted` is 0, it does not wait.
         """
-        # A program may be kept for longer than the queue, whose thread is not to run for so long.
+        # A program may outlive the queue, whose thread is to end with the queue.
         queue = weakref.ref(self)
         nothing: list[ArrayLike] = [np.zeros(shape.shape, shape.dtype) for shape in self.shapes(most)]
         replication = program.replication
@@ -161,43 +169,43 @@ class InfeedQueue:
         def take(replica: int, wanted: int) -> list[ArrayLike]:
             sender = queue()
             if sender is None:
-                raise FeedError("the infeed of this program is gone; keep it as long as programs dequeue it")
+                raise FeedError("the infeed of this program was deleted; keep a reference to it while programs run")
             elements = sender._take(replication, replica, min(most, int(wanted))) if wanted > 0 else []
             return [np.int32(len(elements)), *_stacked(elements, most)] if elements else nothing
 
         return take
 
     def __iter__(self) -> DataIterator:
-        """Return an iterator that goes on where the queue is, for functions that `strategy.run` runs."""
+        """Return an iterator that continues at the queue's position, for functions that `strategy.run` runs."""
         return DataIterator(self, draw=self.dequeue)
 
     # ---- on the host
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Whether no further element can come."""
         return self._failure is not None and not any(self._waiting)
 
     def take_one(self, replication: Replication, replica: int) -> Arrays:
-        """Wait for the next element of a replica, and return it.
+        """Wait for the next element of a replica and return it.
 
         Raises:
-            EndOfDataError: if there is none.
-            FeedError: see `dequeue`.
+            EndOfDataError: No element is left.
+            FeedError: The queue is deleted, or was used by a program on other replicas.
         """
         self._dequeued = True
         return self._take(replication, replica, 1)[0]
 
     def take(self, replication: Replication, count: int) -> list[list[Arrays]]:
-        """The next elements of each local replica, for a program that gets them as arguments.
+        """Return the next elements of each local replica, for a program that gets them as arguments.
 
         Args:
-            replication: the replicas that run it.
-            count: how many for each of them.
+            replication: Replicas that run the program.
+            count: Number of elements for each of them.
 
         Raises:
-            EndOfDataError: if there are not so many.
-            FeedError: see `dequeue`.
+            EndOfDataError: Fewer elements are left.
+            FeedError: The queue is deleted, or was used by a program on other replicas.
         """
         self._dequeued = True
         found: list[list[Arrays]] = [[] for _ in replication.local]
@@ -207,10 +215,10 @@ class InfeedQueue:
         return found
 
     def _take(self, replication: Replication, replica: int, most: int) -> list[Arrays]:
-        """The next element of a replica, for which it waits, and those behind it that are there already."""
+        """Wait for the next element of a replica; return it, and further ones that are ready, `most` at most."""
         place = replication.local.index(replica)
         is_there = replication == self._replication and len(self._waiting[place]) > 0
-        # Another replica that waits for data holds the lock, and they may depend on what this one puts out.
+        # A replica that waits for data holds the lock, and the data may depend on values that this replica enqueues.
         if self._lock.acquire(blocking=not is_there):
             try:
                 self._fill(replication, place, most)
@@ -235,7 +243,7 @@ class InfeedQueue:
             except StopIteration:
                 self._failure = EndOfDataError(
                     "Infeed dataset iterator out of range. Are you trying to dequeue more elements than are in the "
-                    f"dataset? There was none left for each of {replication.total} replicas; run fewer iterations, or "
+                    f"dataset? No element was left for each of {replication.total} replicas; run fewer iterations, or "
                     "repeat the data"
                 )
             except Exception as error:
@@ -244,7 +252,7 @@ class InfeedQueue:
 
     def _prepare(self, replication: Replication) -> Generator[Sequence[Arrays], None, None]:
         opened, self._opened = self._opened or self._stream.open(), None
-        rounds, spec = self._stream.rounds(opened, replication), self.spec  # the thread does not keep the queue
+        rounds, spec = self._stream.rounds(opened, replication), self.spec  # so the thread does not hold the queue
         return ([spec.flatten(number, element) for number, element in elements] for elements in rounds)
 
     def _expect(self, replication: Replication) -> None:
@@ -256,56 +264,56 @@ class InfeedQueue:
             self._waiting = [deque() for _ in replication.local]
         elif replication != self._replication:
             raise FeedError(
-                f"Infeed with id={self.number} feeds {self._replication}, and this program runs on "
-                f"{replication}; use an infeed of its own for each number of replicas, or delete and start it"
+                f"Infeed with id={self.number} feeds {self._replication}, but this program runs on "
+                f"{replication}; use one infeed for each number of replicas, or delete and start it"
             )
 
     def _peek(self) -> ElementSpec:
-        """Return the specification of the first element, which stays the first one to be taken."""
+        """Return the specification of the first element, which stays in the queue."""
         assert self._opened is not None
-        with reading_ahead():  # as the thread does with those behind it
+        with reading_ahead():  # as the thread reads the elements behind it
             first = next(self._opened, None)
         if first is None:
-            raise ValueError("the data set has no elements; an infeed needs at least one, to know what they are")
+            raise ValueError("the data set has no elements; an infeed needs at least one, to know their shapes")
         self._opened = itertools.chain([first], self._opened)
         return ElementSpec.of(self._stream.element(first))
 
     # ---- life
 
     def start(self) -> None:
-        """Begin with the first element; a queue that is not deleted need not be started.
+        """Begin with the first element. A new queue need not be started.
 
         Raises:
-            ValueError: if it has started already, or its data set is an iterator from which elements were taken.
+            ValueError: The queue has started already, or its data set is an iterator from which elements were taken.
         """
         with self._lock:
             if self._runs:
                 raise ValueError(
-                    f"Infeed with id={self.number} can only be started once; delete it before it starts again"
+                    f"Infeed with id={self.number} can only be started once; delete it before you start it again"
                 )
             if self._opened is None and self._stream.is_once:
                 raise ValueError(
                     f"Infeed with id={self.number} cannot begin with the first element again: its data set is a "
-                    f"{self._stream.kind}, which can be gone through only once; use an object whose "
+                    f"{self._stream.kind}, which can be iterated only once; use an object whose "
                     "__iter__ starts anew"
                 )
             self._runs, self._is_deleted = True, False
 
     def delete(self) -> None:
-        """End the thread, and drop what it has prepared; no program may run that dequeues the queue.
+        """End the thread, and drop the elements that it has prepared. No program that dequeues the queue may run.
 
         Raises:
-            FeedError: if it has not started, or a program waits for its data.
+            FeedError: The queue has not started, or a program waits for its data.
         """
         if not self._lock.acquire(timeout=DELETE_TIMEOUT_S):
             raise FeedError(
                 f"Infeed with id={self.number} cannot be deleted: a program has waited for its data set for more than "
-                f"{DELETE_TIMEOUT_S:g} s (DELETE_TIMEOUT_S); end the program before"
+                f"{DELETE_TIMEOUT_S:g} s (DELETE_TIMEOUT_S); end the program first"
             )
         try:
             if not self._runs:
                 raise FeedError(
-                    f"Infeed with id={self.number} does not run; start it, or run a program that dequeues it, before"
+                    f"Infeed with id={self.number} does not run; start it, or run a program that dequeues it, first"
                 )
             if self._rounds is not None:
                 self._rounds.close()
@@ -324,7 +332,7 @@ class InfeedQueue:
 
 
 def _stacked(elements: Sequence[Arrays], most: int) -> list[np.ndarray]:
-    """Their arrays along a new first axis of that length; behind the last one there may be anything."""
+    """Return the arrays of elements along a new first axis of length `most`; rows behind the last are arbitrary."""
     if most == 1:
         return [array[None] for array in elements[0]]
     stacked = [np.empty((most, *array.shape), array.dtype) for array in elements[0]]
@@ -335,10 +343,10 @@ def _stacked(elements: Sequence[Arrays], most: int) -> list[np.ndarray]:
 
 
 def checked_depth(depth: object) -> int:
-    """Return the number of rounds to prepare ahead, if the original allows it.
+    """Return the number of rounds to prepare ahead if the original allows it.
 
     Raises:
-        TypeError, ValueError: unless it is an integer from 1 to 255.
+        TypeError, ValueError: `depth` is not an integer from 1 to 255.
     """
     number = integer(depth)
     if number is None:

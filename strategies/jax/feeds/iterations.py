@@ -1,4 +1,4 @@
-"""The iterations of a loop on the devices: how they get elements, and how what they enqueue leaves."""
+"""The iterations of a loop on the devices: they get elements, and hand over the values that they enqueue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from strategies.jax.programs.host_calls import calls_host
 from strategies.typing import Number, Tree
 
 HOLD_S = 0.05
-"""For about so long a value that was enqueued may be held back, to leave together with others."""
+"""About the longest time that an enqueued value is held back, to leave together with others."""
 
 Values = Sequence[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -34,17 +34,17 @@ _Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 @dataclass(frozen=True)
 class Iteration:
-    """The body of a loop, traced.
+    """The traced body of a loop.
 
     Attributes:
-        body: `(token, number, *element, *leaves) -> (token, *collected, *leaves)`; the element is empty without an
-            infeed.
-        program: that it belongs to.
-        queue: the infeed; weakly, as compiled loops are kept for longer.
-        collected: what the body enqueues and the loop hands over, with shapes instead of arrays. It is empty where the
-            body makes other calls into Python, behind which values might have to wait, or before which they are needed.
-        reads_ahead: whether elements may come before their iteration: the body does not dequeue the infeed itself.
-        is_numbered: whether something in the body asks for the number of the iteration.
+        body: `(token, number, *element, *leaves) -> (token, *collected, *leaves)`; without an infeed the element is
+            empty.
+        program: Program of the loop.
+        queue: Infeed; a weak reference, because compiled loops live longer.
+        collected: Values that the body enqueues and the loop hands over, as shapes. Empty if the body makes other calls
+            into Python, because values would then leave in another order than those calls.
+        reads_ahead: Whether elements may come before their iteration: the body does not dequeue the infeed itself.
+        is_numbered: Whether the body uses the number of the iteration.
     """
 
     body: jax.extend.core.ClosedJaxpr
@@ -58,7 +58,7 @@ class Iteration:
     def of(
         cls, flat_body: Callable[..., Values], program: FeedProgram, infeed: InfeedQueue | None, leaves: Values
     ) -> Iteration:
-        """Trace a body, once more if what it enqueues cannot be collected."""
+        """Trace a body; trace it again if the values that it enqueues cannot be collected."""
         element: Shapes = ()
         if infeed is not None:
             infeed.register(program)
@@ -66,7 +66,7 @@ class Iteration:
         enqueued_before, dequeued_before = set(program.outfeeds), program.infeeds[id(infeed)]
         for collects in (True, False):
             with program.collecting(collects) as found:
-                fresh = functools.partial(flat_body)  # JAX keeps what it has traced
+                fresh = functools.partial(flat_body)  # a new object, because JAX caches traces by function
                 body = jax.make_jaxpr(fresh)(program.token, jnp.int32(0), *element, *leaves)
             if not found or not calls_host(body):
                 break
@@ -78,11 +78,11 @@ class Iteration:
 
     @property
     def infeed(self) -> InfeedQueue | None:
-        """Where elements come from, while it is traced."""
+        """The source of the elements, during tracing."""
         return None if self.queue is None else self.queue()
 
     def once(self, constants: Values, token: jax.Array, number: jax.Array, leaves: Values) -> Values:
-        """One iteration, whose feeds are calls of their own."""
+        """Return the token and loop variables after one iteration, each of whose feeds is a call of its own."""
         element: Values = ()
         with self.program.inside(token):
             if self.infeed is not None:
@@ -98,7 +98,7 @@ class Iteration:
     def run(
         self, condition: Condition | None, constants: Values, token: jax.Array, leaves: Values, count: Number
     ) -> Values:
-        """Iterations until the condition is false, or there were enough of them, or a feed has failed."""
+        """Iterate until the condition is false, the count is reached, or a feed has failed."""
 
         def goes_on(number: jax.Array, leaves: Values) -> jax.Array:
             answer: jax.Array = jnp.bool_(True) if count is None else number < count
@@ -130,16 +130,16 @@ class Iteration:
         leaves: Values,
         left: Callable[[jax.Array], jax.Array] | None,
     ) -> Values:
-        """Iterations between which there is one call into Python now and then, which costs more than its data.
+        """Iterate with one call into Python for several iterations, because a call costs more than its data.
 
-        Whether there is another iteration is computed once for each of them: replicas may wait for each other there.
+        Whether another iteration follows is computed once per iteration: replicas may wait for each other there.
 
         Args:
-            goes_on: `(number, leaves)`.
-            constants: of the body.
-            token: behind the last feed.
-            leaves: the loop variables.
-            left: how many iterations there are from one number on; None if that is not known.
+            goes_on: Function of `(number, leaves)` that says whether another iteration follows.
+            constants: Constants of the body.
+            token: Token of the last feed.
+            leaves: Loop variables.
+            left: Function that returns the number of iterations left; None if the number is not known.
         """
         most = CHUNK
         if self.infeed is not None:
@@ -180,22 +180,22 @@ class Iteration:
     def _evaluate(
         self, constants: Values, token: jax.Array, number: jax.Array, element: Values, leaves: Values
     ) -> tuple[jax.Array, Values, list[jax.Array]]:
-        """The token, what was collected, and the next loop variables."""
+        """Return the token, the collected values, and the next loop variables."""
         token, *results = jax.core.eval_jaxpr(self.body.jaxpr, constants, token, number, *element, *leaves)
         count = len(results) - len(leaves)
         return token, results[:count], results[count:]
 
 
 class _Carry(NamedTuple):
-    """The values that a loop carries in which one call into Python comes between several iterations.
+    """The values carried by a loop that makes one call into Python for several iterations.
 
     Attributes:
-        number: of the next iteration, an int32 scalar.
-        goes: whether there is one, a boolean scalar.
-        token: behind the last feed.
-        leaves: the loop variables.
-        held: how many iterations have been made since the last call, an int32 scalar; 0 where nothing is collected.
-        buffers: what they have enqueued, `[most, *shape]`.
+        number: Number of the next iteration, an int32 scalar.
+        goes: Whether there is a next iteration, a boolean scalar.
+        token: Token of the last feed.
+        leaves: Loop variables.
+        held: Number of iterations since the last call, an int32 scalar; 0 if nothing is collected.
+        buffers: Values enqueued in these iterations, `[most, *shape]`.
     """
 
     number: jax.Array
@@ -207,7 +207,7 @@ class _Carry(NamedTuple):
 
 
 def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
-    """A loop that ends early when a feed has failed, and has gradients.
+    """Return a loop that ends early if a feed fails, and has gradients.
 
     It is differentiated as a scan, which has a backward pass but cannot end early.
     """
@@ -233,7 +233,7 @@ def differentiable(iteration: Iteration, count: int) -> Callable[..., Values]:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The call into Python between iterations, in which values leave and elements come."""
+    """The call into Python between iterations: values leave, then elements come."""
 
     program: FeedProgram
     infeed: InfeedQueue | None
@@ -243,16 +243,16 @@ class _Exchange:
     def __call__(
         self, token: jax.Array, wanted: jax.Array, held: jax.Array, buffers: Values
     ) -> tuple[jax.Array, jax.Array, Values]:
-        """Put it into the program.
+        """Add the call to the program that is traced.
 
         Args:
-            token: behind the last feed.
-            wanted: how many iterations the program will make at least, an int32 scalar.
-            held: how many have been made since the last call, an int32 scalar.
-            buffers: what they have enqueued, `[most, *shape]`.
+            token: Token of the last feed.
+            wanted: Least number of iterations that the program will still make, an int32 scalar.
+            held: Number of iterations made since the last call, an int32 scalar.
+            buffers: Values enqueued in them, `[most, *shape]`.
 
         Returns:
-            How many iterations there are to be until the next call, the token, and the elements for them,
+            The number of iterations until the next call, the token, and the elements for these iterations,
             `[most, *shape]`.
         """
 
@@ -263,7 +263,7 @@ class _Exchange:
 
         if self.infeed is not None:
             return call()
-        # Nothing has to come before the first iteration.
+        # Without an infeed no call is needed before the first iteration.
         ready, behind = jax.lax.cond(held > 0, lambda: call()[:2], lambda: (jnp.int32(1), token))
         return ready, behind, []
 
@@ -279,7 +279,7 @@ class _Exchange:
         return self.program.call(self._exchange(take), shapes, [wanted, held, *buffers])
 
     def _exchange(self, take: _Take) -> Callable[..., list[ArrayLike]]:
-        """Return the function that the program calls; values leave before it may have to wait for elements."""
+        """Return the function that the program calls. Values leave first, because elements may have to be awaited."""
         pace, collected = _Pace(self.most), self.collected
 
         def exchange(replica: int, wanted: np.ndarray, held: np.ndarray, *buffers: np.ndarray) -> list[ArrayLike]:
@@ -295,7 +295,7 @@ class _Exchange:
 
 
 def _allow(replica: int, count: int) -> list[ArrayLike]:
-    """In place of elements, where there is no infeed."""
+    """Return the number of iterations, in place of elements, if there is no infeed."""
     return [np.int32(count)]
 
 
@@ -311,7 +311,7 @@ class _Pace:
         self._began[replica] = time.perf_counter()
 
     def after(self, replica: int, count: int) -> int:
-        """Return how many iterations may follow `count` finished ones; before any, as many as in the last loop."""
+        """Return how many iterations may follow `count` finished ones; for 0, as many as in the last loop."""
         if count and replica in self._began:
             each_s = (time.perf_counter() - self._began[replica]) / count
             self._allowed[replica] = max(1, min(self._most, 2 * count, int(HOLD_S / each_s)))

@@ -1,4 +1,4 @@
-"""Values that leave a compiled program while it runs."""
+"""The outfeed: values that leave a compiled program while it runs."""
 
 from __future__ import annotations
 
@@ -42,25 +42,36 @@ class _Layout:
 
 
 class OutfeedQueue:
-    """Takes values out of a compiled program while it runs.
+    """A queue that takes values out of a compiled program while it runs.
 
-    `enqueue` is called in a function that `strategy.run`, a loss function or a loop of `strategies.loops` compiles, at
-    one place of it. `dequeue`, or iteration, gives what has come so far, also from another thread while the program
-    runs. Nothing that is enqueued is lost, and the program never waits: what nobody dequeues stays in host memory.
+    Call `enqueue` at one place of a function that `strategy.run`, a loss function or a loop of `strategies.loops`
+    compiles. `dequeue`, or iteration, returns the values so far, also from another thread while the program runs. No
+    value is lost, and the program never waits: values that are not dequeued stay in host memory.
 
-    An instance's queue holds the values of its own replicas; where these are several, along an axis of their own. They
-    enqueue in the same iterations of the program: a value is complete when all of them have enqueued it, and one that
-    others have not enqueued when the program ends is dropped, and an error of `strategy.run` or the training step. A
-    program that is dequeued has to be the same for all of what waits in the queue.
+    An instance's queue holds the values of its own replicas; several replicas have an axis of their own. A value is
+    complete when all of them have enqueued it, in the same iteration of the program. If some replicas have not enqueued
+    a value when the program ends, it is dropped, and `strategy.run` or the training step raises an error. All values
+    that wait in the queue must come from the same program.
 
-    Semantics: the original's `IPUOutfeedQueue`; `with` does what its `ScopedIPUOutfeedQueue` does.
+    Semantics: the original's `IPUOutfeedQueue`; a `with` statement acts like its `ScopedIPUOutfeedQueue`.
+
+    Example:
+        >>> import numpy as np
+        >>> from strategies import IPUStrategy, OutfeedQueue, loops
+        >>> outfeed = OutfeedQueue()
+        >>> def body(number):
+        ...     outfeed.enqueue(number * number)
+        ...     return number + 1
+        >>> _ = IPUStrategy(1).run(lambda: loops.repeat(3, body, np.int32(0)))
+        >>> outfeed.dequeue()
+        array([0, 1, 4], dtype=int32)
 
     Args:
-        mode: whether `dequeue` gives all values since it was called last, or the last value only.
-        buffer_depth: accepted for programs of the original; memory is the only limit here.
+        mode: Whether `dequeue` returns all values since its last call, or only the last value.
+        buffer_depth: Accepted because the original has it; here only memory limits the queue.
 
     Raises:
-        ValueError: for another mode, or if `buffer_depth` is not a positive integer.
+        ValueError: `mode` is not an `OutfeedMode`, or `buffer_depth` is not a positive integer.
     """
 
     def __init__(self, mode: OutfeedMode | None = None, buffer_depth: int = 3) -> None:
@@ -85,22 +96,22 @@ class OutfeedQueue:
 
     @property
     def enqueued(self) -> bool:
-        """Whether the program that is being traced, or outside of programs any one, has enqueued a value."""
+        """Whether the program being traced has enqueued a value; outside of programs, whether any program has."""
         if is_in_program():
             return id(self) in current_program().outfeeds
         return self._layout is not None
 
     def enqueue(self, tensors: Tree) -> None:
-        """Enqueue one value per replica each time the program comes here.
+        """Enqueue one value per replica each time the program reaches this call.
 
         Gradients do not flow through it.
 
         Args:
-            tensors: an array, or a tuple, list, dictionary or other pytree of them; `dequeue` keeps the structure.
+            tensors: Array, or a tuple, list, dictionary or other pytree of arrays; `dequeue` keeps the structure.
 
         Raises:
             TypeError: "Unsupported data type" for float64, and for random keys.
-            ValueError: if the program has enqueued this queue before, there is no array, or one has a dimension of
+            ValueError: The program has enqueued this queue before, there is no array, or an array has a dimension of
                 size 0.
         """
         program = current_program()
@@ -111,7 +122,7 @@ class OutfeedQueue:
         leaves, structure = jax.tree.flatten(with_values)
         values = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in refuse_float64(leaves, "outfeed")]
         if not values:
-            raise ValueError("an outfeed got no array to enqueue; give it one, or a pytree with some")
+            raise ValueError("an outfeed got no array to enqueue; give it an array, or a pytree of arrays")
         for value in values:
             if is_key(value):
                 raise TypeError("Unsupported data type for outfeed: a random key; enqueue jax.random.key_data of it")
@@ -126,7 +137,7 @@ class OutfeedQueue:
         program.put(self._receiver(layout, program.meets), [program.iteration, *values])
 
     def _receiver(self, layout: _Layout, meets: Callable[[object], None]) -> Put:
-        # A program may be kept for longer than the queue, and is not to keep what nobody can dequeue.
+        # A program may outlive the queue, and must not keep values that cannot be dequeued.
         queue = weakref.ref(self)
 
         def receive(replica: int, arrays: list[np.ndarray]) -> None:
@@ -144,24 +155,24 @@ class OutfeedQueue:
             self._rounds.put(layout.replication.local.index(replica), iteration, values)
 
     def end_program(self) -> None:
-        """Drop what not all replicas of the program that has ended have enqueued.
+        """Drop the values that only some replicas of the ended program have enqueued.
 
         Raises:
-            FeedError: if there is any; it names replicas and iteration.
+            FeedError: There are such values; the message names replicas and iteration.
         """
         with self._lock:
             self._rounds.end()
 
     def put(self, replication: Replication, number: int, values: Sequence[Tree]) -> None:
-        """Enqueue what a program has returned.
+        """Enqueue the results of a program.
 
         Args:
-            replication: the replicas that have run it.
-            number: of the value; the same one only once.
-            values: of each local replica, pytrees of arrays.
+            replication: Replicas that ran the program.
+            number: Number of the value; each number may be used once.
+            values: Pytrees of arrays, one for each local replica.
 
         Raises:
-            FeedError: if values of other shapes still wait here.
+            FeedError: Values of other shapes still wait in the queue.
         """
         for replica, value in zip(replication.local, values, strict=True):
             leaves, structure = jax.tree.flatten(value)
@@ -183,20 +194,20 @@ class OutfeedQueue:
     # ---- on the host
 
     def dequeue(self, wait_for_completion: bool = False) -> Tree:
-        """Return the values that were enqueued.
+        """Return the enqueued values.
 
         Args:
-            wait_for_completion: the original's; programs have ended when `run` or a loop has returned.
+            wait_for_completion: Accepted because the original has it; programs have ended when `run` or a loop returns.
 
         Returns:
-            A pytree of NumPy arrays with the structure of what was enqueued. In mode ALL everything since the last
-            call, `[values, (local replicas, where these are several), *shape]`; it may be no value at all. In mode
-            LAST the last value, `[(local replicas), *shape]`, and the same one again until there is another. In
-            another thread than the one that made the queue `[]` before any program that enqueues was compiled.
+            A pytree of NumPy arrays with the structure of the enqueued values. In mode ALL all values since the last
+            call, `[values, (local replicas, if there are several), *shape]`; `values` may be 0. In mode LAST the last
+            value, `[(local replicas), *shape]`, and the same one again until there is another. Before any program that
+            enqueues was compiled, a thread that did not make the queue gets `[]`.
 
         Raises:
-            ValueError: if no program that enqueues was compiled.
-            FeedError: in mode LAST, if nothing was enqueued.
+            ValueError: No program that enqueues was compiled.
+            FeedError: In mode LAST, nothing was enqueued.
         """
         with self._lock:
             rounds = self._rounds
@@ -210,14 +221,14 @@ class OutfeedQueue:
         if threading.get_ident() != self._owner:
             return []
         raise ValueError(
-            "an outfeed is dequeued that no program enqueues; call enqueue in a program, and run it before"
+            "an outfeed is dequeued, but no program enqueues it; call enqueue in a program, and run that first"
         )
 
     def __iter__(self) -> Iterator[Tree]:
-        """Yield the enqueued values one by one; end when there is none, and go on if there are more later.
+        """Yield the enqueued values one by one, until none is left; a later iteration continues with later values.
 
         Raises:
-            FeedError: in mode LAST.
+            FeedError: The mode is LAST.
         """
         if self.mode is OutfeedMode.LAST:
             raise FeedError("an outfeed in mode LAST cannot be iterated; call dequeue, or use OutfeedMode.ALL")
@@ -232,7 +243,7 @@ class OutfeedQueue:
     # ---- life
 
     def delete(self) -> None:
-        """Drop what was not dequeued."""
+        """Drop the values that were not dequeued."""
         with self._lock:
             self._forget()
 
@@ -244,7 +255,7 @@ class OutfeedQueue:
 
 
 class _Values:
-    """Iterates over an outfeed, again after `StopIteration` too."""
+    """An iterator over an outfeed; it can be continued after `StopIteration`."""
 
     def __init__(self, queue: OutfeedQueue) -> None:
         self._queue = queue
@@ -257,14 +268,14 @@ class _Values:
 
 
 def _leaves(values: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """One value of each replica, leaf by leaf, with an axis for the replicas where there are several."""
+    """Return one value of each replica, leaf by leaf, with an axis of replicas if there are several."""
     if len(values) == 1:
         return values[0]
     return [np.stack(leaves) for leaves in zip(*values, strict=True)]
 
 
 def _taken(layout: _Layout, rounds: AllRounds) -> Tree:
-    """Take all complete rounds, along a new first axis."""
+    """Take all complete rounds, stacked along a new first axis."""
     count, local = len(rounds), len(layout.replication.local)
     results = [
         np.empty((count, local, *shape) if local > 1 else (count, *shape), dtype) for shape, dtype in layout.leaves

@@ -1,4 +1,4 @@
-"""The values that local replicas have enqueued, put together iteration by iteration."""
+"""The values that local replicas have enqueued, combined iteration by iteration."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from strategies.errors import FeedError
 
 Iteration = tuple[int, ...]
-"""The numbers of the iterations of the loops around an `enqueue`, from the outermost one; empty without any."""
+"""The numbers of the iterations of the loops around an `enqueue`, outermost first; empty outside of loops."""
 
 Value = list[np.ndarray]
 
 KEPT = 8
-"""The values that are kept of a replica that is ahead of others, if only the last round is kept."""
+"""The number of values kept for a replica that is ahead of others, if only the last round is kept."""
 
 
 class Rounds(ABC):
-    """The values that replicas have enqueued; a round is a value of each replica, all from one iteration.
+    """The values that replicas have enqueued; a round is one value of each replica, all from one iteration.
+
+    The queue calls `put` under its lock, in any order of replicas, and `end` after each program. A `put` that raises
+    drops its value; complete rounds stay.
 
     Args:
-        replicas: the global indices of the local replicas.
+        replicas: Global indices of the local replicas.
     """
 
     def __init__(self, replicas: range) -> None:
@@ -33,53 +37,55 @@ class Rounds(ABC):
     @property
     @abstractmethod
     def is_waiting(self) -> bool:
-        """Whether there are values that somebody has yet to take."""
+        """Whether values wait to be taken."""
 
     @abstractmethod
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
-        """Take a value of the local replica at a place.
+        """Add a value of the local replica number `place`.
 
         Raises:
-            FeedError: if another replica has enqueued its value in another iteration.
+            FeedError: Another replica has enqueued its value in another iteration.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """All replicas have come to the end of their program: drop what some have enqueued and others have not.
+        """Drop the values that only some replicas have enqueued. Called when all have finished their program.
 
         Raises:
-            FeedError: if there is any.
+            FeedError: There were such values.
         """
 
     def _difference(self, place: int, has: str, other: int, others: str) -> FeedError:
         return FeedError(
-            f"replica {self._replicas[place]} has enqueued {has}, and replica {self._replicas[other]} {others}: what "
-            "has no partner is dropped; have all replicas enqueue an outfeed in the same iterations, and mark the "
-            "values that do not count"
+            f"replica {self._replicas[place]} has enqueued {has}, but replica {self._replicas[other]} {others}, so "
+            "their unmatched values are dropped; have all replicas enqueue an outfeed in the same iterations, and mark "
+            "the values that do not count"
         )
 
 
 class AllRounds(Rounds):
-    """All rounds, until they are taken."""
+    """All rounds until they are taken."""
 
     def __init__(self, replicas: range) -> None:
         super().__init__(replicas)
         self._waiting: list[deque[tuple[Iteration, Value]]] = [deque() for _ in replicas]
-        self._agreed: float = math.inf  # so many rounds, from the first one on, before replicas differ
+        self._agreed: float = math.inf  # number of rounds before replicas differ
 
     @property
+    @override
     def is_waiting(self) -> bool:
         return any(self._waiting)
 
     def __len__(self) -> int:
-        """The rounds that are complete."""
+        """Return the number of complete rounds."""
         return min(map(len, self._waiting))
 
     def take(self) -> list[Value]:
-        """The first round."""
+        """Return, and remove, the first round."""
         self._agreed -= 1
         return [values.popleft()[1] for values in self._waiting]
 
+    @override
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
         number = len(self._waiting[place])
         if number >= self._agreed:
@@ -92,6 +98,7 @@ class AllRounds(Rounds):
                 raise self._difference(place, f"in {_named(iteration)}", other, f"in {_named(theirs)}")
         self._waiting[place].append((iteration, value))
 
+    @override
     def end(self) -> None:
         counts = [len(values) for values in self._waiting]
         most, least = counts.index(max(counts)), counts.index(min(counts))
@@ -108,10 +115,10 @@ class AllRounds(Rounds):
 
 
 class LastRound(Rounds):
-    """The last round only.
+    """The last round alone.
 
     Attributes:
-        whole: the last one that was complete; None if none was.
+        whole: Last complete round, or None.
     """
 
     def __init__(self, replicas: range) -> None:
@@ -120,9 +127,11 @@ class LastRound(Rounds):
         self._newest = [deque([_NONE], KEPT) for _ in replicas]
 
     @property
+    @override
     def is_waiting(self) -> bool:
         return False
 
+    @override
     def put(self, place: int, iteration: Iteration, value: Value) -> None:
         newest = _Newest(self._newest[place][-1].count + 1, iteration, value)
         self._newest[place].append(newest)
@@ -133,6 +142,7 @@ class LastRound(Rounds):
                 while values[0].moment != newest.moment:
                     values.popleft()
 
+    @override
     def end(self) -> None:
         newest = [values[-1] for values in self._newest]
         self._newest = [deque([_NONE], KEPT) for _ in self._replicas]
@@ -144,7 +154,7 @@ class LastRound(Rounds):
 
 @dataclass(frozen=True)
 class _Newest:
-    """The value that a replica has enqueued last, and how many it has enqueued since its program began."""
+    """The latest value of a replica, and the number of values that it has enqueued since its program began."""
 
     count: int
     iteration: Iteration
@@ -152,6 +162,7 @@ class _Newest:
 
     @property
     def moment(self) -> tuple[int, Iteration]:
+        """The number of the value and its iteration, which are equal on all replicas for one round."""
         return self.count, self.iteration
 
     def __str__(self) -> str:

@@ -14,16 +14,15 @@ from strategies.jax.programs.feed_program import current_program
 from strategies.typing import AccumulationDtype, Batch, MapGradient, Tree, Variables
 
 UNROLLED = 8
-"""Up to so many micro-batches lie behind each other in the program; more are a loop, in which XLA:CPU takes longer for
-convolutions. (8 micro-batches of a CNN with XLA's convolution against 8 updates: 1.3 times the rows per second, in a
-loop 0.81 to 0.91.)"""
+"""The most micro-batches that are unrolled in the program; in a loop, XLA:CPU takes longer for convolutions. With 8
+micro-batches of a CNN, against 8 updates: unrolled 1.3 times the rows per second, in a loop 0.81 to 0.91."""
 
 
 def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[np.dtype]:
     """Return the dtype in which the gradient of each leaf is accumulated.
 
     Raises:
-        ValueError: if it is not of a floating-point dtype.
+        ValueError: The dtype is not a floating-point dtype.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
@@ -38,18 +37,18 @@ def accumulator_dtypes(variables: Variables, dtype: AccumulationDtype) -> list[n
         if not is_float(found[-1]):
             raise ValueError(
                 f"gradient_accumulation_dtype is {found[-1]} for variable {jax.tree_util.keystr(path)}; gradients need "
-                "a floating-point dtype that JAX has"
+                "a floating-point dtype of JAX"
             )
     return found
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Return whether a dtype is floating-point and JAX keeps it, as it does not keep float64."""
+    """Return whether a dtype is floating-point and kept by JAX, which does not keep float64."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def asks_for_each(dtype: Any) -> bool:
-    """Return whether a dtype is a function of the variable; the scalar types of NumPy and JAX are callable too."""
+    """Return whether a dtype is a function of the variable; scalar types of NumPy and JAX, also callable, are not."""
     return callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype")
 
 
@@ -68,13 +67,13 @@ def accumulate(
     Args:
         gradients: `(micro-batch, key, model state) -> (values, gradients, new model state)`; values are float32 of
             shape [k].
-        batch: a pytree whose leaves have the micro-batches one after another along their first axis.
-        key: of the replica and step; micro-batch n gets `fold_in(key, n)`.
-        model_state: for the first micro-batch; each of the others gets what the one before has made of it.
-        count: N.
-        method: see there.
-        accumulators: the shapes and dtypes of the accumulators.
-        values: k.
+        batch: Pytree whose leaves have the micro-batches one after another along their first axis.
+        key: Key of the replica and step; micro-batch n gets `fold_in(key, n)`.
+        model_state: Model state for the first micro-batch; each other micro-batch gets the result of the previous one.
+        count: Number of micro-batches, N.
+        method: Reduction method, see `GradientAccumulationReductionMethod`.
+        accumulators: Shapes and dtypes of the accumulators.
+        values: Number of values, k.
 
     Returns:
         The mean of the values over the micro-batches, the accumulated gradients, and the last model state.
@@ -85,7 +84,7 @@ def accumulate(
     def add(before: Tree, turn: Tree) -> tuple[Tree, None]:
         total, sums, model_state, token = before
         number, part = turn
-        with program.inside(token):  # the feeds of a micro-batch come behind those of the one before
+        with program.inside(token):  # puts the feeds of a micro-batch behind those of the previous micro-batch
             own, new, model_state = gradients(part, jax.random.fold_in(key, number), model_state)
             token = program.token
         sums = [
@@ -105,16 +104,16 @@ def accumulate(
 def mapped(
     function: MapGradient | None, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], keeps_bad: bool
 ) -> list[jax.Array]:
-    """Apply a function of the user to the gradients of one micro-batch; traceable.
+    """Apply a user's function to the gradients of one micro-batch; traceable.
 
     Args:
-        function: None for none.
-        gradients: of a replica.
-        variables: theirs.
-        keeps_bad: whether elements that are not finite stay so, for those who look for them later.
+        function: Function `(gradient, variable) -> gradient`, or None.
+        gradients: Gradients of a replica.
+        variables: Variables of these gradients.
+        keeps_bad: Whether elements that are not finite stay so, for a later check.
 
     Raises:
-        ValueError: if it returns another shape.
+        ValueError: The function returns another shape.
     """
     if function is None:
         return list(gradients)
@@ -141,11 +140,11 @@ def accumulated(
     """Add the gradient of one more micro-batch to an accumulator; traceable.
 
     Args:
-        method: see there.
-        accumulator: zeros for the first micro-batch.
-        gradient: of the micro-batch.
-        number: of the micro-batch, n.
-        count: N.
+        method: Reduction method, see `GradientAccumulationReductionMethod`.
+        accumulator: Accumulator, zeros for the first micro-batch.
+        gradient: Gradient of the micro-batch.
+        number: Number of the micro-batch, n.
+        count: Number of micro-batches, N.
     """
     gradient = gradient.astype(accumulator.dtype)
     if method is GradientAccumulationReductionMethod.SUM:
@@ -153,7 +152,7 @@ def accumulated(
     wide = jnp.promote_types(accumulator.dtype, jnp.float32)
     before, gradient = accumulator.astype(wide), gradient.astype(wide)
     if method is GradientAccumulationReductionMethod.MEAN:
-        # Behind a barrier: XLA takes known factors that are powers of two out of a sum, which then overflows.
+        # Behind a barrier, because XLA takes constant powers of two out of a sum, which then overflows.
         part: jax.Array = jax.lax.optimization_barrier(jnp.asarray(1 / count, wide))
         return _narrowed(before + gradient * part, accumulator.dtype)
     done = (number / (number + 1)).astype(wide)
@@ -161,7 +160,7 @@ def accumulated(
 
 
 def _narrowed(mean: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Round to the accumulator's dtype. A mean of finite numbers stays finite, though the last may be rounded up."""
+    """Round a mean to the accumulator's dtype. A mean of finite numbers stays finite, even if it is rounded up."""
     if mean.dtype == dtype:
         return mean
     largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]

@@ -1,7 +1,4 @@
-"""Checks of a `Trainer`'s arguments before JAX sees them, and the choice of trained variables.
-
-Mistakes of a beginner get one sentence each.
-"""
+"""Checks of a `Trainer`'s arguments before JAX sees them, and the choice of trained variables."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from strategies.typing import Batch, Function, Leaf, Tree, Variables
 MODEL_STATE = "model_state"
 _NUMBERS = (bool, int, float, complex, np.generic)
 _TREES = (
-    "give init a pytree of arrays, and put it together with the rest of the model inside of the loss function: of Flax "
-    "the variables['params'] of model.init, or a part of nnx.split; of Equinox a part of "
+    "give init a pytree of arrays, and combine it with the rest of the model inside of the loss function: of Flax the "
+    "variables['params'] of model.init, or a part of nnx.split; of Equinox a part of "
     "eqx.partition(model, eqx.is_inexact_array)"
 )
 
@@ -33,65 +30,65 @@ _TREES = (
 _LOSS_ARGUMENTS = ("variables", "batch", "key")
 
 Filter: TypeAlias = Callable[[str, Any], bool] | Tree
-"""A function of a variable's name, such as `['dense']['kernel']`, and of the variable; or a pytree of bools that begins
-as the variables do; or None, for all of them."""
+"""A function of a variable's name, such as `['dense']['kernel']`, and of the variable; or a pytree of bools that is a
+prefix of the variables; or None for all variables."""
 
 
 def check_loss_function(loss_fn: object) -> None:
-    """Look at what is to be called as `loss_fn(variables, batch, key)`, or with a model state behind.
+    """Check that an object can be called as `loss_fn(variables, batch, key)`, with or without a model state.
 
     Raises:
-        TypeError: see `check_function`.
+        TypeError: It is not a function, or takes other arguments.
     """
     if not (callable(loss_fn) and _takes(loss_fn, (*_LOSS_ARGUMENTS, MODEL_STATE))):
-        way_out = "; let it take these three, the key also where nothing is random"
+        way_out = "; let it take these three, even if it does not use the key"
         check_function("the loss function", loss_fn, _LOSS_ARGUMENTS, way_out)
 
 
 def check_takes_state(function: Function, has_state: bool, what: str = "the loss function") -> None:
-    """Look at whether a function takes a model state as its last argument where there is one, and only there.
+    """Check that a function takes a model state as its last argument if, and only if, there is a model state.
 
     Args:
-        function: one that takes three arguments, or four.
-        has_state: whether there is a model state.
-        what: it is, for messages.
+        function: Function of three or four arguments.
+        has_state: Whether there is a model state.
+        what: Name of the function in messages.
 
     Raises:
-        TypeError: if it takes one that there is not, or does not take the one that there is.
+        TypeError: The function takes a model state but there is none, or the other way round.
     """
     arguments = (*_LOSS_ARGUMENTS, MODEL_STATE) if has_state else _LOSS_ARGUMENTS
     if _takes(function, arguments):
         return
-    called_with = f"{what} takes {inspect.signature(function)}, and is called with ({', '.join(arguments)})"
+    called_with = f"{what} takes {inspect.signature(function)}, but is called with ({', '.join(arguments)})"
     if has_state:
-        raise TypeError(f"{called_with}: the state has a model state; let the function take it, and return it too")
+        raise TypeError(f"{called_with}: training has a model state; let the function take it, and return it too")
     raise TypeError(f"{called_with}: there is no model state; give one to init: trainer.init(variables, model_state)")
 
 
 def check_function(what: str, function: object, arguments: Sequence[str], way_out: str = "") -> None:
-    """Look at what is to be called with these arguments.
+    """Check that an object can be called with these arguments.
 
     Args:
-        what: it is, for messages.
-        function: what the user gave.
-        arguments: their names, in order.
-        way_out: what a message about other arguments says last.
+        what: Name of the function in messages.
+        function: Object that the user gave.
+        arguments: Names of the arguments, in order.
+        way_out: End of the message about other arguments.
 
     Raises:
-        TypeError: if it is no function, or of other arguments.
+        TypeError: It is not a function, or takes other arguments.
     """
     called_with = f"({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{what} is a {type(function).__name__}; use a function of {called_with}")
     if not _takes(function, arguments):
-        raise TypeError(f"{what} takes {inspect.signature(function)}, and is called with {called_with}{way_out}")
+        raise TypeError(f"{what} takes {inspect.signature(function)}, but is called with {called_with}{way_out}")
 
 
 def _takes(function: Function, arguments: Sequence[str]) -> bool:
-    """Return whether a function can be called with so many arguments."""
+    """Return whether a function can be called with this number of arguments."""
     try:
         inspect.signature(function).bind(*arguments)
-    except ValueError:  # one that is not written in Python does not tell
+    except ValueError:  # functions written in C may have no signature
         return True
     except TypeError:
         return False
@@ -99,10 +96,10 @@ def _takes(function: Function, arguments: Sequence[str]) -> bool:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Look at what is to be an optax gradient transformation.
+    """Check that an object is an optax gradient transformation.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: It is not one.
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         what = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else repr(optimizer)
@@ -110,41 +107,41 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_variables(variables: Variables, trainable: Filter = None) -> None:
-    """Look at what is to be trained, and at variables that are not.
+    """Check the variables, and that the trained ones can be trained.
 
     Raises:
-        TypeError: if a leaf is no array, or of no floating-point dtype where it is to be trained.
-        ValueError: if there is none, or one was used up.
+        TypeError: A leaf is not an array, or a trained leaf is not of a floating-point dtype.
+        ValueError: There is no variable, or a step has used one up.
     """
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     if not leaves:
-        raise ValueError(f"there is no variable in {variables!r}; {_TREES}")
+        raise ValueError(f"{variables!r} has no variable; {_TREES}")
     for path, leaf in leaves:
-        if not _is_array(leaf):  # before anybody asks what is trained
-            name = f"variable {keystr(path)}" if path else "what is to be trained"
-            raise TypeError(f"{name} is of type {type(leaf).__name__} and no array; {_TREES}")
+        if not _is_array(leaf):  # before the user's filter sees the leaf
+            name = f"variable {keystr(path)}" if path else "the pytree of variables"
+            raise TypeError(f"{name} is of type {type(leaf).__name__}, which is not an array; {_TREES}")
     flags = Trainable.of(variables, trainable).flags
     for (path, leaf), is_trained in zip(leaves, flags, strict=True):
         if is_trained and not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(
-                f"variable {keystr(path)} is of dtype {jnp.result_type(leaf)}; only floating-point variables can be "
-                f"trained, keep others outside, or have Trainer(trainable=...) leave them as they are: {_TREES}"
+                f"variable {keystr(path)} is of dtype {jnp.result_type(leaf)}, but only floating-point variables can "
+                f"be trained; keep others outside, or leave them untrained with Trainer(trainable=...): {_TREES}"
             )
     if are_used_up(variables):
-        raise ValueError("these variables were used up by a step; give init a copy, or those of the state after it")
+        raise ValueError("a step has used up these variables; give init a copy, or the variables after the step")
 
 
 def check_state(state: object) -> None:
-    """Look at the state that a step is to be made with.
+    """Check the state that is given to a step.
 
     Raises:
-        TypeError: if it is none.
-        ValueError: if a step has used it up.
+        TypeError: It is not a `TrainState`.
+        ValueError: A step has used it up.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"the state is of type {type(state).__name__}; give what trainer.init returned, and then what the step "
-            "before returned: state, metrics = trainer.step(state, batch)"
+            f"the state is of type {type(state).__name__}; give the result of trainer.init, and later the result of "
+            "the previous step: state, metrics = trainer.step(state, batch)"
         )
     if are_used_up(state.variables):
         raise ValueError(
@@ -154,10 +151,10 @@ def check_state(state: object) -> None:
 
 @contextmanager
 def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
-    """Say what there is where a loss function asks for what there is not.
+    """Turn a KeyError in the loss function into a ValueError that lists the available keys.
 
     Raises:
-        ValueError: instead of a KeyError for what is neither among the variables nor in the batch.
+        ValueError: Instead of a KeyError for a key that is neither among the variables nor in the batch.
     """
     try:
         yield
@@ -168,31 +165,31 @@ def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
         if not there or any(wanted in names for names in there.values()):
             raise
         known = "; ".join(f"{has} {', '.join(map(repr, names)) or 'nothing'}" for has, names in there.items())
-        raise ValueError(f"the loss function asks for {wanted!r}, which is not there: {known}") from error
+        raise ValueError(f"the loss function asks for {wanted!r}, which does not exist: {known}") from error
 
 
 def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of metrics.
 
     Args:
-        metrics: what the loss function returns besides the loss, as shapes.
+        metrics: Metrics that the loss function returns, as shapes.
 
     Raises:
-        TypeError: if one is no scalar, or is called "loss".
+        TypeError: A metric is not a scalar, or is called "loss".
     """
     for name, metric in metrics.items():
         if not isinstance(metric, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"metric {name!r} is a {type(metric).__name__}; metrics are scalars: give each of its values a name of "
-                "its own in the dictionary that the loss function returns"
+                f"metric {name!r} is a {type(metric).__name__}, but metrics are scalars; give each of its values a "
+                "name of its own in the dictionary that the loss function returns"
             )
         if metric.shape != ():
             raise TypeError(
-                f"metric {name!r} is of shape {list(metric.shape)}; metrics are scalars, which are averaged over all "
-                "replicas: take jnp.mean of it, and send whole arrays through a strategies.OutfeedQueue"
+                f"metric {name!r} is of shape {list(metric.shape)}, but metrics are scalars, averaged over all "
+                "replicas; take jnp.mean of it, and send whole arrays through a strategies.OutfeedQueue"
             )
         if name == "loss":
-            raise TypeError("a metric is called 'loss', which is the name of the loss itself; give it another one")
+            raise TypeError("a metric is called 'loss', which is the name of the loss itself; use another name")
     return tuple(metrics)
 
 
@@ -209,11 +206,11 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def are_used_up(variables: Variables) -> bool:
-    """Return whether a step has written new variables into the memory of these."""
+    """Return whether a step has reused the memory of these variables for new ones."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))
 
 
-# ---- what a loss function returns
+# ---- the results of a loss function
 
 
 @partial(
@@ -223,14 +220,14 @@ def are_used_up(variables: Variables) -> bool:
 )
 @dataclass(frozen=True)
 class Outcome:
-    """The complete result of a loss function, which may also return the loss alone, or the loss and metrics.
+    """The complete result of a loss function. A loss function may also return the loss alone, or the loss and metrics.
 
     Attributes:
-        loss: a floating-point scalar, the mean over the rows of the batch.
-        metrics: scalars by their names; training averages them over all replicas.
-        model_state: what changes with every batch and is not trained, such as moving means; None where there is none.
-        outputs: what the model says of each row: arrays whose first axis is the rows of the batch; None where nobody
-            asks for it. Training does not compute it.
+        loss: Floating-point scalar, the mean over the rows of the batch.
+        metrics: Scalars by their names; training averages them over all replicas.
+        model_state: Values that change with every batch and are not trained, such as moving means; None without any.
+        outputs: Outputs of the model for each row: arrays whose first axis is the rows of the batch; or None. Training
+            does not compute them.
     """
 
     loss: jax.Array
@@ -251,7 +248,7 @@ class Trainable:
     """The choice of the variables that are trained.
 
     Attributes:
-        flags: for each variable, in order, whether it is trained.
+        flags: Whether each variable, in order, is trained.
     """
 
     flags: tuple[bool, ...]
@@ -261,8 +258,8 @@ class Trainable:
         """Apply a filter to variables, or to their shapes and dtypes.
 
         Raises:
-            TypeError: if it says anything but True or False.
-            ValueError: if it is a pytree of another structure, or no variable is trained.
+            TypeError: The filter returns a value other than True or False.
+            ValueError: The filter is a pytree of another structure, or no variable is trained.
         """
         named = jax.tree_util.tree_leaves_with_path(variables)
         if trainable is None:
@@ -274,15 +271,15 @@ class Trainable:
                 below = jax.tree.map(lambda flag, tree: jax.tree.map(lambda _: flag, tree), trainable, variables)
             except ValueError as error:
                 raise ValueError(
-                    f"trainable is {trainable!r}, and the variables are a {jax.tree.structure(variables)}; give a "
-                    "pytree of bools that begins like them, or a function (name, variable) -> bool"
+                    f"trainable is {trainable!r}, but the variables are a {jax.tree.structure(variables)}; give a "
+                    "pytree of bools that is a prefix of it, or a function (name, variable) -> bool"
                 ) from error
             flags = jax.tree.leaves(below)
         for (path, _), flag in zip(named, flags, strict=True):
             if not isinstance(flag, bool):
-                raise TypeError(f"trainable says {flag!r} of variable {keystr(path)}; it must say True or False")
+                raise TypeError(f"trainable gives {flag!r} for variable {keystr(path)}; it must give True or False")
         if named and not any(flags):
-            raise ValueError("trainable leaves no variable to train; let it be True for one of them at least")
+            raise ValueError("trainable leaves no variable to train; make it True for at least one variable")
         return cls(tuple(flags))
 
     @cached_property
@@ -299,7 +296,7 @@ class Trainable:
         return self._chosen(variables, False)
 
     def put(self, variables: Variables, picked: Variables) -> Variables:
-        """Replace the trained variables, or None in their places, by others."""
+        """Replace the trained variables, or None in their places, by `picked`."""
         if self.is_all:
             return picked
         return jax.tree.map(

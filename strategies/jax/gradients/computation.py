@@ -1,4 +1,4 @@
-"""The interface of the computation of local replicas' gradients: a program per replica, or stages of a pipeline."""
+"""The interface of the computation of local replicas' gradients, by a program per replica or stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from strategies.typing import Tree, Variables
 
 
 class ReplicaRun(ABC):
-    """The computations of one local replica, in threads or not.
+    """The computations of one local replica in a step, in threads or not.
 
     Attributes:
-        buffers: of each bucket; what one step has left there, the next one takes over.
-        finished: for each bucket that a thread finishes whether its buffers are ready, or never will be.
-        is_broken: whether the replica's program has raised something, or has not run yet.
-        kept: for the next step.
+        buffers: Buffers of each bucket; a step reuses the memory of the previous one.
+        finished: Event for each bucket that a thread finishes: its buffers are ready, or never will be.
+        is_broken: Whether the replica's program has raised, or has not run yet; then the buffers are made anew.
+        kept: Values kept for the next step.
     """
 
     def __init__(self, finished: int) -> None:
@@ -39,20 +39,23 @@ class ReplicaRun(ABC):
 
     @abstractmethod
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """Return the buffers of a bucket, when they are ready; called where no thread computes any more."""
+        """Wait for the buffers of a bucket, and return them. Called if no thread computes, or none does any more."""
 
 
 class ReplicaGradients(ABC):
-    """Computes the gradients of all local replicas, bucket by bucket.
+    """The gradients of all local replicas, computed bucket by bucket.
+
+    For each step the engine calls `dispatch`, reads `collect` to its end, and then `kept` and `means`. If `collect`
+    raises, all programs have ended, and the next `dispatch` begins a new step.
 
     Args:
-        memory: for the means of all that leaves the replicas.
-        buckets: of these, in the order in which they are ready.
-        parts: the results of a replica in each of the buckets.
-        runs: one for each local replica.
+        memory: Memory for the means of the values that leave the replicas.
+        buckets: Buckets of these values, in the order in which they are ready.
+        parts: Results of a replica in each bucket.
+        runs: Computation of each local replica.
 
     Attributes:
-        copies: gradients from a GPU to the host; None if JAX does.
+        copies: Copies of gradients from a GPU to the host; None if JAX makes them.
     """
 
     def __init__(
@@ -67,38 +70,38 @@ class ReplicaGradients(ABC):
 
     @property
     def means(self) -> list[np.ndarray]:
-        """The memory with the means of all that leaves the replicas, once all buckets have been reduced.
+        """The means of the values that leave the replicas, once all buckets have been reduced.
 
-        Of those that are cut this instance's part, in its shape.
+        A mean that is cut into shards is represented by this instance's part, in its shape.
         """
         return self._memory.means
 
     @property
     def tail(self) -> np.ndarray:
-        """The memory with the mean tail, once the last bucket has been reduced."""
+        """The mean tail, once the last bucket has been reduced."""
         return self.buckets[-1].layout.tail_view(self.buckets[-1].results)
 
     @abstractmethod
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
-        """Begin to compute the gradients; does not wait for them.
+        """Begin to compute the gradients, without waiting for them.
 
         Args:
-            variables: as they lie on the first device; not to be used up before all buckets are collected.
-            of_replicas: for each local replica the arguments of the gradient function that it has for itself.
-            others: what all of them share besides, as the variables; the last arguments of the gradient function.
+            variables: Variables on the first device; not to be used up before all buckets are collected.
+            of_replicas: Arguments of the gradient function that each local replica has for itself.
+            others: Last arguments of the gradient function, which all replicas share; on the device of the variables.
         """
 
     @abstractmethod
     def _end(self) -> None:
-        """Wait until all threads in `_begun` have ended, and forget them; raise what a replica has raised."""
+        """Wait until all threads in `_begun` have ended, and forget them; raise the error of a replica."""
 
     def collect(self) -> Iterator[tuple[Bucket, Sequence[Sequence[np.ndarray]]]]:
-        """Yield each bucket when it is ready, with the local replicas' arrays for each of its buffers.
+        """Yield each bucket when it is ready, with the arrays of the local replicas for each of its buffers.
 
-        On GPUs with `copies`, arrays may still be on their way; each is there when it is taken from the sequence.
+        On GPUs with `copies`, arrays may still be being copied; taking one from the sequence waits for it.
 
         Raises:
-            BaseException: what the program of a replica has raised, when all have ended.
+            BaseException: The error of a replica's program, after all programs have ended.
         """
         for number, bucket in enumerate(self.buckets):
             if bucket is self.buckets[-1]:
@@ -122,7 +125,7 @@ class ReplicaGradients(ABC):
         return [run.kept for run in self._runs]
 
     def leaves(self) -> list[list[np.ndarray]]:
-        """Return the last results of each local replica: the tail (loss and metrics), gradients, and kept values."""
+        """Return the results of each local replica for this step: the tail, gradients, and kept values."""
         found: list[dict[Part, np.ndarray]] = [{} for _ in self._runs]
         for of_bucket, (bucket, contributions) in zip(self._parts, self.collect(), strict=True):
             for parts, buffers in zip(found, zip(*contributions, strict=True), strict=True):
@@ -144,9 +147,9 @@ class Kept:
     """The memory that the devices of a stage need between the passes of a step.
 
     Attributes:
-        stage: its number.
-        micro_batches: of so many at once at most.
-        nbytes: of each of them at most.
+        stage: Number of the stage.
+        micro_batches: Largest number of micro-batches kept at once.
+        nbytes: Size of one micro-batch's values in bytes, at most.
     """
 
     stage: int
@@ -155,11 +158,14 @@ class Kept:
 
 
 class ReplicaPlan(ABC):
-    """The programs behind the gradients, however many local replicas there are; has no memory for gradients.
+    """The programs of a replica's gradients, independent of the number of local replicas, without memory for gradients.
+
+    The preparation of a step compares `equations` between instances, and calls `gradients_on`. If the local replicas
+    change, it calls `gradients_on` again. A plan holds no state of steps, so errors in steps leave it usable.
 
     Attributes:
-        leaving: the layout of the values that leave a replica to be averaged.
-        sum_bytes: of a replica's accumulators of micro-batches, besides the memory of its programs.
+        leaving: Layout of the values that leave a replica to be averaged.
+        sum_bytes: Size of a replica's accumulators of micro-batches, besides the memory of its programs.
     """
 
     leaving: Leaving
@@ -167,15 +173,15 @@ class ReplicaPlan(ABC):
 
     @abstractmethod
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """Return the buckets, each of values that travel together, in the order in which they are finished.
+        """Return the buckets of values that travel together, in the order in which they are finished.
 
         Args:
-            memory: for the means.
+            memory: Memory for the means.
         """
 
     @abstractmethod
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """Return the compiled programs of a replica, by what they compute; compiled when they are asked for first."""
+        """Return the compiled programs of a replica, by names; the first call compiles them."""
 
     def kept(self, grid: DeviceGrid) -> Sequence[Kept]:
         """Return the memory that each stage needs between the passes of a micro-batch; empty without a pipeline."""
@@ -183,16 +189,16 @@ class ReplicaPlan(ABC):
 
     @abstractmethod
     def equations(self) -> core.ClosedJaxpr:
-        """Return the computation of a replica, to be compared with other instances."""
+        """Return the computation of a replica, for the comparison with other instances."""
 
     @abstractmethod
     def gradients_on(
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> ReplicaGradients:
-        """Return the computation of local replicas' gradients on their devices.
+        """Return the computation of the local replicas' gradients on their devices.
 
         Args:
-            grid: where they run.
-            allocate: makes memory for results.
-            failed: called with what a replica's program raises, when others may be waiting for it.
+            grid: Devices of the replicas.
+            allocate: Function that makes memory for results.
+            failed: Callback with the error of a replica's program, while other replicas may wait for that replica.
         """

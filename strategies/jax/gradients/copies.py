@@ -1,4 +1,4 @@
-"""Gradients of JAX on their way from a GPU to the host, and their means on the way back."""
+"""Copies of JAX's gradients from a GPU to the host, and of their means back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("strategies.jax")
 
 
 def copies_for(devices: ReplicaDevices, communicator: Communicator, buckets: Sequence[Bucket]) -> GradientCopies | None:
-    """Return the copies of gradients in buckets by the CUDA driver; None if JAX copies them. Collective on GPUs.
+    """Return copies of gradients by the CUDA driver, or None if JAX copies them. Collective on GPUs.
 
     Args:
-        devices: on the first of them is the update.
-        communicator: connects the instances.
-        buckets: with memory for the means.
+        devices: Devices of the replicas; the first one makes the update.
+        communicator: Communicator of the instances.
+        buckets: Buckets with memory for the means.
     """
     if devices.is_cpu:
         return None
@@ -48,11 +48,11 @@ class GradientCopies:
     """The copies of the gradients of one kind of step.
 
     Args:
-        device: where the update is made.
-        buckets: of the gradients.
+        device: GPU that makes the update.
+        buckets: Buckets of the gradients.
 
     Raises:
-        CudaError: the GPU has not as much memory as the means take.
+        CudaError: The GPU has too little memory for the means.
     """
 
     def __init__(self, device: CudaDevice, buckets: Sequence[Bucket]) -> None:
@@ -63,11 +63,11 @@ class GradientCopies:
         self._imported: dict[tuple[int, tuple[int, ...]], jax.Array] = {}
 
     def share(self, communicator: Communicator, counts: Sequence[int]) -> None:
-        """Have instances of one host add each other's gradients where they arrive, if there is memory. Collective.
+        """Share memory in which instances of one host add each other's gradients, if there is enough. Collective.
 
         Args:
-            communicator: connects the instances.
-            counts: the local replicas of each.
+            communicator: Communicator of the instances.
+            counts: Number of local replicas of each instance.
         """
         try:
             self._sums = [HostSums(communicator, counts, bucket.layout.buffers) for bucket in self._buckets]
@@ -75,19 +75,19 @@ class GradientCopies:
             logger.info("gradients are added through the window of the collectives: %s", error)
 
     def fetch(self, number: int, of_buffers: Sequence[Sequence[jax.Array]]) -> Arriving:
-        """Begin to copy a bucket to the host; its means go back as soon as they are known.
+        """Begin to copy a bucket to the host; each mean is copied back as soon as it is known.
 
         Args:
-            number: of the bucket.
-            of_buffers: for each buffer the finished arrays of the local replicas.
+            number: Number of the bucket.
+            of_buffers: Finished arrays of the local replicas, for each buffer.
         """
         sources = [[_source(array) for array in of_replicas] for of_replicas in of_buffers]
         return self._copies.fetch(number, sources, lambda buffer, mean: self._means.begin(mean), self._sums[number])
 
     def means(self, means: Tree) -> Tree:
-        """Return means on the GPU, when they are there; what has not been copied stays on the host.
+        """Wait for the means on the GPU and return them; means that were not copied stay on the host.
 
-        They are overwritten in the next step, so they are arguments of programs that do not take them over.
+        The next step overwrites them, so a program must not take over (donate) their memory.
         """
         self._means.wait()
         return jax.tree.map(self._on_device, means)

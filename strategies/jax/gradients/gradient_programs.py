@@ -1,4 +1,4 @@
-"""The compiled programs behind the gradients of the local replicas, and the buffers in which gradients leave them."""
+"""The compiled programs of the local replicas' gradients, and the buffers in which gradients leave them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from typing_extensions import override
 
 from strategies.exchange.flat import LARGE_BYTES, FlatLayout
 from strategies.exchange.means import Allocate, Bucket
@@ -26,31 +27,31 @@ from strategies.typing import Tree, Variables
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = LARGE_BYTES
-"""Gradients travel as soon as so many bytes are finished. (Over 200 Mbit/s a message of 1 MiB takes 42 ms, what
-precedes it 2 to 5 ms.)"""
+"""The number of finished bytes after which gradients travel. Over 200 Mbit/s a message of 1 MiB takes 42 ms, and its
+preparation 2 to 5 ms."""
 
 
 @final
 class JaxGradientPlan(ReplicaPlan):
-    """The compiled programs behind the gradients, and how these will lie in buffers; has no such memory itself.
+    """The plan of gradients by one program per replica, which may be cut into segments.
 
-    With one segment all gradients come at the end. With several, XLA computes the later ones while the earlier ones
-    are on their way.
+    With one segment all gradients come at the end. With several, earlier gradients travel while XLA computes later
+    ones.
 
     Args:
-        devices: where replicas run; on as many others of the same kind the plan is the same.
-        program: of one replica.
-        shapes: of its arguments.
-        streams: whether to cut it into segments.
-        shards: see `Leaving`.
-        makes_buffers: whether the programs make the buffers in which gradients leave them; otherwise they take over
-            the memory of others, their last arguments.
+        devices: Devices of the replicas; the plan depends on their kind only, not on their number.
+        program: Computation of one replica.
+        shapes: Shapes of its arguments.
+        streams: Whether to cut it into segments.
+        shards: Division of the means, see `Leaving`.
+        makes_buffers: Whether the programs make the buffers in which gradients leave them; otherwise they take over
+            the memory of their last arguments.
 
     Attributes:
-        segments: the parts of the program.
-        layouts: for each segment how the gradients that it finishes lie in buffers.
-        kept_counts: for each segment how many arrays that it finishes a replica keeps.
-        programs: compute the segments.
+        segments: Parts of the program.
+        layouts: Layout, for each segment, of the gradients that it finishes.
+        kept_counts: Number of arrays, for each segment, that it finishes and the replica keeps.
+        programs: Compiled programs of the segments.
     """
 
     def __init__(
@@ -78,15 +79,17 @@ class JaxGradientPlan(ReplicaPlan):
         pairs = zip(self.segments, self.layouts, strict=True)
         self.programs = [self._program(devices, segment, layout) for segment, layout in pairs]
 
+    @override
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """See `ReplicaPlan`: one for each segment."""
+        """Return one bucket for each segment."""
         return [
             memory.bucket("gradients" if len(self.segments) == 1 else f"gradients/{number}", segment.parts, layout)
             for number, (segment, layout) in enumerate(zip(self.segments, self.layouts, strict=True))
         ]
 
+    @override
     def executables(self, grid: DeviceGrid) -> Mapping[str, jax.stages.Compiled]:
-        """See `ReplicaPlan`: of the segments."""
+        """Return the compiled segments, by names."""
         compiled = self.compiled(grid.first.device_of(0))
         count = len(compiled)
         return {
@@ -94,30 +97,31 @@ class JaxGradientPlan(ReplicaPlan):
         }
 
     def _cut(self, program: ReplicaProgram, shapes: Sequence[Tree], results: int) -> list[ProgramSegment]:
-        """Segments, each of which finishes some gradients; only one where the function calls back into Python.
+        """Return segments that each finish some gradients; only one if the function calls back into Python.
 
-        JAX hands the arguments of a callback over on the device, behind the segments that wait there for the callback.
+        JAX passes the arguments of a callback through the device, behind the segments that wait there for the callback.
         """
         closed = jax.make_jaxpr(program)(*shapes)
         if closed.effects:
-            logger.info("gradients are not streamed: the loss function calls back, as an all_reduce of its own does")
+            logger.info("gradients are not streamed: the loss function calls back into Python, as all_reduce does")
             return [_uncut(program, shapes, results)]
         early = range(TAIL + 1, TAIL + 1 + len(self.leaving.leaves))
         return cut_in_buckets(closed, early, BUCKET_BYTES, LARGE_BYTES)
 
     def compiled(self, device: jax.Device) -> list[jax.stages.Compiled]:
-        """Return the executables of the segments on a device; compiled when they are asked for first."""
+        """Return the executables of the segments on a device; the first call compiles them."""
         if device not in self._executables:
             self._executables[device] = self._compile(device)
         return self._executables[device]
 
+    @override
     def equations(self) -> core.ClosedJaxpr:
-        """See `ReplicaPlan`: what the first segment computes; where there is no other one that is everything."""
+        """Return the computation of the first segment, which is everything if it is the only one."""
         inputs = [self._shapes[place] for place in self.segments[0].inputs]
         return self.programs[0].equations(*inputs, *self._buffers(0))
 
     def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
-        """Carry out the segments with shapes instead of arrays."""
+        """Compile the segments in order, with shapes instead of arrays."""
         found: dict[int, jax.stages.Compiled] = {}
 
         def compute(number: int, given: list[Tree]) -> Sequence[Tree]:
@@ -138,10 +142,11 @@ class JaxGradientPlan(ReplicaPlan):
         """Return the results of a segment that the replica keeps for its next step."""
         return tuple(part for part in parts if part.result > TAIL + len(self.leaving.leaves))
 
+    @override
     def gradients_on(
         self, grid: DeviceGrid, allocate: Allocate, failed: Callable[[BaseException], None]
     ) -> GradientPrograms:
-        """See `ReplicaPlan`: on the first device of each."""
+        """Return the computation on the first device of each replica."""
         return GradientPrograms(grid.first, self, allocate, failed)
 
     def _program(self, devices: ReplicaDevices, segment: ProgramSegment, layout: FlatLayout) -> DeviceProgram:
@@ -162,13 +167,13 @@ class JaxGradientPlan(ReplicaPlan):
 
 @final
 class GradientPrograms(ReplicaGradients):
-    """Computes the gradients of all local replicas, bucket by bucket.
+    """The gradients of all local replicas, computed by one program per replica.
 
     Args:
-        devices: where the local replicas run.
-        plan: the programs that do it.
-        allocate: makes memory for results.
-        failed: called with what a replica's program raises, when others may be waiting for it.
+        devices: Devices of the local replicas.
+        plan: Plan of the programs.
+        allocate: Function that makes memory for results.
+        failed: Callback with the error of a replica's program, while other replicas may wait for that replica.
     """
 
     _runs: Sequence[_ReplicaGradientRun]
@@ -188,9 +193,9 @@ class GradientPrograms(ReplicaGradients):
         self._devices = devices
         self._failed = failed
 
+    @override
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
-        """See `ReplicaGradients`."""
-        wait(self._begun)  # of a step that was given up
+        wait(self._begun)  # threads of a step that was given up
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
         for position, run in enumerate(self._runs):
             first, last = shared[position % len(shared)]
@@ -219,7 +224,7 @@ class _ReplicaGradientRun(ReplicaRun):
         self._arguments, self._executables = arguments, executables
         for finished in self.finished:
             finished.clear()
-        if self.is_broken:  # no buffers yet, or what is left of donated ones
+        if self.is_broken:  # there are no buffers yet, or a failed program has used up some
             self.buffers = [
                 tuple(self._devices.zeros(self._position, buffer.size, buffer.dtype) for buffer in layout.buffers)
                 for layout in self._plan.layouts
@@ -227,12 +232,12 @@ class _ReplicaGradientRun(ReplicaRun):
         self.is_broken = False
 
     def dispatch(self) -> None:
-        """Have the device compute all segments; does not wait for it."""
+        """Start all segments on the device, without waiting."""
         for _ in self._carry_out():
             pass
 
+    @override
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """See `ReplicaRun`."""
         try:
             ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
         except BaseException:
@@ -241,7 +246,7 @@ class _ReplicaGradientRun(ReplicaRun):
         return ready
 
     def compute(self) -> None:
-        """Compute all segments, in this thread."""
+        """Compute all segments in this thread."""
         instruments, replica = self._devices.instruments, self._devices.replicas[self._position]
         instruments.replica_begins(replica, 0)
         try:
@@ -257,7 +262,7 @@ class _ReplicaGradientRun(ReplicaRun):
                 finished.set()
 
     def _carry_out(self) -> Iterator[tuple[int, Sequence[jax.Array]]]:
-        """Yield the number of each segment with its results, when it is dispatched."""
+        """Yield the number and the results of each segment when it is dispatched."""
         arguments, self._arguments = self._arguments, ()
         return carry_out(self._plan.segments, arguments, self._compute)
 

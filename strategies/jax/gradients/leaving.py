@@ -23,13 +23,13 @@ TAIL = 0  # the first result of a gradient function, before the gradients
 
 @dataclass(frozen=True)
 class Leaving:
-    """The values that leave a replica to be averaged.
+    """The layout of the values that leave a replica to be averaged.
 
     Attributes:
-        leaves: the shapes and dtypes of the gradients, and of others behind them that are averaged like them.
-        shards: how the means of gradients that have a buffer alone are cut, of which this instance gets its part only;
-            None for whole means. A gradient that travels in pieces is not cut, nor are others of its bucket.
-        whole: how many of the last leaves are never cut into shards.
+        leaves: Shapes and dtypes of the gradients, followed by other values that are averaged like them.
+        shards: Division of means that have a buffer alone, of which this instance gets only its part; None for whole
+            means. A gradient that travels in pieces is not cut, nor are others of its bucket.
+        whole: Number of last leaves that are never cut into shards.
     """
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
@@ -41,7 +41,7 @@ class Leaving:
         return tuple(part for part in parts if TAIL < part.result <= TAIL + len(self.leaves))
 
     def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
-        """Return the shape of a gradient, or of the rows of it that are a part."""
+        """Return the shape of a gradient, or of the rows of it that a part has."""
         leaf = self.leaves[part.result - TAIL - 1]
         if part.rows is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -49,11 +49,11 @@ class Leaving:
         return jax.ShapeDtypeStruct((stop - start, *leaf.shape[1:]), leaf.dtype)
 
     def shards_of(self, parts: Sequence[Part]) -> Shards | None:
-        """Return the shards of the means of gradients that travel together; None if they stay whole."""
+        """Return the shards of the means of gradients that travel together, or None if they stay whole."""
         return None if any(part.rows for part in parts) else self.shards
 
     def sizes(self, parts: Sequence[Part]) -> dict[int, int]:
-        """Return the number of elements that this instance gets of means that are cut, by their places in a bucket."""
+        """Return the number of elements of each cut mean that this instance gets, by its place in a bucket."""
         shards, of_gradients = self.shards_of(parts), self.of_gradients(parts)
         if shards is None:
             return {}
@@ -62,18 +62,18 @@ class Leaving:
         return {leaf: size for leaf, size in sizes.items() if of_gradients[leaf].result <= last}
 
     def layout(self, parts: Sequence[Part], tail: int) -> FlatLayout:
-        """Return the layout of a segment's averaged results in flat buffers, with a tail of so many values."""
+        """Return the layout of a segment's averaged results in flat buffers, with a tail of `tail` values."""
         leaves = [self.shape_of(part) for part in self.of_gradients(parts)]
         shards = self.shards_of(parts)
         return FlatLayout.of(leaves, tail, shards.replicas if shards else 1)
 
 
 class MeansMemory:
-    """Memory for the means of what leaves replicas.
+    """The memory for the means of the values that leave replicas.
 
     Args:
-        leaving: what that is.
-        allocate: makes memory.
+        leaving: Layout of these values.
+        allocate: Function that makes memory.
     """
 
     def __init__(self, leaving: Leaving, allocate: Allocate) -> None:
@@ -83,16 +83,16 @@ class MeansMemory:
 
     @property
     def means(self) -> list[np.ndarray]:
-        """The memory of the means, once there is a bucket for each; of means that are cut this instance's part."""
+        """The memory of the means, once each has a bucket; of a mean that is cut, this instance's part."""
         return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._leaving.leaves))]
 
     def bucket(self, name: str, parts: Sequence[Part], layout: FlatLayout) -> Bucket:
-        """Return a bucket with memory for the means of what a segment finishes.
+        """Return a bucket with memory for the means of a segment's results.
 
         Args:
-            name: of the collectives.
-            parts: what it finishes.
-            layout: of that.
+            name: Name of the collectives.
+            parts: Results of the segment.
+            layout: Layout of these results.
         """
         of_gradients = self._leaving.of_gradients(parts)
         pieces = {
@@ -110,7 +110,7 @@ class MeansMemory:
         return bucket
 
     def _piece(self, part: Part) -> np.ndarray:
-        """Return the place of some rows in the mean of the whole gradient."""
+        """Return the memory for some rows, inside of the mean of the whole gradient."""
         assert part.rows is not None
         leaf = self._leaving.leaves[part.result - TAIL - 1]
         if part.result not in self._means:
@@ -122,10 +122,10 @@ class MeansMemory:
 def flatten(
     layout: FlatLayout, leaves: Sequence[jax.Array], tail: jax.Array | None, into: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """Write leaves and tail, if any, into buffers, in the order of `layout.buffers`, whose gaps are zero; traceable."""
+    """Write leaves, and the tail if any, into buffers in the order of `layout.buffers`; traceable. Gaps are zero."""
     written = list(into)
-    # Written one by one: XLA's CPU backend turns a concatenation into an element-wise loop that pulls whatever
-    # produced the parts into it (measured: 50 times slower than the gradients themselves).
+    # Written one by one: XLA:CPU turns a concatenation into an element-wise loop, and fuses the code that produced its
+    # parts into that loop (measured: 50 times slower than the gradients themselves).
     for leaf, (number, start) in zip(jax.lax.optimization_barrier(leaves), layout.places, strict=True):
         flat = leaf.reshape(-1)
         is_alone = number > 0 and flat.size == written[number].size
@@ -141,4 +141,4 @@ XLA = ArrayLibrary(
     lambda into, values, start: jax.lax.dynamic_update_slice(into, values, (start,)),
     jax.lax.optimization_barrier,
 )
-"""The functions with which `exchange.int8.encode` is traced. They write leaves one by one, as `flatten` does."""
+"""The functions by which `exchange.int8.encode` is traced. They write leaves one by one, as `flatten` does."""

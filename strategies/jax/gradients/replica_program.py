@@ -1,4 +1,4 @@
-"""The computation of one replica in a step: the gradients of its micro-batches, in the precision that was asked for."""
+"""The computation of one replica in a step: the gradients of its micro-batches, in the requested precision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
     """Return a floating-point dtype, or None for None.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: `dtype` is anything else.
     """
     if dtype is None:
         return None
@@ -45,9 +45,9 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
 
 
 def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
-    """Return the inputs of a step besides state and batch: int32 [4], the last two the bits of float32 numbers.
+    """Return the inputs of a step besides state and batch: int32 [4]; the last two are bits of float32 numbers.
 
-    The mean loss is 0 until it is known: see `with_loss`.
+    The mean loss is 0 until it is known; `with_loss` puts it in.
     """
     return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
 
@@ -56,8 +56,8 @@ def with_loss(control: Leaf, tail: Leaf) -> Leaf:
     """Return the control words with the mean loss of all replicas, for the update.
 
     Args:
-        control: see `control_words`; on the host, or traced.
-        tail: the mean tail, likewise.
+        control: Control words of `control_words`, on the host or traced.
+        tail: Mean tail, on the host or traced.
     """
     if isinstance(control, np.ndarray):
         words = control.copy()
@@ -73,12 +73,12 @@ def loss_of(control: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a replica computes.
+    """The dtypes in which a replica computes (mixed precision: Micikevicius et al., 2018).
 
     Attributes:
-        compute: variables and batches of other floating-point dtypes are cast to it for the loss function; None
-            leaves them as they are.
-        scales_loss: whether the loss is multiplied with the scale in the control words.
+        compute: Dtype to which floating-point variables and batches are cast for the loss function; None leaves them
+            as they are.
+        scales_loss: Whether the loss is multiplied by the scale in the control words.
     """
 
     compute: np.dtype | None = None
@@ -95,7 +95,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The options with which a replica's micro-batches become one gradient; see `accumulation`."""
+    """The options by which a replica's micro-batches become one gradient; see `accumulation`."""
 
     count: int = 1
     method: GradientAccumulationReductionMethod = GradientAccumulationReductionMethod.MEAN
@@ -105,13 +105,13 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class ReplicaShapes:
-    """The shapes and dtypes of what one replica takes.
+    """The shapes and dtypes of one replica's arguments.
 
     Attributes:
-        variables: whole.
-        batch: its rows.
-        residuals: its own; none where nothing is quantised.
-        model_state: of one replica; None where there is none.
+        variables: All variables.
+        batch: Rows of the replica.
+        residuals: Quantisation errors of the replica; empty if nothing is quantised.
+        model_state: Model state of the replica, or None.
     """
 
     variables: Variables
@@ -121,41 +121,41 @@ class ReplicaShapes:
 
 
 class ReplicaProgram:
-    """The gradient function of a trainer, for variables and batches of some shapes.
+    """The gradient function of a trainer, for variables and batches of certain shapes.
 
-    Its tail is float32: the loss and the metrics, the notice, with loss scaling whether a gradient is not finite, and
-    with `check_numerics` for each variable and replica whether its gradient is not finite.
+    Its tail is float32: the loss and the metrics, then the notice. With loss scaling follows a flag that says whether a
+    gradient is not finite. With `check_numerics` follows such a flag for each variable and replica.
 
     Args:
-        replicas: whose replicas run it.
-        loss_fn: see `Trainer`.
-        shapes: of what a replica takes.
-        trainable: which of the variables are trained.
-        rule: how replicas agree on the model state.
-        seed: of the keys.
-        accumulation: of micro-batches.
-        precision: of what is computed.
-        transfer: how gradients leave the replica.
-        check_numerics: whether the tail says which gradients are not finite.
+        replicas: Replicas that run it.
+        loss_fn: Loss function, see `Trainer`.
+        shapes: Shapes of a replica's arguments.
+        trainable: Choice of the trained variables.
+        rule: Rule by which replicas agree on the model state.
+        seed: Seed of the keys.
+        accumulation: Accumulation of micro-batches.
+        precision: Dtypes of the computation.
+        transfer: Dtype in which gradients travel.
+        check_numerics: Whether the tail says which gradients are not finite.
 
     Attributes:
-        names: of the metrics; the first is "loss".
-        trainable: see above.
-        rule: see above.
-        accumulation: see above.
-        gradient_dtypes: in which the gradients are accumulated and applied, for each variable that is trained.
-        results: the shapes and dtypes of what leaves the replica besides the tail, to be averaged: gradients or their
+        names: Names of the metrics; the first is "loss".
+        trainable: Choice of the trained variables.
+        rule: Rule by which replicas agree on the model state.
+        accumulation: Accumulation of micro-batches.
+        gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
+        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: gradients or their
             payload, then the leaves of the model state that have means.
-        num_gradients: how many of the results are gradients, or their payload.
-        quantised: how the gradients lie in the payload; None where they are not quantised.
-        flags: how many values at the end of the tail say which gradients are not finite.
-        has_feeds: whether, once it is traced, the loss function has feeds.
-        is_independent: whether, once it is traced, it may run on other instances and replicas than those for which it
-            was: the loss function has no collectives and no feeds.
+        num_gradients: Number of results that are gradients or their payload.
+        quantised: Layout of the gradients in the payload; None if they are not quantised.
+        flags: Number of values at the end of the tail that say which gradients are not finite.
+        has_feeds: Whether the loss function has feeds; known after tracing.
+        is_independent: Whether the traced program may run on other instances and replicas, because the loss function
+            has no collectives and no feeds; known after tracing.
 
     Raises:
-        TypeError: if the loss or a metric is not a scalar, or the new model state is not like the old one.
-        ValueError: if the batch cannot be divided into micro-batches, or has not what the loss function asks it for.
+        TypeError: The loss or a metric is not a scalar, or the new model state is not like the old one.
+        ValueError: The batch cannot be divided into micro-batches, or lacks a key that the loss function reads.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class ReplicaProgram:
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the mean gradients of all replicas, where they are whole."""
+        """The shapes and dtypes of the mean gradients of all replicas, before they are cut into shards."""
         if self.quantised is None:
             return self.results[: self.num_gradients]
         return [jax.ShapeDtypeStruct(shape, np.float32) for shape in self.quantised.shapes]
@@ -220,7 +220,7 @@ class ReplicaProgram:
 
     @property
     def finite_place(self) -> int:
-        """The place in the tail that says, with loss scaling, whether a gradient is not finite."""
+        """The place in the tail of the flag for gradients that are not finite, with loss scaling."""
         return len(self.names) + 1
 
     def __call__(
@@ -233,16 +233,16 @@ class ReplicaProgram:
         own_state: Sequence[jax.Array] = (),
         model_state: Tree = None,
     ) -> tuple[jax.Array, ...]:
-        """Return the tail, the results, and what is kept: see `unpack_kept`; traceable.
+        """Return the tail, the results, and the kept values, which `unpack_kept` splits; traceable.
 
         Args:
-            variables: whole.
-            batch: of this replica, with the micro-batches one after another along the first axis.
-            index: of this replica, an int32 scalar.
-            control: see `control_words`.
-            residuals: what quantisation lost in the last step; empty where nothing is quantised.
-            own_state: what this replica has for itself of the model state, with a first axis of length 1.
-            model_state: what all replicas have of it; None for what they have for themselves.
+            variables: All variables.
+            batch: Batch of this replica, with the micro-batches one after another along the first axis.
+            index: Index of this replica, an int32 scalar.
+            control: Control words, see `control_words`.
+            residuals: Quantisation errors of the last step; empty if nothing is quantised.
+            own_state: `per_replica` leaves of the model state, with a first axis of length 1.
+            model_state: Other leaves of the model state, with None in the places of `per_replica` leaves.
         """
         key = self._key(index, control)
         with self._in_context(index):
@@ -256,18 +256,18 @@ class ReplicaProgram:
         return (tail, *results, *means, *residuals, *state)
 
     def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the values of a replica's new model state that it sends, and those that it keeps; traceable."""
+        """Return the values of a replica's new model state that it sends, and the values that it keeps; traceable."""
         kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 
     @property
     def needs_flags(self) -> bool:
-        """Whether the tail depends on which gradients are finite."""
+        """Whether the tail has flags for gradients that are not finite."""
         return self._precision.scales_loss or self._checks_numerics
 
     @staticmethod
     def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
-        """Return for each leaf whether something in it is not finite, bool `[leaves]`; traceable."""
+        """Return whether each leaf has an element that is not finite, bool `[leaves]`; traceable."""
         return jnp.stack([~jnp.isfinite(leaf).all() for leaf in leaves])
 
     def tail(
@@ -276,10 +276,10 @@ class ReplicaProgram:
         """Return the tail of a replica; traceable.
 
         Args:
-            values: the loss and the metrics.
-            index: of the replica.
-            control: see `control_words`.
-            is_bad: which gradients are not finite; needed with `needs_flags` only.
+            values: Loss and metrics.
+            index: Index of the replica.
+            control: Control words, see `control_words`.
+            is_bad: Flags of gradients that are not finite; needed only with `needs_flags`.
         """
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
         if self._precision.scales_loss:
@@ -296,7 +296,7 @@ class ReplicaProgram:
 
     @contextmanager
     def _in_context(self, index: jax.Array) -> Iterator[None]:
-        """While the loss function is traced for a step."""
+        """Provide the replica context while the loss function is traced for a step."""
         context = self._replicas.new_context(index, "step")
         with replica_context(context):
             yield
@@ -315,12 +315,12 @@ class ReplicaProgram:
         """Return the differentiated value, the loss with the metrics, and the `Outcome` of one micro-batch; traceable.
 
         Args:
-            variables: whole.
-            part: the micro-batch.
-            number: of the micro-batch, an int32 scalar.
-            index: of the replica, likewise.
-            control: see `control_words`.
-            model_state: of the replica, for this micro-batch.
+            variables: All variables.
+            part: Micro-batch.
+            number: Number of the micro-batch, an int32 scalar.
+            index: Index of the replica, an int32 scalar.
+            control: Control words, see `control_words`.
+            model_state: Model state of the replica for this micro-batch.
         """
         key = self._key(index, control)
         if self.accumulation.count > 1:
@@ -329,21 +329,21 @@ class ReplicaProgram:
             return self._computed(variables, part, key, control, model_state)
 
     def micro_batch_of(self, batch: Batch) -> Tree:
-        """Return the shapes of one micro-batch of those that a replica's batch has.
+        """Return the shapes of one micro-batch of a replica's batch.
 
         Raises:
-            ValueError: if it cannot be divided.
+            ValueError: The batch cannot be divided into micro-batches.
         """
         count = self.accumulation.count
 
         def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             rows = leaf.shape[0]
             if rows == 0:
-                raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs one at least")
+                raise ValueError(f"a batch of shape {list(leaf.shape)} has no rows; each replica needs at least one")
             if rows % count:
                 raise ValueError(
-                    f"Detected a gradient accumulation operation with {count} micro-batches, and each replica has "
-                    f"{rows} rows of the batch; its rows must be a multiple: give gradient_accumulation_count to "
+                    f"Detected a gradient accumulation operation with {count} micro-batches, but each replica has "
+                    f"{rows} rows of the batch, which is not a multiple; give gradient_accumulation_count to "
                     "distribute_dataset too"
                 )
             return jax.ShapeDtypeStruct((rows // count, *leaf.shape[1:]), leaf.dtype)
@@ -360,10 +360,10 @@ class ReplicaProgram:
     def _on_the_way(
         self, leaves: Sequence[jax.Array], control: jax.Array, residuals: Sequence[jax.Array]
     ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """Return the gradients as they leave the replica, and the new residuals."""
+        """Return the gradients in the form in which they leave the replica, and the new residuals."""
         if self.quantised is None:
             return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
-        if self._precision.scales_loss:  # residuals outlive the scale
+        if self._precision.scales_loss:  # residuals must not depend on the scale, which changes
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
@@ -398,7 +398,7 @@ class ReplicaProgram:
     def _mapped(
         self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
     ) -> list[jax.Array]:
-        """Apply `map_gradient`, which does not see the loss scale, to the gradients of a micro-batch."""
+        """Apply `map_gradient` to the gradients of a micro-batch, after division by the loss scale."""
         function = self.accumulation.map_gradient
         if function is None or not self._precision.scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)
@@ -425,7 +425,7 @@ class ReplicaProgram:
     # ---- shapes
 
     def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
-        """Return the names of the loss and metrics; check that all of them are scalars, and check the model state."""
+        """Return the names of the loss and metrics; check that all are scalars, and check the model state."""
         micro_batch = self.micro_batch_of(given.batch)
         with naming_missing_keys(given.variables, given.batch):
             shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)

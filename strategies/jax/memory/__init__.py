@@ -1,1 +1,1 @@
-"""How much memory a training takes, told before anything runs."""
+"""The memory that a training takes, planned before anything runs."""

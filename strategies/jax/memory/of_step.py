@@ -1,4 +1,4 @@
-"""The memory of a training with JAX, from the shapes of its state and batches and from programs compiled for it."""
+"""The memory of a training on JAX, from the shapes of its state and batches and from its compiled programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strategies.typing import Batch, LossFunction, Tree, Variables
 
 @dataclass(frozen=True)
 class MemoryPlanner:
-    """Plans the memory of a training, beside the parts that carry it out; calls no collective."""
+    """A planner of a training's memory, which builds the step without running it; it calls no collective."""
 
     replicas: Replicas
     loss_fn: LossFunction
@@ -33,10 +33,10 @@ class MemoryPlanner:
     options: StepOptions
 
     def plan(self, variables: Variables, model_state: Tree, batch: Batch) -> MemoryPlan:
-        """Return what this instance needs; shapes and dtypes of all arguments are enough.
+        """Return the memory that this instance needs; shapes and dtypes of all arguments are enough.
 
         Raises:
-            TypeError, ValueError: as of a step with them.
+            TypeError, ValueError: A step with these arguments would raise it.
         """
         replicas, options = self.replicas, self.options
         steps = StepPrograms(replicas, self.loss_fn, self.optimizer, options, is_recorded=True)
@@ -65,7 +65,7 @@ class MemoryPlanner:
         return MemoryPlan(replicas.instance.index, local, taken, plan.kept(replicas.grid), programs)
 
     def _state(self, update: VariableUpdate, variables: Variables, trained: Variables, model_state: Tree) -> TrainState:
-        """Return the shapes of a state as `JaxEngine.restore` makes it."""
+        """Return the shapes of a state, as `JaxEngine.restore` would make it."""
         options, local = self.options, len(self.replicas.local_replicas)
         residuals = None
         if options.transfer.is_quantised:
@@ -81,7 +81,7 @@ class MemoryPlanner:
         variables_lie = HOST if self.replicas.variables_on_host else DEVICE
         is_sharded = self.options.of_update.shards_state
         copied = whole.variables, whole.optimizer_state, whole.residuals, whole.model_state
-        in_checkpoint = 0 if self.replicas.instance.index else _nbytes(copied)  # which instance 0 writes
+        in_checkpoint = 0 if self.replicas.instance.index else _nbytes(copied)  # instance 0 writes checkpoints
         return [
             Held("variables", _nbytes(state.variables), variables_lie, "once for all local replicas"),
             Held(

@@ -1,4 +1,4 @@
-"""How much memory one instance of a training takes, as a table and as JSON."""
+"""The memory that one instance of a training takes, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from strategies.typing import Batch
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DEVICE, HOST, SHARED = "device", "host", "window"
-"""Where memory lies: `SHARED` is in common to the instances of a host, and counted by each of them."""
+"""The places of memory. `SHARED` memory is common to the instances of a host, and counted by each of them."""
 
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """What XLA says of one compiled program; all in bytes.
+    """The memory of one compiled program as XLA reports it, in bytes.
 
     Attributes:
-        name: what it computes.
-        arguments: what goes in.
-        temporaries: what it needs while it runs.
-        outputs: what comes out.
-        reused: of the outputs what lies in the memory of arguments.
-        at_once: how many of it an instance runs at the same time at most.
+        name: Name of its computation.
+        arguments: Size of its arguments.
+        temporaries: Size of its temporary memory.
+        outputs: Size of its outputs.
+        reused: Size of the outputs that lie in the memory of arguments.
+        at_once: Largest number of runs of it by the instance at the same time.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ProgramMemory:
 
     @classmethod
     def of(cls, name: str, compiled: jax.stages.Compiled, at_once: int) -> ProgramMemory:
-        """What a program says, that `jax.jit(...).lower(...).compile()` has returned."""
+        """Return the memory of a program that `jax.jit(...).lower(...).compile()` has returned."""
         said = compiled.memory_analysis()
         assert said is not None
         return cls(
@@ -54,13 +54,13 @@ class ProgramMemory:
 
 @dataclass(frozen=True)
 class Held:
-    """What an instance holds from one step to the next, or in each of them.
+    """A block of memory that an instance holds from one step to the next, or in each step.
 
     Attributes:
-        what: in words.
-        nbytes: how much.
+        what: Name of its content.
+        nbytes: Size in bytes.
         where: `DEVICE`, `HOST` or `SHARED`.
-        note: what there is to say about it.
+        note: Explanation for the table.
     """
 
     what: str
@@ -71,14 +71,14 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one instance needs for a training.
+    """The memory that one instance needs for a training.
 
     Attributes:
-        instance: which one.
-        local_replicas: how many it drives.
-        held: see there.
-        kept: by the stages of a pipeline between the passes of a replica's micro-batches.
-        programs: that are compiled for the training; none for engines that compile none.
+        instance: Index of the instance.
+        local_replicas: Number of replicas that it drives.
+        held: Memory that it holds.
+        kept: Memory that the stages of a pipeline keep between the passes of a replica's micro-batches.
+        programs: Programs compiled for the training; empty for engines that compile none.
     """
 
     instance: int
@@ -88,29 +88,29 @@ class MemoryPlan:
     programs: Sequence[ProgramMemory] = ()
 
     def nbytes(self, what: str) -> int:
-        """How much of one thing is held.
+        """Return the size of the memory with one name.
 
         Raises:
-            KeyError: there is no such thing.
+            KeyError: No memory has this name.
         """
         found = [each.nbytes for each in self.held if each.what == what]
         if not found:
-            raise KeyError(f"{what}; there are {', '.join(each.what for each in self.held)}")
+            raise KeyError(f"{what}; use one of {', '.join(each.what for each in self.held)}")
         return sum(found)
 
     @property
     def held_bytes(self) -> int:
-        """What is held in all, with what stages keep for their backward passes."""
+        """The memory held in all, including the stashes of stages for their backward passes."""
         stashed = sum(each.micro_batches * each.nbytes for each in self.kept)
         return sum(each.nbytes for each in self.held) + self.local_replicas * stashed
 
     @property
     def temporary_bytes(self) -> int:
-        """What the program that needs most needs besides while it runs, as often as it runs at once."""
+        """The largest temporary memory of a program, times the number of its runs at once."""
         return max((each.at_once * each.temporaries for each in self.programs), default=0)
 
     def to_json(self) -> dict[str, object]:
-        """All of it, for `json.dumps`."""
+        """Return the plan for `json.dumps`."""
         return {
             **{name.name: _plain(getattr(self, name.name)) for name in fields(self)},
             "held_bytes": self.held_bytes,
@@ -139,10 +139,10 @@ def held_by_means(replicas: Replicas, buckets: Sequence[Bucket], quantised: int,
     """Return the memory of mean gradients and of their exchange.
 
     Args:
-        replicas: whose gradients they are.
-        buckets: of gradients.
-        quantised: the bytes of the means of quantised gradients.
-        is_private: whether no means lie in a window.
+        replicas: Replicas whose gradients they are.
+        buckets: Buckets of gradients.
+        quantised: Size in bytes of the means of quantised gradients.
+        is_private: Whether no mean lies in a window.
     """
     communicator = replicas.communicator
     total, shared = quantised, 0
@@ -154,18 +154,18 @@ def held_by_means(replicas: Replicas, buckets: Sequence[Bucket], quantised: int,
     return [
         Held("mean gradients", total - shared, HOST),
         Held("mean gradients in the window", shared, SHARED, "once for the instances of a host"),
-        Held("window", communicator.window_bytes, SHARED, "through which they exchange"),
+        Held("window", communicator.window_bytes, SHARED, "for the exchange between instances"),
     ]
 
 
 def held_by_data(replicas: Replicas, batch: Batch, nbytes: int, where: str) -> list[Held]:
-    """Return the memory of a batch, and of those that are read ahead of it.
+    """Return the memory of a batch, and of the batches that are read ahead.
 
     Args:
-        replicas: whose batch it is.
-        batch: of the local replicas.
-        nbytes: of the batch.
-        where: the batch lies, as in `Held`.
+        replicas: Replicas whose batch it is.
+        batch: Batch of the local replicas.
+        nbytes: Size of the batch in bytes.
+        where: Place of the batch, as in `Held`.
     """
     dataset = replicas.dataset_of(batch)
     ahead = 0 if dataset is None else dataset.num_read_ahead
@@ -173,7 +173,7 @@ def held_by_data(replicas: Replicas, batch: Batch, nbytes: int, where: str) -> l
 
 
 def bytes_text(nbytes: int) -> str:
-    """A size in the unit that fits it."""
+    """Return a size with the unit that fits it."""
     for unit, size in _UNITS:
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:.0f} {unit}"

@@ -1,1 +1,1 @@
-"""The step that stays on the device: gradients are added there, and the update follows without a word from the host."""
+"""The step that stays on the device: it adds gradients and updates variables there, without waiting for the host."""

@@ -1,8 +1,9 @@
 """The arithmetic of sums over replicas on JAX's devices, with the bits of `collectives.reduction.Reduction`.
 
-XLA adds as IEEE 754 says. On GPUs it does not divide so, and it multiplies by the reciprocal of a divisor that it
-knows. So a division is made in float64, by a number that it does not know, and rounded: the same as one in float32. On
-CPUs XLA flushes denormal numbers to zero; everything else has the same bits there too.
+XLA adds as IEEE 754 demands. On GPUs it does not divide so, and it replaces the division by a constant by a
+multiplication with the reciprocal. So a division is made in float64, by an argument of the program, and then rounded,
+which gives the bits of a division in float32. On CPUs XLA flushes denormal numbers to zero; all other results have the
+same bits there too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collectives.tree import TreeNode, steps
 from strategies.jax.programs.program import jit
 
 Buffers = Sequence[jax.Array]
-"""The flat buffers of a bucket."""
+"""The flat buffers of one bucket."""
 
 
 def added(nodes: tuple[TreeNode, ...], sums: Buffers) -> jax.Array:
@@ -32,15 +33,15 @@ def added(nodes: tuple[TreeNode, ...], sums: Buffers) -> jax.Array:
 
 
 def mean_of(total: jax.Array, dtype: np.dtype, replicas: int, divisor: jax.Array) -> jax.Array:
-    """Return a sum divided once, and rounded once to a dtype; traceable.
+    """Return a sum divided once by R, and rounded once to a dtype; traceable.
 
     Args:
-        total: of all replicas.
-        dtype: of the mean.
+        total: Sum over all replicas.
+        dtype: Dtype of the mean.
         replicas: R.
-        divisor: R as a float32 scalar, an argument of the program.
+        divisor: R as a float32 scalar; an argument of the program, so that XLA does not know it.
     """
-    if replicas & (replicas - 1) == 0:  # the same bits as a division
+    if replicas & (replicas - 1) == 0:  # for powers of two, a multiplication has the bits of a division
         return (total * np.float32(1 / replicas)).astype(dtype)
     with jax.enable_x64(True):
         quotient = total.astype(jnp.float64) / divisor.astype(jnp.float64)
@@ -48,10 +49,10 @@ def mean_of(total: jax.Array, dtype: np.dtype, replicas: int, divisor: jax.Array
 
 
 class JaxArithmetic:
-    """The sums of a bucket's buffers, each by one compiled program for all buffers; see `DeviceArithmetic`."""
+    """The `DeviceArithmetic` of JAX: sums of a bucket's buffers, by one compiled program for all buffers."""
 
     def mean(self, nodes: Sequence[TreeNode], sums: Buffers, dtype: np.dtype, replicas: int) -> jax.Array:
-        """See `DeviceArithmetic`; memory of the sums is not taken over, it may belong to another process."""
+        """Return the mean of one buffer. The sums' memory is not taken over: it may belong to another process."""
         first, *others = [[one] for one in sums]
         found: list[jax.Array] = _means(tuple(nodes), (dtype,), replicas, False)(first, others, np.float32(replicas))
         return found[0]
@@ -60,8 +61,8 @@ class JaxArithmetic:
         """Return the sum of each buffer.
 
         Args:
-            nodes: neighbours in the tree, in order.
-            sums: for each node its buffers; the memory of the first node's is taken over.
+            nodes: Neighbours in the tree, in order.
+            sums: Buffers of each node; the memory of the first node's buffers is taken over.
         """
         first, *others = map(list, sums)
         found: list[jax.Array] = _totals(tuple(nodes), _are_wide(first))(first, others)
@@ -73,9 +74,9 @@ class JaxArithmetic:
         """Return the mean of each buffer over all replicas.
 
         Args:
-            nodes: together they are the whole tree.
-            sums: see `totals`.
-            dtypes: of the means.
+            nodes: Nodes that together are the whole tree.
+            sums: Buffers of each node; the memory of the first node's buffers is taken over.
+            dtypes: Dtypes of the means.
             replicas: R.
         """
         first, *others = map(list, sums)
@@ -86,7 +87,7 @@ class JaxArithmetic:
 
 
 def _are_wide(buffers: Buffers) -> bool:
-    """Return whether buffers have the accumulators' dtype, so that a sum may take their memory over."""
+    """Return whether buffers have the accumulators' dtype, so that a sum may take over their memory."""
     return all(accumulator_dtype(np.dtype(one.dtype), "sum") == one.dtype for one in buffers)
 
 

@@ -1,4 +1,4 @@
-"""The compiled path: means over all instances by one program of JAX's own collectives for each bucket."""
+"""The compiled path: means over all instances, by one program of JAX's own collectives per bucket."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from typing_extensions import override
 
 from collectives import Communicator, PeerLostError
 from collectives.arrays import accumulator_dtype
@@ -23,8 +24,8 @@ from strategies.jax.on_device.arithmetic import added, mean_of
 from strategies.jax.programs.program import jit
 
 GROUP_BYTES = 32 << 20
-"""Up to so many bytes of buffers travel in one collective. One over NCCL costs some 40 us, in which links carry 10 MB;
-to put buffers together takes memory, of so many bytes at a time."""
+"""The most bytes of buffers in one collective. A collective over NCCL costs some 40 us, in which links carry 10 MB. But
+putting buffers together takes memory of the same size."""
 _INSTANCES = "instances"
 _EACH, _SAME = PartitionSpec(_INSTANCES), PartitionSpec()
 
@@ -33,19 +34,19 @@ Dtypes: TypeAlias = tuple[np.dtype, ...]
 
 @final
 class CompiledPath(DevicePath):
-    """All-to-all of slices, the sum of a slice in the order of the tree, its mean, and an all-gather: one program.
+    """A path of one program: all-to-all of slices, sum of a slice in the order of the tree, mean, and all-gather.
 
-    It runs over NCCL on GPUs and over gloo on CPUs. All instances meet in the communicator before a program begins: so
-    an instance that is missing is named within the usual limits. On CPUs a program is waited for: gloo would mix the
-    messages of two at once.
+    The program runs over NCCL on GPUs and over gloo on CPUs. All instances meet in the communicator before it begins,
+    so that a missing instance is named within the usual time limit. On CPUs the path waits for each program: gloo would
+    mix the messages of two programs at once.
 
     Args:
-        spread: see `DevicePath`.
-        communicator: connects the instances, whose JAX is connected (`connect_processes`).
-        device: of this instance, where its sums lie.
+        spread: Spread of the replicas over the instances.
+        communicator: Communicator of the instances, whose JAX runtimes are connected (`connect_processes`).
+        device: Device of this instance's sums.
 
     Raises:
-        DeviceError: on all instances, if their devices are not those of as many processes. A collective call.
+        DeviceError: On all instances, if their devices do not belong to one process each. Collective.
     """
 
     word = COMPILED
@@ -57,7 +58,7 @@ class CompiledPath(DevicePath):
         self._is_cpu = device.platform == "cpu"
         if self._is_cpu and jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
             raise DeviceError(
-                f"gloo listens at the address of this machine's name, and {socket.gethostname()!r} has none; add it to "
+                f"gloo listens at the address of this machine's name, but {socket.gethostname()!r} has none; add it to "
                 "/etc/hosts, or set POPDIST_EXCHANGE=host"
             )
         self._mesh = _mesh(communicator, device)
@@ -66,15 +67,15 @@ class CompiledPath(DevicePath):
         self._divisor = jax.make_array_from_single_device_arrays((), NamedSharding(self._mesh, _SAME), [divisor])
         self._programs: dict[Dtypes, jax.stages.Wrapped] = {}
 
+    @override
     def means(self, name: str, sums: Sequence[Sequence[jax.Array]], dtypes: Sequence[np.dtype]) -> Sequence[jax.Array]:
-        """See `DevicePath`."""
         full = [number for number, of_buffer in enumerate(sums) if of_buffer[0].size]
         means = self._means_of(name, [sums[number] for number in full], tuple(dtypes[number] for number in full))
         found = dict(zip(full, means, strict=True))
         return [found[number] if number in found else self._empty(0, dtype) for number, dtype in enumerate(dtypes)]
 
+    @override
     def gather(self, name: str, own: jax.Array) -> jax.Array:
-        """See `DevicePath`."""
         if not own.size:
             return self._empty((self.spread.size, 0), own.dtype)
         return self._together(name, self._gathering, [own])[0]
@@ -91,11 +92,11 @@ class CompiledPath(DevicePath):
         own = [self._packed(of_buffer, self._wire_dtype(dtype)) for of_buffer, dtype in zip(sums, dtypes, strict=True)]
         return self._together(name, partial(program, self._divisor), own)
 
-    # ---- what this instance gives
+    # ---- the contribution of this instance
 
     @cached_property
     def _rows(self) -> int:
-        """The nodes that each instance sends. Where it has fewer, zeros follow, which nobody adds."""
+        """The number of nodes that each instance sends. An instance with fewer nodes sends zeros, which are ignored."""
         return max(map(len, self.spread.sums))
 
     def _wire_dtype(self, dtype: np.dtype) -> np.dtype:
@@ -114,10 +115,10 @@ class CompiledPath(DevicePath):
     def _together(
         self, name: str, program: Callable[..., Sequence[jax.Array]], own: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """Begin a program when all instances have come; return this instance's results.
+        """Begin a program when all instances have arrived; return this instance's results.
 
         Raises:
-            PeerLostError: on CPUs, if an instance ends meanwhile. On GPUs results raise JAX's error when they are read.
+            PeerLostError: On CPUs, an instance has ended. On GPUs reading the results raises JAX's error.
         """
         if self._is_cpu:
             jax.block_until_ready(own)
@@ -145,7 +146,7 @@ class CompiledPath(DevicePath):
         return jit(jax.shard_map(gather, mesh=self._mesh, in_specs=_EACH, out_specs=_EACH, check_vma=False))
 
     def _program(self, dtypes: Dtypes) -> jax.stages.Wrapped:
-        """Return the program that exchanges buffers of these dtypes. Where sums fit, the means take their memory."""
+        """Return the program that exchanges buffers of these dtypes. If sums fit, the means take over their memory."""
 
         def exchange(divisor: jax.Array, *own: jax.Array) -> list[jax.Array]:
             rows = [each.reshape(self._rows, -1) for each in own]
@@ -166,8 +167,8 @@ class CompiledPath(DevicePath):
         """Return the mean of a buffer; traced on each instance.
 
         Args:
-            own: the nodes of this instance, a row for each.
-            dtype: of the mean.
+            own: Nodes of this instance, one row for each.
+            dtype: Dtype of the mean.
             divisor: R.
         """
         instances, (rows, size) = self.spread.size, own.shape
@@ -191,8 +192,8 @@ def _mesh(communicator: Communicator, device: jax.Device) -> Mesh:
     processes = {each.process_index for each in devices if each is not None}
     if len(processes) < len(devices):
         raise DeviceError(
-            f"JAX has started before it could be connected with that of all {len(devices)} instances; make the "
-            "strategy before the first array, and the first look at jax.devices(), or set POPDIST_EXCHANGE=host"
+            f"JAX started before it could be connected with the JAX of all {len(devices)} instances; make the strategy "
+            "before the first array and the first call of jax.devices(), or set POPDIST_EXCHANGE=host"
         )
     return Mesh(np.array(devices), (_INSTANCES,))
 

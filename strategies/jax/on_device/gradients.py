@@ -1,4 +1,4 @@
-"""The gradients of the local replicas, computed and added on their devices; nothing waits for the devices."""
+"""The gradients of the local replicas, computed and added on their devices without waiting for them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from strategies.typing import Leaf, Tree, Variables
 
 
 class DeviceGradients:
-    """Computes the gradients of the local replicas, one after another on each device, and adds them.
+    """The gradients of the local replicas, computed one after another on each device, and their sums.
 
-    Two sums are added as soon as both are there. So at most one for each level of the tree is alive, and one more. A
-    sum lies on the device of its first replica.
+    Two sums are added as soon as both exist. So at most one sum per level of the tree is alive, and one more. A sum
+    lies on the device of its first replica.
 
     Args:
-        devices: where the local replicas run.
-        plan: the program of a replica, in one segment; it makes its buffers.
-        nodes: the nodes of the tree that are added here; together they are the local replicas.
+        devices: Devices of the local replicas.
+        plan: Program of a replica, in one segment, which makes its buffers.
+        nodes: Nodes of the tree that are added here; together they are the local replicas.
         replicas: R.
     """
 
@@ -38,15 +38,15 @@ class DeviceGradients:
     def sums(
         self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None
     ) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
-        """Begin to compute the sums of the nodes; does not wait for the devices.
+        """Begin to compute the sums of the nodes, without waiting for the devices.
 
         Args:
-            variables: see `ReplicaGradients.dispatch`, as the others.
-            of_replicas: likewise.
-            others: likewise.
+            variables: Variables, as in `ReplicaGradients.dispatch`.
+            of_replicas: Arguments of each local replica, as in `ReplicaGradients.dispatch`.
+            others: Shared arguments, as in `ReplicaGradients.dispatch`.
 
         Returns:
-            For each buffer the sums of the nodes, on the first device; and what each local replica keeps.
+            The sums of the nodes on the first device, for each buffer; and the values that each local replica keeps.
         """
         shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
         sums: list[tuple[TreeNode, list[jax.Array]]] = []
@@ -65,7 +65,7 @@ class DeviceGradients:
         return [list(of_buffer) for of_buffer in zip(*on_first, strict=True)], kept
 
     def _add(self, sums: list[tuple[TreeNode, list[jax.Array]]]) -> None:
-        """Add the last two sums, and what comes of that, as long as they are the halves of a node of this instance."""
+        """Add the last two sums, and again their result, while they are the halves of a node of this instance."""
         while len(sums) > 1:
             (left, own), (right, theirs) = sums[-2:]
             parent = node_of_halves(left, right, self._replicas)

@@ -1,4 +1,4 @@
-"""The model state after a step on the device: what replicas have made of it, and what they agree on."""
+"""The model state after a step on the device: values that replicas keep, and values on which they agree."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def model_state_after(
     kept: Sequence[Sequence[jax.Array]],
     means: Sequence[jax.Array],
 ) -> Tree:
-    """Return the new model state; a collective call where several instances take leaves of replica 0.
+    """Return the new model state. Collective if several instances take leaves of replica 0.
 
-    Nobody waits for the device, but for those leaves.
+    Only those leaves wait for the device.
 
     Args:
-        program: of a replica.
-        replicas: where the replicas are.
-        before: the model state with which the step began.
-        kept: what each local replica keeps.
-        means: of the leaves that travel, over all replicas.
+        program: Computation of a replica.
+        replicas: Places of the replicas.
+        before: Model state before the step.
+        kept: Values that each local replica keeps.
+        means: Means, over all replicas, of the leaves that travel.
     """
     rule, device = program.rule, replicas.variables_device
     of_state = [program.unpack_kept(of_replica)[1] for of_replica in kept]
     averaged = rule.words.count(MEAN)
     sums = [jnp.asarray(old) + mean for old, mean in zip(rule.pick(before, SUM), means[averaged:], strict=True)]
     new = {**of_state[0], MEAN: list(means[:averaged]), SUM: sums}
-    if new[FIRST] and replicas.communicator.size > 1:  # replica 0 is on the first of the instances
+    if new[FIRST] and replicas.communicator.size > 1:  # replica 0 is on the first instance
         new[FIRST] = replicas.broadcast(new[FIRST])
     own = [jax.device_put(each[PER_REPLICA], device) for each in of_state]
     new[PER_REPLICA] = replicas.devices.place([_joined(leaves) for leaves in zip(*own, strict=True)])
@@ -46,7 +46,7 @@ def model_state_after(
 
 @jax.jit
 def _joined(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return what replicas have, one behind the other along the first axis."""
+    """Return the replicas' arrays one behind the other along the first axis."""
     return jnp.concatenate(leaves)
 
 
@@ -56,14 +56,14 @@ def _chosen(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def chosen(is_finite: Leaf, new: Tree, old: Tree) -> Tree:
-    """Return the new model state if the step may be applied, the old one otherwise; nobody waits for the flag."""
+    """Return the new model state if the step may be applied, else the old one, without waiting for the flag."""
     if is_finite is True:
         return new
     return jax.tree.map(lambda one, other: _chosen(_beside(is_finite, one), one, other), new, old)
 
 
 def _beside(is_finite: Leaf, leaf: jax.Array) -> Leaf:
-    """Return the flag on the devices of a leaf, which are several where replicas have parts of their own."""
+    """Return the flag on the devices of a leaf, which has several if replicas have parts of their own."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())

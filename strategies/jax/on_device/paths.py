@@ -1,4 +1,4 @@
-"""The path on which gradients that lie on JAX's devices become means over all instances."""
+"""The choice of the path on which gradients on JAX's devices become means over all instances."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from strategies.jax.replicas.replicas import Replicas
 
 
 def path_for(replicas: Replicas) -> DevicePath | None:
-    """Return the path of gradients that stay on the device; None if they go through the host.
+    """Return the path of gradients that stay on the device, or None if they go through the host.
 
-    Collective where several instances keep them on devices.
+    Collective if several instances keep gradients on devices.
 
     Raises:
-        DeviceError: the instances have no devices that can work together.
-        MappingError: the job asks for windows, and the instances cannot map each other's memory.
+        DeviceError: The instances' devices cannot work together.
+        MappingError: The job asks for windows, and the instances cannot map each other's memory.
     """
     if not replicas.exchange.is_on_device:
         return None

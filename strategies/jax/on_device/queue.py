@@ -1,4 +1,4 @@
-"""The queue of steps that the devices have not finished: it is bounded, and reports a failure with its step."""
+"""The queue of steps that devices have not finished: it is bounded, and names the step that failed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
 
 MOST = 8
-"""Steps that are begun before the oldest one has ended. They keep their batches in memory."""
+"""The most steps that may have begun before the oldest one has ended. They keep their batches in memory."""
 
 
 class StepQueue:
-    """The steps that were begun, with an array of each that is ready when the step has ended."""
+    """The steps that have begun, each with an array that is ready when the step has ended."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, UnreadArray]] = deque()
 
     def add(self, step: int, ready: UnreadArray) -> None:
-        """Add a step that was begun.
+        """Add a step that has begun.
 
         Args:
-            step: the number of the step, from 0.
-            ready: an array that the step computes.
+            step: Number of the step, from 0.
+            ready: Array that the step computes.
         """
         self._steps.append((step, ready))
 
     def await_room(self) -> None:
         """Wait until one more step may be begun.
 
-        The next step has used nothing up yet. So a KeyboardInterrupt, which mostly comes here, leaves its state whole.
+        At this point the next step has used up nothing. A KeyboardInterrupt mostly comes here, and leaves the state
+        usable.
 
         Raises:
-            StrategyError: if a step has failed on the devices, with its number.
+            StrategyError: A step has failed on the devices; the message has its number.
         """
         while self._steps and (len(self._steps) >= MOST or _has_ended(self._steps[0][1])):
             last = self._steps[-1][0]

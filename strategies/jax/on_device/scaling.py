@@ -1,4 +1,4 @@
-"""Loss scaling on the device: the host reads neither the scale, nor whether gradients are finite."""
+"""Loss scaling on the device: the host reads neither the scale nor whether gradients are finite."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def scaled_control(control: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def scale_after(scaling: LossScaling, last: LossScale, is_finite: jax.Array) -> LossScale:
-    """Return the scale of the next loss, with the bits of `LossScaling.after`; does not wait for the device.
+    """Return the scale of the next loss, with the bits of `LossScaling.after`, without waiting for the device.
 
     Args:
-        scaling: the rule.
-        last: the scale of this step's loss.
-        is_finite: whether its gradients are, a bool scalar.
+        scaling: Rule of the scale.
+        last: Scale of this step's loss.
+        is_finite: Whether its gradients are finite, a bool scalar.
     """
     factor = np.array([scaling.factor], np.float64).view(np.int32)
     found: LossScale = _scale_after(last, is_finite, factor, scaling.initial, scaling.interval)
@@ -33,11 +33,11 @@ def _after(last: LossScale, is_finite: jax.Array, factor: jax.Array, initial: fl
     """Return the next scale, computed in float64 as on the host; traceable.
 
     Args:
-        last: see `scale_after`.
-        is_finite: likewise.
-        factor: the bits of the factor, int32 [2]: XLA would multiply by the reciprocal of a divisor that it knows.
-        initial: see `LossScaling`.
-        interval: likewise.
+        last: Scale of this step's loss.
+        is_finite: Whether its gradients are finite, a bool scalar.
+        factor: Bits of the factor, int32 [2]; an argument, because XLA multiplies by the reciprocal of a constant.
+        initial: `LossScaling.initial`.
+        interval: `LossScaling.interval`.
     """
     good, skipped = jnp.asarray(last.good_steps, jnp.int32) + 1, jnp.asarray(last.skipped, jnp.int32)
     with jax.enable_x64(True):

@@ -26,16 +26,16 @@ from strategies.typing import Gradients, Leaf, Tree
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step for batches of some shapes.
+    """A step on the device for batches of certain shapes.
 
     Attributes:
-        program: what a replica computes.
-        bucket: the gradients, which all travel together; its means have no memory on the host.
-        gradients: compute and add it.
-        path: makes the means over all instances.
-        update: of the variables, with optimizer state in one piece or in parts.
-        flat: that update, of means in flat buffers.
-        replicas: where the replicas are.
+        program: Computation of a replica.
+        bucket: Bucket of all gradients; its means have no memory on the host.
+        gradients: Computation of the bucket, and its sums.
+        path: Path on which sums become means over all instances.
+        update: Update of the variables, with optimizer state whole or in parts.
+        flat: The same update, for means in flat buffers.
+        replicas: Places of the replicas.
     """
 
     program: ReplicaProgram
@@ -49,18 +49,18 @@ class DeviceStep:
 
 @dataclass
 class DevicePending:
-    """A step on the device that has begun; see `PendingStep`, and `Exchange`, both of which it is.
+    """A step on the device that has begun; it is the `PendingStep` and the `Exchange` of the loop.
 
     Attributes:
-        step: its programs.
-        state: with which it began.
-        control: see `control_words`.
-        notice: 1 if this instance was given one, else 0; after `reduce` 1 if any instance was.
-        sums: for each buffer those of this instance's nodes.
-        kept: what each local replica keeps.
-        means: the buffers with the means.
-        tail: what has travelled behind the gradients.
-        is_finite: whether the step may be applied; a scalar on the device with loss scaling.
+        step: Programs of the step.
+        state: State before the step.
+        control: Control words, see `control_words`.
+        notice: 1 if this instance was given a notice, else 0; after `reduce` 1 if any instance was.
+        sums: Sums of this instance's nodes, for each buffer.
+        kept: Values that each local replica keeps.
+        means: Buffers with the means.
+        tail: Values that travelled behind the gradients.
+        is_finite: Whether the step may be applied; with loss scaling a scalar on the device.
     """
 
     step: DeviceStep
@@ -81,13 +81,13 @@ class DevicePending:
         notice: bool,
         arguments: Callable[[Leaf], tuple[Tree, Sequence[Tree], Tree]],
     ) -> DevicePending:
-        """Begin a step; does not wait for the devices.
+        """Begin a step, without waiting for the devices.
 
         Args:
-            step: its programs.
-            state: with which it begins.
-            notice: whether this instance was given one.
-            arguments: returns those of `DeviceGradients.sums`, given the control words.
+            step: Programs of the step.
+            state: State before the step.
+            notice: Whether this instance was given a notice.
+            arguments: Function of the control words that returns the arguments of `DeviceGradients.sums`.
         """
         control: Leaf = control_words(state.step, notice, 1.0)
         if state.loss_scale is not None:
@@ -97,16 +97,16 @@ class DevicePending:
 
     @property
     def buckets(self) -> Iterator[tuple[Bucket, Buffers]]:
-        """See `PendingStep`: the sums of this instance's nodes."""
+        """The only bucket, with the sums of this instance's nodes."""
         yield self.step.bucket, self.sums
 
     @property
     def exchange(self) -> DevicePending:
-        """See `PendingStep`."""
+        """The exchange of the bucket: the step itself."""
         return self
 
     def reduce(self, bucket: Bucket, contributions: Buffers) -> None:
-        """See `Exchange`. The notice goes from host to host, and with it what is called: all instances are there."""
+        """Begin to compute the means. Collective. The notice travels through the hosts, which also compare the call."""
         step, communicator = self.step, self.step.replicas.communicator
         if communicator.size > 1:
             given = np.array([self.notice], np.float32)
@@ -118,7 +118,7 @@ class DevicePending:
         self.means = step.path.means(bucket.name, contributions, dtypes)
 
     def arrived(self) -> Arrived:
-        """Return the results of the exchange, which nobody has read."""
+        """Return the results of the exchange, without reading them."""
         program = self.step.program
         self.tail = self.step.flat.tail_of(self.means[0])
         self.is_finite = True

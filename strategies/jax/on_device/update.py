@@ -20,17 +20,17 @@ Unpacked: TypeAlias = tuple[Gradients, jax.Array, jax.Array]
 
 
 class FlatUpdate:
-    """New variables of the mean gradients in flat buffers.
+    """The update of the variables by mean gradients in flat buffers.
 
-    If every instance has all of the optimizer state, one program takes the buffers apart and updates the variables.
+    If every instance has all of the optimizer state, one program unpacks the buffers and updates the variables.
     Otherwise the update is a program of its own.
 
     Args:
-        program: of a replica, whose results are in the buffers.
-        update: of the variables.
-        layout: of the buffers.
-        structure: of the variables that are trained.
-        scales: whether the tail says if the step may be applied.
+        program: Computation of a replica, whose results are in the buffers.
+        update: Update of the variables.
+        layout: Layout of the buffers.
+        structure: Structure of the trained variables.
+        scales: Whether the tail says if the step may be applied.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FlatUpdate:
             self._at_once = update.in_turn(jit(self._updated, donate_argnums=(0, 1)))
 
     def unpacked(self, buffers: Sequence[jax.Array], control: Leaf) -> Unpacked:
-        """Return the contents of the buffers, but for means of the model state."""
+        """Return the contents of the buffers, except means of the model state."""
         found: Unpacked = self._unpack(buffers, control)
         return found
 
@@ -73,14 +73,14 @@ class FlatUpdate:
     ) -> tuple[Variables, OptimizerState]:
         """Return new variables and optimizer state; the old ones are used up.
 
-        With loss scaling nothing changes where a gradient is not finite. Nobody waits for the device to find that out,
-        unless the optimizer has parts of its state on several instances.
+        With loss scaling nothing changes if a gradient is not finite. The host waits for the device to find that out
+        only if the optimizer has parts of its state on several instances.
 
         Args:
-            variables: those that are trained.
-            optimizer_state: theirs.
-            buffers: with the means.
-            control: see `control_words`.
+            variables: Trained variables.
+            optimizer_state: Optimizer state of these variables.
+            buffers: Buffers with the means.
+            control: Control words, see `control_words`.
         """
         if self._at_once is not None:
             state = self._whole.on_device(optimizer_state)
@@ -107,7 +107,7 @@ class FlatUpdate:
         return tail[self._program.finite_place] == 0
 
     def _unpacked(self, buffers: Sequence[jax.Array], control: jax.Array) -> Unpacked:
-        # Behind a barrier, as if each were an argument: fused with the cut, the update could round otherwise.
+        # Behind a barrier, as if each were an argument: if XLA fused the cut into the update, it could round otherwise.
         leaves, tail = jax.lax.optimization_barrier((self._layout.views(buffers), self._layout.tail_view(buffers)))
         means = jax.tree.unflatten(self._structure, leaves[: self._program.num_gradients])
         return means, tail, with_loss(jnp.asarray(control), tail)

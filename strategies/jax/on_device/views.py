@@ -1,4 +1,4 @@
-"""The memory behind arrays of JAX."""
+"""The memory behind JAX's arrays."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from strategies.jax.programs.program import jit
 
 @final
 class JaxViews:
-    """See `DeviceViews`.
+    """The `DeviceViews` of JAX.
 
     Args:
-        device: where what leaves the mapped memory lies. Memory of the host is taken for the first simulated device.
+        device: Device for copies of the mapped memory. Host memory belongs to the first simulated device.
     """
 
     def __init__(self, device: jax.Device) -> None:
         self._device = device
 
     def view(self, array: ExportedArray) -> jax.Array:
-        """See `DeviceViews`."""
+        """Return an array of JAX that views memory of a path, without a copy."""
         found: jax.Array = jax.dlpack.from_dlpack(array, copy=False if array.nbytes else None)
         return found
 
     def addresses(self, arrays: Sequence[jax.Array]) -> list[int]:
-        """See `DeviceViews`."""
+        """Wait until arrays have been computed, and return their addresses."""
         jax.block_until_ready(arrays)
         return [array.unsafe_buffer_pointer() for array in arrays]
 
     def dtype_of(self, array: jax.Array) -> np.dtype:
-        """See `DeviceViews`."""
+        """Return the NumPy dtype of an array."""
         return np.dtype(array.dtype)
 
     def taken(self, view: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
-        """See `DeviceViews`."""
+        """Wait for, and return, copies of parts of a flat view."""
         found = _taken(tuple(starts), tuple(sizes))(view)
         return [self._placed(one) for one in jax.block_until_ready(found)]
 
     def stacked(self, rows: Sequence[jax.Array]) -> jax.Array:
-        """See `DeviceViews`."""
+        """Wait for, and return, a copy of flat views, stacked along a new first axis."""
         return self._placed(jax.block_until_ready(_stacked(rows)))
 
     def _placed(self, array: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ class JaxViews:
 @cache
 def _taken(starts: tuple[int, ...], sizes: tuple[int, ...]) -> jax.stages.Wrapped:
     def taken(flat: jax.Array) -> list[jax.Array]:
-        # Without a copy a part that is all of the array would be the array itself, in memory that changes.
+        # A copy, because XLA returns a slice that is the whole array as the array itself, in memory that changes.
         return [jnp.copy(flat[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
     return jit(taken)

@@ -1,1 +1,1 @@
-"""Programs of JAX: how they are cut, compiled, and call the host."""
+"""The programs of JAX: how they are cut and compiled, and how they call the host."""

@@ -1,7 +1,7 @@
-"""A traced function cut so that some results leave in buckets while others are computed.
+"""A traced function, cut so that some results leave in buckets while others are still computed.
 
-A gradient is finished as soon as its own equations are: what else the backward pass computes is no concern of it. So
-each segment takes exactly the equations that its results need and no earlier segment has evaluated.
+A gradient is finished when its own equations are, whatever else the backward pass still computes. So each segment takes
+exactly the equations that its results need and that no earlier segment has evaluated.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from strategies.jax.programs.jaxpr import Atom, Equation, EquationGroup, Graph, 
 from strategies.jax.programs.segments import Part, ProgramSegment
 
 MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota"})
-"""Movements of data: evaluated again where they are needed, which is cheaper than to hand on what they return."""
+"""The names of operations that move data. Repeating them is cheaper than handing on their results."""
 
 
 def cut_in_buckets(
     closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece_bytes: int
 ) -> list[ProgramSegment]:
-    """Cut a function at some of its results, in the order in which they can be finished.
+    """Cut a function at some of its results, in the order in which these can be finished.
 
     Args:
-        closed: the traced function, without effects.
-        early: the positions of the results to be finished early; all the others come with the last segment.
-        bucket_bytes: results are finished together until they have so many bytes.
-        piece_bytes: the last of the large ones, if it is the product of two matrices, is finished in pieces of at
-            least so many bytes: nothing is left to be computed while it travels. (The others are not, because it
-            takes longer to compute a product in pieces: a fifth, for three of them.)
+        closed: Traced function without effects.
+        early: Positions of the results to be finished early; all others come with the last segment.
+        bucket_bytes: Least size of the results that are finished together, in bytes.
+        piece_bytes: Least size of a piece in bytes. The last of the large results, if it is the product of two
+            matrices, is finished in pieces, because nothing is left to be computed while it travels. The others stay
+            whole, because a product in pieces takes longer: a fifth longer, for three of them.
     """
     graph = Graph.of(closed)
     ordered = sorted(early, key=lambda number: graph.place(graph.results[number]))
@@ -60,7 +60,7 @@ def _fill(parts: dict[Part, Atom], bucket_bytes: int) -> list[dict[Part, Atom]]:
 
 
 def _groups(graph: Graph, buckets: Sequence[dict[Part, Atom]]) -> list[EquationGroup]:
-    """Return for each bucket the equations behind it that no earlier one has."""
+    """Return, for each bucket, the equations that its values need and no earlier bucket has."""
     known: set[int] = set()
     groups = []
     for bucket in buckets:
@@ -74,7 +74,7 @@ def _groups(graph: Graph, buckets: Sequence[dict[Part, Atom]]) -> list[EquationG
 
 
 def _divide(graph: Graph, result: int, piece_bytes: int) -> dict[Part, Atom]:
-    """Pieces of the rows of a result that is the product of two matrices; none if it is not, or too small."""
+    """Return pieces of rows of a result that is the product of two matrices; none if it is not, or too small."""
     whole = graph.results[result]
     product = _product(graph, whole)
     if product is None:
@@ -89,7 +89,7 @@ def _divide(graph: Graph, result: int, piece_bytes: int) -> dict[Part, Atom]:
 
 
 def _product(graph: Graph, atom: Atom) -> _Product | None:
-    """Return the parts of a product; None if the value is no product, or something else reads it."""
+    """Return the parts of a product; None if the value is not a product, or another equation reads it."""
     last = graph.producer(atom)
     if last is None or not atom.aval.shape or graph.readers(atom):
         return None
@@ -118,10 +118,10 @@ class _Product:
     """A matrix product whose rows come from one dimension of one operand.
 
     Attributes:
-        dot: the product.
-        turn: the transposition that follows, if one does.
-        side: 0 or 1, the operand.
-        dimension: of that operand.
+        dot: Equation of the product.
+        turn: Transposition that follows, or None.
+        side: Number of the operand, 0 or 1.
+        dimension: Dimension of that operand.
     """
 
     dot: Equation
@@ -130,7 +130,7 @@ class _Product:
     dimension: int
 
     def add_rows(self, graph: Graph, start: int, stop: int) -> Variable:
-        """Return some rows of the product, by equations that are added to the graph."""
+        """Return some rows of the product, made by equations that are added to the graph."""
         operands = list(self.dot.invars)
         operand = operands[self.side]
         shape = operand.aval.shape

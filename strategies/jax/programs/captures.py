@@ -1,8 +1,8 @@
-"""Values that a function reads from outside while it is traced, and checks that they are unchanged.
+"""The values that a function reads from outside while it is traced, and checks that they are unchanged.
 
-A traced function becomes a program, and what it has read in Python is a constant there: numbers, arrays, attributes,
-globals, the next element of an iterator, the time. So the code of the function, and of the user's functions that it
-calls, is searched for such reads. Code of libraries is not searched.
+A traced function becomes a program, and a value that it read in Python is a constant there. Such values are numbers,
+arrays, attributes, globals, the next element of an iterator, and the time. So the code of the function, and of the
+user's functions that it calls, is searched for such reads. Code of libraries is not searched.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from strategies.jax.programs.users_code import (
 )
 
 MOST_READS = 4000
-"""Most reads that are compared: a function with more closes over models, whose arrays are JAX's and do not change."""
+"""The most reads that are compared. A function with more has closed over a model, whose JAX arrays do not change."""
 MOST_REMEMBERED = 100_000
-"""Most places whose last values are kept."""
+"""The most places whose last values are kept."""
 
 _OPAQUE = ("jax", "jaxlib", "numpy", "optax", "flax", "strategies", "popdist", "collectives", "ml_dtypes")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -54,11 +54,11 @@ class _Read:
     """A value that a function reads.
 
     Attributes:
-        name: for messages.
-        get: what it is now.
-        seen: what it was, see `remembered`.
-        may_grow: whether it is a tuple of what is in a list, to which a function may add when it is traced.
-        grows: whether the function has added to it, as to a table of what it has computed, to which others may add.
+        name: Name for messages.
+        get: Function that returns the present value.
+        seen: Mark of the value at tracing, see `remembered`.
+        may_grow: Whether it is a tuple of a container's items, to which a function may add when it is traced.
+        grows: Whether the function has added to the container, such as a cache, to which others may add too.
     """
 
     name: str
@@ -81,15 +81,15 @@ class Reads:
     """A record of the values that functions may read, as they are now.
 
     Args:
-        functions: that will be traced.
-        follows_keras: whether the variables of Keras are arguments of the program, and no constants.
+        functions: Functions that will be traced.
+        follows_keras: Whether variables of Keras are arguments of the program, and not constants.
 
     Attributes:
-        of_keras: models, layers, optimizers, metrics and variables of Keras that it may read.
+        of_keras: Models, layers, optimizers, metrics and variables of Keras that it may read.
 
     Raises:
-        RuntimeError: it reads what is another thing each time: the next element of an iterator, a clock, random numbers
-            of Python.
+        RuntimeError: A function reads a value that differs each time: the next element of an iterator, a clock, random
+            numbers of Python.
     """
 
     def __init__(self, *functions: Callable[..., object], follows_keras: bool = False) -> None:
@@ -99,18 +99,18 @@ class Reads:
         walk = _Walk(follows_keras)
         for one in functions:
             walk.follow(one, "")
-        if walk.is_stale:  # JAX keeps what it has traced of the bodies of loops, branches and jitted functions
-            logger.info("%s reads what has changed; JAX's caches are cleared", self._name)
+        if walk.is_stale:  # JAX caches traces of loop bodies, branches and jitted functions
+            logger.info("%s reads values that have changed; JAX's caches are cleared", self._name)
             jax.clear_caches()
         self._reads = walk.reads
         self.of_keras: Sequence[object] = walk.of_keras
         self._draws = [(name, one, state_of(one)) for name, one in walk.generators]
 
     def settle(self) -> None:
-        """Take over what the function has changed when it was traced, as a list of what it was traced with.
+        """Accept changes that the functions made while they were traced, such as items added to a list.
 
         Raises:
-            RuntimeError: it has changed what it reads, or drawn random numbers, once and not in each run.
+            RuntimeError: Tracing has changed a value that is read, or drawn random numbers: once, and not in each run.
         """
         for name, generator, state in self._draws:
             if state_of(generator) != state:
@@ -130,38 +130,38 @@ class Reads:
 
     @property
     def changed(self) -> str | None:
-        """The name of something that is not what it was; None where all is."""
+        """The name of a value that has changed, or None."""
         return next((read.name for read in self._reads if not read.is_same), None)
 
     def is_same(self) -> bool:
-        """Return whether nothing has changed."""
+        """Return whether all values are unchanged."""
         return self.changed is None
 
     def insist(self, instead: str) -> None:
-        """Refuse to run a program in which something is a constant that has changed.
+        """Raise if a constant of the program has changed outside of it.
 
         Args:
-            instead: what to do, for the message.
+            instead: Way to hand the value over, for the message.
 
         Raises:
-            RuntimeError: there is something.
+            RuntimeError: A value has changed.
         """
         changed = self.changed
         if changed is not None:
             raise RuntimeError(
-                f"{self._name} reads {changed}, which has changed since the function was compiled, where it is a "
-                f"constant; hand it over {instead}"
+                f"{self._name} reads {changed}, which is a constant of the compiled function but has changed since; "
+                f"hand it over {instead}"
             )
 
 
 class _Walk:
-    """A walk from a function to all that it and other functions of the user may read.
+    """A walk from a function to all values that it, and the user's functions that it calls, may read.
 
     Attributes:
-        reads: all of it.
-        generators: of random numbers, with their names.
-        of_keras: see `Reads`.
-        is_stale: whether something is not what it was when any function was traced that reads it.
+        reads: Reads that were found.
+        generators: Generators of random numbers, with their names.
+        of_keras: Objects of Keras, see `Reads`.
+        is_stale: Whether a value has changed since any function that reads it was traced.
     """
 
     def __init__(self, follows_keras: bool) -> None:
@@ -170,12 +170,12 @@ class _Walk:
         self._follows_keras = follows_keras
         self.reads: list[_Read] = []
         self.generators: list[tuple[str, object]] = []
-        self._handed: set[str] = set()  # what may be a callback of JAX
-        self._grown: set[str] = set()  # what functions add to,
-        self._others: set[str] = set()  # and what they do something else with
+        self._handed: set[str] = set()  # names of possible callbacks of JAX
+        self._grown: set[str] = set()  # names of containers to which functions add
+        self._others: set[str] = set()  # names with other uses
         self._passed: dict[int, object] = {}
-        self._seen: dict[int, object] = {}  # which keeps them, so that no other has the identity
-        self._names = {"__call__"}  # which no code says where it calls an object
+        self._seen: dict[int, object] = {}  # keeps the objects alive, so that no other gets the same id
+        self._names = {"__call__"}  # code that calls an object does not mention this name
         self._objects: list[tuple[str, object, set[str]]] = []
 
     def follow(self, function: object, name: str) -> None:
@@ -210,7 +210,7 @@ class _Walk:
             self._bound(each, functools.partial(contents_of, cell), id(cell), keys.get(each))
         spaces = function.__globals__
         loaded = {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"}
-        for each in sorted(loaded & spaces.keys()):  # in one order on all instances
+        for each in sorted(loaded & spaces.keys()):  # in the same order on all instances
             self._bound(each, functools.partial(spaces.get, each, GONE), id(spaces), keys.get(each))
         for each in sorted({one.argval for one in instructions if one.opname == "IMPORT_NAME"}):
             if is_users_module(sys.modules.get(each)):
@@ -218,7 +218,7 @@ class _Walk:
         refuse_clocks(function, instructions, cells)
 
     def _wrapped(self, function: types.FunctionType, name: str) -> None:
-        """Go on to functions of the user that one of a library was given, as a schedule to an optimizer."""
+        """Follow the user's functions that a function of a library was given, such as an optimizer's schedule."""
         if id(function) in self._passed:
             return
         self._passed[id(function)] = function
@@ -226,12 +226,12 @@ class _Walk:
             for one in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(one, _FUNCTIONS):
                     self._value(one, name)
-                for each in one if isinstance(one, tuple) else ():  # as a gradient transformation is
+                for each in one if isinstance(one, tuple) else ():  # such as a gradient transformation
                     if isinstance(each, types.FunctionType):
                         self._value(each, name)
 
     def _bound(self, name: str, get: Callable[[], object], place: int, keys: Sequence[object] | None = None) -> None:
-        """Read what a name stands for; of a dictionary only what the keys have, where no others are used."""
+        """Read the value of a name; of a dictionary only the values of `keys`, if no other keys are used."""
         value = get()
         if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
             return
@@ -247,7 +247,7 @@ class _Walk:
             self._bound(f"{name}[{key!r}]", functools.partial(value.get, key, GONE), id(value))
 
     def _read(self, name: str, get: Callable[[], object], place: int, may_grow: bool = False) -> None:
-        """Note a read; `place` is the identity of what holds the value."""
+        """Note a read; `place` is the identity of the object that holds the value."""
         if len(self.reads) >= MOST_READS:
             return
         now = get()
@@ -271,8 +271,8 @@ class _Walk:
         elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_opaque(type(value)):
             raise RuntimeError(
                 f"{name} is an iterator, a {type(value).__name__}, whose next element would be taken once, while the "
-                "function is compiled, and not in each run; hand it over among the arguments of strategy.run, or give "
-                "a loop an InfeedQueue"
+                "function is compiled, and not in each run; pass it among the arguments of strategy.run, or give a "
+                "loop an InfeedQueue"
             )
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
@@ -290,11 +290,11 @@ class _Walk:
             self._read(f"the elements of {name}", functools.partial(getattr, value, "_version"), id(value))
         elif _is_of_keras(value):
             self._of_keras(value, name)
-        elif _is_opaque(type(value)) and hasattr(value, "assign"):  # a variable of ours
+        elif _is_opaque(type(value)) and hasattr(value, "assign"):  # a variable of this package
             self._read(name, functools.partial(getattr, value, "_value", None), id(value))
         elif isinstance(value, types.ModuleType | type) or not _is_opaque(type(value)):
             self._objects.append((name, value, set()))
-        inner = getattr(value, "__wrapped__", None)  # of decorators, and of jax.jit
+        inner = getattr(value, "__wrapped__", None)  # set by decorators and by jax.jit
         if inner is not None and not isinstance(value, type):
             self._value(inner, name)
 
@@ -310,7 +310,7 @@ class _Walk:
             self._value(one, each)
 
     def _of_keras(self, value: object, name: str) -> None:
-        """Note the variables of an object of Keras; its other attributes are constant, or come with other variables."""
+        """Note the variables of an object of Keras; its other attributes are constant, or belong to other variables."""
         self.of_keras.append(value)
         self._value(getattr(value, "optimizer", None), f"{name}.optimizer")
         if self._follows_keras:
@@ -322,7 +322,7 @@ class _Walk:
                 )
 
     def _look_at_attributes(self) -> bool:
-        """Read the attributes of objects that bear names in the code so far; whether there were more of them."""
+        """Read attributes whose names appear in the code so far; return whether there were new ones."""
         found = False
         for name, one, done in list(self._objects):
             for attribute in sorted(self._names - done):
@@ -347,7 +347,7 @@ class _Walk:
             return
         kind = one if isinstance(one, type) else type(one)
         found = inspect.getattr_static(kind, attribute, None)
-        if isinstance(found, types.MemberDescriptorType) and not isinstance(one, type):  # of __slots__
+        if isinstance(found, types.MemberDescriptorType) and not isinstance(one, type):  # from __slots__
             self._bound(f"{name}.{attribute}", functools.partial(getattr, one, attribute, GONE), id(one))
         for function in (found, getattr(found, "fget", None), getattr(found, "__func__", None)):
             self._function(function, f"{name}.{attribute}")

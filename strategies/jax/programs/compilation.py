@@ -1,6 +1,6 @@
-"""Programs that are compiled once: a folder of executables, one instance per host that compiles, and reasons to log.
+"""Programs that are compiled once: a folder of executables, one compiling instance per host, and reasons to log.
 
-`poprun --executable-cache-path` names the folder; JAX's compilation cache keeps what it compiles there.
+`poprun --executable-cache-path` names the folder, in which JAX's compilation cache keeps executables.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from strategies.typing import Function, Tree
 logger = logging.getLogger(__name__)
 
 VARIABLE = "POPDIST_EXECUTABLE_CACHE_PATH"
+"""Folder for compiled programs: `--executable-cache-path`. Empty keeps none. Default: on GPUs a temporary folder."""
 WAIT_S = 600.0
 """The seconds that an instance waits for another one of its host to compile; then it compiles by itself."""
 _POLL_S = 0.02
 _CALLBACKS = ("python_cpu_callback", "python_gpu_callback")
 _NEVER_KEPT_BYTES = 1 << 62
 _waited_in_vain: set[Path] = set()
-"""Folders for whose lock this process has waited once for as long as it may."""
+"""Folders whose lock this process has once waited for up to the limit; it does not wait for them again."""
 
 
 def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Path | None:
-    """Have JAX keep all executables in a folder, where one is named; before JAX compiles anything.
+    """Make JAX keep all executables in a folder, if one is named. Call it before JAX compiles anything.
 
-    XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside of it.
-    Whoever can write there decides what this process runs, so both are made for this user alone, and refused where
-    somebody else than this user and root can write. One that cannot be written to is only read.
+    XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside. Anybody
+    who can write there decides what this process runs. So both folders are made for this user alone, and refused if
+    anybody but this user and root can write to them. A folder without permission to write is only read.
 
     Args:
-        environ: `VARIABLE` names the folder, and otherwise
-        configured: the `serialization_output_folder` of the configuration in force; "" for none.
+        environ: Environment variables; `VARIABLE` names the folder.
+        configured: `serialization_output_folder` of the configuration in force, used without `VARIABLE`; "" for none.
 
     Returns:
         The folder, or None.
 
     Raises:
-        ValueError: if it cannot be made, or others can write to it.
+        ValueError: The folder cannot be made, or others can write to it.
     """
     named = environ.get(VARIABLE) or configured
     if not named:
@@ -65,13 +66,13 @@ def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Pa
 
 
 def usual_folder(environ: Mapping[str, str]) -> str:
-    """Return the folder of this user and host for executables of GPUs; "" where `VARIABLE` is set, or none can be had.
+    """Return this user's folder on this host for executables of GPUs; "" if `VARIABLE` is set or there can be none.
 
-    Two compilations of a program for a GPU may fuse it otherwise (openxla/xla#49047), and so give other bits. All
-    instances of a host, in this job and the next one, run what one of them has compiled.
+    Two compilations of a program for a GPU may fuse it differently (openxla/xla#49047), and so give different bits. All
+    instances of a host, in this job and later ones, run the executable that one of them has compiled.
 
     Args:
-        environ: an empty `VARIABLE` keeps nothing.
+        environ: Environment variables; an empty `VARIABLE` turns the folder off.
     """
     if VARIABLE in environ:
         return ""
@@ -93,16 +94,16 @@ def _private_folder(named: str, said_by: str) -> Path:
         fault = fault_of(folder.parent) or fault_of(folder) or fault_of_entries(folder)
     except OSError as error:
         raise ValueError(
-            f"{said_by} is {named}, where no folder can be made: {error.strerror}; "
-            "name another one (poprun --executable-cache-path)"
+            f"{said_by} is {named}, but no folder can be made there: {error.strerror}; "
+            "name another folder (poprun --executable-cache-path)"
         ) from None
     if fault:
-        raise ValueError(f"{said_by} is {named}, and programs that lie there are run, but {fault}")
+        raise ValueError(f"{said_by} is {named}, whose programs would be run, but {fault}")
     return folder
 
 
 def _processor() -> str:
-    """Return a name for processors that run the same instructions, and for nothing else."""
+    """Return a name that is equal exactly for processors with the same instructions."""
     features = ""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -111,16 +112,16 @@ def _processor() -> str:
 
 
 def compile_in_turn(lowered: jax.stages.Lowered, folder: Path | None, wait_s: float = WAIT_S) -> jax.stages.Compiled:
-    """Compile a program; one instance of the host does it, and the others load what it made.
+    """Compile a program: one instance of the host compiles, and the others load the executable.
 
-    The instances take turns in the order in which they come. One that dies gives up its turn; one that has waited for
-    `wait_s` compiles by itself, and does not wait again for that folder. Programs that call back into Python are
-    compiled by all, since JAX does not keep them.
+    The instances take turns in order of arrival. An instance that dies gives up its turn. An instance that has waited
+    `wait_s` compiles by itself, and does not wait for that folder again. Programs that call back into Python are
+    compiled by all instances, because JAX does not keep them.
 
     Args:
-        lowered: what `jax.jit(...).lower(...)` has returned.
-        folder: of the executables; None to compile at once.
-        wait_s: seconds.
+        lowered: Result of `jax.jit(...).lower(...)`.
+        folder: Folder of the executables; None to compile at once.
+        wait_s: The most seconds to wait for other instances.
     """
     is_kept = folder is not None and not _calls_back(lowered.as_text())
     with way_out_of_refusals(), _kept_in(folder, wait_s) if is_kept and folder else contextlib.nullcontext():
@@ -133,10 +134,10 @@ def _calls_back(text: str) -> bool:
 
 @contextlib.contextmanager
 def _kept_in(folder: Path, wait_s: float) -> Iterator[None]:
-    """Hold the turn for a folder, in which JAX keeps what is compiled meanwhile.
+    """Hold the turn for a folder, while JAX keeps the compiled programs in it.
 
-    Where instances have joined by `jax.distributed`, JAX lets the first one write only (jax/_src/compiler.py); here
-    they write one after another.
+    If instances are connected by `jax.distributed`, JAX lets only the first one write (jax/_src/compiler.py). Here they
+    write one after another.
     """
     process = distributed.global_state
     with turn(folder, wait_s) as is_held:
@@ -150,12 +151,12 @@ def _kept_in(folder: Path, wait_s: float) -> Iterator[None]:
 
 
 def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: float = WAIT_S) -> Function:
-    """Return the same jitted program, which is compiled with `compile_in_turn` at its first call.
+    """Return the same jitted program, which `compile_in_turn` compiles at its first call.
 
     Args:
-        program: what `jax.jit` returned.
-        folder: of the executables; None to return `program`.
-        wait_s: seconds.
+        program: Result of `jax.jit`.
+        folder: Folder of the executables; None to return `program`.
+        wait_s: The most seconds to wait for other instances.
     """
     if folder is None:
         return program
@@ -173,15 +174,15 @@ def compiled_in_turn(program: jax.stages.Wrapped, folder: Path | None, wait_s: f
 
 @contextlib.contextmanager
 def turn(folder: Path, wait_s: float = WAIT_S) -> Iterator[bool]:
-    """Hold what only one process of this host may hold for a folder at a time; yields whether it was got in time.
+    """Hold a lock that one process of this host can hold for a folder; yield whether it was acquired in time.
 
-    A process waits for `wait_s` once for each folder: who holds it for so long is stopped, or compiles something huge.
+    A process waits for `wait_s` only once per folder: a holder that takes so long is stopped, or compiles for hours.
     """
-    # The kernel gives it back when a process ends, however it does.
+    # The kernel releases the lock when a process ends in any way.
     path = folder / f".compiling-on-{platform.node()}"
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:  # a folder that may only be read
+    except OSError as error:  # the folder is read-only
         logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
         yield False
         return
@@ -204,18 +205,18 @@ def _lock(descriptor: int, folder: Path, wait_s: float) -> bool:
                 _waited_in_vain.add(folder)
                 logger.warning("waited %g s for an instance that compiles in %s; not waiting again", wait_s, folder)
             return False
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system has no locks
             logger.info("%s cannot be locked (%s); every instance compiles by itself", folder, error)
             return False
         return True
 
 
 def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
-    """Why a program is compiled again, to be logged once; None where it is compiled for the first time.
+    """Return the reason why a program is compiled again, for the log; None if it is compiled for the first time.
 
     Args:
-        seen: pytrees of arrays, or of shapes with dtypes, for which it was compiled, in that order.
-        new: the one for which it is compiled now.
+        seen: Pytrees of arrays, or of shapes with dtypes, for which it was compiled, in that order.
+        new: Pytree for which it is compiled now.
     """
     if not seen:
         return None
@@ -230,7 +231,7 @@ def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
 
 
 def shapes_by_name(tree: Tree) -> dict[str, str]:
-    """Dtype and shape of each array of a tree, such as `float32[3, 2]`, by its path."""
+    """Return the dtype and shape of each array of a tree, such as `float32[3, 2]`, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 

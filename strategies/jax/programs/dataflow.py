@@ -1,4 +1,4 @@
-"""Dataflow of traced functions: which arguments a result depends on, and how elements of an array meet."""
+"""The dataflow of traced functions: the arguments on which results depend, and operations across elements."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ACROSS = frozenset(
 
 _LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
 _BY_PLACE = frozenset({"random_bits", "random_seed", "random_wrap", "random_fold_in", "random_split", "threefry2x32"})
-"""Operations whose elements follow from their places in the array."""
+"""The operations whose elements depend on their places in the array."""
 
-# ---- from arrays to the arrays that replace them
+# ---- between whole arrays
 
 
 def looks(function: Function, old: Sequence[Leaf], *others: Leaf) -> tuple[list[bool], list[bool]]:
-    """Return for each of some arrays whether a function changes it, and whether it only adds to it.
+    """Return, for each array, whether a function changes it, and whether the function only adds to it.
 
     Args:
-        function: `(arrays, *others) -> new arrays`; traceable.
-        old: the arrays, or their shapes and dtypes.
-        others: further arguments.
+        function: Traceable function `(arrays, *others) -> new arrays`.
+        old: Arrays, or their shapes and dtypes.
+        others: Further arguments.
     """
     graph = Graph.of(jax.make_jaxpr(function)(list(old), *others))
     pairs = list(zip(graph.arguments[: len(old)], graph.results, strict=True))
@@ -45,13 +45,13 @@ def looks(function: Function, old: Sequence[Leaf], *others: Leaf) -> tuple[list[
 
 
 def depends_on(function: Function, old: Sequence[Leaf], matters: Sequence[bool], *others: Leaf) -> list[bool]:
-    """Return for each result whether it depends on the old arrays that matter or on any of the others.
+    """Return, for each result, whether it depends on the old arrays that matter, or on any other argument.
 
     Args:
-        function: see `looks`.
-        old: see there.
-        matters: for each of them.
-        others: see there.
+        function: Traceable function `(arrays, *others) -> new arrays`.
+        old: Arrays, or their shapes and dtypes.
+        matters: Whether each of these arrays matters.
+        others: Further arguments.
     """
     graph = Graph.of(jax.make_jaxpr(function)(list(old), *others))
     chosen = [one for one, flag in zip(graph.arguments, matters, strict=False) if flag]
@@ -59,7 +59,7 @@ def depends_on(function: Function, old: Sequence[Leaf], matters: Sequence[bool],
 
 
 def _adds(graph: Graph, before: Atom, new: Atom) -> bool:
-    """Return whether the new value is a sum with `before` as one part, on which no other part depends."""
+    """Return whether the new value is a sum that has `before` as one term, and no other term depends on `before`."""
     if new is before:
         return True
     equation = graph.producer(new)
@@ -73,7 +73,7 @@ def _adds(graph: Graph, before: Atom, new: Atom) -> bool:
 
 
 def _depends(graph: Graph, atom: Atom, others: Sequence[Atom]) -> bool:
-    """Return whether a value is one of some others, or computed of one of them."""
+    """Return whether a value is one of `others`, or computed from one of them."""
     read = {id(one) for one in others}
     behind = (graph.equations[number] for number in graph.ancestors([atom]))
     return id(atom) in read or any(id(one) in read for equation in behind for one in equation.invars)
@@ -83,10 +83,10 @@ def _depends(graph: Graph, atom: Atom, others: Sequence[Atom]) -> bool:
 
 
 def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
-    """Return the first operation of a traced function that combines or moves elements of an array, with its operand.
+    """Return the first operation of a traced function that combines or moves elements of an array, and its operand.
 
     Returns:
-        Such as "reduce_sum of float32[784,1024]"; None where there is none.
+        Text such as "reduce_sum of float32[784,1024]"; None if there is no such operation.
     """
     for equation in every_equation(closed.jaxpr):
         name = equation.primitive.name
@@ -94,7 +94,7 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
         sizes = {getattr(out.aval, "size", 0) for out in equation.outvars}
         made = max(sizes, default=0)
         if name in _BY_PLACE or name.startswith("rng_") or (name == "iota" and made > 1):
-            return f"{name}, which follows from the places of elements"
+            return f"{name}, which depends on the places of elements"
         if operands and (name in _ACROSS or name.startswith("reduce_") and name != "reduce_precision"):
             return f"{name} of {operands[0].str_short()}"
         if any({operand.size} != sizes for operand in operands) and not _is_looked_into(equation):  # such as slices
@@ -103,13 +103,13 @@ def first_across_elements(closed: core.ClosedJaxpr) -> str | None:
 
 
 def operations(closed: core.ClosedJaxpr) -> list[tuple[str, ...]]:
-    """Return the operations of a traced function in order, each with its numbers, and the function's own numbers."""
+    """Return the operations of a traced function in order, each with its literals, after the function's constants."""
     own = tuple(str(value) for value in closed.consts if np.size(value) == 1)
     return [own, *((equation.primitive.name, *_numbers(equation)) for equation in every_equation(closed.jaxpr))]
 
 
 def _is_looked_into(equation: Equation) -> bool:
-    """Return whether all that an equation does with elements is in the equations of its programs."""
+    """Return whether the programs in an equation show everything that it does with elements."""
     return equation.primitive.name in _LOOPS_AND_BRANCHES or body_of_call(equation, is_derived=True) is not None
 
 

@@ -1,4 +1,4 @@
-"""Deterministic operations on GPUs: the same program has the same bits in each run and in each process."""
+"""Deterministic operations on GPUs: the same program gives the same bits in each run and in each process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMPLAINT = "determinis"
 
 
 def use_deterministic_operations(environ: MutableMapping[str, str]) -> None:
-    """Have XLA compile deterministic operations on GPUs; warn once if JAX has started already without them.
+    """Make XLA compile deterministic operations on GPUs; warn once if JAX has started already without them.
 
-    XLA then takes the first kernel that works and times none, but for kernels in a cache of timings
-    (xla/backends/autotuner/autotuner.cc). JAX keeps such a cache beside its executables, which other programs have
-    filled: it is left out.
+    XLA then takes the first kernel that works and times none, except for kernels in a cache of timings
+    (xla/backends/autotuner/autotuner.cc). JAX keeps such a cache beside its executables. Other programs may have filled
+    it, so it is turned off.
 
     Args:
         environ: `os.environ`, from which XLA reads its flags when JAX starts.
@@ -49,8 +49,8 @@ def way_out_of_refusals() -> Iterator[None]:
 @cache
 def _warn_of_start() -> None:
     logger.warning(
-        "JAX has started without %s=true, and programs on GPUs may have other bits in each run; make the strategy "
-        "before JAX is used, put the flag into %s, or choose that with Defaults(deterministic=False)",
+        "JAX has started without %s=true, so programs on GPUs may give other bits in each run; make the strategy "
+        "before you use JAX, put the flag into %s, or choose that with Defaults(deterministic=False)",
         DETERMINISTIC,
         FLAGS_VARIABLE,
     )

@@ -1,4 +1,4 @@
-"""The program that is being traced, as feeds and loops know it."""
+"""The program that is being traced, as feeds and loops see it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from strategies.jax.programs.host_calls import PIECE_BYTES, call_host
 from strategies.typing import Leaf
 
 FAILED = -1
-"""The token behind a feed that has failed. Nothing is fed or fetched any more, and loops end."""
+"""The token after a feed has failed. The program feeds and fetches nothing more, and its loops end."""
 
 CHUNK = 8
-"""At most so many elements come in one call into Python, which copies them once more, or leave in one."""
+"""The most elements that arrive, or leave, in one call into Python; the call copies them once more."""
 
 _COLLECTED_BYTES = PIECE_BYTES // CHUNK
 _TOKENS = 2**30
@@ -30,11 +30,11 @@ Put = Callable[[int, list[np.ndarray]], None]
 
 @dataclass(frozen=True)
 class Enqueued:
-    """The values that the body of a loop enqueues in each iteration, and that the loop hands over later.
+    """A value that the body of a loop enqueues in each iteration, and that the loop hands over later.
 
     Attributes:
-        put: gives the queue one value of a replica; called at run time, with arrays that it may keep.
-        arrays: of a value, while the body is traced.
+        put: Function that gives the queue one value of a replica, at run time, with arrays that the queue may keep.
+        arrays: Arrays of the value while the body is traced.
     """
 
     put: Put
@@ -45,23 +45,23 @@ class Enqueued:
 class FeedProgram:
     """A program while it is traced.
 
-    Its calls into Python are put in order by a token, which each of them takes and gives, and which loops carry: JAX
-    drops or hoists calls on which nothing depends when it differentiates a loop, and what JAX itself orders fails for
-    ever after one failure.
+    A token puts its calls into Python in order: each call takes and returns it, and loops carry it. JAX alone does not
+    keep the order. If it differentiates a loop, it drops or hoists calls on which nothing depends. And after a failure
+    of one ordered call, it fails all later ones.
 
     Attributes:
-        replica: the global index of the replica that runs it, an int32 scalar.
-        replication: all replicas that run it.
-        report: called at run time with the error of a feed. It notes the error, for whoever runs the program to raise
-            when the program has ended: a replica that stopped by itself would keep others waiting. Or it raises.
-        token: int32 scalar; not negative while nothing has failed.
-        is_ordered: whether JAX has to order the calls too, because tokens do not connect all of the program.
-        infeeds: identities of the infeeds that it dequeues, and at how many places.
-        outfeeds: identities of the outfeeds that it enqueues.
-        collected: what the body of a loop has enqueued so far, while one is traced that collects it.
-        loops: the numbers of the iterations of the loops that are being traced, from the outermost one.
-        meets: called at run time with an outfeed that the program enqueues, in which replicas meet.
-        constants: of each value from outside that it has, and that may change, whether it is still the same.
+        replica: Global index of the replica that runs it, an int32 scalar.
+        replication: All replicas that run it.
+        report: Callback for the error of a feed, at run time. It raises the error, or notes it until the program has
+            ended, because a replica that stopped by itself would keep others waiting.
+        token: int32 scalar, negative after a failure.
+        is_ordered: Whether JAX has to order the calls too, because tokens do not connect all of the program.
+        infeeds: Identities of the infeeds that it dequeues, with the number of places.
+        outfeeds: Identities of the outfeeds that it enqueues.
+        collected: Values that the body of a collecting loop has enqueued so far; None outside of one.
+        loops: Numbers of the iterations of the loops that are being traced, outermost first.
+        meets: Callback with an outfeed that the program enqueues, in which replicas meet, at run time.
+        constants: Function for each outside value in the program that may change: whether it is still the same.
     """
 
     replica: Any
@@ -82,16 +82,16 @@ class FeedProgram:
         results: Sequence[jax.ShapeDtypeStruct],
         arguments: Sequence[jax.Array],
     ) -> list[jax.Array]:
-        """Have the running program call a feed, behind its last one.
+        """Add a call of a feed to the running program, behind its last one.
 
         Args:
-            function: gets the replica's global index and NumPy arrays, which it may keep only as copies; returns NumPy
-                arrays. What it raises is reported. It is not called any more when a feed has failed.
-            results: the shapes and dtypes that it returns.
-            arguments: arrays of any size.
+            function: Function of the replica's global index and NumPy arrays, which it may keep only as copies; it
+                returns NumPy arrays. Its errors are reported. After a feed has failed, it is not called any more.
+            results: Shapes and dtypes of its results.
+            arguments: Arrays of any size.
 
         Returns:
-            What the function has returned; zeros if it was not called, or has failed.
+            The results of the function; zeros if it was not called, or has failed.
         """
         report = self.report
         nothing = [np.zeros(shape.shape, shape.dtype) for shape in results]
@@ -107,7 +107,7 @@ class FeedProgram:
 
         found: list[jax.Array]
         given = (self.replica, self.token, *arguments)
-        if self.is_ordered and not is_traced(given):  # nothing runs that could call it, and it raises what it raises
+        if self.is_ordered and not is_traced(given):  # no program runs, so the function is called here, and may raise
             return list(map(jnp.array, call(*map(np.asarray, given))[1:]))
         shapes = [jax.ShapeDtypeStruct((), np.int32), *results]
         token, *found = call_host(call, shapes, given, is_ordered=self.is_ordered)
@@ -115,14 +115,14 @@ class FeedProgram:
         return found
 
     def advance(self, token: jax.Array) -> None:
-        """Take over the token that a call gave, unless it is unknown here."""
+        """Take over the token that a call returned, unless the token belongs to another trace."""
         if self.is_here(token):
             self.token = token
 
     def put(self, put: Put, arrays: Sequence[jax.Array]) -> None:
-        """Have the running program enqueue a value: at once, or with others where a loop collects them.
+        """Enqueue a value in the running program: at once, or later with others if a loop collects them.
 
-        A loop does not collect large values, nor those of a branch, to which it may not come.
+        A loop does not collect large values, nor values of a branch, which may not be taken.
         """
         if self.collected is None or not self._can_collect(arrays):
             self.put_now(put, arrays)
@@ -136,7 +136,7 @@ class FeedProgram:
         return all(map(self.is_here, made_here))
 
     def put_now(self, put: Put, arrays: Sequence[jax.Array]) -> None:
-        """Have the running program enqueue a value at once."""
+        """Enqueue a value in the running program at once."""
 
         def receive(replica: int, *values: np.ndarray) -> Sequence[Leaf]:
             put(replica, [np.array(value) for value in values])
@@ -145,20 +145,20 @@ class FeedProgram:
         self.call(receive, [], arrays)
 
     def is_here(self, array: Leaf) -> bool:
-        """Return whether an array belongs to what is traced, and not to a branch or a loop of JAX's own in it.
+        """Return whether an array belongs to the current trace, and not to a branch or loop of JAX inside of it.
 
-        Outside of there it is unknown.
+        Outside of that branch or loop the array is not defined.
         """
         return getattr(array, "_trace", None) is getattr(self.token, "_trace", None)
 
     @property
     def collected_arrays(self) -> list[jax.Array]:
-        """All arrays that the body of the loop has enqueued so far, and the loop hands over."""
+        """All arrays that the body of the loop has enqueued so far, for the loop to hand over."""
         return [array for enqueued in self.collected or () for array in enqueued.arrays]
 
     @contextmanager
     def collecting(self, collects: bool = True) -> Iterator[list[Enqueued]]:
-        """While the body of a loop is traced that collects what it enqueues; or does not, nor do loops around it."""
+        """Collect the values that the traced body of a loop enqueues, or keep this and all outer loops from it."""
         outside = self.collected
         collected: list[Enqueued] = []
         self.collected = collected if collects else None
@@ -169,7 +169,7 @@ class FeedProgram:
 
     @contextmanager
     def inside(self, token: jax.Array, *number: Any) -> Iterator[None]:
-        """While the body of a loop is traced, in which `token` is the first one, in the iteration of that number."""
+        """Use `token` as the first token of the traced body of a loop, in the iteration `number`."""
         outside = self.token, self.loops
         self.token, self.loops = token, (*self.loops, *number)
         try:
@@ -179,17 +179,17 @@ class FeedProgram:
 
     @property
     def iteration(self) -> jax.Array:
-        """The numbers of the iterations of the loops around the place that is being traced, int32 [loops]."""
+        """The numbers of the iterations of the loops around the traced place, int32 [loops]."""
         return jnp.stack(self.loops) if self.loops else jnp.zeros(0, jnp.int32)
 
 
 def next_token(token: Leaf) -> np.int32:
-    """Return the token that a call gives."""
+    """Return the token after a call."""
     return np.int32(FAILED if token < 0 else (int(token) + 1) % _TOKENS)
 
 
 def current_program() -> FeedProgram:
-    """Return the program that is being traced; one of a single replica where there is none of ours."""
+    """Return the program that is being traced; outside of our programs, a program of a single replica."""
     return TRACED.get() or FeedProgram(
         replica=np.int32(0),
         replication=Replication(range(1), 1),
@@ -200,15 +200,15 @@ def current_program() -> FeedProgram:
 
 
 def is_traced(values: Sequence[Leaf]) -> bool:
-    """Return whether JAX is tracing a function, be it none of ours, or one of the values belongs to one."""
+    """Return whether JAX is tracing any function, or one of the values belongs to a trace."""
     return any(isinstance(value, jax.core.Tracer) for value in (*values, jnp.zeros(())))
 
 
 def note_constant(is_same: Callable[[], bool]) -> None:
-    """Note that the program that is being traced, if there is one, has a value from outside that may change.
+    """Note that the program being traced, if any, contains a value from outside that may change.
 
     Args:
-        is_same: whether it is still the same; asked before the program runs again.
+        is_same: Function that says whether the value is still the same; called before the program runs again.
     """
     program: FeedProgram | None = TRACED.get()
     if program is not None:
@@ -217,7 +217,7 @@ def note_constant(is_same: Callable[[], bool]) -> None:
 
 @contextmanager
 def tracing(program: FeedProgram) -> Iterator[FeedProgram]:
-    """Make `program` the one that is being traced."""
+    """Make `program` the program that is being traced."""
     reset = TRACED.set(program)
     try:
         yield program

@@ -1,7 +1,7 @@
-"""Gradients with respect to values inside of a function, by tags.
+"""Gradients with respect to values inside of a function, found by tags.
 
-Semantics: the original's `capture_upstream_gradients`, `GradientCaptureContext` and `GradientCaptureTape`. JAX
-differentiates functions and has no tape: a context differentiates a function, and has what was captured then.
+Semantics: the original's `capture_upstream_gradients`, `GradientCaptureContext` and `GradientCaptureTape`. JAX has no
+tape: a context differentiates a function, and then holds the captured gradients.
 """
 
 from __future__ import annotations
@@ -24,64 +24,76 @@ _MARK = "capture_upstream_gradients of "
 
 
 def capture_upstream_gradients(input: jax.Array, tag: str) -> jax.Array:
-    """Mark an array; a `GradientCaptureContext` captures the gradient with respect to it. Without one: nothing.
+    """Mark an array whose gradient a `GradientCaptureContext` captures. Without a context it does nothing.
 
     Args:
-        input: of a floating-point dtype; it is returned.
-        tag: by which the gradient is found. Each tag marks one array of a function, outside of loops and branches.
+        input: Array of a floating-point dtype; it is returned.
+        tag: Name under which the gradient is found. Each tag marks one array of a function, outside of loops and
+            branches.
 
     Raises:
-        TypeError: if the tag is no word, or the array has no gradient.
+        TypeError: The tag is not a string, or the array has no gradient.
     """
     if not isinstance(tag, str):
-        raise TypeError(f"the tag of a captured gradient is {tag!r}, a {type(tag).__name__}; it must be a word")
+        raise TypeError(f"the tag of a captured gradient is {tag!r}, a {type(tag).__name__}; use a string")
     array = jnp.asarray(input)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
-            f"what is captured as {tag!r} is {array.dtype}, which has no gradient; mark a floating-point array"
+            f"the array captured as {tag!r} is {array.dtype}, which has no gradient; mark a floating-point array"
         )
     marked: jax.Array = checkpoint_name(array, _MARK + tag)
     return marked
 
 
 class GradientCaptureContext:
-    """Differentiates functions in which `capture_upstream_gradients` marks arrays, and has the gradients of these.
+    """A context that differentiates functions, and holds the gradients of arrays marked in them.
 
-    In the `gradient_capture_context` of an `OptimizerFunctionOutput` it has those of the pipeline's last update.
+    In `gradient_capture_context` of an `OptimizerFunctionOutput` it holds the gradients of the pipeline's last update.
+
+    Example:
+        >>> from strategies import GradientCaptureContext, capture_upstream_gradients
+        >>> context = GradientCaptureContext()
+        >>> def loss(weight):
+        ...     hidden = capture_upstream_gradients(3 * weight, "hidden")
+        ...     return hidden**2
+        >>> float(context.grad(loss)(2.0))
+        36.0
+        >>> float(context.captured_gradients["hidden"])
+        12.0
     """
 
     def __init__(self) -> None:
         self._captured: Mapping[str, ArrayLike] | None = None
-        use_right_sums(os.environ)  # what it differentiates may start JAX, before there is a strategy
+        use_right_sums(os.environ)  # differentiating may start JAX before there is a strategy
 
     def __enter__(self) -> GradientCaptureContext:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Nothing: what was captured stays."""
+        """Do nothing: the captured gradients stay."""
 
     @property
     def captured_gradients(self) -> Mapping[str, ArrayLike]:
-        """By their tags, of what was differentiated last.
+        """The gradients of the last differentiation, by their tags.
 
         Raises:
-            RuntimeError: if there was nothing.
+            RuntimeError: Nothing has been differentiated.
         """
         if self._captured is None:
             raise RuntimeError(
                 "no gradient was captured yet; call a function that grad or value_and_grad of this context has "
-                "returned, or the pipeline in whose OptimizerFunctionOutput it is"
+                "returned, or run the pipeline whose OptimizerFunctionOutput has this context"
             )
         return self._captured
 
     def take(self, captured: Mapping[str, ArrayLike]) -> None:
-        """Have these from now on."""
+        """Replace the captured gradients."""
         self._captured = captured
 
     def value_and_grad(self, function: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
         """Differentiate like `jax.value_and_grad`; a call of the result captures the marked gradients.
 
-        Inside of `jax.jit` they are values of the function that is compiled, which has to return them to be read.
+        Inside of `jax.jit` the captured gradients are traced values; the jitted function must return them to be read.
         """
         places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
@@ -96,7 +108,7 @@ class GradientCaptureContext:
         return differentiated
 
     def grad(self, function: Function, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Function:
-        """Differentiate like `jax.grad`; see `value_and_grad`."""
+        """Differentiate like `jax.grad`; a call of the result captures the marked gradients."""
         both = self.value_and_grad(function, argnums, has_aux)
 
         def differentiated(*arguments: Tree) -> Tree:
@@ -107,10 +119,10 @@ class GradientCaptureContext:
 
 
 def shapes_by_tag(closed: jax.extend.core.ClosedJaxpr) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the arrays that are marked in a traced function.
+    """Return the shapes and dtypes of the marked arrays of a traced function.
 
     Raises:
-        ValueError: if a tag marks two arrays, or one in a loop or branch.
+        ValueError: A tag marks two arrays, or an array in a loop or branch.
     """
     found: dict[str, jax.ShapeDtypeStruct] = {}
     graph = Graph.of(closed)
@@ -118,22 +130,22 @@ def shapes_by_tag(closed: jax.extend.core.ClosedJaxpr) -> dict[str, jax.ShapeDty
         if (tag := _tag_of(equation)) is None:
             continue
         if tag in found:
-            raise ValueError(f"the tag {tag!r} of a captured gradient marks two arrays; give each one of its own")
+            raise ValueError(f"the tag {tag!r} of a captured gradient marks two arrays; use one tag for each array")
         shape = equation.outvars[0].aval
         found[tag] = jax.ShapeDtypeStruct(shape.shape, shape.dtype)
     tags = {tag for one in every_equation(closed.jaxpr) if (tag := _tag_of(one)) is not None}
     if hidden := tags - found.keys():
         raise ValueError(
-            f"the tag {min(hidden)!r} of a captured gradient is in a loop, a branch or a function with derivatives of "
-            "its own, where its array has no gradient of its own; mark it outside"
+            f"the tag {min(hidden)!r} of a captured gradient is in a loop, a branch or a function with custom "
+            "derivatives, where its array has no gradient of its own; mark an array outside"
         )
     return found
 
 
 def with_handles(function: Function) -> Function:
-    """`(handles, *arguments) -> what the function returns`, where the gradient of a handle is that of a marked array.
+    """Return `(handles, *arguments) -> results`; the gradient of a handle is the gradient of a marked array.
 
-    Handles are by tags, and of the shape and dtype of the marked arrays; what they contain is not read, and marks
+    Handles are by tags, and have the shapes and dtypes of the marked arrays. Their values are not read, and marks
     without a handle do nothing. Arguments and results are pytrees.
     """
 
@@ -146,7 +158,7 @@ def with_handles(function: Function) -> Function:
 
 
 def _evaluate(graph: Graph, handles: Mapping[str, jax.Array], arguments: Sequence[Leaf]) -> list[Leaf]:
-    constants = graph.lift_constants()  # which may be differentiated
+    constants = graph.lift_constants()  # because they may be differentiated
     tags = [_tag_of(equation) for equation in graph.equations]
     marks = [number for number, tag in enumerate(tags) if tag in handles]
     ends = [*(number for mark in marks for number in (mark, mark + 1)), len(tags)]
@@ -171,7 +183,7 @@ def _tag_of(equation: Equation) -> str | None:
 
 @jax.custom_vjp
 def _captured(value: jax.Array, handle: jax.Array) -> jax.Array:
-    """Return the value; its gradient goes to the handle too, as it is."""
+    """Return the value; its gradient also goes to the handle, unchanged."""
     return value
 
 

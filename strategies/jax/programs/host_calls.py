@@ -1,4 +1,4 @@
-"""Calls from compiled programs into Python."""
+"""The calls from compiled programs into Python."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from jax.experimental import io_callback
 from strategies.typing import Function, Leaf, Tree
 
 PIECE_BYTES = 64 * 1024
-"""JAX hands an argument of 100 KiB or more over by a copy in XLA's thread pool. Where as many replicas as the pool has
-threads wait in callbacks for such copies, they wait for ever (seen with 8 replicas, 8 threads and 100.004 KiB)."""
+"""The largest argument of a call. JAX copies an argument of 100 KiB or more in XLA's thread pool. If all threads of the
+pool wait in callbacks of replicas for such copies, they wait forever (seen with 8 replicas, 8 threads, 100.004 KiB)."""
 
 SMALL_BYTES = 1024
 WORDS = ("float32", "int32", "uint32")
-"""Small arrays of these dtypes travel together: each argument takes JAX some 50 us."""
+"""The dtypes of small arrays that travel together, because each argument takes JAX some 50 us."""
 
 
 def call_host(function: Function, results: Tree, arguments: Sequence[jax.Array], *, is_ordered: bool = False) -> Tree:
-    """Have the running program call `function`; called while the program is traced.
+    """Add a call of `function` to the program that is being traced.
 
     Args:
-        function: takes NumPy arrays, which it may keep only as copies; returns NumPy arrays.
-        results: a pytree of the shapes and dtypes that it returns.
-        arguments: arrays of any size. What is differentiated refuses them, unless `jax.lax.stop_gradient` was there.
-        is_ordered: whether JAX keeps all such calls of the thread in order. When one of them raises, JAX fails all
-            later programs of the thread that have any.
+        function: Function of NumPy arrays, which it may keep only as copies; it returns NumPy arrays.
+        results: Pytree of the shapes and dtypes of its results.
+        arguments: Arrays of any size. Differentiation refuses them, unless they went through `jax.lax.stop_gradient`.
+        is_ordered: Whether JAX keeps all such calls of the thread in order. After an error in one of them, JAX fails
+            all later programs of the thread that have ordered calls.
     """
     arrays = [jnp.asarray(argument) for argument in arguments]
     are_small = [array.nbytes <= SMALL_BYTES and array.dtype.name in WORDS for array in arrays]
@@ -57,15 +57,15 @@ def call_host(function: Function, results: Tree, arguments: Sequence[jax.Array],
 
 
 def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
-    """Return whether a traced function calls into Python for more than a result, by `call_host` or JAX's means."""
+    """Return whether a traced function calls into Python with effects, by `call_host` or by JAX's own functions."""
     return bool(jaxpr.effects & _effects_of_calls())
 
 
 @functools.cache
 def effects_of_calls() -> frozenset[object]:
-    """Return the effects of an equation that stands for a call of Python: what JAX takes in `jax.checkpoint` too.
+    """Return the effects of an equation that stands for a call of Python, and that JAX accepts in `jax.checkpoint`.
 
-    There it computes the equation once and keeps the result.
+    There JAX computes the equation once and keeps the result.
     """
     return frozenset(jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects)
 
@@ -81,20 +81,20 @@ def _effects_of_calls() -> frozenset[object]:
 
 
 def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return the bits of small arrays as one."""
+    """Return the bits of small arrays as one array."""
     words = [jax.lax.bitcast_convert_type(_constant(array), jnp.int32).reshape(-1) for array in arrays]
     return jnp.concatenate(words) if words else jnp.zeros(1, jnp.int32)
 
 
 @jax.custom_jvp
 def _constant(array: jax.Array) -> jax.Array:
-    """Return the same array, refused by JAX like the arguments of an `io_callback`; bits of floats would pass."""
+    """Return the array, which JAX refuses to differentiate like arguments of `io_callback`; plain bits would pass."""
     return array
 
 
 @_constant.defjvp
 def _refuse(primals: Leaf, tangents: Leaf) -> Leaf:
-    raise TypeError("a call of Python has no derivative; put jax.lax.stop_gradient around what it gets")
+    raise TypeError("a call of Python has no derivative; put jax.lax.stop_gradient around its arguments")
 
 
 def _unpacked(words: np.ndarray, shapes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[np.ndarray]:

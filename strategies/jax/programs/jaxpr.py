@@ -1,7 +1,7 @@
-"""Programs as JAX traces them: looking through their equations, evaluating these one by one, and cutting them.
+"""The programs that JAX traces: looking through their equations, evaluating these one by one, and cutting them.
 
-All that looks into traced programs goes through this file. A cut is the same operation whatever it is for: what
-leaves early, what is computed again, or what runs elsewhere only decides which equations make a segment.
+All code that looks into traced programs goes through this file. All cuts are the same operation: streaming gradients,
+recomputation and pipelines only decide which equations make a segment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.extend import core
 from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.typing import Leaf, Tree
 
-Variable: Any = core.Var  # whose `aval` has a shape here, which JAX's types do not say
+Variable: Any = core.Var  # its `aval` has a shape here, which JAX's types do not declare
 Equation: Any = core.JaxprEqn
 Atom = Any
 """A variable or a literal: an operand of an equation, or a result of a program."""
@@ -32,12 +32,12 @@ _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 def variables(atoms: Iterable[Atom]) -> Iterator[Variable]:
-    """Return the atoms that are no literals."""
+    """Return the atoms that are not literals."""
     return (atom for atom in atoms if not isinstance(atom, core.Literal))
 
 
 def bodies(equation: Equation) -> Iterator[core.Jaxpr]:
-    """Yield the programs in an equation: of a loop, a branch or a call, or what combines two elements."""
+    """Yield the programs in an equation: the body of a loop, branch or call, or a function of two elements."""
     for value in equation.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, core.ClosedJaxpr):
@@ -47,7 +47,7 @@ def bodies(equation: Equation) -> Iterator[core.Jaxpr]:
 
 
 def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
-    """Yield the equations of a program in their order, each before those of the programs in it."""
+    """Yield the equations of a program in order, each before the equations of the programs in it."""
     for equation in jaxpr.eqns:
         yield equation
         for body in bodies(equation):
@@ -55,12 +55,12 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[Equation]:
 
 
 def body_of_call(equation: Equation, is_derived: bool = False) -> core.ClosedJaxpr | None:
-    """Return the program that an equation evaluates once, with its own operands; None if it is no such call.
+    """Return the program that an equation evaluates once, with its own operands; None for other equations.
 
     Args:
-        equation: of a traced program.
-        is_derived: whether the program is not differentiated any more. Otherwise a function with a derivative of its
-            own, or that `jax.checkpoint` has computed again, is more than a call.
+        equation: Equation of a traced program.
+        is_derived: Whether the program will not be differentiated any more. Otherwise functions with custom
+            derivatives, and functions under `jax.checkpoint`, do not count as calls.
     """
     is_call = equation.primitive.name in _CALLS
     if is_derived:
@@ -77,7 +77,7 @@ def is_checkpoint(equation: Equation) -> bool:
 
 
 def producers_of(equations: Sequence[Equation]) -> dict[Variable, int]:
-    """Return the number of the equation that makes each variable."""
+    """Return, for each variable, the number of the equation that makes it."""
     return {variable: number for number, equation in enumerate(equations) for variable in equation.outvars}
 
 
@@ -87,7 +87,7 @@ def ancestors(
     producers: Mapping[Variable, int],
     known: Collection[int] = frozenset(),
 ) -> set[int]:
-    """Return the numbers of the equations behind some values; what is known, and all behind it, is left out."""
+    """Return the numbers of the equations that some values need, except `known` ones and those needed only by them."""
     found: set[int] = set()
     stack = list(variables(atoms))
     while stack:
@@ -102,7 +102,7 @@ def ancestors(
 
 
 def needed(jaxpr: core.Jaxpr) -> list[Equation]:
-    """Return the equations on which results depend, in their order."""
+    """Return the equations on which results depend, in order."""
     found = ancestors(jaxpr.outvars, jaxpr.eqns, producers_of(jaxpr.eqns))
     return [jaxpr.eqns[number] for number in sorted(found)]
 
@@ -121,9 +121,9 @@ def evaluate(
     """Return the results of a program whose equations are evaluated by a function.
 
     Args:
-        closed: the program.
-        arguments: of it, flat.
-        results_of: `(equation, values of its operands) -> values of its results`; see `bind`.
+        closed: Program.
+        arguments: Flat arguments of the program.
+        results_of: Function `(equation, values of its operands) -> values of its results`, such as `bind`.
     """
     jaxpr = closed.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *arguments], strict=True))
@@ -138,14 +138,14 @@ def evaluate(
 
 
 def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Leaf]:
-    """Evaluate an equation as JAX does in a program, in its context.
+    """Evaluate an equation in its context, as JAX does in a program.
 
     Args:
-        like: any program of the same trace.
-        equation: which may have been changed.
-        given: the values of its operands.
+        like: Any program of the same trace.
+        equation: Equation, which may have been changed.
+        given: Values of its operands.
     """
-    takes = [Variable(atom.aval) for atom in equation.invars]  # an operand may come twice
+    takes = [Variable(atom.aval) for atom in equation.invars]  # new ones, because an operand may occur twice
     gives = [Variable(variable.aval) for variable in equation.outvars]
     one = _program(like, takes, [equation.replace(invars=takes, outvars=gives)], gives)
     results: list[Leaf] = jax.core.eval_jaxpr(one, (), *given)
@@ -153,7 +153,7 @@ def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Le
 
 
 def with_bodies(equation: Equation, change: Callable[[core.ClosedJaxpr], core.ClosedJaxpr]) -> Equation:
-    """Return the equation with other programs in it, which take and return the same shapes."""
+    """Return the equation with changed programs in it, which take and return the same shapes."""
 
     def changed(value: Tree) -> Leaf:
         if isinstance(value, tuple) and any(isinstance(one, core.ClosedJaxpr) for one in value):
@@ -186,15 +186,15 @@ def _program(
 
 @dataclass
 class Graph:
-    """The equations of a function with plain calls dissolved, and where each variable comes from.
+    """The equations of a function, with plain calls inlined, and the equation that makes each variable.
 
     Attributes:
-        closed: the function as it was traced.
-        arguments: its arguments here.
-        constants: the values that it closes over.
-        results: what it returns.
-        equations: in an order in which they can be evaluated.
-        producers: the numbers of the equations that make variables.
+        closed: Function as it was traced.
+        arguments: Its arguments in this graph.
+        constants: Values that it closes over.
+        results: Its results.
+        equations: Its equations, in an order in which they can be evaluated.
+        producers: Number of the equation that makes each variable.
     """
 
     closed: core.ClosedJaxpr
@@ -222,7 +222,7 @@ class Graph:
         return names
 
     def _inline(self, jaxpr: core.Jaxpr, names: dict[Any, Any], outer: Any = None) -> list[Atom]:
-        """Take over the equations of a jaxpr under new names, in these scopes; the names of its results."""
+        """Inline the equations of a jaxpr under new names, in the scopes of its callers; return its results' names."""
         for equation in jaxpr.eqns:
             values = [_renamed(atom, names) for atom in equation.invars]
             body = body_of_call(equation)
@@ -245,7 +245,7 @@ class Graph:
         self.equations.append(equation)
 
     def lift_constants(self) -> list[Leaf]:
-        """Make the constants arguments, before the others; their values."""
+        """Make the constants arguments, before the others; return their values."""
         values = list(self.constants.values())
         self.arguments = [*self.constants, *self.arguments]
         self.constants = {}
@@ -261,16 +261,16 @@ class Graph:
         return -1 if isinstance(atom, core.Literal) else self.producers.get(atom, -1)
 
     def readers(self, atom: Atom) -> int:
-        """Return the number of times that a value is an operand."""
+        """Return how many times a value is an operand."""
         return sum(atom is read for equation in self.equations for read in equation.invars)
 
     def ancestors(self, atoms: Iterable[Atom], known: Collection[int] = frozenset()) -> set[int]:
-        """See `ancestors`."""
+        """Return the numbers of the equations that some values need, as the function `ancestors` does."""
         return ancestors(atoms, self.equations, self.producers, known)
 
 
 def nbytes(atom: Atom) -> int:
-    """Return the size of a value."""
+    """Return the size of a value in bytes."""
     return int(math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 4))
 
 
@@ -283,8 +283,8 @@ class EquationGroup:
     """The equations of a graph that make a segment.
 
     Attributes:
-        equations: their numbers.
-        parts: the results that are finished with it.
+        equations: Numbers of the equations.
+        parts: Results that the segment finishes.
     """
 
     equations: Collection[int]
@@ -294,19 +294,19 @@ class EquationGroup:
 def cut(
     graph: Graph, groups: Sequence[EquationGroup], is_repeated: Callable[[Equation], bool] = lambda equation: False
 ) -> list[ProgramSegment]:
-    """Cut a function into segments, which run in the order of the groups.
+    """Cut a function into segments that run in the order of the groups.
 
-    What a segment reads of an earlier one is handed on as an intermediate. Arithmetic is not changed, only where
-    programs begin and end. The same function is always cut into the same segments.
+    A value that a segment reads from an earlier one is handed on as an intermediate. The arithmetic stays the same, and
+    the same function is always cut into the same segments.
 
     Args:
-        graph: of the function.
-        groups: one for each segment; an equation is in one of them at most.
-        is_repeated: whether an equation is evaluated again in each segment that reads its results, which are no
-            intermediates then; it need not be in a group.
+        graph: Graph of the function.
+        groups: Groups, one for each segment; an equation is in at most one of them.
+        is_repeated: Function that says whether an equation is evaluated again in each segment that reads its results,
+            which are then no intermediates; the equation need not be in a group.
 
     Raises:
-        ValueError: if a segment reads what none before it makes.
+        ValueError: A segment reads a value that no earlier segment makes.
     """
     home = {number: place for place, group in enumerate(groups) for number in group.equations}
     looks = [_look_back(graph, home, place, group, is_repeated) for place, group in enumerate(groups)]
@@ -325,7 +325,7 @@ def cut(
 def _look_back(
     graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
-    """Return what a segment needs of earlier segments: equations to repeat, and intermediates."""
+    """Return the equations that a segment has to repeat, and the intermediates that it reads from earlier segments."""
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]
@@ -341,8 +341,8 @@ def _look_back(
             continue
         if home.get(number, math.inf) > place:
             raise ValueError(
-                f"segment {place} reads what {graph.equations[number].primitive} makes, which is in "
-                f"{f'segment {home[number]}' if number in home else 'none'}; it must be in this one or one before it"
+                f"segment {place} reads a result of {graph.equations[number].primitive}, which is in "
+                f"{f'segment {home[number]}' if number in home else 'none'}; put it in this segment or an earlier one"
             )
         needed.add(atom)
     return repeated, needed

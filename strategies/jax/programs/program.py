@@ -1,12 +1,12 @@
-"""Programs that do not know where they run: compiled for a single device, whatever runs beside them.
+"""Programs compiled for a single device, independent of what runs beside them.
 
-How XLA compiles a program decides the last bits of what it computes. One for several devices is compiled otherwise than
-one for a single device (common expressions are merged earlier), and on CPUs a program is divided among the cores that
-the process may use when it is compiled. So no program of a replica, and no update, is compiled for more than one
-device, and all are compiled as if there were one core; what XLA's thread pool does inside of large operations depends
-on its size only, which is fixed (see `popdist.xla`).
+How XLA compiles a program decides the last bits of its results. It compiles a program for several devices differently
+from one for a single device (it merges common expressions earlier). On CPUs it divides a program among the cores that
+the process may use at compilation. So programs of replicas and updates are never compiled for more than one device, and
+always as if there were one core. Inside of large operations, XLA's thread pool decides by its size only, which is fixed
+(see `popdist.xla`).
 
-Also the variables that a function holds (`HeldState`).
+The module also has the interface of variables that a function holds (`HeldState`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LOOKS_AT_CORES = "cpu-parallel-task-assigner"
 
 
 def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return `compiler_options` for `jax.jit`, with which cores do not decide bits; None on accelerators.
+    """Return `compiler_options` for `jax.jit` by which the number of cores does not decide bits; None on accelerators.
 
     Args:
-        environ: of the process; passes of XLA that the user has disabled in `XLA_FLAGS` stay so.
+        environ: Environment variables; XLA passes that the user has disabled in `XLA_FLAGS` stay disabled.
     """
     if jax.default_backend() != "cpu":
         return None
@@ -43,7 +43,7 @@ def compiler_options(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def jit(function: Function, **options: Any) -> jax.stages.Wrapped:
-    """`jax.jit`, with `compiler_options`."""
+    """Return `jax.jit` of a function, with `compiler_options`."""
     return jax.jit(function, compiler_options=compiler_options(os.environ), **options)
 
 
@@ -58,21 +58,21 @@ def shapes_of(tree: Tree) -> Tree:
 
 
 def key_of(tree: Tree) -> Hashable:
-    """Return a key that is the same for trees of the same structure, shapes and dtypes."""
+    """Return a key that is equal for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
 class DeviceProgram:
-    """A function that is compiled once for each device and shapes of arguments, and may run in several threads at once.
+    """A function compiled once for each device and shapes of arguments; it may run in several threads at once.
 
-    It is traced where it is compiled, and not where it runs.
+    It is traced when it is compiled, and not when it runs.
 
     Args:
-        function: traceable.
-        executables: the folder where compiled programs are kept, or None.
-        donated: the positions of arguments whose memory the results may take over.
-        compiling: entered while it is compiled.
+        function: Traceable function.
+        executables: Folder of compiled programs, or None.
+        donated: Positions of arguments whose memory the results may take over.
+        compiling: Context that is entered while it is compiled.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class DeviceProgram:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def compiled(self, device: jax.Device, *arguments: Tree) -> jax.stages.Compiled:
-        """Return the executable for a device and for arguments like these; traced once for all devices.
+        """Return the executable for a device and arguments of these shapes; it is traced once for all devices.
 
         Args:
-            device: where it runs.
-            arguments: pytrees of arrays on that device, of host arrays and numbers, or of shapes.
+            device: Device of the executable.
+            arguments: Pytrees of arrays on that device, of host arrays and numbers, or of shapes.
         """
         key = _key(arguments)
         found = self._compiled.get((device, key))
@@ -105,12 +105,12 @@ class DeviceProgram:
         return found
 
     def equations(self, *arguments: Tree) -> core.ClosedJaxpr:
-        """Return the equations that are compiled for arguments like these; see `compiled`."""
+        """Return the equations that are compiled for arguments of these shapes."""
         closed: core.ClosedJaxpr = self._trace(_key(arguments), arguments).jaxpr
         return closed
 
     def results(self, *arguments: Tree) -> Tree:
-        """Return the shapes and dtypes of what is returned for arguments like these; see `compiled`."""
+        """Return the shapes and dtypes of the results for arguments of these shapes."""
         return self._trace(_key(arguments), arguments).out_info
 
     def _trace(self, key: Hashable, arguments: Sequence[Tree]) -> jax.stages.Traced:
@@ -144,11 +144,15 @@ def _settings() -> Hashable:
     )
 
 
-# ---- variables besides arguments and results
+# ---- variables beside arguments and results
 
 
 class HeldState(Protocol):
-    """Variables that a function reads, as of models of Keras; they are arguments and results of its program."""
+    """Variables that a function reads, such as those of Keras models; they become arguments and results of its program.
+
+    `strategy.run` reads `values`, traces a new function in `inside`, and calls `put` after all local replicas have run
+    their program. If that fails, `put` is not called, and the variables keep their values.
+    """
 
     @property
     def values(self) -> Sequence[Leaf]:
@@ -156,14 +160,14 @@ class HeldState(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether these are still all variables."""
+        """Whether these are still all variables; if not, the program is traced again."""
 
     @contextmanager
     def inside(self, values: Sequence[Leaf]) -> Iterator[Callable[[], Mapping[int, Leaf]]]:
         """Give the variables these values while the function is traced; yield a function that returns the changes."""
 
     def put(self, of_replicas: Sequence[Mapping[int, Leaf]]) -> None:
-        """Assign what the local replicas have changed."""
+        """Assign the values that the local replicas have changed."""
 
 
 class _Nothing:

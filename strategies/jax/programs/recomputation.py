@@ -1,4 +1,4 @@
-"""Recomputation: less memory for more time, by computing again in the backward pass what lies between marks.
+"""Recomputation (Chen et al., 2016): the backward pass computes the values between marks again, to save memory.
 
 Semantics: the original's `recomputation_checkpoint` and recomputation modes, over `jax.checkpoint`.
 """
@@ -29,12 +29,12 @@ _NONE, _BLOCKS = "none", "blocks"
 
 
 def recomputation_checkpoint(tree: Marked) -> Marked:
-    """Mark values of a loss function that are kept for the backward pass; does nothing without recomputation.
+    """Mark values of a loss function that are kept for the backward pass. Without recomputation it does nothing.
 
-    A mark cuts the function in two: what comes before it is one block, what comes behind it another.
+    A mark cuts the function in two: the equations before it are one block, the equations behind it another.
 
     Args:
-        tree: a pytree of arrays; it is returned.
+        tree: Pytree of arrays; it is returned.
     """
     marked: Marked = jax.tree.map(lambda leaf: checkpoint_name(leaf, MARK), tree)
     return marked
@@ -43,22 +43,23 @@ def recomputation_checkpoint(tree: Marked) -> Marked:
 def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
     """Return a loss function with the same values and gradients that keeps less for its backward pass.
 
-    Between blocks it keeps what one of them hands to others. Within a block it keeps nothing, or what the policy says,
-    and computes the block again when its gradient is needed. Collectives over the replicas are never repeated.
+    Between blocks it keeps the values that one block hands to others. Within a block it keeps nothing, or the values
+    that the policy names, and computes the block again when its gradient is needed. Collectives over replicas are never
+    repeated.
 
     Args:
-        loss_fn: any traceable function of pytrees of arrays; may be differentiated once, backward.
-        recompute: "none" for `loss_fn` itself; "blocks" to compute again what comes before the last mark; or a policy
-            of `jax.checkpoint_policies`, applied to every block.
+        loss_fn: Traceable function of pytrees of arrays; it may be differentiated once, backward.
+        recompute: "none" for `loss_fn` itself; "blocks" to compute again all equations before the last mark; or a
+            policy of `jax.checkpoint_policies`, applied to every block.
 
     Raises:
-        ValueError: for anything else; and, when it is traced with "blocks", if there is no mark.
+        ValueError: `recompute` is anything else; or, at tracing with "blocks", there is no mark.
     """
     if recompute == _NONE:
         return loss_fn
     if recompute != _BLOCKS and not callable(recompute):
         raise ValueError(
-            f"recompute is {recompute!r}; it is 'none', 'blocks', or a policy of jax.checkpoint_policies, such as "
+            f"recompute is {recompute!r}; use 'none', 'blocks', or a policy of jax.checkpoint_policies, such as "
             "jax.checkpoint_policies.dots_saveable"
         )
 
@@ -86,12 +87,12 @@ def recomputing(loss_fn: Function, recompute: str | Policy) -> Function:
 
 @dataclass(frozen=True)
 class _Block:
-    """Equations one behind the other.
+    """A block of consecutive equations.
 
     Attributes:
-        equations: their numbers in the graph, at least one.
-        is_repeated: whether they are evaluated again in the backward pass.
-        policy: what is kept of them all the same.
+        equations: Numbers of the equations in the graph, at least one.
+        is_repeated: Whether the backward pass evaluates them again.
+        policy: Values that are kept all the same.
     """
 
     equations: range
@@ -100,11 +101,11 @@ class _Block:
 
 
 def _blocks(graph: Graph, policy: Policy | str | None) -> Iterator[_Block]:
-    """Cut behind each mark, and on both sides of what has effects or needs the other replicas."""
+    """Cut behind each mark, and on both sides of equations with effects or collectives."""
     marks = [number for number, equation in enumerate(graph.equations) if _is_mark(equation)]
     if policy is None and not marks:
         raise ValueError(
-            "recompute is 'blocks', and the loss function has no recomputation_checkpoint; mark the values between its "
+            "recompute is 'blocks', but the loss function has no recomputation_checkpoint; mark the values between its "
             "blocks, outside of scans and loops, or use a policy of jax.checkpoint_policies"
         )
     chosen = policy if callable(policy) else None
@@ -128,7 +129,7 @@ def _is_mark(equation: Equation) -> bool:
 
 
 def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf]) -> list[Leaf]:
-    constants = graph.lift_constants()  # which may be differentiated
+    constants = graph.lift_constants()  # because they may be differentiated
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
     segments = cut(graph, [*(EquationGroup(block.equations) for block in blocks), EquationGroup((), results)])
 
@@ -140,7 +141,7 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
         if block.is_repeated:
             is_argument = [place >= len(constants) for place in segment.inputs]
             return _repeated(segment.function, block.policy, [*is_argument, *[False] * len(segment.takes)])(*given)
-        if graph.equations[block.equations[0]].primitive.name == "io_callback":  # through which no gradient flows
+        if graph.equations[block.equations[0]].primitive.name == "io_callback":  # no gradient flows through it
             given = [_constant(value) for value in given]
         return segment.function(*given)
 
@@ -161,12 +162,13 @@ class _Residuals:
     """The values that are kept of a block.
 
     Attributes:
-        backward: cotangents of floating-point results -> cotangents of some arguments; holds what was kept.
-        is_true: a scalar that is true, though the compiler does not know.
-        is_hidden: which of what was kept is hidden from the compiler.
-        places: which arguments these are.
-        count: of the arguments.
-        floats: which results are of floating-point dtypes.
+        backward: Function from cotangents of floating-point results to cotangents of some arguments; it holds the kept
+            values.
+        is_true: Scalar that is true, which the compiler does not know.
+        is_hidden: Whether each kept value is hidden from the compiler.
+        places: Positions of these arguments.
+        count: Number of all arguments.
+        floats: Positions of the floating-point results.
     """
 
     backward: Any
@@ -180,17 +182,18 @@ class _Residuals:
 def _repeated(
     function: Callable[..., Sequence[Leaf]], policy: Policy | None, is_variable: Sequence[bool]
 ) -> Callable[..., Sequence[Leaf]]:
-    """Return the same function, evaluated again for its gradient, and not before that is needed.
+    """Return the same function, which is evaluated again for its gradient, and only when that is needed.
 
-    `jax.checkpoint` alone does not get that far: XLA:CPU drops its barriers, finds that the same is computed twice, and
-    keeps the first; or it computes the second early. So what was kept is hidden behind a choice that depends on the
-    cotangents. (A branch would do too; but XLA:CPU rewrites convolutions outside of branches only, for other bits.)
+    `jax.checkpoint` alone does not achieve that: XLA:CPU drops its barriers. Then it merges the two computations and
+    keeps the first, or computes the second early. So the kept values are hidden behind a choice that depends on the
+    cotangents. (A branch would work too, but XLA:CPU rewrites convolutions only outside of branches, which changes
+    bits.)
 
     Args:
-        function: a block.
-        policy: what is kept of it.
-        is_variable: which arguments need not be hidden if they are differentiated: what is computed again needs more
-            than them, and hiding them would copy them.
+        function: Function of a block.
+        policy: Values that are kept of it.
+        is_variable: Whether each argument need not be hidden if it is differentiated: the second computation needs
+            other values too, and hiding an argument copies it.
     """
 
     @jax.custom_vjp
@@ -238,7 +241,7 @@ def _repeated(
 
 @jax.custom_jvp
 def _constant(value: jax.Array) -> jax.Array:
-    """Return a value that JAX does not differentiate, as it does results of a custom gradient, integers too."""
+    """Return a value that JAX does not differentiate, although it differentiates results of custom gradients."""
     return value
 
 

@@ -1,4 +1,4 @@
-"""Marks of values, which tell later whether a value is still the same; large values are not kept alive."""
+"""Marks of values, which tell later whether a value is still the same. They do not keep large values alive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 
 SCALARS = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), np.generic)
 WHOLE_BYTES = 1 << 18
-"""Most bytes of an array of NumPy that are compared; of a larger one, a sample from all over it."""
+"""The most bytes of a NumPy array that are compared; of a larger array, a sample from all over it."""
 
 
 def remembered(value: Any, keeps: bool = True) -> Any:
-    """Return a mark that tells a value from others, without keeping the value alive where that is possible.
+    """Return a mark that distinguishes a value from others, and keeps the value alive only if there is no other way.
 
     Args:
-        value: of any kind.
-        keeps: whether it is kept where it can have no weak reference; otherwise its identity alone is known.
+        value: Value of any kind.
+        keeps: Whether a value that allows no weak reference is kept; otherwise only its identity is known.
     """
     if isinstance(value, tuple):
         return [remembered(one, keeps) for one in value]
@@ -33,7 +33,7 @@ def remembered(value: Any, keeps: bool = True) -> Any:
 
 
 def is_more(remembered: Any, value: Any) -> bool:
-    """Return whether a tuple begins as the remembered one, and is longer."""
+    """Return whether a tuple begins with the remembered items, and is longer."""
     return len(value) > len(remembered) and all(map(is_what, remembered, value))
 
 
@@ -55,11 +55,11 @@ def is_what(remembered: Any, value: Any) -> bool:
 
 
 def digest(array: np.ndarray, most_bytes: int | None = WHOLE_BYTES) -> int:
-    """Return 64 bits that tell an array's elements from others; 0 for objects.
+    """Return 64 bits that distinguish an array's elements from others; 0 for objects.
 
     Args:
-        array: of any dtype.
-        most_bytes: of a larger array, elements from all over it stand for all; None for all elements of any array.
+        array: Array of any dtype.
+        most_bytes: Size above which only a sample of the elements counts; None to count all elements of any array.
     """
     if array.dtype.hasobject:
         return 0

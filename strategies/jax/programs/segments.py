@@ -1,4 +1,4 @@
-"""A program in segments: what each of them reads, makes and hands on, and how they are carried out in turn."""
+"""A program in segments: the values that each one reads, makes and hands on, and their evaluation in turn."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Part:
     """A result of the program, or some of its rows.
 
     Attributes:
-        result: its position among the results.
-        rows: the first of them and the one behind the last; None for all of them.
+        result: Position among the results.
+        rows: First row, and the end; None for all rows.
     """
 
     result: int
@@ -26,11 +26,11 @@ class ProgramSegment:
     """A part of a program: `function(*inputs, *intermediates) -> (*parts, *intermediates)`.
 
     Attributes:
-        function: traceable.
-        inputs: which of the program's flat arguments it reads.
-        takes: the numbers of the intermediates that it reads.
-        gives: the numbers of those that it hands on.
-        parts: what it finishes.
+        function: Traceable function.
+        inputs: Positions of the program's flat arguments that it reads.
+        takes: Numbers of the intermediates that it reads.
+        gives: Numbers of the intermediates that it hands on.
+        parts: Results that it finishes.
     """
 
     function: Callable[..., Sequence[Leaf]]
@@ -40,25 +40,25 @@ class ProgramSegment:
     parts: tuple[Part, ...]
 
     def read(self, arguments: Sequence[Leaf], intermediates: Mapping[int, Leaf]) -> list[Leaf]:
-        """Return what the function is called with."""
+        """Return the arguments of the function."""
         return [arguments[place] for place in self.inputs] + [intermediates[number] for number in self.takes]
 
 
 Compute = Callable[[int, list[Leaf]], Sequence[Leaf]]
-"""(The number of a segment, what it reads) -> what it makes, its intermediates last."""
+"""A function (number of a segment, its arguments) -> its results, intermediates last."""
 
 
 def carry_out(
     segments: Sequence[ProgramSegment], arguments: Sequence[Leaf], compute: Compute
 ) -> Iterator[tuple[int, Sequence[Leaf]]]:
-    """Yield the number of each segment with its results, in turn; the next one begins when that is asked for.
+    """Yield the number of each segment with its results, in turn. The next one begins when it is asked for.
 
-    An intermediate is let go when it was taken for the last time.
+    An intermediate is released when it was taken for the last time.
 
     Args:
-        segments: of the program; each takes only intermediates of segments before it.
-        arguments: the flat arguments of the program.
-        compute: computes a segment; values may be arrays, tracers or shapes.
+        segments: Segments of the program; each takes only intermediates of earlier segments.
+        arguments: Flat arguments of the program.
+        compute: Function that computes a segment; values may be arrays, tracers or shapes.
     """
     last = {taken: number for number, segment in enumerate(segments) for taken in segment.takes}
     intermediates: dict[int, Leaf] = {}
@@ -67,7 +67,7 @@ def carry_out(
         for taken in segment.takes:
             read.append(intermediates.pop(taken) if last[taken] == number else intermediates[taken])
         results = compute(number, read)
-        del read  # or they would be kept for as long as the results are looked at
+        del read  # otherwise the arguments would live as long as the caller uses the results
         if segment.gives:
             intermediates.update(zip(segment.gives, results[len(results) - len(segment.gives) :], strict=True))
         yield number, results

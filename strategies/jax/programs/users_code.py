@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 GONE: object = object()
-"""Stand-in for a value that is not there any more."""
+"""The stand-in for a value that does not exist any more."""
 
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -31,8 +31,8 @@ _NOW = {("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today"), ("da
 def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
     """Yield the instructions of a function and of the functions inside of it.
 
-    A callback of JAX runs while the program runs, so what it reads is no constant. Of a function that mentions
-    callbacks, the functions inside of it are left out.
+    A callback of JAX runs while the program runs, so its reads are not constants. If a function mentions callbacks,
+    the functions inside of it are left out.
     """
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
@@ -43,7 +43,7 @@ def instructions_of(code: types.CodeType) -> Iterator[dis.Instruction]:
 
 
 def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
-    """Return names that a function which mentions callbacks loads and does not call: one may be a callback."""
+    """Return the names that a function with callbacks loads but does not call: one may be the callback."""
     if not _has_callbacks(instructions):
         return set()
     pairs = list(zip([None, *instructions], instructions, strict=False))
@@ -52,7 +52,7 @@ def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
 
 
 def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
-    """Return the names of containers that a function only adds to, and the names of all else."""
+    """Return the names of containers that a function only adds to, and all other names that it loads."""
     pairs = [(one, after) for one, after in itertools.pairwise(instructions) if one.opname in _LOADS]
     grown = {one.argval for one, after in pairs if after.opname in _LOADS and after.argval in _ADDING}
     others = {one.argval for one, after in pairs if not (after.opname in _LOADS and after.argval in _ADDING)}
@@ -60,7 +60,7 @@ def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[s
 
 
 def keys_of(instructions: Sequence[dis.Instruction]) -> dict[str, list[object]]:
-    """Return, for each name that a function only takes elements from, as `config["rate"]`, the constant keys."""
+    """Return the constant keys for each name that a function only takes elements from, as in `config["rate"]`."""
     keys: dict[str, list[object]] = {}
     others = set()
     for place, one in enumerate(instructions):
@@ -78,7 +78,7 @@ def _takes_element(one: dis.Instruction) -> bool:
 
 
 def asked_by_name(code: types.CodeType) -> set[str]:
-    """Return the names that a function may hand to `getattr`."""
+    """Return the names that a function may pass to `getattr`."""
     if "getattr" not in code.co_names:
         return set()
     return {one for one in code.co_consts if isinstance(one, str) and one.isidentifier()}
@@ -89,7 +89,7 @@ def _has_callbacks(instructions: Sequence[dis.Instruction]) -> bool:
 
 
 def _is_called(before: dis.Instruction | None, one: dis.Instruction) -> bool:
-    """Return whether an instruction loads a function in order to call it."""
+    """Return whether an instruction loads a function to call it."""
     is_marked = one.opname in ("LOAD_GLOBAL", "LOAD_ATTR") and "NULL" in one.argrepr
     return one.opname == "LOAD_METHOD" or is_marked or (before is not None and before.opname == "PUSH_NULL")
 
@@ -97,10 +97,10 @@ def _is_called(before: dis.Instruction | None, one: dis.Instruction) -> bool:
 def refuse_clocks(
     function: types.FunctionType, instructions: list[dis.Instruction], cells: Mapping[str, types.CellType]
 ) -> None:
-    """Refuse calls of clocks and of generators of random numbers that all of Python shares.
+    """Refuse calls of clocks, and of the random number generators that all of Python shares.
 
     Raises:
-        RuntimeError: there is one.
+        RuntimeError: The function calls one of them.
     """
     value, name = None, ""
     for one in instructions:
@@ -116,13 +116,13 @@ def refuse_clocks(
         if value is not None and (what := _changing(value)):
             raise RuntimeError(
                 f"{function.__qualname__} calls {name}, {what}, which would be read once, while the function is "
-                "compiled, and not in each run; hand the value over as an argument, use jax.random with a key, or take "
+                "compiled, and not in each run; pass the value as an argument, use jax.random with a key, or take "
                 "times for the log outside of the function"
             )
 
 
 def _changing(value: object) -> str | None:
-    """Describe the result of a callable that returns something else each time; None for others."""
+    """Describe the result of a callable that returns another value each time; return None for other callables."""
     owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
     if isinstance(owner, random.Random | np.random.RandomState) and not isinstance(value, type):
         return "a random number of Python"
@@ -132,7 +132,7 @@ def _changing(value: object) -> str | None:
 
 
 def contents_of(cell: types.CellType) -> object:
-    """Return what a closure has in a cell, or `GONE`."""
+    """Return the value in a cell of a closure, or `GONE`."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
@@ -140,7 +140,7 @@ def contents_of(cell: types.CellType) -> object:
 
 
 def is_of_user(function: types.FunctionType) -> bool:
-    """Return whether a function is the user's, and not of an installed package."""
+    """Return whether a function is the user's, and not part of an installed package."""
     return not _is_library(function.__code__.co_filename)
 
 

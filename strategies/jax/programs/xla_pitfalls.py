@@ -1,7 +1,7 @@
-"""Faults and silent choices of JAX and XLA, and what keeps the bits of a program from them.
+"""Faults and silent choices of JAX and XLA, and measures that protect the bits of a program from them.
 
-Wrong sums of some jaxlibs, an abort for want of address space, silent loss of precision, the order of computations, and
-products that are contracted with sums.
+They are wrong sums of some jaxlibs, an abort for lack of address space, silent loss of precision, the order of
+computations, and products that are contracted with sums.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _LIBRARY = "libjax_common.so"
 THREADS_RESERVE_BYTES = 5 << 28
 """The address space that XLA's threads reserve when its first program runs, most of it never used.
 
-26 threads have each a stack and a region of malloc of 64 MiB. Measured on two cores: 1.2 GB with up to 8 replicas, and
-more with more of them.
+26 threads each have a stack and a malloc arena of 64 MiB. Measured on two cores: 1.2 GB with up to 8 replicas, and more
+with more replicas.
 """
 
-_XLA_THREADS = "tf_"  # how their names begin, of which Linux knows 15 characters
+_XLA_THREADS = "tf_"  # beginning of their names, which Linux cuts to 15 characters
 
 _PRODUCTS = frozenset(
     {"mul", "square", "integer_pow", "div", "pow", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"}
 )
-"""Operations that end in a product, or may after XLA has rewritten them."""
+"""The operations that end in a product, or may end in one after XLA has rewritten them."""
 
 # ---- wrong sums
 
 
 def use_right_sums(environ: MutableMapping[str, str]) -> None:
-    """Set what makes sums on CPUs right; it takes effect where JAX has not started.
+    """Set the XLA flag that makes sums on CPUs right. It has an effect only if JAX has not started.
 
     Args:
-        environ: `os.environ`, from which XLA reads its flags when JAX starts; what is set stays there for child
+        environ: `os.environ`, from which XLA reads its flags when JAX starts; the flag stays there for child
             processes.
     """
     if not jax_has_started() and _can_be_wrong():
@@ -60,13 +60,13 @@ def use_right_sums(environ: MutableMapping[str, str]) -> None:
 
 
 def insist_on_right_sums(environ: Mapping[str, str]) -> None:
-    """Refuse to compute on CPUs with sums that may be wrong; call it once JAX has started.
+    """Refuse to compute on CPUs with sums that may be wrong. Call it once JAX has started.
 
     Args:
-        environ: with XLA's flags, and the variable that overrules this.
+        environ: Environment variables, with XLA's flags and the variable that overrules this check.
 
     Raises:
-        DeviceError: JAX has started without what `use_right_sums` sets, or the user has asked XLA for what is wrong.
+        DeviceError: JAX has started without the flag of `use_right_sums`, or the user's flags make XLA add wrongly.
     """
     complaint = complain_of_sums(jaxlib.version.__version__, environ) if _can_be_wrong() else None
     if complaint is None:
@@ -77,7 +77,7 @@ def insist_on_right_sums(environ: Mapping[str, str]) -> None:
 
 
 def jax_has_started() -> bool:
-    """Return whether JAX has made its devices: then, and only then, it refuses another number of them."""
+    """Return whether JAX has made its devices. Only then does it refuse to change their number."""
     number: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX adds its options later
     try:
         jax.config.update("jax_num_cpu_devices", number + 1)
@@ -89,7 +89,7 @@ def jax_has_started() -> bool:
 
 @cache
 def _can_be_wrong() -> bool:
-    """Return whether the installed jaxlib adds up wrongly: a version that is not measured may if it knows the flag.
+    """Return whether the installed jaxlib adds wrongly: an unmeasured version may if it knows the flag.
 
     XLA ends the process at a flag that it does not know.
     """
@@ -98,7 +98,7 @@ def _can_be_wrong() -> bool:
 
 
 def _is_in_library(word: str) -> bool:
-    """Return whether jaxlib's library has a word in it: 15 ms where it does."""
+    """Return whether jaxlib's library contains a word; that takes 15 ms if it does."""
     library = Path(jaxlib.__file__).with_name(_LIBRARY)
     if not library.is_file():
         return False
@@ -112,31 +112,31 @@ def _warn(complaint: str) -> None:
     logger.warning("%s", complaint)
 
 
-# ---- address space: XLA aborts the process without a word
+# ---- address space: without enough of it XLA aborts the process silently
 
 
 def warn_of_little_address_space() -> None:
-    """Warn that the process will probably abort when XLA starts, because of `ulimit -v`; before it starts."""
+    """Warn, before XLA starts, that the process will probably abort because of `ulimit -v`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and not _xla_has_threads() and (fault := describe_lack(limit, _used_bytes())):
         logger.warning("%s", fault)
 
 
 def describe_lack(limit: int, used: int) -> str:
-    """Return the warning about a limit of address space that is too low; empty if the rest is enough."""
+    """Return the warning about a limit of address space that is too low, or "" if enough is left."""
     if limit - used >= THREADS_RESERVE_BYTES:
         return ""
     return (
         f"this process may use {limit / 1e9:.2f} GB of address space (ulimit -v) and uses {used / 1e9:.2f} GB; XLA's "
-        f"threads reserve {THREADS_RESERVE_BYTES / 1e9:.2f} GB and more, and it aborts where they cannot; raise "
+        f"threads reserve {THREADS_RESERVE_BYTES / 1e9:.2f} GB and more, and it aborts if they cannot; raise "
         "the limit, or limit memory by a cgroup instead (systemd-run -p MemoryMax=..., Slurm's --mem)"
     )
 
 
 def _xla_has_threads() -> bool:
-    """Return whether XLA has its threads already; JAX has no public way to ask."""
+    """Return whether XLA has started its threads; JAX has no public way to ask."""
     for name in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             if name.read_text().startswith(_XLA_THREADS):
                 return True
     return False
@@ -151,10 +151,10 @@ def _used_bytes() -> int:
 
 
 def refuse_float64(value: Tree, role: str = "input") -> Tree:
-    """Return the value, if JAX will not silently change its precision.
+    """Return the value if JAX will not silently change its precision.
 
     Raises:
-        TypeError: if a leaf is float64, and JAX has no 64 bits enabled.
+        TypeError: A leaf is float64, and JAX has no 64 bits enabled.
     """
     if not jax.config.read("jax_enable_x64"):
         for leaf in jax.tree.leaves(value):
@@ -164,10 +164,10 @@ def refuse_float64(value: Tree, role: str = "input") -> Tree:
 
 
 def refuse_cut_integers(value: Tree) -> Tree:
-    """Return the value, if JAX will not cut off integers.
+    """Return the value if JAX will not cut off integers.
 
     Raises:
-        ValueError: if an array of NumPy has integers that do not fit into 32 bits, and JAX has no 64 bits enabled.
+        ValueError: A NumPy array has integers that do not fit into 32 bits, and JAX has no 64 bits enabled.
     """
     for leaf in jax.tree.leaves(value):
         if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
@@ -175,8 +175,8 @@ def refuse_cut_integers(value: Tree) -> Tree:
         kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if kept != leaf.dtype and not np.array_equal(leaf.astype(kept), leaf):
             raise ValueError(
-                f"{leaf.dtype} numbers from {leaf.min()} to {leaf.max()}, of which JAX would keep {kept} only; give "
-                "smaller ones, or enable 64 bits (JAX_ENABLE_X64=1)"
+                f"{leaf.dtype} numbers from {leaf.min()} to {leaf.max()} do not fit into {kept}, which JAX would keep; "
+                "use smaller numbers, or enable 64 bits (JAX_ENABLE_X64=1)"
             )
     return value
 
@@ -188,7 +188,7 @@ def refuse_cut_integers(value: Tree) -> Tree:
 
 
 def is_true(arrays: Sequence[jax.Array]) -> jax.Array:
-    """True, as soon as all arrays are there; the compiler does not know that no other value is possible."""
+    """Return True as soon as all arrays are computed; the compiler does not know that the value is constant."""
     answer = jnp.array(True)
     for array in arrays:
         if array.size:
@@ -201,17 +201,17 @@ def is_true(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
-    """Return the same array, for programs that may read it only when the condition, a result of `is_true`, is there."""
+    """Return the same array, which programs can read only after the condition, a result of `is_true`."""
     return jnp.where(condition, array, jnp.zeros_like(array))
 
 
 # ---- products that are contracted with sums
 #
 # XLA's CPU backend lets LLVM contract a product and a sum to one operation with a single rounding (a fused
-# multiply-add). Of two products that are added only one can be, and which one it is depends on the loop around them: on
-# its length, on whether it is vectorised, and on what else is fused into it. So an update of a part of an array could
-# differ in the last bit from that of the whole; seen with AdamW behind a clip, Adan, schedule-free and
-# `optax.MultiSteps`. Without it sums, products, quotients and square roots are those of IEEE 754, which leaves no
+# multiply-add). If two products are added, only one of them can be contracted. The loop around them decides which one:
+# its length, its vectorisation, and the operations fused into it. So an update of a part of an array could differ in
+# the last bit from the update of the whole array. That was seen with AdamW behind a clip, Adan, schedule-free and
+# `optax.MultiSteps`. Without contraction sums, products, quotients and square roots follow IEEE 754, which leaves no
 # choice.
 
 
@@ -219,15 +219,15 @@ def with_rounded_products(function: Function) -> Function:
     """Return the same function, in which no product is contracted with the sum that it goes into; traceable.
 
     Args:
-        function: of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are looked into; it
-            is not differentiated.
+        function: Function of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are
+            rounded too. It is not differentiated.
     """
 
     def rounded(*arguments: Tree, **named: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments, **named)
         leaves = jax.tree.leaves((arguments, named))
         found = next(leaf for leaf in leaves if leaf.size)
-        zero = jnp.where(is_true([found]), jnp.uint32(0), jnp.uint32(1))  # the compiler does not know that it is 0
+        zero = jnp.where(is_true([found]), jnp.uint32(0), jnp.uint32(1))  # always 0, which the compiler does not know
         results = _evaluate(closed, leaves, zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -247,9 +247,9 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], zero: jax.Arr
 
 
 def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
-    """Return the variables that go into anything but products, so perhaps into a sum.
+    """Return the variables that operations other than products read, because they may go into a sum.
 
-    Of other products XLA may choose the form: it makes one division of two, which is the same everywhere, and faster.
+    For products of products XLA may choose the form: it makes one division of two, the same everywhere, and faster.
     """
     read = [equation.invars for equation in jaxpr.eqns if equation.primitive.name not in _PRODUCTS]
     return variables(itertools.chain(*read, jaxpr.outvars))
@@ -271,10 +271,10 @@ def _results(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf], zero: 
 
 
 def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
-    """Return the product, by way of integers, through which LLVM does not contract."""
+    """Return the product by way of integers, through which LLVM does not contract."""
     if not jnp.issubdtype(product.dtype, jnp.floating):
         return product
-    if product.dtype == jnp.float16:  # whose bits LLVM cannot take for an integer on CPUs with avx512_fp16: it aborts
+    if product.dtype == jnp.float16:  # LLVM aborts at its bits as integers on CPUs with avx512_fp16
         return _rounded(product.astype(jnp.float32), zero).astype(jnp.float16)
     words = jnp.dtype(f"uint{8 * product.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(product, words) ^ zero.astype(words)
@@ -308,7 +308,7 @@ def _repeated(params: Any, given: Sequence[Leaf], zero: jax.Array) -> Sequence[L
 def _scanned(equation: Equation, given: Sequence[Leaf], zero: jax.Array) -> Sequence[Leaf]:
     inner = equation.params["jaxpr"]
     body = _closed(inner, zero)
-    # How many are carried, and how many cut into rows, is told by their shapes; the parameters for it have changed.
+    # Shapes tell how many values are carried and how many are cut into rows: JAX's parameters for it have changed.
     cut = sum(outer.aval.ndim > row.aval.ndim for outer, row in zip(equation.invars, inner.jaxpr.invars, strict=True))
     carried = sum(
         outer.aval.ndim == result.aval.ndim for outer, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True)

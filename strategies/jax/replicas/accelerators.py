@@ -1,4 +1,4 @@
-"""The facts about the accelerators of this instance, found before JAX starts, and the exchange that follows."""
+"""The facts about this instance's accelerators, found before JAX starts, and the exchange that follows from them."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _OF_GPUS = ("cuda", "gpu", "rocm")
 def exchange_of(
     membership: Membership, platform: str, variables_on_host: bool, gpu: str | None = None
 ) -> ExchangeChoice:
-    """Return the exchange of a job, noted in the timeline. Collective, except on CPUs that are not asked for more.
+    """Return the exchange of a job, and note it in the timeline. Collective, except on CPUs with the default exchange.
 
     Args:
-        membership: of this instance.
-        platform: of its replicas.
-        variables_on_host: see `Replicas`.
-        gpu: the UUID of its first GPU; default: as JAX counts them.
+        membership: Membership of this instance.
+        platform: Platform of its replicas.
+        variables_on_host: Whether variables and optimizer state live in host memory.
+        gpu: UUID of its first GPU in another framework than JAX; default: the first GPU by JAX's numbers.
 
     Raises:
-        DeviceError, ValueError: see `agreed_choice` and `asked_exchange`.
+        DeviceError, ValueError: As in `agreed_choice` and `asked_exchange`.
     """
     asked = asked_exchange(membership.defaults.exchange, os.environ)
     if not are_facts_needed(platform, asked):
         return ON_CPUS
     facts = facts_of(membership, platform, variables_on_host)
-    own = facts if gpu is None else replace(facts, gpu=gpu, can_connect=True)  # another framework than JAX
+    own = facts if gpu is None else replace(facts, gpu=gpu, can_connect=True)  # for another framework than JAX
     chosen = agreed_choice(membership.communicator, own, asked)
     for each in membership.communicator.instruments.attached:
         if isinstance(each, Recorder):
@@ -63,9 +63,9 @@ def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> 
     """Return the facts about this instance.
 
     Args:
-        membership: of this instance.
-        platform: of its replicas.
-        variables_on_host: see `Replicas`.
+        membership: Membership of this instance.
+        platform: Platform of its replicas.
+        variables_on_host: Whether variables and optimizer state live in host memory.
     """
     instance = membership.instance
     return InstanceFacts(
@@ -83,7 +83,7 @@ def facts_of(membership: Membership, platform: str, variables_on_host: bool) -> 
 def expected_platform() -> str:
     """Return the platform of `jax.local_devices()`, "cpu", "gpu" or another word, without starting JAX.
 
-    A plugin for GPUs counts where the CUDA driver sees one: JAX falls back to the CPU where there is none.
+    A plugin for GPUs counts only if the CUDA driver sees a GPU, because JAX falls back to the CPU without one.
     """
     if jax_has_started():
         return str(jax.local_devices()[0].platform)
@@ -101,14 +101,14 @@ def expected_platform() -> str:
 
 
 def first_gpu(instance: Instance) -> str:
-    """Return the UUID of the GPU that `choose_grid` gives to an instance's first replica; "" where no driver tells."""
+    """Return the UUID of the GPU that `choose_grid` gives to an instance's first replica; "" without a driver."""
     gpus = visible_gpus()
     place = instance.local_index * instance.local_replicas * instance.ipus_per_replica
     return gpus[place % len(gpus)].uuid if gpus else ""
 
 
 def machine_of(instance: Instance) -> str:
-    """Return a text that processes share if they can map each other's memory: the host, its boot, and namespaces."""
+    """Return a text that is equal for processes that can map each other's memory: host, boot, and namespaces."""
     parts = [instance.host]
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts.append(boot.read_text().strip() if boot.exists() else "")
@@ -118,7 +118,7 @@ def machine_of(instance: Instance) -> str:
 
 
 def has_nccl() -> bool:
-    """Return whether NCCL is installed as a package, which JAX and PyTorch require, or as a library of the system."""
+    """Return whether NCCL is installed, as the package that JAX and PyTorch require or as a library of the system."""
     try:
         if importlib.util.find_spec("nvidia.nccl") is not None:
             return True

@@ -1,8 +1,8 @@
-"""The callbacks of a compiled program, one after another.
+"""The callbacks of a compiled program, forced into the order of the code.
 
-XLA:CPU runs at the same time what does not depend on each other, and a callback that waits for those of other replicas
-keeps a thread of its pool. Where replicas begin with different ones until no thread is left, they wait for ever (seen
-with a hundred collectives in one program). So each callback is made to depend on the one before it.
+XLA:CPU runs independent operations at the same time. A callback that waits for other replicas' callbacks occupies a
+thread of XLA's pool. If replicas begin with different callbacks until no thread is left, they wait forever (seen with a
+hundred collectives in one program). So each callback is made to depend on the previous one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALLBACKS = frozenset({"io_callback", EQUATION})
 
 
 def in_order(function: Function) -> Function:
-    """Return the same function, with its callbacks in the order of the code; not to be differentiated any more."""
+    """Return the same function with its callbacks in the order of the code; it must not be differentiated any more."""
 
     def ordered(*arguments: Tree) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -33,7 +33,7 @@ def in_order(function: Function) -> Function:
 
 
 def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Leaf]) -> list[Leaf]:
-    """Evaluate it, with callbacks behind `last`, which becomes the results of its own last callback."""
+    """Evaluate a program with its callbacks behind `last`, which becomes the results of its own last callback."""
     jaxpr = closed.jaxpr
     if not any(map(_is_callback, every_equation(jaxpr))):
         found: list[Leaf] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)
@@ -46,8 +46,8 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Le
         if body is None:
             last[:] = bind(jaxpr, with_bodies(equation, _ordered_body), _behind(last, given))
             return list(last)
-        # XLA sees only what is inside of a call: where operands are not there yet, some of it may begin.
-        if equation.params.get("prevent_cse"):  # as JAX does where it lowers jax.checkpoint
+        # XLA looks inside of calls: before all operands of a call are computed, parts of it may begin.
+        if equation.params.get("prevent_cse"):  # a barrier, as in JAX's own lowering of jax.checkpoint
             given = jax.lax.optimization_barrier(given)
         return _evaluate(body, given, last)
 
@@ -55,7 +55,7 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Le
 
 
 def _behind(last: Sequence[Leaf], given: Sequence[Leaf]) -> list[Leaf]:
-    """Return the operands, the smallest of which is there only when `last` is."""
+    """Return the operands; the smallest of them becomes available only after `last`."""
     changed = list(given)
     if last and given:
         smallest = min(range(len(given)), key=lambda number: jax.numpy.size(given[number]))

@@ -1,8 +1,8 @@
 """Collectives between replicas as equations of JAX, with derivatives of any order.
 
-Each is a linear map of the values of all replicas: what it does with tangents is the same again, and its transpose is
-another such map. While a program is traced, differentiated and batched, a collective is one equation; only the compiled
-program knows that it calls Python, where the replicas meet.
+Each collective is a linear map of the values of all replicas. So it acts on tangents as on values, and its transpose is
+another such map. While a program is traced, differentiated and batched, a collective is one equation. Only the compiled
+program calls Python, where the replicas meet.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from typing_extensions import override
 
 from collectives.reduction import Reduction
 from strategies.jax.programs.host_calls import effects_of_calls
@@ -24,15 +25,15 @@ from strategies.jax.replicas.replica_groups import ReplicaGroups
 from strategies.typing import Leaf
 
 EQUATION = "cross_replica_collective"
-"""The name of the equations' primitive."""
+"""The name of the primitive of these equations."""
 
 
 class CollectiveKind(ABC):
-    """The kind of a collective: the function of the values of a group of replicas. It is immutable.
+    """A kind of collective, as a function of the values of a group of replicas. It is immutable.
 
     Attributes:
-        reduces: whether it does arithmetic.
-        is_linear: whether it has a derivative.
+        reduces: Whether it does arithmetic.
+        is_linear: Whether it has a derivative.
     """
 
     reduces = False
@@ -40,24 +41,24 @@ class CollectiveKind(ABC):
 
     @abstractmethod
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """Return the shape of what each of a group of `size` replicas gets for values of this shape."""
+        """Return the shape of each replica's result, for values of this shape in a group of `size` replicas."""
 
     @abstractmethod
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Return the result of each replica of a group; values and results are in the order of the group."""
+        """Return the result of each replica of a group, in the group's order. The values are not changed."""
 
     @abstractmethod
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Return the cotangent of this replica's value, from those of what all got."""
+        """Return the cotangent of this replica's value, given the cotangent of its result; traceable."""
 
     @abstractmethod
     def batched(self) -> tuple[CollectiveKind, int]:
-        """Return the same kind for values with one more axis in front, and the place of that axis in the results."""
+        """Return the kind for values with one more axis in front, and the place of that axis in the results."""
 
 
 @dataclass(frozen=True)
 class Reduce(CollectiveKind):
-    """The reduction on every replica; `op` is one of `collectives.reduction.OPERATIONS`."""
+    """The reduction of all values, on every replica; `op` is one of `collectives.reduction.OPERATIONS`."""
 
     op: str
     reduces = True
@@ -67,64 +68,76 @@ class Reduce(CollectiveKind):
         """Whether it is a sum or a mean."""
         return self.op in ("sum", "mean")
 
+    @override
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         return shape
 
+    @override
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         out = np.empty_like(values[0])
         Reduction(self.op, out.dtype).reduce([value.reshape(-1) for value in values], out.reshape(-1), len(values))
         return [out] * len(values)
 
+    @override
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Return the same reduction."""
+        """Return the same reduction of the cotangents."""
         return collective(index, cotangent)
 
+    @override
     def batched(self) -> tuple[CollectiveKind, int]:
         return self, 0
 
 
 @dataclass(frozen=True)
 class Gather(CollectiveKind):
-    """The values of all, along a new first axis, on every replica."""
+    """The values of all replicas, along a new first axis, on every replica."""
 
+    @override
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         return (size, *shape)
 
+    @override
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return [np.stack(values)] * len(values)
 
+    @override
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Return the sum of what all replicas have for this one's value."""
+        """Return the sum, over all replicas, of the cotangents for this replica's value."""
         total = replace(collective, kind=Reduce("sum"))(index, cotangent)
         rank = collective.groups.rank(index, collective.total)
         own: jax.Array = jax.lax.dynamic_index_in_dim(total, rank, keepdims=False)
         return own
 
+    @override
     def batched(self) -> tuple[CollectiveKind, int]:
         return self, 1
 
 
 @dataclass(frozen=True)
 class BlockExchange(CollectiveKind):
-    """The blocks along `split` that all have for a replica, one behind the other along `concat`."""
+    """The all-to-all: each replica gets its block along `split` of every replica, joined along `concat`."""
 
     split: int
     concat: int
 
+    @override
     def shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
         found = list(shape)
         found[self.split] //= size
         found[self.concat] *= size
         return tuple(found)
 
+    @override
     def combine(self, values: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         blocks = zip(*(np.split(value, len(values), self.split) for value in values), strict=True)
         return [np.concatenate(mine, self.concat) for mine in blocks]
 
+    @override
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Send the blocks back."""
+        """Return the blocks to their replicas."""
         return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
+    @override
     def batched(self) -> tuple[CollectiveKind, int]:
         return BlockExchange(self.split + 1, self.concat + 1), 0
 
@@ -134,15 +147,15 @@ CarryOut = Callable[["Collective", int, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program; the same on all replicas.
+    """One collective of a program, the same on all replicas.
 
     Attributes:
-        name: what instances call it. Replicas come to collectives of one name in one order.
-        kind: what it does.
-        groups: of replicas, which keep to themselves.
-        total: the replicas of all groups.
-        carry_out: called at run time with this, a replica's global index and its value, which it may keep until it
-            returns what the replica gets.
+        name: Name by which instances match it. Replicas reach the collectives of one name in the same order.
+        kind: Kind of the collective.
+        groups: Groups of replicas, each with a collective of its own.
+        total: Number of replicas of all groups.
+        carry_out: Function of this collective, a replica's global index and its value, called at run time. It may keep
+            the value until it returns the replica's result.
     """
 
     name: str
@@ -157,11 +170,11 @@ class Collective:
         return self.groups.members(self.total)
 
     def __call__(self, index: jax.Array, value: jax.Array) -> jax.Array:
-        """Return the replica's result of the collective; called while its program is traced.
+        """Return the replica's result of the collective. Called while the replica's program is traced.
 
         Args:
-            index: its global index, an int32 scalar.
-            value: of this replica, of the same shape and dtype on all of them.
+            index: Global index of the replica, an int32 scalar.
+            value: Value of this replica, of the same shape and dtype on all of them.
         """
         result: jax.Array = _collective.bind(index, value, collective=self)
         return result
@@ -172,15 +185,15 @@ class Collective:
 
 
 OfReplica = Callable[[jax.Array, jax.Array], jax.Array]
-"""(A replica's global index, its value) -> what it gets."""
+"""A function (a replica's global index, its value) -> its result."""
 
 
 def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
-    """Return the same function, which may be computed within what is differentiated.
+    """Return the same function, which may be part of a differentiated function but has no gradient.
 
     Args:
-        function: gives what has no derivative.
-        refusal: what the TypeError says if its gradient is needed all the same.
+        function: Function that has no derivative.
+        refusal: Message of the TypeError if its gradient is needed.
     """
 
     @jax.custom_vjp
@@ -190,7 +203,7 @@ def without_gradient(function: OfReplica, refusal: str) -> OfReplica:
     def backward(_: None, gradient: jax.Array) -> NoReturn:
         raise TypeError(refusal)
 
-    # By way of `refusing` itself, so that a derivative of the derivative finds it again.
+    # `refusing` calls itself, so that a derivative of the derivative also refuses.
     refusing.defvjp(lambda index, value: (refusing(index, value), None), backward)
     return refusing
 
@@ -221,7 +234,7 @@ def _transpose(cotangent: Leaf, index: Leaf, value: Leaf, *, collective: Collect
 def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], *, collective: Collective) -> tuple[Leaf, int | None]:
     index, value = arguments
     of_index, of_value = axes
-    if of_index is not None:  # as JAX hands it to both branches of a batched condition; it is the same all along
+    if of_index is not None:  # JAX batches the index for both branches of a condition; it is equal along the axis
         index = jax.lax.index_in_dim(index, 0, of_index, keepdims=False)
     if of_value is None:
         return collective(index, value), None
@@ -230,10 +243,10 @@ def _batch(arguments: Sequence[Leaf], axes: Sequence[int | None], *, collective:
 
 
 def _lower(context: Any, index: Leaf, value: Leaf, *, collective: Collective) -> Leaf:
-    """Return the call of Python that the compiled program makes.
+    """Return the call of Python in the compiled program.
 
-    Unlike an `io_callback` it gets views of XLA's memory, and no JAX arrays: those take longer, and beyond 100 KiB a
-    thread of XLA's pool (see `host_calls`).
+    Unlike an `io_callback`, it gets views of XLA's memory instead of JAX arrays. JAX arrays take longer, and beyond 100
+    KiB a thread of XLA's pool (see `host_calls`).
     """
 
     def come(index: Leaf, value: Leaf) -> tuple[np.ndarray]:

@@ -1,7 +1,7 @@
-"""The distribution of values over replicas: batches are dealt out, and all replicas share anything else.
+"""The distribution of values over replicas: batches are split among them, and they share all other values.
 
-A batch of a distributed data set is made of arrays like any other, which programs take apart and put into trees of
-their own. So that is known of each array, for as long as it lives.
+A batch of a distributed data set consists of ordinary arrays, which programs may take apart and put into other trees.
+So each array of a batch is remembered as such for as long as it lives.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Fact = TypeVar("Fact")
 
 
 class _Known(Generic[Fact]):
-    """Something that is known of arrays, which it does not keep."""
+    """A fact about arrays, without references that keep the arrays alive."""
 
     def __init__(self) -> None:
         self._of_identity: dict[int, tuple[weakref.ref[Any], Fact]] = {}
 
     def note(self, tree: Tree, fact: Fact) -> None:
-        """Take note of it for the arrays of a tree."""
+        """Note the fact about all arrays of a tree."""
         for array in jax.tree.leaves(tree):
-            # Called while the array is still there, so before another one can have its identity.
+            # Called before the array is freed, so before another one can have its id.
             forget = functools.partial(self._forget, id(array))
             self._of_identity[id(array)] = weakref.ref(array, forget), fact
 
@@ -40,7 +40,7 @@ class _Known(Generic[Fact]):
         self._of_identity.pop(identity, None)
 
     def of(self, leaf: Leaf) -> Fact | None:
-        """Return the known fact about a leaf of a tree; None if there is none."""
+        """Return the fact about a leaf of a tree, or None."""
         found = self._of_identity.get(id(leaf))
         return found[1] if found is not None and found[0]() is leaf else None
 
@@ -50,14 +50,14 @@ _mirrored = _Known[bool]()
 
 
 def replication_of(leaf: Leaf) -> Replication | None:
-    """Return the replicas among whom an array of a batch is dealt out; None for what is not of a batch."""
+    """Return the replicas among which an array of a batch is split; None for any other array."""
     return _replications.of(leaf)
 
 
 def unchanging(batch: Tree) -> Tree:
-    """Return a batch for a step that nobody waits for: with copies of arrays that the program may change meanwhile.
+    """Return a batch for a step that the host does not wait for, with copies of arrays that the program may change.
 
-    Arrays of JAX do not change, nor do those of data sets: see `DataSource`.
+    Arrays of JAX and of data sets do not change, see `DataSource`.
     """
     return jax.tree.map(
         lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) and replication_of(leaf) is None else leaf, batch
@@ -65,19 +65,18 @@ def unchanging(batch: Tree) -> Tree:
 
 
 def mirrored(tree: Tree) -> Tree:
-    """Return the same tree, and note that all replicas share its arrays."""
+    """Return the tree, and note that all replicas share its arrays."""
     _mirrored.note(tree, True)
     return tree
 
 
 class Dealing:
-    """Deals values out to the local replicas.
+    """The distribution of values over the local replicas.
 
     Args:
-        devices: of the local replicas.
-        total_replicas: the replicas of all instances.
-        batch_sizes: how many elements a replica takes in a step of the data sets that were distributed to them; it may
-            grow.
+        devices: Devices of the local replicas.
+        total_replicas: Number of replicas of all instances.
+        batch_sizes: Rows of a replica in a step, for each data set that was distributed to these replicas; it may grow.
     """
 
     def __init__(self, devices: ReplicaDevices, total_replicas: int, batch_sizes: Collection[int]) -> None:
@@ -90,53 +89,53 @@ class Dealing:
         return self.noted(self._devices.place(tree))
 
     def noted(self, batch: Tree) -> Tree:
-        """Return the same batch, and note among which replicas it is dealt out."""
+        """Return the batch, and note the replicas among which it is split."""
         _replications.note(batch, self._replication)
         return batch
 
     def split(self, tree: Tree) -> PerReplica:
-        """Return a tree, with all local replicas along the first axis of its leaves, cut into one for each of them.
+        """Split a tree along the first axis of its leaves into one tree for each local replica.
 
         Raises:
-            ValueError: if it cannot be divided among them, or is a batch for others.
+            ValueError: The tree cannot be split evenly, or is a batch for other replicas.
         """
         self.refuse_others(tree)
         jax.tree.map(self._devices.replica_shape, tree)
         return PerReplica(tuple(self._devices.parts(tree)), self._replication.local)
 
     def deal(self, value: Tree) -> Tree:
-        """Return the value; where a part of it is the replicas' own, one `PerReplica` of whole trees.
+        """Return the value; if a part of it differs between replicas, as one `PerReplica` of whole trees.
 
         Args:
-            value: a pytree, whose leaves may be `PerReplica`, arrays of a batch, and `Shared`.
+            value: Pytree whose leaves may be `PerReplica`, arrays of a batch, and `Shared`.
 
         Raises:
-            ValueError: a `PerReplica` or a batch is for other replicas.
+            ValueError: A `PerReplica` or a batch is for other replicas.
         """
         return dealt(jax.tree.map(self._of_replicas, value), self._replication.local)
 
     def deal_argument(self, value: Tree) -> Tree:
-        """Deal a value as `deal` does; refuse arrays that may have been computed of a batch.
+        """Distribute a value as `deal` does, and refuse arrays that may have been computed from a batch.
 
         Raises:
-            ValueError: see `deal`; and if nobody can tell whether an array is to be dealt out.
+            ValueError: As in `deal`; or it is unclear whether an array is to be split.
         """
         for leaf in jax.tree.leaves(value):
             self._refuse_what_may_be_a_batch(leaf)
         return self.deal(value)
 
     def refuse_others(self, batch: Batch) -> None:
-        """Refuse a batch that is dealt out among other replicas than these.
+        """Raise if a batch is split among other replicas than these.
 
         Raises:
-            ValueError: there is one.
+            ValueError: An array of the batch is for other replicas.
         """
         for leaf in jax.tree.leaves(batch):
             replication = replication_of(leaf)
             if replication is not None and replication != self._replication:
                 raise ValueError(
-                    f"the batch is dealt out among {replication}, and it is used on {self._replication}; use the "
-                    "batches of the strategy that runs the program, and none from before an instance was lost"
+                    f"the batch is dealt out among {replication}, but is used on {self._replication}; use batches of "
+                    "the strategy that runs the program, and none from before an instance was lost"
                 )
 
     def _of_replicas(self, leaf: Leaf) -> Tree:
@@ -151,6 +150,6 @@ class Dealing:
         if replication_of(leaf) is None and not _mirrored.of(leaf) and not is_trained(leaf):
             raise ValueError(
                 f"an array of shape {list(leaf.shape)} is as long as a batch for the {local} replicas of this "
-                "instance, but is none that a data set gave; write strategy.dealt(array) to give each replica its "
-                "rows, or strategy.shared(array) to give all of it to every replica"
+                "instance, but no data set gave it; write strategy.dealt(array) to give each replica its rows, or "
+                "strategy.shared(array) to give all of it to every replica"
             )

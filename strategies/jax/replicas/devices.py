@@ -1,4 +1,4 @@
-"""The devices on which an instance runs its replicas, and the threads that do it."""
+"""The devices on which an instance runs its replicas, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 THREADS = "replica"
-"""The names of threads that run replicas begin with it."""
+"""The beginning of the names of threads that run replicas."""
 _UNSEEN = Instruments()
 _HOST_DEVICES_FLAG = "xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
 class ReplicaDevices:
-    """The devices of the local replicas, which run `width` at a time, in as many waves as that takes.
+    """The devices of the local replicas, which run `width` at a time, in one wave or several.
 
     A replica's program is compiled for a single device and knows neither its neighbours nor their number. On CPUs all
-    replicas share one device, and one executable, which a thread for each of them runs.
+    replicas share one device and one executable, which one thread per replica runs.
 
     Attributes:
-        devices: one for each replica of a wave; on CPUs the same one for all.
-        replicas: the global indices of the local replicas.
-        executables: the folder where compiled programs are kept; None to compile them at every start.
-        instruments: see programs being compiled, and replicas at work.
+        devices: Devices of the replicas of a wave; on CPUs one device for all.
+        replicas: Global indices of the local replicas.
+        executables: Folder of compiled programs; None to compile them at every start.
+        instruments: Instruments that are told of compilations and of replicas at work.
     """
 
     devices: tuple[jax.Device, ...]
@@ -60,12 +60,12 @@ class ReplicaDevices:
 
     @property
     def width(self) -> int:
-        """The replicas that run at once."""
+        """The number of replicas that run at once."""
         return len(self.devices)
 
     @property
     def waves(self) -> int:
-        """The number of rounds, each of `width` replicas, in one step of all local replicas."""
+        """The number of waves in one step of all local replicas."""
         return len(self.replicas) // self.width
 
     @property
@@ -87,22 +87,22 @@ class ReplicaDevices:
         return ThreadPoolExecutor(self.width, THREADS)
 
     def compile(self, function: Function, donated: Sequence[int] = ()) -> DeviceProgram:
-        """Return the program of one replica, to be run by all of them.
+        """Return the program of one replica, which all of them run.
 
         Args:
-            function: what a replica computes.
-            donated: the arguments whose memory the results may take over.
+            function: Computation of a replica.
+            donated: Positions of arguments whose memory the results may take over.
         """
         return DeviceProgram(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
 
     def begin(
         self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None
     ) -> list[Future[T]]:
-        """Have threads do something for each local replica, for `width` of them at once.
+        """Start `work` for each local replica in threads, for `width` of them at once.
 
         Args:
-            work: takes the position of a local replica.
-            failed: called at once with what `work` raises for one of them, for whom others may be waiting.
+            work: Function of the position of a local replica.
+            failed: Callback with an error of `work`, called at once, because other replicas may wait for that one.
         """
 
         def attempt(position: int) -> T:
@@ -115,10 +115,10 @@ class ReplicaDevices:
         return [self._threads.submit(attempt, position) for position in range(len(self.replicas))]
 
     def each(self, work: Callable[[int], T], failed: Callable[[BaseException], None] = lambda error: None) -> list[T]:
-        """Return the result of `work` for each local replica; see `begin`. One replica alone runs in this thread.
+        """Return the result of `work` for each local replica, as `begin` runs it. A single replica runs in this thread.
 
         Raises:
-            BaseException: what it has raised for the first of them, when all have ended.
+            BaseException: The error of the first replica that failed, after all have ended.
         """
         if len(self.replicas) == 1:
             return [work(0)]
@@ -127,10 +127,10 @@ class ReplicaDevices:
     def place(self, tree: Tree) -> Tree:
         """Put a host tree, with all local replicas along the first axis of its leaves, on the devices.
 
-        In several waves it stays on the host until its wave comes.
+        With several waves it stays on the host until each wave begins.
 
         Raises:
-            ValueError: if JAX would cut off integers of NumPy.
+            ValueError: JAX would cut off integers of NumPy.
         """
         refuse_cut_integers(tree)
         if self.waves > 1:
@@ -140,7 +140,7 @@ class ReplicaDevices:
         return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Cut a tree with all local replicas along the first axis of its leaves into one for each, without a copy."""
+        """Split a tree along the first axis of its leaves into one tree for each local replica, without a copy."""
         if len(self.replicas) == 1:
             return [tree]
         leaves, structure = jax.tree.flatten(tree)
@@ -155,57 +155,57 @@ class ReplicaDevices:
                 return [shard.data for shard in shards]
             leaf = np.asarray(leaf)
         rows = leaf.shape[0] // len(self.replicas)
-        # Nobody waits for an accelerator here.
+        # On an accelerator the array stays there, because borrowing it would wait for the device.
         host = leaf if isinstance(leaf, jax.Array) and not self.is_cpu else borrow(leaf)
         return [host[position * rows : (position + 1) * rows] for position in range(len(self.replicas))]
 
     def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
-        """Return the shape of what one replica takes of a leaf that has all local replicas along its first axis.
+        """Return the shape of one replica's part of a leaf that has all local replicas along its first axis.
 
         Raises:
-            ValueError: if it cannot be divided among them.
+            ValueError: The leaf cannot be split evenly.
         """
         local = len(self.replicas)
         if not leaf.ndim or leaf.shape[0] % local:
             raise ValueError(
-                f"a batch of shape {list(leaf.shape)} for {local} local replicas; "
+                f"a batch has the shape {list(leaf.shape)} for {local} local replicas; "
                 "its first axis must be a multiple of their number"
             )
         shape = (leaf.shape[0] // local, *leaf.shape[1:])
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     def share(self, tree: Tree) -> Sequence[Tree]:
-        """Return a tree that lies on the first device as each of the devices sees it; on CPUs nothing is copied."""
+        """Return the copy of a tree on each device, given the tree on the first one; on CPUs nothing is copied."""
         return [tree if device == self.devices[0] else jax.device_put(tree, device) for device in self.devices]
 
     def zeros(self, position: int, size: int, dtype: np.dtype) -> jax.Array:
-        """Return an array of `size` zeros of its own for the local replica at this position."""
+        """Return a new array of `size` zeros for the local replica at this position."""
         zeros: jax.Array = jax.device_put(np.zeros(size, dtype), self.device_of(position), may_alias=False)
         return zeros
 
 
 def results_of(begun: Sequence[Future[T]]) -> list[T]:
-    """Return the results of threads, when all have ended; raise what the first of them has raised."""
+    """Wait for all threads, and return their results; raise the error of the first one that failed."""
     wait(begun)
     return [future.result() for future in begun]
 
 
 @dataclass(frozen=True)
 class DeviceGrid:
-    """The devices of local replicas that span several devices each: replicas x stages.
+    """The devices of local replicas that span several devices each, as a grid of replicas x stages.
 
-    On CPUs all devices are simulated by the same one, so that a stage has one executable wherever it runs; each column
-    has threads of its own.
+    On CPUs one device simulates all of them, so that a stage has one executable wherever it runs. Each column has
+    threads of its own.
 
     Attributes:
-        columns: for each device of a replica where all local replicas have it, in the order of a replica's devices.
+        columns: For each device of a replica, that device of all local replicas; in the order of a replica's devices.
     """
 
     columns: tuple[ReplicaDevices, ...]
 
     @property
     def ipus_per_replica(self) -> int:
-        """The devices that a replica spans."""
+        """The number of devices that a replica spans."""
         return len(self.columns)
 
     @property
@@ -220,7 +220,7 @@ class DeviceGrid:
 
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
-    """Return a read-only view of an array on one device, or of NumPy's; on CPU without a copy. Keys stay keys."""
+    """Return a read-only view of an array on one device, on CPUs without a copy. Random keys stay keys."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)
     array.block_until_ready()
@@ -228,7 +228,7 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
         return array  # type: ignore[return-value]  # NumPy has no such dtype
     is_exportable = array.dtype.kind in "fiu" and array.dtype.isbuiltin == 1
     if array.size and is_exportable and next(iter(array.devices())).platform == "cpu":
-        # Unlike this one, a view that `np.asarray` returns stays cached in the array and keeps it from being donated.
+        # A view that `np.asarray` returns would stay cached in the array and keep it from being donated.
         view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
         return view
     return np.asarray(array)
@@ -249,30 +249,30 @@ def claim_devices(
     is_spread: bool = False,
     first_device: int | None = None,
 ) -> DeviceGrid:
-    """Find devices for each local replica, and have JAX compute what is the same wherever they run.
+    """Find devices for each local replica, and set up JAX to compute the same bits wherever replicas run.
 
-    On CPUs replicas run on the first of JAX's devices. That there are as many as local replicas is for programs that
-    put shards on devices of their own, and for simulated accelerators.
+    On CPUs replicas run on the first of JAX's devices. JAX gets one CPU device per local replica all the same, for
+    programs that put shards on devices of their own, and for simulated accelerators.
 
     Args:
-        replicas: the local replicas.
-        total_replicas: the replicas of all instances; fixes the size of XLA's thread pool, so that replicas compute
-            the same bits wherever they run.
-        local_index: this instance's place on its host; with accelerators, whose turn begins there.
-        ipus_per_replica: the devices that each replica spans.
-        instruments: see programs for them being compiled, and replicas at work.
-        executables_folder: where compiled programs are kept if the environment names no folder; "" for none.
-        is_spread: whether each replica has a device of its own on CPUs too, as on accelerators.
-        first_device: the place of the first accelerator among those that JAX sees; default: by the local index.
+        replicas: Local replicas.
+        total_replicas: Number of replicas of all instances. It fixes the size of XLA's thread pool, so that replicas
+            compute the same bits wherever they run.
+        local_index: Index of this instance on its host, which decides its first accelerator.
+        ipus_per_replica: Number of devices that each replica spans.
+        instruments: Instruments that are told of compilations and of replicas at work.
+        executables_folder: Folder of compiled programs if the environment names none; "" for none.
+        is_spread: Whether each replica has a device of its own on CPUs too, as on accelerators.
+        first_device: Position of the first accelerator among those that JAX sees; default: by the local index.
 
     Raises:
-        DeviceError: this version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
+        DeviceError: This version of jaxlib would give wrong sums on the CPU; see `insist_on_right_sums`.
     """
     warn_of_little_address_space()
     executables = use_executable_cache(os.environ, executables_folder)
     os.environ.update(thread_pool_setting(os.environ, total_replicas))
     use_right_sums(os.environ)
-    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # else the user has said how many
+    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # otherwise the user has set the number
         try:
             jax.config.update("jax_num_cpu_devices", len(replicas))
         except RuntimeError:
@@ -281,7 +281,7 @@ def claim_devices(
     if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)
         if os.environ[POOL_VARIABLE] != str(thread_pool_size(total_replicas)):
-            logger.info("%s is %s: keep it the same everywhere", POOL_VARIABLE, os.environ[POOL_VARIABLE])
+            logger.info("%s is %s; set the same value for all instances", POOL_VARIABLE, os.environ[POOL_VARIABLE])
     return found
 
 
@@ -294,18 +294,18 @@ def choose_grid(
     is_spread: bool = False,
     first_device: int | None = None,
 ) -> DeviceGrid:
-    """Return the devices of JAX that `claim_devices` gives to local replicas, once JAX has started; change nothing.
+    """Return the devices that `claim_devices` gives to local replicas, once JAX has started, without other effects.
 
-    Where there are fewer devices than a replica spans, it uses some of them for several of its own.
+    If there are fewer devices than a replica spans, the replica uses some of them several times.
 
     Args:
-        replicas: see `claim_devices`.
-        local_index: see `claim_devices`.
-        executables: the folder where compiled programs are kept.
-        ipus_per_replica: see `claim_devices`.
-        instruments: see `claim_devices`.
-        is_spread: see `claim_devices`.
-        first_device: see `claim_devices`.
+        replicas: Local replicas.
+        local_index: Index of this instance on its host.
+        executables: Folder of compiled programs, or None.
+        ipus_per_replica: Number of devices that each replica spans.
+        instruments: Instruments that are told of compilations and of replicas at work.
+        is_spread: Whether each replica has a device of its own on CPUs too.
+        first_device: Position of the first accelerator among those that JAX sees; default: by the local index.
     """
     devices = jax.local_devices()
     local = len(replicas)

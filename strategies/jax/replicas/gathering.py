@@ -1,4 +1,4 @@
-"""Gathering of all replicas' trees and arrays, on every instance."""
+"""The gathering of all replicas' trees and arrays on every instance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from strategies.typing import Tree
 
 
 def told_rows(tree: Tree, mask: np.ndarray) -> ToldRows:
-    """Return the results of one replica, a tree of host arrays, for the rows of a mask."""
+    """Return the results of one replica for the rows of a mask, from a tree of host arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return ToldRows(leaves, partial(jax.tree.unflatten, structure), mask)
 
 
 def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
-    """See `Strategy.gather`."""
+    """Return the values of all replicas one after another along an axis, as `Strategy.gather` describes. Collective."""
     leaves, structure = replicas.local_leaves(value)
     return jax.tree.unflatten(
         structure, [_concatenated(replicas, arrays, axis, f"gather/{number}") for number, arrays in enumerate(leaves)]
@@ -31,7 +31,7 @@ def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
 
 
 def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, name: str) -> np.ndarray:
-    """Return the arrays of all replicas one after another; each travels as long as the longest one."""
+    """Return the arrays of all replicas one after another; each is padded to the longest one to travel."""
     check_dtype(arrays[0].dtype, reduces=False)
     place = checked_axis(axis, arrays[0].shape)
     rows = [np.moveaxis(array, place, 0) for array in arrays]
@@ -46,12 +46,12 @@ def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, n
 
 
 def _alike(rows: Sequence[np.ndarray]) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape of a row and the dtype, which all replicas have."""
+    """Return the shape of a row and the dtype, which are the same on all replicas."""
     kinds = {(one.shape[1:], one.dtype) for one in rows}
     if len(kinds) > 1:
         shown = " and ".join(sorted(f"{dtype}{list(rest)}" for rest, dtype in kinds))
         raise ValueError(
-            f"replicas have {shown} along the axis that is gathered; only their lengths along it may differ: make them "
-            "alike"
+            f"replicas have {shown} along the gathered axis, but only their lengths along it may differ; make them "
+            "alike otherwise"
         )
     return next(iter(kinds))

@@ -15,24 +15,24 @@ from strategies.exchange.choice import MPI
 
 
 class Membership(ABC):
-    """The membership of this instance in a job: its identity, and its connection with the others.
+    """The membership of this instance in a job: its identity, and its connection with the other instances.
 
-    There is one for each way to connect instances, beside the strategy that chooses it. To make one joins the job: a
-    collective call of all instances.
+    There is one subclass for each way to connect instances, beside the strategy that chooses it. Making an object joins
+    the job, in a collective call of all instances. After a loss `Replicas` calls `carry_on`, on all survivors.
 
     Args:
-        ipus_per_replica: the devices that a replica spans; None: as the launcher says.
-        defaults: of the strategy; None: those of `IPUConfig`, as they are whenever something is made for the strategy.
+        ipus_per_replica: Number of devices that a replica spans; None: the launcher's number.
+        defaults: Defaults of the strategy; None: the defaults of `IPUConfig`, read when something is made for it.
 
     Attributes:
-        instance: which replicas this process drives, as the instances are numbered now.
-        communicator: connects those that are left.
-        adds_in_order: whether sums over replicas have the same bits however these are spread.
-        members: the instances in words, plural, for messages.
-        transport: that connects them, one of `MPI`, `GRPC` and `HOROVOD` of `strategies.exchange.choice`.
+        instance: Identity of this process and its replicas, by the present numbers of the instances.
+        communicator: Communicator of the instances that are left.
+        adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
+        members: Name of the instances in messages, plural.
+        transport: Transport between them: `MPI`, `GRPC` or `HOROVOD` of `strategies.exchange.choice`.
 
     Raises:
-        TypeError, ValueError: if `ipus_per_replica` is no positive whole number, or not what poprun says.
+        TypeError, ValueError: `ipus_per_replica` is not a positive integer, or not poprun's number.
     """
 
     adds_in_order: ClassVar[bool] = True
@@ -47,52 +47,52 @@ class Membership(ABC):
 
     @abstractmethod
     def join(self) -> tuple[Instance, Communicator]:
-        """Connect with the other instances; called once, before all else."""
+        """Connect with the other instances. Called once, before any other method."""
 
     @final
     @property
     def defaults(self) -> Defaults:
-        """See `Strategy.defaults`."""
+        """The defaults for objects made for the strategy, see `Strategy.defaults`."""
         return in_force() if self._given_defaults is None else self._given_defaults
 
     @property
     def is_chief(self) -> bool:
-        """Whether this instance prints and writes for all of them; where some are lost it may be another one later."""
+        """Whether this instance prints and writes for all; after a loss another instance may become the chief."""
         return self.instance.is_leader
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the job goes on where an instance is lost."""
+        """Whether the job goes on if an instance is lost."""
         return False
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        """Connect with the instances that are left; a collective call of theirs.
+        """Connect with the instances that are left. Collective among them. If it raises, this object is unchanged.
 
         Returns:
-            What this instance is now, and what connects those that are left.
+            The new identity of this instance, and the communicator of the instances that are left.
 
         Raises:
-            LifeCycleError: the job cannot go on.
+            LifeCycleError: The job cannot go on.
         """
         raise LifeCycleError(
-            f"{self.members} cannot go on without one that is lost; use PopDistStrategy under poprun --on-failure "
+            f"{self.members} cannot go on without a lost instance; use PopDistStrategy under poprun --on-failure "
             "shrink, which can"
         )
 
     @final
     def carry_on(self) -> None:
-        """Go on with those that are left, see `join_survivors`; where it raises, all is as before."""
+        """Go on with the instances that are left, see `join_survivors`. If it raises, this object is unchanged."""
         instance, self.communicator = self.join_survivors()
         self.instance = self._spanning(instance)
 
     def _spanning(self, instance: Instance) -> Instance:
-        """Return an instance whose replicas span the devices that the program asks for."""
+        """Return an instance whose replicas span the number of devices that the program wants."""
         wanted = self._ipus_per_replica
         if wanted is None:
             return instance
         if instance.ipus_per_replica not in (1, wanted):
             raise ValueError(
-                f"ipus_per_replica is {wanted}, and {instance.launcher} says {instance.ipus_per_replica}; leave it "
+                f"ipus_per_replica is {wanted}, but {instance.launcher} says {instance.ipus_per_replica}; leave it "
                 f"out, or start the job with --ipus-per-replica {wanted}"
             )
         return replace(instance, ipus_per_replica=wanted)

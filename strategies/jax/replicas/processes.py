@@ -1,8 +1,8 @@
-"""JAX's multi-process runtime, brought up among the instances of a job, for compiled collectives.
+"""JAX's multi-process runtime, connected among the instances of a job for compiled collectives.
 
 `jax.distributed.initialize` needs a coordinator: instance 0 starts it at a free port and tells the others through the
-communicator. JAX's heartbeats, its barrier at the end and its handler of SIGTERM are kept from deciding how a job
-ends: the launcher and the communicator do.
+communicator. The launcher and the communicator decide how a job ends. So JAX's heartbeats, its barrier at the end and
+its handler of SIGTERM are kept from doing so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from enum import IntEnum
 import jax
 import numpy as np
 
-# The state behind `jax.distributed`, of which nothing public tells the number of processes before JAX starts, or leaves
-# the coordinator without waiting for the others.
+# The private state behind `jax.distributed`. No public function tells the number of processes before JAX starts, or
+# leaves the coordinator without waiting for the other processes.
 from jax._src import distributed, xla_bridge
 
 from collectives import Communicator
@@ -36,42 +36,42 @@ from strategies.exchange.host_address import LOOPBACK, own_address_towards
 
 logger = logging.getLogger(__name__)
 
-_TEXT_BYTES = 256  # of a host's name, or an address
-_LEAST_PATIENCE_S = 100  # for JAX's heartbeats, as it has it; limits of our own may be shorter
-_NO_PROXY = "no_grpc_proxy"  # comes before no_proxy
+_TEXT_BYTES = 256  # for a host's name, or an address
+_LEAST_PATIENCE_S = 100  # JAX's default for heartbeats; our own limits may be shorter
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads it before no_proxy
 _OTHER_WAY = "POPDIST_EXCHANGE=host"
 
 
 class RuntimeState(IntEnum):
-    """The state of JAX in this process, as far as other processes are concerned."""
+    """The state of JAX in this process with regard to other processes."""
 
     UNSTARTED = 0
     CONNECTED = 1
-    """With as many processes as there are instances."""
+    """Connected, with as many processes as there are instances."""
     ALONE = 2
-    """It has started, and knows no other process."""
+    """Started, without knowledge of other processes."""
     ELSEWHERE = 3
-    """The program has connected it with another number of processes."""
+    """Connected by the program, with another number of processes."""
 
 
 WHY_UNCONNECTED = {
     RuntimeState.ALONE: (
-        "JAX has started before it could be connected with the other instances; make the strategy before the first "
-        "array, and the first look at jax.devices()"
+        "JAX started before it could be connected with the other instances; make the strategy before the first "
+        "array and the first call of jax.devices()"
     ),
     RuntimeState.ELSEWHERE: (
-        "jax.distributed.initialize was called for another number of processes than this job has instances; leave the "
-        "call out"
+        "jax.distributed.initialize was called for another number of processes than this job has instances; remove the "
+        "call"
     ),
 }
-"""The states from which JAX cannot be connected, and what to do."""
+"""The states in which JAX cannot be connected, with the reason and the way out."""
 
 
 def runtime_state(instances: int) -> RuntimeState:
-    """Return the state of JAX in this process; JAX is not started.
+    """Return the state of JAX in this process, without starting JAX.
 
     Args:
-        instances: n.
+        instances: Number of instances, n.
     """
     state = distributed.global_state
     if state.client is not None:
@@ -80,23 +80,23 @@ def runtime_state(instances: int) -> RuntimeState:
 
 
 def own_process() -> int | None:
-    """Return the number of this process among those that JAX knows; None if it knows no other. JAX is not started."""
+    """Return the number of this process in JAX's runtime, or None if JAX knows no other process; JAX is not started."""
     state = distributed.global_state
     return state.process_id if state.client is not None and state.num_processes > 1 else None
 
 
 def why_unconnected(states: Sequence[RuntimeState]) -> str:
-    """Return why JAX's processes cannot be connected, or "" if they can or are.
+    """Return the reason why JAX's processes cannot be connected, or "" if they can be or are.
 
     Args:
-        states: of all instances.
+        states: States of all instances.
     """
     for state, why in WHY_UNCONNECTED.items():
         if state in states:
             return f"on {_ranks(states, state)} {why}"
     if len(set(states)) > 1:
         connected = _ranks(states, RuntimeState.CONNECTED)
-        return f"jax.distributed.initialize was called on {connected} only; leave the call out, or make it on all"
+        return f"jax.distributed.initialize was called on {connected} only; remove the call, or make it on all"
     return ""
 
 
@@ -112,17 +112,17 @@ def states_of_all(communicator: Communicator) -> list[RuntimeState]:
 
 
 def connect_processes(communicator: Communicator) -> None:
-    """Connect JAX with that of the other instances, before it starts here; nothing if the program has. Collective.
+    """Connect JAX with the JAX of the other instances before it starts here, unless the program has. Collective.
 
-    `jax.process_count()` is n then, and `jax.devices()` lists the devices of all instances: a program finds its own by
-    `jax.local_devices()`.
+    Afterwards `jax.process_count()` is n, and `jax.devices()` lists the devices of all instances. A program finds its
+    own devices by `jax.local_devices()`.
 
     Raises:
-        DeviceError: on all instances, if JAX has started on one of them; or JAX could not connect.
+        DeviceError: On all instances, if JAX has started on one of them, or could not connect.
     """
     states = states_of_all(communicator)
     if why := why_unconnected(states):
-        raise DeviceError(f"compiled collectives need JAX's processes connected, and {why}; or set {_OTHER_WAY}")
+        raise DeviceError(f"compiled collectives need connected JAX processes, but {why}; or set {_OTHER_WAY}")
     if states[0] == RuntimeState.UNSTARTED:
         with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
             _initialize(_Coordinator.agreed(communicator, port), communicator)
@@ -133,11 +133,11 @@ def connect_processes(communicator: Communicator) -> None:
 
 @dataclass(frozen=True)
 class _Coordinator:
-    """Where instance 0 coordinates the processes.
+    """The address at which instance 0 coordinates the processes.
 
     Attributes:
-        address: at which this instance reaches it.
-        bound: where instance 0 listens: on loopback if all instances share a host.
+        address: Address at which this instance reaches it.
+        bound: Address at which instance 0 listens: on loopback if all instances share a host.
     """
 
     address: str
@@ -145,11 +145,11 @@ class _Coordinator:
 
     @classmethod
     def agreed(cls, communicator: Communicator, port: int) -> _Coordinator:
-        """Return the coordinator as this instance reaches it. Collective.
+        """Return the coordinator's address for this instance. Collective.
 
         Args:
-            communicator: connects the instances.
-            port: free on the host of instance 0, which chooses it.
+            communicator: Communicator of the instances.
+            port: Free port on the host of instance 0, which chooses it.
         """
         hosts = [_text(row) for row in communicator.all_gather(_bytes(this_host()), name="hosts of JAX")]
         packed = np.stack([_bytes(_place(hosts[0], host, port)) for host in hosts])
@@ -166,20 +166,20 @@ def _place(own: str, other: str, port: int) -> str:
 
 def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
     limits = read_limits(os.environ)
-    # Gloo listens at the address of this machine's name. Without one JAX would not start, also where it uses GPUs.
+    # Gloo listens at the address of this machine's name. Without that address JAX would not start, even with GPUs only.
     jax.config.update("jax_cpu_collectives_implementation", "gloo" if _is_known(socket.gethostname()) else None)
     # Its handler would keep SIGTERM from ending this process, and a notice from reaching the strategy.
     jax.config.update("jax_enable_preemption_service", False)
     os.environ.update(own_autotuning_setting(os.environ))
     os.environ.update(no_proxy_setting(os.environ, coordinator.address))
-    jax.config.update("jax_check_proxy_envs", False)  # else it warns that a proxy may be in the way
+    jax.config.update("jax_check_proxy_envs", False)  # otherwise JAX warns that a proxy may be in the way
     patience_s = max(_LEAST_PATIENCE_S, math.ceil(limits.timeout_s))
     try:
         jax.distributed.initialize(
             coordinator.address,
             communicator.size,
             communicator.rank,
-            cluster_detection_method="deactivate",  # else Open MPI's variables would choose a GPU
+            cluster_detection_method="deactivate",  # otherwise Open MPI's variables would choose a GPU
             initialization_timeout=math.ceil(limits.connect_timeout_s),
             heartbeat_timeout_seconds=patience_s,
             shutdown_timeout_seconds=patience_s,
@@ -195,10 +195,10 @@ def _initialize(coordinator: _Coordinator, communicator: Communicator) -> None:
 
 
 def no_proxy_setting(environ: Mapping[str, str], address: str) -> dict[str, str]:
-    """Return the variable with which gRPC reaches an address directly; it would look for a proxy of HTTP otherwise.
+    """Return the variable by which gRPC reaches an address directly, and not by an HTTP proxy.
 
     Args:
-        environ: the variables of the process.
+        environ: Environment variables of the process.
         address: host:port, or [IPv6]:port.
     """
     without = environ.get(_NO_PROXY) or environ.get("no_proxy", "")
@@ -215,7 +215,7 @@ def _is_known(host: str) -> bool:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Yield a free port, which no other process can take meanwhile; gRPC can listen there, as it shares ports."""
+    """Yield a free port that no other process can take meanwhile. gRPC can listen there, because it shares ports."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("", 0))
@@ -223,22 +223,22 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _leave_if_failed() -> None:
-    """Leave the coordinator without an end if the program has failed: JAX's own end waits for all other instances."""
+    """Leave JAX's runtime at once if the program has failed, because its regular end waits for all other instances."""
     if process.has_failed:
         state = distributed.global_state
         for each in (state.client, state.service):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # else its destructor waits
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # otherwise its destructor waits
         state.client = state.service = None
 
 
 def _delay_abort() -> None:
-    """Have this process live on for some seconds when JAX aborts it because the coordinator is lost.
+    """Keep this process alive for some seconds when JAX aborts it because the coordinator is lost.
 
-    The launcher ends it in less, or it finds by its own communicator that another instance is lost, and says so. The
-    handler is the C function `sleep` itself, which gets the number of the signal, 6, for seconds. A handler in Python
-    would not be called: `abort` does not return to Python.
+    In that time the launcher ends it, or its own communicator finds and reports the lost instance. The handler is the C
+    function `sleep` itself, which gets the number of the signal, 6, as seconds. A handler in Python would not be
+    called: `abort` does not return to Python.
     """
-    if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):  # None: Open MPI's, which writes a trace of C++
+    if signal.getsignal(signal.SIGABRT) in (signal.SIG_DFL, None):  # None: Open MPI's, which prints a C++ backtrace
         libc = ctypes.CDLL(None)
         libc.signal(signal.SIGABRT, libc.sleep)
 

@@ -37,7 +37,7 @@ def parse_op(op: str) -> str:
     """Return the name of a collective operation in capitals, without the prefix `COLLECTIVE_OP_`.
 
     Raises:
-        ValueError: for another name.
+        ValueError: The name is unknown.
     """
     name = str(op).upper().removeprefix(_PREFIX)
     if name not in _BASES:
@@ -46,15 +46,15 @@ def parse_op(op: str) -> str:
 
 
 def check_dtype(dtype: np.dtype, reduces: bool, members: str = "replicas") -> None:
-    """Refuse a dtype that collectives between instances do not carry, also where there is one instance.
+    """Refuse a dtype that collectives between instances do not support, also if there is one instance.
 
     Args:
-        dtype: of the values.
-        reduces: whether they are combined, or moved only.
-        members: who does that, for the message.
+        dtype: Dtype of the values.
+        reduces: Whether values are combined, or only moved.
+        members: Name of the ranks in the message.
 
     Raises:
-        UnsupportedBufferError: if they do not.
+        UnsupportedBufferError: The dtype is not supported.
     """
     supported = REDUCIBLE if reduces else MOVABLE
     if dtype not in supported:
@@ -70,7 +70,7 @@ def base_of(name: str) -> str:
 
 
 def operand(name: str, x: jax.Array) -> jax.Array:
-    """Return the operand that a contribution becomes before it is combined: a truth value, a square, or itself."""
+    """Return the value that is combined for a contribution: its truth value, its square, or the contribution itself."""
     if name.startswith("LOGICAL"):
         return (x != 0).astype(jnp.uint8)
     if name == "SQUARE_ADD":
@@ -84,8 +84,8 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
 
     Args:
         op: "sum", "mean", "min", "max" or "prod".
-        values: of equal shape and dtype, which is that of the result; 16-bit floats are combined in float32. Sums and
-            products of integers wrap around, their means are truncated towards zero.
+        values: Arrays of equal shape and dtype, which the result has too. 16-bit floats are combined in float32. Sums
+            and products of integers wrap around; their means are truncated towards zero.
     """
     dtype = np.dtype(values[0].dtype)
     if op == "mean" and dtype.kind in "iu":
@@ -93,18 +93,18 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
     wide = accumulator_dtype(dtype, "sum" if op == "prod" else op)
     total = combined([value.astype(wide) for value in values], _COMBINE[op])
     if op == "mean":
-        # Behind a barrier, because a divisor that the compiler knows becomes a factor, with other bits than NumPy's
-        # division.
+        # Behind a barrier, because the compiler turns a constant divisor into a factor, which gives other bits than
+        # NumPy's division.
         count = jnp.full(total.shape, len(values), total.dtype)
         total = jax.lax.div(total, jax.lax.optimization_barrier(count))
     return total.astype(dtype)
 
 
 def _mean_of_integers(values: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum divided by their number, truncated towards zero, also where the sum does not fit into their dtype.
+    """Return the mean of integers, truncated towards zero, even if their sum does not fit into their dtype.
 
-    JAX may have no wider integers, so quotients and remainders are added instead: neither sum leaves 32 bits, unless
-    there are more than 46,340 values.
+    JAX may have no wider integers, so quotients and remainders are added instead. Neither sum exceeds 32 bits with up
+    to 46,340 values.
     """
     dtype = np.dtype(values[0].dtype)
     wide = dtype if dtype.itemsize >= 4 else accumulator_dtype(dtype, "mean")

@@ -29,13 +29,16 @@ from strategies.typing import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):
-    """The interface of objects, such as outfeeds, that are told when a program that used them has ended."""
+    """The interface of objects, such as outfeeds, that are told when a program that used them has ended.
+
+    `CrossReplicaReducer.end` calls it once, after all local replicas have ended the program, also if they have failed.
+    """
 
     def end_program(self) -> None:
-        """Learn that all local replicas have ended the program.
+        """Check that all local replicas have used the object alike, and drop values that only some have enqueued.
 
         Raises:
-            FeedError: if they have not used it alike.
+            FeedError: The replicas have used it differently.
         """
 
 
@@ -43,13 +46,13 @@ _current: ContextVar[ReplicaContext | None] = ContextVar("replica_context", defa
 
 
 class ReplicaContext:
-    """One replica, while its program is traced.
+    """A replica while its program is traced.
 
     Attributes:
-        replica_id_in_sync_group: this replica's global index, a traced int32 scalar.
-        num_replicas_in_sync: the replicas of all instances.
-        feeds: what infeeds and outfeeds know of its program.
-        reducer: carries out collectives.
+        replica_id_in_sync_group: Global index of this replica, a traced int32 scalar.
+        num_replicas_in_sync: Number of replicas of all instances.
+        feeds: Program as infeeds and outfeeds see it.
+        reducer: Reducer that carries out collectives.
     """
 
     def __init__(
@@ -75,16 +78,16 @@ class ReplicaContext:
     def all_reduce(self, op: str, value: Tree) -> Tree:
         """Reduce a pytree over all replicas of all instances; every replica gets the result.
 
-        Sums are taken in the order of the tree over replicas; 16-bit floats are added in float32; a mean of integers
-        is truncated. Its gradient is the same reduction of the gradients, as in
+        Sums are taken in the order of the tree over replicas; 16-bit floats are added in float32; a mean of integers is
+        truncated. Its gradient is the same reduction of the gradients, as in
         `tf.distribute.ReplicaContext.all_reduce`, and may be differentiated again.
 
         Args:
-            op: "sum", "mean", "min" or "max" (the last two have no gradient).
-            value: arrays of this replica, with the same shapes and dtypes on all replicas.
+            op: "sum", "mean", "min" or "max"; the last two have no gradient.
+            value: Arrays of this replica, with the same shapes and dtypes on all replicas.
 
         Raises:
-            ValueError: for another op.
+            ValueError: `op` is anything else.
         """
         op = normalise_op(op)
 
@@ -100,19 +103,19 @@ class ReplicaContext:
         return jax.tree.map(all_reduce, value)
 
     def next_name(self) -> str:
-        """Return a name for the next collective of this program, the same on every replica."""
+        """Return the name of the next collective of this program, the same on every replica."""
         name = f"{self._program()}/{self._calls}"
         self._calls += 1
         return name
 
     @property
     def is_independent(self) -> bool:
-        """Whether its program has asked so far for nothing that belongs to these replicas: no collective, no feed."""
+        """Whether its program has used no collective and no feed so far, so that it may run on other replicas."""
         return not self._calls and not self.has_feeds
 
     @property
     def has_feeds(self) -> bool:
-        """Whether its program has asked so far for a feed."""
+        """Whether its program has used a feed so far."""
         return bool(self.feeds.infeeds or self.feeds.outfeeds)
 
 
@@ -120,19 +123,19 @@ def get_replica_context() -> ReplicaContext:
     """Return the context of the replica whose program is being traced.
 
     Raises:
-        RuntimeError: outside of `strategy.run` and of a loss function.
+        RuntimeError: No program is being traced: the call is outside of `strategy.run` and of a loss function.
     """
     context = _current.get()
     if context is None:
-        raise RuntimeError("there is no replica here; call get_replica_context inside strategy.run or a loss function")
+        raise RuntimeError("no replica runs here; call get_replica_context inside strategy.run or a loss function")
     return context
 
 
 def refuse_in_replica(call: str) -> None:
-    """Stop a call that is for all replicas at once, where a replica's program is being traced.
+    """Refuse a call that concerns all replicas at once, while a replica's program is traced.
 
     Raises:
-        RuntimeError: naming the call.
+        RuntimeError: A replica's program is being traced; the message names the call.
     """
     if _current.get() is not None:
         raise RuntimeError(
@@ -143,7 +146,7 @@ def refuse_in_replica(call: str) -> None:
 
 @contextmanager
 def replica_context(context: ReplicaContext) -> Iterator[None]:
-    """Make `context` the one that `get_replica_context` returns."""
+    """Make `context` the result of `get_replica_context`."""
     token = _current.set(context)
     try:
         with tracing(context.feeds):
@@ -154,11 +157,13 @@ def replica_context(context: ReplicaContext) -> Iterator[None]:
 
 @dataclass
 class _CollectiveCall:
-    """The local replicas in one cross-replica call.
+    """The local replicas in one collective.
 
     Attributes:
-        contributions: by the global indices of the replicas.
-        results: likewise.
+        contributions: Values by the global indices of the replicas.
+        is_over: Event set when the results or the error are there.
+        results: Results by the global indices of the replicas.
+        error: Error of the collective, or None.
     """
 
     contributions: dict[int, np.ndarray] = field(default_factory=dict)
@@ -168,20 +173,20 @@ class _CollectiveCall:
 
 
 class CrossReplicaReducer:
-    """Carries out the collectives of compiled programs.
+    """The executor of the collectives of compiled programs.
 
-    The local replicas meet in callbacks. The last one to come combines their values, or takes them into a named
-    collective of the instances, for which these may come in different orders.
+    The local replicas meet in callbacks. The last one to arrive combines their values, or takes them into a named
+    collective of the instances, which may reach such collectives in different orders.
 
     Args:
-        communicator: connects the instances.
-        devices: where the local replicas run.
-        total_replicas: the replicas of all instances.
-        is_identity: have `reduce` leave values as they are (the original's
+        communicator: Communicator of the instances.
+        devices: Devices of the local replicas.
+        total_replicas: Number of replicas of all instances.
+        is_identity: Whether `reduce` leaves values as they are (the original's
             `add_ipu_cross_replica_reductions=False`).
 
     Attributes:
-        last_error: the first error since the running program began.
+        last_error: First error since the running program began, or None.
     """
 
     def __init__(
@@ -198,18 +203,18 @@ class CrossReplicaReducer:
         self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
 
     def begin(self) -> None:
-        """Prepare for a program; drop what is left of one that has failed half-way."""
+        """Prepare for a program; drop remains of a program that failed half-way."""
         self.end()
         self.last_error = None
 
     def meets(self, outfeed: ProgramEndListener) -> None:
-        """Note that a replica of the running program enqueues an outfeed; from any thread."""
+        """Note that a replica of the running program enqueues an outfeed. Called from any thread."""
         if outfeed not in self._outfeeds:
             with self._lock:
                 self._outfeeds.add(outfeed)
 
     def end(self) -> None:
-        """End the program; drop what not all local replicas have enqueued, and note that as an error."""
+        """End the program; drop values that only some local replicas have enqueued, and note that as an error."""
         if not self._outfeeds:
             return
         with self._lock:
@@ -222,7 +227,7 @@ class CrossReplicaReducer:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """End the program when the block does; raise the error of a collective or feed where JAX raises one of it."""
+        """End the program with the block; if JAX raises, raise the error of the collective or feed that caused it."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -238,11 +243,11 @@ class CrossReplicaReducer:
         return Replication(self._devices.replicas, self.total_replicas)
 
     def fail(self, error: BaseException) -> None:
-        """Note that a replica of the running program has failed; from any thread.
+        """Note that a replica of the running program has failed. Called from any thread.
 
-        The data end at the same place on all instances, and all of them finish their programs. After any other error
-        replicas may be at different places: those that wait for others, and those that come to wait, end with it. The
-        first such error stays.
+        After an `EndOfDataError` all replicas finish their programs, because the data end at the same place on all
+        instances. After any other error replicas may be at different places. So replicas that wait for others, now or
+        later, end with the error. The first such error stays.
         """
         with self._lock:
             if not self._has_failed:
@@ -259,33 +264,32 @@ class CrossReplicaReducer:
         return self.last_error is not None and not isinstance(self.last_error, EndOfDataError)
 
     def fail_and_raise(self, error: BaseException) -> None:
-        """Note the error as `fail` does, and end the replica whose callback this is."""
+        """Note the error as `fail` does, and raise it in the callback of this replica."""
         self.fail(error)
         raise error
 
     def reduce(self, op: str, index: jax.Array, value: jax.Array, name: str) -> jax.Array:
-        """Reduce one array over all replicas, unless reductions are left out; see `collect`."""
+        """Reduce one array over all replicas as `collect` does, or return it unchanged if `is_identity`."""
         return value if self._is_identity else self.collect(Reduce(op), ReplicaGroups(), index, value, name)
 
     def collect(
         self, kind: CollectiveKind, groups: ReplicaGroups, index: jax.Array, value: jax.Array, name: str
     ) -> jax.Array:
-        """Return a replica's result of a collective within its group; called while its program is traced.
+        """Return a replica's result of a collective within its group. Called while its program is traced.
 
-        A group of one makes no call. That, and all else of the program, depends on the number of replicas only, not on
-        where they are.
+        A group of one makes no call. The program depends only on the number of replicas, and not on where they run.
 
         Args:
-            kind: of the collective.
-            groups: of replicas.
-            index: the replica's global index, an int32 scalar.
-            value: of this replica, of the same shape and dtype on all of them.
-            name: of the collective; see `ReplicaContext.next_name`.
+            kind: Kind of the collective.
+            groups: Groups of replicas.
+            index: Global index of the replica, an int32 scalar.
+            value: Value of this replica, of the same shape and dtype on all replicas.
+            name: Name of the collective; see `ReplicaContext.next_name`.
 
         Raises:
-            UnsupportedBufferError: for a dtype that instances do not exchange, on one instance as on several.
-            ValueError: if the replicas cannot be divided into these groups.
-            DeviceError: if the local replicas do not all run at once.
+            UnsupportedBufferError: Instances do not exchange this dtype; also raised if there is one instance.
+            ValueError: The replicas cannot be divided into these groups.
+            DeviceError: The local replicas do not all run at once.
         """
         check_dtype(value.dtype, reduces=kind.reduces)
         collective = Collective(name, kind, groups, self.total_replicas, self._carry_out)
@@ -299,7 +303,7 @@ class CrossReplicaReducer:
         if not self._devices.is_lockstep:
             raise DeviceError(
                 f"{len(self._devices.replicas)} replicas have to wait for each other on {self._devices.width} devices; "
-                "give each of them one, with fewer replicas or more instances"
+                "give each replica a device, with fewer replicas or more instances"
             )
 
     def _carry_out(self, collective: Collective, replica: int, value: np.ndarray) -> np.ndarray:
@@ -342,11 +346,11 @@ class CrossReplicaReducer:
         }
 
     def _stay_inside(self, members: Sequence[Sequence[int]]) -> bool:
-        """Return whether no group, on any instance, crosses instances."""
+        """Return whether every group, of all instances, lies inside of one instance."""
         return all(any(set(group) <= set(block) for block in self._blocks) for group in members)
 
     def _gather(self, contributions: Mapping[int, np.ndarray], name: str) -> Mapping[int, np.ndarray]:
-        """Return the values of all replicas; instances with one replica less send a row that nobody reads."""
+        """Return the values of all replicas. Instances with one replica less send one more row, which is ignored."""
         ordered = [contributions[replica] for replica in self._devices.replicas]
         mine = np.empty((max(map(len, self._blocks)), *ordered[0].shape), ordered[0].dtype)
         for row, contribution in enumerate(ordered):

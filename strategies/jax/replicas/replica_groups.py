@@ -1,4 +1,4 @@
-"""Groups of replicas of equal size, between which collectives are kept apart."""
+"""Groups of replicas of equal size, each with collectives of its own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from strategies.typing import Leaf
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The division of replicas into groups: blocks of neighbours, or orthogonal to such blocks.
+    """The division of replicas into groups: blocks of neighbours, or groups orthogonal to such blocks.
 
-    Of 8 replicas in groups of 4, the consecutive ones are {0, 1, 2, 3} and {4, 5, 6, 7}, the orthogonal ones
+    With 8 replicas in groups of 4, the consecutive groups are {0, 1, 2, 3} and {4, 5, 6, 7}, the orthogonal ones
     {0, 2, 4, 6} and {1, 3, 5, 7}.
 
     Attributes:
-        size: replicas per group; 0 for all of them.
-        is_orthogonal: whether the members of a group are as far from each other as there are groups.
+        size: Number of replicas per group; 0 for one group of all.
+        is_orthogonal: Whether the distance between members of a group is the number of groups.
 
     Raises:
-        TypeError: if the size is not an integer.
-        ValueError: if it is negative.
+        TypeError: `size` is not an integer.
+        ValueError: `size` is negative.
     """
 
     size: int = 0
@@ -33,10 +33,10 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]]) -> ReplicaGroups:
-        """Return the division that these lists of replicas describe.
+        """Return the division that these lists of replicas form.
 
         Raises:
-            ValueError: if they describe no division into equal groups, consecutive or orthogonal.
+            ValueError: They do not form equal groups, consecutive or orthogonal.
         """
         wanted = tuple(tuple(group) for group in groups)
         size = len(wanted[0]) if wanted else 0
@@ -52,7 +52,7 @@ class ReplicaGroups:
         """Return the replicas of each group, in order.
 
         Raises:
-            ValueError: if the replicas cannot be divided like this.
+            ValueError: The replicas cannot be divided evenly.
         """
         if self.size and total_replicas % self.size:
             sizes = [size for size in range(1, total_replicas + 1) if total_replicas % size == 0]
@@ -63,7 +63,7 @@ class ReplicaGroups:
         return self._divide(total_replicas)
 
     def rank(self, replica: Leaf, total_replicas: int) -> Leaf:
-        """Return the place of a replica in its group; works for traced integers too."""
+        """Return the place of a replica in its group; the replica may be a traced integer."""
         members = self.members(total_replicas)
         return replica // len(members) if self.is_orthogonal else replica % len(members[0])
 

@@ -1,4 +1,4 @@
-"""All replicas of a job: those that this instance drives, and what connects it with the others."""
+"""All replicas of a job: the replicas that this instance drives, and its connection with the other instances."""
 
 from __future__ import annotations
 
@@ -49,32 +49,32 @@ logger = logging.getLogger(__name__)
 
 @final
 class Replicas:
-    """The replicas of a job, as steps, checkpoints and variables need them; a strategy chooses the membership.
+    """The replicas of a job, as steps, checkpoints and variables need them. A strategy chooses the membership.
 
     Args:
-        kind: the name of the strategy, for messages.
-        membership: who takes part, and which replicas this process drives.
-        progress: the line to the supervisor of this instance.
-        add_cross_replica_reductions: whether reductions inside compiled functions are carried out.
-        variables_on_host: whether variables and optimizer state live in host memory.
+        kind: Name of the strategy for messages.
+        membership: Membership of this instance, with the replicas that it drives.
+        progress: Connection to the supervisor of this instance.
+        add_cross_replica_reductions: Whether reductions inside compiled functions are carried out.
+        variables_on_host: Whether variables and optimizer state live in host memory.
 
     Attributes:
-        kind: see above.
-        first_index: the number that this instance had at first, by which poprun calls it also after others were lost.
-        num_replicas_in_sync: R, the replicas of all instances, also after some were lost.
-        adds_in_order: whether sums over replicas have the same bits however these are spread.
-        done_so_far: the progress of this instance, for those who go on when one is lost.
-        progress: see above.
-        faults: what the user wants to go wrong in this instance.
-        variables_on_host: see above.
-        grid: where the local replicas run, replicas x the devices that one spans.
-        devices: its first column, where all runs that is not in a pipeline.
-        reducer: carries out what replicas compute together.
-        dealing: deals batches out among the local replicas.
-        programs: that `Strategy.run` has compiled for these devices; each with the state that it holds, and functions
-            which tell whether what it took for constant is unchanged.
-        exchange: how gradients that lie on a device become means; chosen anew when an instance is lost.
-        sinks: get the metrics of every step; those that the environment asks for, and others that are added.
+        kind: Name of the strategy for messages.
+        first_index: First index of this instance, by which poprun names it also after others were lost.
+        num_replicas_in_sync: R, the number of replicas of all instances, also after instances were lost.
+        adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
+        done_so_far: Progress of this instance, for the survivors of a loss.
+        progress: Connection to the supervisor of this instance.
+        faults: Faults that the user has planned for this instance.
+        variables_on_host: Whether variables and optimizer state live in host memory.
+        grid: Devices of the local replicas: replicas x the devices that one replica spans.
+        devices: First column of the grid, on which everything outside of pipelines runs.
+        reducer: Executor of collectives between replicas.
+        dealing: Distribution of values over the local replicas.
+        programs: Programs that `Strategy.run` has compiled for these devices; each with the state that it holds, and
+            functions that say whether a constant of it is unchanged.
+        exchange: Way in which gradients on a device become means; chosen anew when an instance is lost.
+        sinks: Sinks of the metrics of every step: those that the environment names, and others added later.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Replicas:
         self._batch_sizes: set[int] = set()
         self._has_carried_on = False
         instance = membership.instance
-        # Where variables lie, which stay there when this instance takes over replicas of another one.
+        # The place of the variables, which stay there when this instance takes over replicas of another one.
         self._first_device = instance.local_index * instance.local_replicas * instance.ipus_per_replica
         self._claim()
         self.sinks = asked_sinks(self.job, os.environ)
         warn_where_none_goes_on(self)
 
     def _claim(self) -> None:
-        """Find devices for the local replicas; programs for others are of no use any more."""
+        """Find devices for the local replicas, and drop the programs for earlier devices."""
         instance = self.instance
         platform = expected_platform()
         self.exchange = exchange_of(self._membership, platform, self.variables_on_host)
@@ -131,8 +131,8 @@ class Replicas:
         self.devices = self.grid.first
         if self.devices.is_cpu and platform != CPU:
             raise DeviceError(
-                f"JAX was expected to compute on {platform!r}, and has started on the CPU; make its accelerator work "
-                "(it logs why it does not), or set JAX_PLATFORMS=cpu on all instances"
+                f"JAX was expected to compute on {platform!r}, but started on the CPU; make its accelerator work "
+                "(JAX logs the reason), or set JAX_PLATFORMS=cpu on all instances"
             )
         self.reducer = CrossReplicaReducer(
             self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
@@ -145,8 +145,8 @@ class Replicas:
         """Return the exchange for a device of another framework than JAX. Collective.
 
         Args:
-            platform: of the device, see `InstanceFacts`.
-            gpu: the UUID of the device.
+            platform: Platform of the device, see `InstanceFacts`.
+            gpu: UUID of the device.
         """
         return exchange_of(self._membership, platform, self.variables_on_host, gpu)
 
@@ -154,17 +154,17 @@ class Replicas:
 
     @property
     def instance(self) -> Instance:
-        """The instance with the replicas that this process drives, as the instances are numbered now."""
+        """The identity of this process and its replicas, by the present numbers of the instances."""
         return self._membership.instance
 
     @property
     def defaults(self) -> Defaults:
-        """See `Strategy.defaults`."""
+        """The defaults for objects made for the strategy, see `Strategy.defaults`."""
         return self._membership.defaults
 
     @property
     def communicator(self) -> Communicator:
-        """Connects the instances that are left."""
+        """The communicator of the instances that are left."""
         return self._membership.communicator
 
     @property
@@ -174,7 +174,7 @@ class Replicas:
 
     @property
     def num_instances(self) -> int:
-        """n, the processes that drive them."""
+        """The number of instances, n."""
         return self.instance.count
 
     @property
@@ -189,11 +189,11 @@ class Replicas:
 
     @property
     def is_chief(self) -> bool:
-        """See `Strategy.is_chief`."""
+        """Whether this instance prints and writes for all of them, see `Strategy.is_chief`."""
         return self._membership.is_chief
 
     def on_chief(self, function: Callable[[], object]) -> None:
-        """See `Strategy.on_chief`."""
+        """Call a function on the chief only, as `Strategy.on_chief` describes. Collective."""
         is_done = False
 
         def attempt() -> bool:
@@ -216,7 +216,7 @@ class Replicas:
 
     @property
     def streams_gradients(self) -> bool:
-        """Whether a step sends gradients to the other instances while it computes the rest of them."""
+        """Whether a step sends finished gradients to the other instances while it computes the remaining ones."""
         return self.variables_on_host and self.num_instances > 1
 
     @property
@@ -226,35 +226,35 @@ class Replicas:
         waits = next((each for each in self.instruments.attached if isinstance(each, Waits)), None)
         return JobFacts(lambda: self.is_chief, lambda: at_first - self.num_instances, waits=waits)
 
-    # ---- instances that are lost
+    # ---- losses of instances
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the other instances can go on when one is lost: under poprun --on-failure shrink."""
+        """Whether the other instances go on if one is lost: under poprun --on-failure shrink."""
         return self._membership.can_carry_on
 
     def carry_on(self) -> None:
-        """Take over, with the other instances that are left, the replicas of those that are lost; a collective call.
+        """Take over the replicas of lost instances, together with the other survivors. Collective among them.
 
-        The number of replicas stays; each instance drives other ones than before, also of data sets.
+        The number of replicas stays; each instance drives other replicas than before, and reads their data.
 
         Raises:
-            LifeCycleError: the job cannot go on.
+            LifeCycleError: The job cannot go on.
         """
         is_claimed = False
         while not is_claimed:
-            self._membership.carry_on()  # what it raises is final
+            self._membership.carry_on()  # an error here is final
             is_claimed = self._claim_again()
         self._has_carried_on = True
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
 
     def _claim_again(self) -> bool:
-        """Return whether devices are claimed; False if one more instance was lost while all chose the exchange."""
+        """Return whether devices are claimed; False if another instance was lost during the choice of the exchange."""
         try:
             self._claim()
         except LOSSES as loss:
-            logger.info("one more instance is lost: %s", loss)
+            logger.info("another instance is lost: %s", loss)
             return False
         return True
 
@@ -262,47 +262,47 @@ class Replicas:
         """Redistribute a data set whenever this instance drives other replicas than before.
 
         Args:
-            dataset: of all replicas.
-            rows: of each replica in a batch; arrays that have as many rows are taken for parts of batches.
+            dataset: Data set of all replicas.
+            rows: Rows of each replica in a batch; other arrays of that length are taken for parts of batches.
         """
         self._datasets.add(dataset)
         self._batch_sizes.add(rows)
 
     def replicas_batch(self, batch: Batch) -> Batch:
-        """Return the batch of the same step for the replicas that this instance drives since it has carried on.
+        """Return the batch of the same step for the replicas that this instance drives after a loss.
 
         Raises:
-            StrategyError: if the batch is not the last one of a data set that this strategy has distributed.
+            StrategyError: The batch is not the last one of a data set that this strategy has distributed.
         """
         dataset = self.dataset_of(batch)
         if dataset is not None:
             return dataset.read_again()
         raise StrategyError(
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
-            "strategy.distribute_dataset as they come"
+            "strategy.distribute_dataset in their order"
         )
 
     def up_to_date(self, batch: Batch) -> Batch:
-        """Return the batch, or that of the same step for the present replicas if an instance was lost since."""
+        """Return the batch, or the batch of the same step for the present replicas if an instance was lost since."""
         dataset = self.dataset_of(batch) if self._has_carried_on else None
         return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
 
     def dataset_of(self, batch: Batch) -> DistributedDataset | None:
-        """Return the data set whose last batch this is; None if it is no data set's last batch."""
+        """Return the data set that gave this batch last, or None."""
         return next((dataset for dataset in self._datasets if dataset.has_given(batch)), None)
 
     # ---- values
 
     def per_replica(self, function: Callable[[int], Tree]) -> PerReplica:
-        """See `Strategy.per_replica`."""
+        """Return `function(r)` for the global index r of each local replica."""
         return PerReplica(tuple(function(replica) for replica in self.local_replicas), self.local_replicas)
 
     def broadcast(self, tree: Same, root: int = 0) -> Same:
-        """See `Strategy.broadcast`."""
+        """Return the values of instance `root` on every instance, as `Strategy.broadcast` describes. Collective."""
         if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree)):
             raise TypeError(
-                "a PerReplica has a value of each local replica, and broadcast sends one of the instance; give it one "
-                "of the values, or reduce them"
+                "a PerReplica has a value for each local replica, but broadcast sends one value per instance; give it "
+                "one of the values, or reduce them"
             )
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
         received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
@@ -317,7 +317,7 @@ class Replicas:
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
 
     def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
-        """See `Strategy.reduce`."""
+        """Reduce over all replicas of all instances, as `Strategy.reduce` describes. Collective."""
         op = normalise_op(op)
         leaves, structure = self.local_leaves(value)
         along = "" if axis is None else f" along {axis}"
@@ -328,10 +328,10 @@ class Replicas:
         return jax.tree.unflatten(structure, reduced)
 
     def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
-        """Return for each leaf of a value the arrays of the local replicas, and the structure.
+        """Return the arrays of the local replicas for each leaf of a value, and the structure.
 
         Raises:
-            ValueError: the replicas' trees differ, or the value cannot be dealt out.
+            ValueError: The replicas' trees differ, or the value cannot be distributed.
         """
         value = self.dealing.deal_argument(value)
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
@@ -348,12 +348,12 @@ class Replicas:
     def new_context(self, replica_index: jax.Array, program: str, is_watched: bool = False) -> ReplicaContext:
         """Return the context of a replica whose program is about to be traced.
 
-        Programs with collectives are numbered as they are traced, which happens in the same order on every instance.
+        Programs with collectives are numbered in the order of tracing, which is the same on every instance.
 
         Args:
-            replica_index: its global index.
-            program: what kind of program.
-            is_watched: whether who runs it looks at `reducer.last_error` when it has ended.
+            replica_index: Global index of the replica.
+            program: Kind of the program, for names of collectives.
+            is_watched: Whether the caller reads `reducer.last_error` after the program has ended.
         """
         numbers = self._program_numbers
         return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
@@ -365,6 +365,6 @@ def _host_array(leaf: Leaf) -> np.ndarray:
 
 
 def as_jax_would(leaf: Leaf) -> np.ndarray:
-    """Convert a leaf as `jnp.asarray` does, but on the host: that one compiles a program for each shape and dtype."""
+    """Convert a leaf like `jnp.asarray`, but on the host, because that compiles a program for each shape and dtype."""
     array: np.ndarray = refuse_cut_integers(_host_array(leaf))
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

@@ -1,4 +1,4 @@
-"""Parts of arrays that are cut into shards: cut in a program, and as leaves of a state that can be gathered."""
+"""Parts of arrays that are cut into shards: cut in a program, or as leaves of a state that can be gathered."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from strategies.typing import Leaf, Tree
 
 
 def shards_of(replicas: Replicas, min_elements: int) -> Shards:
-    """Return the division of arrays among replicas; see `Shards`."""
+    """Return the division of arrays among replicas."""
     return Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), min_elements)
 
 
 def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
-    """Return the part of an array that the instance whose first replica is `first` has; traceable."""
+    """Return the part of an array for the instance whose first replica is `first`; traceable."""
     if not shards.divides(leaf):
         return leaf
     flat, part = leaf.reshape(-1), shards.part(leaf)
@@ -32,13 +32,13 @@ def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class PartOfArray:
-    """The part that this instance has of an array that is cut into shards.
+    """The part of a sharded array that this instance holds.
 
     Attributes:
-        local: its part.
-        whole: the shape and dtype of the array.
-        shards: how it is cut.
-        replicas: connects the instances.
+        local: The part.
+        whole: Shape and dtype of the array.
+        shards: Division of the array.
+        replicas: Replicas of the job, which connect the instances.
     """
 
     local: jax.Array | np.ndarray
@@ -59,10 +59,10 @@ class PartOfArray:
         return dtype
 
     def gather(self, name: str) -> np.ndarray:
-        """Return the array; a collective call.
+        """Return the whole array. Collective.
 
         Args:
-            name: for messages.
+            name: Name of the array for messages.
         """
         is_on_one = isinstance(self.local, jax.Array) and len(self.local.sharding.device_set) == 1
         local = borrow(self.local) if is_on_one else np.asarray(self.local)
@@ -83,13 +83,13 @@ class PartOfArray:
 
 @dataclass(frozen=True)
 class ShardedTree:
-    """The division of a tree of arrays, of which some are cut into shards.
+    """The division of a tree of arrays, some of which are cut into shards.
 
     Attributes:
-        replicas: connects the instances.
-        shards: the way in which arrays are cut.
-        shapes: the shapes and dtypes of all arrays, whole.
-        is_cut: whether an array is cut, for each of them.
+        replicas: Replicas of the job, which connect the instances.
+        shards: Division of arrays.
+        shapes: Shapes and dtypes of all arrays, whole.
+        is_cut: Whether each array is cut, as a tree of the same structure.
     """
 
     replicas: Replicas
@@ -98,11 +98,11 @@ class ShardedTree:
     is_cut: Tree
 
     def take(self, tree: Tree, first: jax.Array) -> Tree:
-        """Return the parts of whole arrays that the instance whose first replica is `first` has; traceable."""
+        """Return the parts of whole arrays for the instance whose first replica is `first`; traceable."""
         return jax.tree.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
 
     def whole(self, tree: Tree) -> Tree:
-        """Return the tree with a `PartOfArray` wherever this instance has only a part."""
+        """Return the tree with a `PartOfArray` for each array of which only a part is here."""
         return jax.tree.map(
             lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self.shards, self.replicas) if is_cut else leaf,
             tree,
@@ -112,7 +112,7 @@ class ShardedTree:
 
 
 def rows_of_replicas(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
-    """Return a function that makes a `PartOfArray` of an array with as many rows for each local replica."""
+    """Return a function that makes a `PartOfArray` of an array with the same number of rows for each local replica."""
     shards = shards_of(replicas, 1)
 
     def of_all(leaf: Leaf) -> PartOfArray:

@@ -1,4 +1,4 @@
-"""Variables of programs that do without `Trainer`: the same everywhere, or one per replica until they are read."""
+"""Variables of programs without a `Trainer`: equal on all replicas, or one per replica until they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
 
 class MirroredVariable:
-    """A pytree that is the same on all replicas; what replicas write is reduced on writing.
+    """A pytree that is equal on all replicas; values that replicas assign are reduced.
 
     Semantics: the original's `IPUMirroredVariable` (synchronization ON_WRITE).
     """
@@ -34,29 +34,30 @@ class MirroredVariable:
 
     @property
     def value(self) -> Tree:
-        """The current value; with `variables_on_host` NumPy arrays in host memory, else JAX arrays.
+        """The current value: NumPy arrays in host memory with `variables_on_host`, else JAX arrays.
 
-        A function that `strategy.run` runs, or the body of a loop, is compiled anew where it reads it here and it has
-        changed; as an argument it may change without that. To a loss function it is a constant that may not change.
+        If a function that `strategy.run` runs, or the body of a loop, reads the value here, a change of the value
+        compiles the function anew. As an argument it may change without that. In a loss function the value is a
+        constant, and must not change.
         """
         value, variable = self._value, weakref.ref(self)
         note_constant(lambda: getattr(variable(), "_value", value) is value)
         return value
 
     def read_value(self) -> Tree:
-        """Return the current value; asks nobody."""
+        """Return the current value. Not collective."""
         return self.value
 
     def assign(self, value: Tree) -> None:
-        """Set the value.
+        """Set the value. Collective if `value` is a `PerReplica`.
 
         Args:
-            value: `PerReplica`, reduced over all replicas of all instances (a collective call), or one tree that
-                is the same on all instances; converted to the variable's dtypes.
+            value: `PerReplica`, reduced over all replicas of all instances, or one tree that is the same on all
+                instances; converted to the variable's dtypes.
 
         Raises:
-            RuntimeError: in a program that is being compiled.
-            ValueError: if it differs from the variable in structure or shapes, or an integer variable cannot hold it.
+            RuntimeError: A program is being compiled.
+            ValueError: Its structure or shapes are not the variable's, or an integer variable cannot hold it.
         """
         _refuse_in_program("assign")
         self._value = self._placed(_like(self._value, _reduced(self._replicas, self._aggregation, value)))
@@ -68,13 +69,13 @@ class MirroredVariable:
 
 
 class SyncOnReadVariable:
-    """A pytree of each replica's own, such as batch statistics; reduced when it is read.
+    """A pytree with a value of its own on each replica, such as batch statistics; it is reduced when it is read.
 
-    Semantics: the original's `IPUSyncOnReadVariable` (synchronization ON_READ): it lives with the replicas, also with
+    Semantics: the original's `IPUSyncOnReadVariable` (synchronization ON_READ). It lives with the replicas, even with
     `variables_on_host`. **All instances read at the same time**, so they also write checkpoints at the same time.
 
     Attributes:
-        values: the local replicas' values; hand them to `strategy.run` as an argument.
+        values: Values of the local replicas; give them to `strategy.run` as an argument.
     """
 
     def __init__(self, replicas: Replicas, initial: Tree, aggregation: str) -> None:
@@ -85,26 +86,26 @@ class SyncOnReadVariable:
         self.values = replicas.per_replica(lambda _: first)
 
     def read_value(self) -> Tree:
-        """Return the values of all replicas of all instances, reduced; a collective call.
+        """Return the values of all replicas of all instances, reduced. Collective.
 
         Raises:
-            RuntimeError: in a program that is being compiled.
+            RuntimeError: A program is being compiled.
         """
         _refuse_in_program("read_value")
         return _reduced(self._replicas, self._aggregation, self.values)
 
     def assign(self, value: Tree) -> None:
-        """Set the replicas' values; asks nobody.
+        """Set the replicas' values. Not collective.
 
         Args:
-            value: `PerReplica` with one tree for each local replica, or one tree to be read back: with "sum" each
-                replica then gets its part, the value divided by the number of all replicas. Converted to the variable's
-                dtypes.
+            value: `PerReplica` with one tree for each local replica, or the tree that `read_value` is to return. With
+                "sum" each replica then gets the value divided by the number of all replicas. Converted to the
+                variable's dtypes.
 
         Raises:
-            RuntimeError: in a program that is being compiled.
-            ValueError: if it differs from the variable in structure or shapes, or has not one tree for each replica; if
-                an integer variable cannot hold it, or its part of a sum.
+            RuntimeError: A program is being compiled.
+            ValueError: Its structure or shapes are not the variable's, there is not one tree for each replica, or an
+                integer variable cannot hold it or its part of a sum.
         """
         _refuse_in_program("assign")
         value = self._replicas.dealing.deal(value)
@@ -119,7 +120,7 @@ class SyncOnReadVariable:
 def make_variable(
     replicas: Replicas, initial: Tree, synchronization: Synchronization, aggregation: str
 ) -> MirroredVariable | SyncOnReadVariable:
-    """Make the variable that `strategy.variable` describes."""
+    """Return the variable that `strategy.variable` describes."""
     kinds: dict[str, Callable[..., MirroredVariable | SyncOnReadVariable]] = {
         "on_write": MirroredVariable,
         "on_read": SyncOnReadVariable,
@@ -130,7 +131,7 @@ def make_variable(
 
 
 def values_of(tree: Tree) -> Tree:
-    """Return a tree with the value of each variable in its place."""
+    """Return a tree with each variable replaced by its value."""
     return jax.tree.map(_value_of, tree)
 
 
@@ -144,7 +145,7 @@ def _refuse_in_program(call: str) -> None:
     if is_in_program():
         raise RuntimeError(
             f"{call} of a variable was called while a program is compiled, and would happen once, not in each run; "
-            "call it outside: hand what the variable holds over as an argument, and return what it is to hold"
+            "call it outside: give the program the variable's value as an argument, and let it return the new value"
         )
 
 
@@ -165,7 +166,7 @@ def _reduced(replicas: Replicas, aggregation: str, value: Tree) -> Tree:
 
 
 def _like(variable: Any, value: Tree) -> Tree:
-    """`value` with the dtypes of `variable`, if it has its structure and shapes."""
+    """Return `value` with the dtypes of `variable`, if it has the same structure and shapes."""
     given, wanted = (str(jax.tree.structure(tree)) for tree in (value, variable))
     if given != wanted:
         raise ValueError(f"a value of structure {given} for a variable of structure {wanted}; assign one like it")
@@ -182,20 +183,20 @@ def _leaf_like(variable: Any, value: Tree) -> Tree:
 
 
 def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
-    """Refuse what an integer dtype would make another number of: fractions, and what is too large."""
+    """Refuse numbers that an integer dtype would change: fractions, and numbers that are too large."""
     if dtype.kind not in "iu" or value.dtype.kind == "b":
         return
-    with np.errstate(invalid="ignore"):  # NaN is no integer either
+    with np.errstate(invalid="ignore"):  # NaN is not an integer either
         is_other = np.asarray(value.astype(dtype) != value)
     if is_other.any():
         raise ValueError(
-            f"{value[is_other].flat[0]} was assigned to a variable of {dtype}, which cannot hold it; round it, or make "
-            "the variable of floating point"
+            f"{value[is_other].flat[0]} was assigned to a variable of {dtype}, which cannot hold it; round it, or use "
+            "a floating-point variable"
         )
 
 
 def _part(leaf: Leaf, parts: int) -> jax.Array:
-    """Return the share of a sum that each of so many replicas gets."""
+    """Return the share of a sum for each of `parts` replicas."""
     array = jnp.asarray(leaf)
     if parts == 1:
         return array
@@ -206,7 +207,7 @@ def _part(leaf: Leaf, parts: int) -> jax.Array:
     if left.any():
         number = np.extract(left, values)[0]
         raise ValueError(
-            f"{number} was assigned to a sum of {array.dtype} over {parts} replicas, among which it cannot be divided; "
+            f"{number} was assigned to a sum of {array.dtype} over {parts} replicas, which cannot share it evenly; "
             f"assign a multiple of {parts}, or PerReplica with a part for each replica"
         )
     return jnp.asarray(np.asarray(values // parts, array.dtype))

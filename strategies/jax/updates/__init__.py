@@ -1,1 +1,1 @@
-"""New variables of mean gradients, with whole or sharded optimizer state."""
+"""The update of variables by mean gradients, with whole or sharded optimizer state."""

@@ -1,4 +1,4 @@
-"""Arithmetic of updates: stochastic rounding, and clipping by the global norm."""
+"""The arithmetic of updates: stochastic rounding, and clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from strategies.typing import Gradients, OptimizerState, Variables
 
 # ---- stochastic rounding
 
-_FRACTION_BITS = {"bfloat16": 16, "float16": 13}  # of float32's fraction that the dtype does not have
+_FRACTION_BITS = {"bfloat16": 16, "float16": 13}  # bits of float32's fraction that the dtype lacks
 _SMALLEST_NORMAL = {"bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
 def round_stochastically(values: jax.Array, dtype: DTypeLike, bits: jax.Array) -> jax.Array:
-    """Round to one of the two neighbours in `dtype`, more probably the nearer one, so that the mean is exact.
+    """Round to one of the two neighbours in `dtype`, the nearer one more probably, so that the mean is exact.
 
     Args:
-        values: float32.
-        dtype: bfloat16 or float16. (Of float16, numbers below its normal range are rounded to the nearest.)
-        bits: random uint32, of the shape of the values.
+        values: float32 values.
+        dtype: bfloat16 or float16. float16 values below its normal range are rounded to nearest.
+        bits: Random uint32, of the shape of the values.
 
     Returns:
-        Values of `dtype`, of the same shape. What is not finite stays so.
+        Values of `dtype`, of the same shape. Infinity and NaN stay as they are.
     """
     dropped = _FRACTION_BITS[jnp.dtype(dtype).name]
     noise = bits >> (32 - dropped)
@@ -39,12 +39,12 @@ def round_stochastically(values: jax.Array, dtype: DTypeLike, bits: jax.Array) -
 def add_stochastically(
     variables: Variables, changes: Gradients, bits_of: Callable[[int, jax.Array], jax.Array]
 ) -> Variables:
-    """`optax.apply_updates`, added in float32; variables of 16 bits are rounded stochastically.
+    """Add changes in float32, like `optax.apply_updates`, and round variables of 16 bits stochastically.
 
     Args:
-        variables: a pytree of arrays.
-        changes: a pytree of the same structure.
-        bits_of: the random bits for leaf number i, given that leaf.
+        variables: Pytree of arrays.
+        changes: Pytree of the same structure.
+        bits_of: Function `(number, leaf)` that returns the random bits for a leaf.
     """
     leaves, structure = jax.tree.flatten(variables)
     changed = []
@@ -61,19 +61,23 @@ def add_stochastically(
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Scales gradients down where the norm of all of them together is larger than `max_norm`.
+    """Clip gradients by their global norm (Pascanu et al., 2013).
 
-    Like `optax.clip_by_global_norm` as the first of a chain, with the same bits whether or not optimizer state is
-    sharded: `Trainer` gives it the norm of the mean gradients, of which a replica sees only a part.
+    It is `optax.clip_by_global_norm` as the first of a chain, with the same bits whether or not optimizer state is
+    sharded: `Trainer` gives it the norm of all mean gradients, of which a replica may have only a part.
+
+    Example::
+
+        optimizer = optax.chain(strategies.clip_by_global_norm(1.0), optax.adam(1e-3))
 
     Args:
-        max_norm: above 0.
+        max_norm: Largest norm, above 0.
 
     Raises:
-        ValueError: if `max_norm` is not positive.
+        ValueError: `max_norm` is not positive.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it is above 0")
+        raise ValueError(f"max_norm is {max_norm}; it must be above 0")
 
     def update(
         updates: Gradients, state: OptimizerState, params: Variables = None, *, gradient_norm: jax.Array, **_: object

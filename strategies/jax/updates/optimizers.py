@@ -1,4 +1,4 @@
-"""The optimizers that make new variables of mean gradients: optax's gradient transformations, or others."""
+"""The optimizers that update variables by mean gradients: optax's gradient transformations, and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import optax
+from typing_extensions import override
 
 from strategies.jax.programs.xla_pitfalls import with_rounded_products
 from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerState, Variables
@@ -20,11 +21,11 @@ from strategies.typing import Function, Gradients, Leaf, MapGradient, OptimizerS
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The functions that decide how the numbers of an update are rounded.
+    """The functions that decide the rounding of an update.
 
     Attributes:
-        add: `(variables, changes) -> variables`.
-        rounded: makes a function whose products are rounded by themselves; see `with_rounded_products`.
+        add: Function `(variables, changes) -> variables`.
+        rounded: Function that returns a function whose products are rounded alone; see `with_rounded_products`.
     """
 
     add: Callable[[Variables, Gradients], Variables] = optax.apply_updates
@@ -32,16 +33,16 @@ class Arithmetic:
 
 
 AS_WRITTEN = Arithmetic(rounded=lambda function: function)
-"""The arithmetic for traces that are only looked at."""
+"""The arithmetic for traces that are inspected but not run."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The results of a step besides its mean gradients; the same bits on every instance.
+    """The results of a step besides its mean gradients, with the same bits on every instance.
 
     Attributes:
-        gradient_norm: the norm of all mean gradients together, float32.
-        loss: the mean loss of all replicas and micro-batches, float32.
+        gradient_norm: Norm of all mean gradients together, float32.
+        loss: Mean loss of all replicas and micro-batches, float32.
     """
 
     gradient_norm: jax.Array
@@ -49,10 +50,12 @@ class Known:
 
 
 class StepOptimizer(ABC):
-    """Makes new variables of mean gradients; traceable, and without a state of its own.
+    """An optimizer as the step uses it: traceable, and without a state of its own.
+
+    `VariableUpdate.init` calls `check`, on shapes, and then `init`. Each step calls `apply` once.
 
     Attributes:
-        needs_whole: whether it has to get whole arrays, also where the state is sharded.
+        needs_whole: Whether `apply` must get whole arrays, even if the state is sharded.
     """
 
     needs_whole: bool = False
@@ -61,15 +64,15 @@ class StepOptimizer(ABC):
     def init(self, variables: Variables) -> OptimizerState:
         """Return the optimizer state before the first step, a pytree of arrays."""
 
-    def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers ask for nothing more
-        """Refuse variables that it cannot update, or a step that has not what it asks for.
+    def check(self, gradients: Gradients, variables: Variables) -> None:  # noqa: B027  # most optimizers check nothing
+        """Raise if the optimizer cannot update these variables, or if a step lacks values that it needs.
 
         Args:
-            gradients: shapes and dtypes of the mean gradients.
-            variables: likewise.
+            gradients: Shapes and dtypes of the mean gradients.
+            variables: Shapes and dtypes of the variables.
 
         Raises:
-            ValueError: saying what it asks for.
+            ValueError: The optimizer cannot be used; the message names its needs.
         """
 
     @abstractmethod
@@ -84,11 +87,11 @@ class StepOptimizer(ABC):
         """Return new variables and optimizer state.
 
         Args:
-            gradients: like the variables, and so are the parts of them where the state is sharded.
-            optimizer_state: what `init` or `apply` returned last.
-            variables: see above.
-            known: what else is known of the step.
-            arithmetic: how it computes.
+            gradients: Mean gradients like the variables; parts of them if the state is sharded.
+            optimizer_state: Last result of `init` or `apply`.
+            variables: Variables; parts of them if the state is sharded.
+            known: Other results of the step.
+            arithmetic: Functions for the computation.
         """
 
 
@@ -96,25 +99,26 @@ class StepOptimizer(ABC):
 class OptaxOptimizer(StepOptimizer):
     """A gradient transformation of optax.
 
-    One that takes extra arguments gets `value`, the mean loss, `grad`, the mean gradients, and `gradient_norm`. One
-    for `optax.LookaheadParams` gets the gradients of the fast ones.
+    A transformation with extra arguments gets `value`, the mean loss, `grad`, the mean gradients, and `gradient_norm`.
+    A transformation for `optax.LookaheadParams` gets the gradients of the fast parameters.
     """
 
     def __init__(self, transformation: optax.GradientTransformation, needs_whole: bool = False) -> None:
         self._transformation = transformation
         self.needs_whole = needs_whole
-        self._names: Sequence[str] | None = None  # of the extra arguments that it gets
+        self._names: Sequence[str] | None = None  # of its extra arguments
 
+    @override
     def init(self, variables: Variables) -> OptimizerState:
-        """See `StepOptimizer`."""
         return self._transformation.init(variables)
 
+    @override
     def check(self, gradients: Gradients, variables: Variables) -> None:
-        """See `StepOptimizer`."""
         state = jax.eval_shape(self._transformation.init, variables)
         number: Any = jax.ShapeDtypeStruct((), jnp.float32)
         self._extra(_of_fast(gradients), state, variables, Known(number, number))
 
+    @override
     def apply(
         self,
         gradients: Gradients,
@@ -123,7 +127,6 @@ class OptaxOptimizer(StepOptimizer):
         known: Known,
         arithmetic: Arithmetic,
     ) -> tuple[Variables, OptimizerState]:
-        """See `StepOptimizer`."""
         gradients = _of_fast(gradients)
         extra = self._extra(gradients, optimizer_state, variables, known)
         update = arithmetic.rounded(self._transformation.update)
@@ -133,7 +136,7 @@ class OptaxOptimizer(StepOptimizer):
     def _extra(
         self, gradients: Gradients, optimizer_state: OptimizerState, variables: Variables, known: Known
     ) -> dict[str, Leaf]:
-        """Return the extra arguments of an update. The first call traces the update, to see which it asks for."""
+        """Return the extra arguments of an update. The first call traces the update, to find out their names."""
         given = {"value": known.loss, "grad": gradients, "gradient_norm": known.gradient_norm}
         if self._names is None:
             self._names = self._accepted((gradients, optimizer_state, variables), given)
@@ -144,7 +147,7 @@ class OptaxOptimizer(StepOptimizer):
     ) -> Sequence[str]:
         """Return the names of the extra arguments that the update takes.
 
-        Optimizers in a chain may take none, and then refuse those that the chain passes on.
+        Optimizers in a chain may take none, and then refuse extra arguments that the chain passes on.
         """
         failed: Exception | None = None
         for names in dict.fromkeys([_taken(self._transformation.update, (*given, *_NOT_KNOWN)), ()]):
@@ -159,45 +162,45 @@ class OptaxOptimizer(StepOptimizer):
             return tuple(extra)
         raise ValueError(
             f"the optimizer cannot be used: {_optax_function(failed)} failed with {type(failed).__name__}: {failed}; "
-            f"beyond gradients, state and variables an update is given {', '.join(given)}: use an optimizer that asks "
-            "for no more, and whose state is of such variables"
+            f"beyond gradients, state and variables an update gets only {', '.join(given)}: use an optimizer that "
+            "needs no more, and whose state belongs to these variables"
         ) from failed
 
 
 _NOT_KNOWN = ("value_fn", "grad_fn", "obj_fn")
-"""Arguments of optax that would compute the loss of all replicas once more, within the update."""
+"""The arguments of optax that would compute the loss of all replicas once more, within the update."""
 
 
 def _refuse(name: str) -> Function:
-    # Line searches refuse extra arguments that `value_fn` has no name for, before they call it.
+    # Line searches raise at extra arguments that `value_fn` has no name for, even before they call it.
     def refuse(*_: object, gradient_norm: object = None, grad_fn: object = None, obj_fn: object = None) -> NoReturn:
-        raise TypeError(f"it calls {name}, and a step cannot compute the loss of all replicas again within the update")
+        raise TypeError(f"it calls {name}, but a step cannot compute the loss of all replicas again within the update")
 
     return refuse
 
 
 def _taken(function: Function, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names among these that a function takes as keywords."""
+    """Return the names that a function takes as keywords, out of `names`."""
     parameters = inspect.signature(function).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return tuple(name for name in names if takes_any or name in parameters)
 
 
 def _optax_function(error: BaseException | None) -> str:
-    """Return the name of the function of optax in which an error was raised."""
+    """Return the name of the optax function that raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error else None)]
     inside = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith("optax.")]
     return inside[-1].split(".")[0] if inside else "its update"
 
 
 def _require_shapes(changes: Gradients, variables: Variables) -> None:
-    """Refuse changes of other shapes than the variables, which adding would broadcast."""
+    """Raise if changes have other shapes than the variables, because adding would broadcast them."""
     pairs = zip(jax.tree.leaves(changes, is_leaf=_is_none), jax.tree.leaves(variables, is_leaf=_is_none), strict=False)
     for change, variable in pairs:
         if change is not None and variable is not None and change.shape != variable.shape:
             raise ValueError(
                 f"the optimizer makes a change of shape {list(change.shape)} for a variable of {list(variable.shape)}; "
-                "use one that works on mean gradients: those of differential privacy want the gradient of each row"
+                "use one that works on mean gradients: one with differential privacy needs the gradient of each row"
             )
 
 
@@ -211,15 +214,16 @@ def _of_fast(gradients: Gradients) -> Gradients:
 
 @dataclass(frozen=True)
 class MapGradientOptimizer:
-    """An optimizer whose gradients go through a function first: those of each micro-batch, on each replica.
+    """An optimizer with a function that the gradients of each micro-batch, on each replica, pass through first.
 
-    Semantics: the original's class of that name. `Trainer` and pipelines take it in the place of an optimizer; it is
-    the same as their option `map_gradient`.
+    Semantics: the original's class of that name. `Trainer` and pipelines take it as an optimizer; it has the effect of
+    their option `map_gradient`.
 
     Attributes:
-        wrapped_optimizer: an optax gradient transformation, or another one of these, whose function comes first.
-        gradient_mapping_function: `(gradient, variable) -> gradient` of one variable, traceable.
-        name: accepted for programs of the original.
+        wrapped_optimizer: An optax gradient transformation, or another `MapGradientOptimizer`, whose function comes
+            first.
+        gradient_mapping_function: Function `(gradient, variable) -> gradient` of one variable, traceable.
+        name: Accepted because the original has it.
     """
 
     wrapped_optimizer: AnyOptimizer
@@ -228,11 +232,11 @@ class MapGradientOptimizer:
 
 
 def unwrapped(optimizer: AnyOptimizer, outer: MapGradient | None = None) -> tuple[AnyOptimizer, MapGradient | None]:
-    """Return the optimizer inside, and the function through which gradients go first.
+    """Return the inner optimizer, and the function that gradients pass through first.
 
     Args:
-        optimizer: of any kind.
-        outer: a function that comes last.
+        optimizer: Optimizer of any kind.
+        outer: Function that comes last, or None.
     """
     if not isinstance(optimizer, MapGradientOptimizer):
         return optimizer, outer

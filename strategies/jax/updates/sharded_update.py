@@ -1,4 +1,4 @@
-"""Replicated tensor sharding: every replica keeps its part of the optimizer state, and updates that part."""
+"""Sharded optimizer state (ZeRO: Rajbhandari et al., 2020): every replica keeps, and updates, its part."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from typing_extensions import override
 
 from strategies.errors import StrategyError
 from strategies.exchange.shards import ShardedArrays
@@ -32,22 +33,22 @@ _PARTS = "parts of variables"
 
 
 class AcrossElementsError(StrategyError):
-    """An optimizer computes elements of different parts from each other; nobody outside of `updates` sees it."""
+    """An optimizer computes elements of one part from another part; it is handled inside of `updates`."""
 
 
 @final
 class ShardedStateUpdate(VariableUpdate):
-    """Each instance keeps (its replicas / R) of the optimizer state; the new variables are gathered.
+    """The update with (local replicas / R) of the optimizer state on each instance; new variables are gathered.
 
     Args:
-        replicas: see `VariableUpdate`.
-        optimizer: computes every element of the state and the changes from the same elements of the gradients, state
-            and variables; what it needs to know of all of them is in `Known`.
-        settings: see `VariableUpdate`.
-        variables: those that are trained; shapes and dtypes are enough.
+        replicas: Replicas whose variables are updated.
+        optimizer: Optimizer that computes every element of the state and the changes from the same elements of the
+            gradients, state and variables. Values that depend on all elements are in `Known`.
+        settings: Settings of the update.
+        variables: Trained variables; shapes and dtypes are enough.
 
     Raises:
-        AcrossElementsError: if the optimizer looks across elements.
+        AcrossElementsError: The optimizer looks across elements.
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class ShardedStateUpdate(VariableUpdate):
         self._divide = self.in_turn(self._jitted)
         self._unite = jit(self._united, static_argnums=(2,), donate_argnums=(0,), keep_unused=True)
 
+    @override
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
-        """See `VariableUpdate`."""
         return self._optimizer.init(self._take(variables, first))
 
+    @override
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
     ) -> tuple[Variables, OptimizerState]:
-        """See `VariableUpdate`; a collective call."""
+        """Return new variables and optimizer state; the old ones are used up. Collective."""
         buffers, small, optimizer_state, self._reading = self._divide(
             variables, self.on_device(optimizer_state), means, control, self._first
         )
@@ -88,20 +90,21 @@ class ShardedStateUpdate(VariableUpdate):
                 leaves[leaf] = new
         for leaf, new in zip(self._parts.uncut, small, strict=True):
             leaves[leaf] = new
-        placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old ones were
+        placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old variables were
         return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
 
     def _gathered(self, number: int, buffer: jax.Array) -> Leaf:
-        """Return the parts of all instances in a buffer, one row for each instance; a collective call."""
+        """Return the parts of all instances in a buffer, one row for each instance. Collective."""
         if self.path is not None:
             return self.path.gather(f"{_PARTS}/{number}", buffer)
-        self.wait()  # the last variables may still be made from the same memory
+        self.wait()  # the previous variables may still be made from this memory
         return self._parts.gather(number, borrow(buffer), self._replicas.communicator)
 
+    @override
     def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Traced]:
-        """See `VariableUpdate`: what computes this instance's parts."""
+        """Return the program that computes this instance's parts."""
         given = shapes_of((variables, optimizer_state, means))
         return {"update of parts": self._jitted.trace(*given, control, self._first)}
 
@@ -133,49 +136,49 @@ class ShardedStateUpdate(VariableUpdate):
     def _known(
         self, variables: Variables, means: Gradients, control: jax.Array, first: jax.Array
     ) -> tuple[Gradients, Known]:
-        """Return this instance's parts of the gradients, and what is known of all of them."""
+        """Return this instance's parts of the gradients, and the results that depend on all gradients."""
         _, norm = self._gradients(variables, means, control)
         if self.mean_shards is not None:
-            norm = jnp.full_like(norm, jnp.nan)  # what is known here is not it, and the optimizer does not ask
+            norm = jnp.full_like(norm, jnp.nan)  # this would be the norm of a part; the optimizer does not read it
 
-        def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:  # some are this instance's parts already
+        def rest(mean: jax.Array, variable: jax.Array) -> jax.Array:  # some means are this instance's parts already
             return take(self._shards, mean, first) if mean.shape == variable.shape else mean
 
-        # Cut before they are converted: XLA rounds the update otherwise if the conversion is fused with the cut.
+        # Cut before they are converted: if XLA fuses the conversion with the cut, it rounds the update differently.
         own = jax.lax.optimization_barrier(jax.tree.map(rest, means, variables))
         return self._gradients(variables, own, control)[0], Known(norm, loss_of(control))
 
     def _united(
         self, old: Sequence[jax.Array], gathered: jax.Array, starts: tuple[int, ...]
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Return the new variables in the memory of the old ones, of their parts in one buffer of each instance."""
+        """Return the new variables, from the parts of all instances in one buffer, in the memory of the old ones."""
         united = []
         for whole, start in zip(old, starts, strict=True):
             stop = start + math.prod(self._shards.shape(whole))
             united.append(self._shards.join(gathered[:, start:stop], whole))
         return united, jnp.zeros(())
 
-    # ---- whether it can be
+    # ---- whether the optimizer allows it
 
     def _refuse_across_elements(self, whole: Variables, of_whole: core.ClosedJaxpr) -> None:
-        """Raise an AcrossElementsError if the optimizer, whose update has these equations, looks across elements."""
+        """Raise an AcrossElementsError if the optimizer, whose update is `of_whole`, looks across elements."""
         if self._optimizer.needs_whole:
-            raise AcrossElementsError("the optimizer asks for whole arrays")
+            raise AcrossElementsError("the optimizer needs whole arrays")
         parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(self._shards.shape(leaf), leaf.dtype), whole)
         of_parts, of_others = self._trace(parts), self._trace(self._others(whole))
         found = first_across_elements(of_parts) or first_across_elements(jax.make_jaxpr(self._optimizer.init)(parts))
         if found is None and not operations(of_whole) == operations(of_parts) == operations(of_others):
             found = "other operations or numbers for arrays of other shapes"
         if found is not None:
-            raise AcrossElementsError(f"the optimizer's update has {found}, and a replica has its part of the elements")
+            raise AcrossElementsError(f"the optimizer's update has {found}, but a replica has a part of the elements")
 
     def _shapes_of_state(self, whole: Variables) -> tuple[Tree, Tree]:
-        """Return the shapes of the whole optimizer state, and whether each of them follows from that of a variable."""
+        """Return the shapes of the whole optimizer state, and whether each follows from a variable's shape."""
         shapes, changed = (jax.eval_shape(self._optimizer.init, tree) for tree in (whole, self._others(whole)))
         return shapes, jax.tree.map(lambda one, other: one.shape != other.shape, shapes, changed)
 
     def _others(self, whole: Variables) -> Variables:
-        """Return the variables with other shapes for those that are cut: parts of some size."""
+        """Return the variables with other shapes for the variables that are cut, as parts of some size."""
 
         def other(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)
@@ -183,7 +186,7 @@ class ShardedStateUpdate(VariableUpdate):
         return jax.tree.map(lambda leaf: other(leaf) if self._shards.divides(leaf) else leaf, whole)
 
     def _trace(self, tree: Tree) -> core.ClosedJaxpr:
-        """Return the equations of an update of a tree of such shapes."""
+        """Return the equations of the update of a tree with these shapes."""
         state = jax.eval_shape(self._optimizer.init, tree)
         given, _ = self._shapes_of(tree)
 
@@ -199,18 +202,18 @@ class ShardedStateUpdate(VariableUpdate):
 def update_for(
     replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
 ) -> VariableUpdate:
-    """Return the update of such variables: with whole optimizer state, or in parts as far as the optimizer allows it.
+    """Return the update of variables: sharded if the settings ask for it and the optimizer allows it, else whole.
 
     Args:
-        replicas: whose variables are updated. The part of the only replica is the whole state.
-        optimizer: an optax gradient transformation, or a `StepOptimizer`.
-        settings: of the update.
-        variables: those that are trained; shapes and dtypes are enough.
+        replicas: Replicas whose variables are updated. The part of a single replica is the whole state.
+        optimizer: An optax gradient transformation, or a `StepOptimizer`.
+        settings: Settings of the update.
+        variables: Trained variables; shapes and dtypes are enough.
     """
     if not settings.shards_state or replicas.num_replicas_in_sync == 1:
         return WholeStateUpdate(replicas, optimizer, settings)
     try:
         return ShardedStateUpdate(replicas, optimizer, settings, variables)
     except AcrossElementsError as error:
-        logger.info("%s: its state is in parts between updates, and put together for each of them", error)
+        logger.info("%s: its state is kept in parts, and put together for each update", error)
         return WholeStateUpdate(replicas, optimizer, settings, variables)

@@ -1,4 +1,4 @@
-"""The update of a step: the optimizer, once per instance, on the mean gradients of all replicas."""
+"""The update of a step: the optimizer, applied once per instance to the mean gradients of all replicas."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
 from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
@@ -24,21 +25,21 @@ from strategies.jax.updates.optimizers import AnyOptimizer, Arithmetic, Known, O
 from strategies.typing import AccumulationDtype, Function, Gradients, Leaf, OptimizerState, Tree, Variables
 
 HOST_MEMORY = "pinned_host"
-_ROUNDING = 1 << 31  # no step has this number, so no replica has a key of these
+_ROUNDING = 1 << 31  # no step has this number, so the keys for rounding differ from those of replicas
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """The settings of how variables are updated, whatever the optimizer is.
+    """The settings of an update, independent of the optimizer.
 
     Attributes:
-        seed: of stochastic rounding.
-        gradient_dtype: in which the optimizer gets the gradients.
-        unscales: whether the mean gradients are divided by the loss scale.
-        rounds_stochastically: variables of 16 bits.
-        offloads_state: whether optimizer state lies in host memory between updates.
-        shards_state: whether every replica keeps a part of the optimizer state.
-        min_elements: variables with fewer elements have their state whole on every instance.
+        seed: Seed of stochastic rounding.
+        gradient_dtype: Dtype in which the optimizer gets the gradients.
+        unscales: Whether the mean gradients are divided by the loss scale.
+        rounds_stochastically: Whether variables of 16 bits are rounded stochastically.
+        offloads_state: Whether optimizer state lies in host memory between updates.
+        shards_state: Whether every replica keeps a part of the optimizer state.
+        min_elements: Least number of elements of a variable whose state is cut.
     """
 
     seed: int = 0
@@ -51,26 +52,26 @@ class UpdateSettings:
 
 
 class VariableUpdate(ABC):
-    """New variables and optimizer state, of mean gradients; who keeps which part of the state is another matter.
+    """The update of variables and optimizer state by mean gradients. Subclasses decide who keeps which part of it.
 
-    The step calls `init` or `adopt` once, and then `apply` for each step, with `wait` before the mean gradients are
-    overwritten.
+    The step calls `init` or `adopt` once, and then `apply` in each step; it calls `wait` before it overwrites the mean
+    gradients. An error of `apply` is final: the variables may be used up.
 
     Args:
-        replicas: whose variables are updated.
-        optimizer: an optax gradient transformation, or a `StepOptimizer`.
-        settings: see there.
+        replicas: Replicas whose variables are updated.
+        optimizer: An optax gradient transformation, or a `StepOptimizer`.
+        settings: Settings of the update.
 
     Attributes:
-        mean_shards: the shards of mean gradients if `apply` takes this instance's part only; None if it takes them
-            whole.
-        path: gathers parts that lie on devices; None if they are gathered on the host.
+        mean_shards: Shards of the mean gradients, if `apply` takes this instance's part only; None if it takes whole
+            means.
+        path: Path that gathers parts on devices; None if they are gathered on the host.
     """
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
         self.mean_shards: Shards | None = None
         self.path: DevicePath | None = None
-        self._state_shards: ShardedTree | None = None  # None if every instance has all of the optimizer state
+        self._state_shards: ShardedTree | None = None  # None: every instance has all of the optimizer state
         self._replicas = replicas
         self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
         self._settings = settings
@@ -82,8 +83,8 @@ class VariableUpdate(ABC):
         """Return the optimizer state before the first step; traceable.
 
         Args:
-            variables: whole.
-            first: the first replica of the instance whose part is returned, an int32 scalar.
+            variables: Trained variables, whole.
+            first: First replica of the instance whose part is returned, an int32 scalar.
         """
 
     @abstractmethod
@@ -93,57 +94,57 @@ class VariableUpdate(ABC):
         """Return new variables and optimizer state; the old ones are used up.
 
         Args:
-            variables: whole.
-            optimizer_state: what `init`, `adopt` or `apply` returned last.
-            means: arrays like the variables, or of some of them what `mean_shards` makes of those; those of the host
-                are read until `wait` returns.
-            control: see `control_words`; with the mean loss, see `with_loss`.
+            variables: Trained variables, whole.
+            optimizer_state: Last result of `init`, `adopt` or `apply`.
+            means: Arrays like the variables, or their parts if there are `mean_shards`. Arrays of the host are read
+                until `wait` returns.
+            control: Control words with the mean loss, see `control_words` and `with_loss`.
         """
 
     @abstractmethod
     def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Traced]:
-        """Return the programs of `apply`, by what they compute; the same on every instance.
+        """Return the programs of `apply` by name, the same on every instance.
 
         Args:
-            variables: see `apply`; shapes and dtypes are enough here, and of the following two.
-            optimizer_state: see `apply`.
-            means: see `apply`; they may also be whole.
-            control: see `apply`.
+            variables: Trained variables; shapes and dtypes are enough.
+            optimizer_state: Optimizer state of this instance; shapes and dtypes are enough.
+            means: Means as for `apply`, or whole; shapes and dtypes are enough.
+            control: Control words.
         """
 
-    # ---- what all of them do alike
+    # ---- common to all subclasses
 
     def init(self, variables: Variables) -> OptimizerState:
-        """Return this instance's optimizer state before the first step, where it lies."""
+        """Return this instance's optimizer state before the first step, in its place between updates."""
         self._optimizer.check(*self._shapes_of(variables))
         return self._placed(self._compiled(self.begun), variables, self._first)
 
     def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return this instance's part of an optimizer state that is given whole; used instead of `init`."""
+        """Return this instance's part of a whole optimizer state; used instead of `init`."""
         if self._state_shards is None:
             return self._placed(lambda: optimizer_state)
         return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
 
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return the optimizer state with a `PartOfArray` wherever this instance has only a part, for checkpoints."""
+        """Return the optimizer state for checkpoints: a `PartOfArray` for each array of which only a part is here."""
         return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
 
     @property
     def has_parts(self) -> bool:
-        """Whether this instance keeps a part of the optimizer state only."""
+        """Whether this instance keeps only a part of the optimizer state."""
         return self._state_shards is not None
 
     def wait(self) -> None:
-        """Return when the mean gradients of the last update are not read any more."""
+        """Wait until the last update has read its mean gradients."""
         if self._reading is not None:
             self._reading.block_until_ready()
 
     def _placed(self, init: Function, *arguments: Tree) -> OptimizerState:
-        """Return the result of `init`, placed where optimizer state lies.
+        """Return the result of `init` in the place of optimizer state between updates.
 
-        Committed to that device, as what `apply` returns is: JAX compiles a program again for arguments that are not.
+        It is committed to that device, as results of `apply` are, because JAX compiles again for uncommitted arguments.
         """
         device = self._replicas.variables_device
         with jax.default_device(device):
@@ -153,25 +154,25 @@ class VariableUpdate(ABC):
         return self.in_turn(jit(function))
 
     def in_turn(self, program: jax.stages.Wrapped) -> Function:
-        """Return the same program, which one instance of the host compiles where executables are kept."""
+        """Return the program, which only one instance of the host compiles if executables are kept."""
         return compiled_in_turn(program, self._replicas.devices.executables)
 
     def _shapes_of(self, variables: Variables) -> tuple[Gradients, Variables]:
-        """Return the shapes and dtypes of gradients as the optimizer gets them, and of the variables."""
+        """Return the shapes and dtypes of the gradients that the optimizer gets, and of the variables."""
         leaves, structure = jax.tree.flatten(variables)
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
         given = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         return jax.tree.unflatten(structure, given), shapes_of(variables)
 
     def _gradients(self, variables: Variables, means: Gradients, control: jax.Array) -> tuple[Gradients, jax.Array]:
-        """Return the mean gradients as the optimizer gets them, and their norm."""
+        """Return the mean gradients in the form that the optimizer gets, and their norm."""
         leaves, structure = jax.tree.flatten(means)
         if self._settings.unscales:
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         dtypes = accumulator_dtypes(variables, self._settings.gradient_dtype)
         leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        # Behind a barrier, so that the sums have the same bits whatever is done with the gradients besides.
+        # Behind a barrier, so that the sums have the same bits whatever else is done with the gradients.
         squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.lax.optimization_barrier(leaves)]
         return jax.tree.unflatten(structure, leaves), jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
@@ -182,19 +183,19 @@ class VariableUpdate(ABC):
         return Arithmetic(lambda variables, changes: add_stochastically(variables, changes, bits_of))
 
     def _bits(self, number: int, shape: tuple[int, ...], control: jax.Array) -> jax.Array:
-        """Random bits for a variable: of the step, the same on every instance."""
+        """Return random bits for a variable in a step, the same on every instance."""
         own = jax.random.fold_in(jax.random.key(self._settings.seed), _ROUNDING)
         key = jax.random.fold_in(jax.random.fold_in(own, control[STEP]), number)
         return jax.random.bits(key, shape, jnp.uint32)
 
-    # ---- where the state lies
+    # ---- the place of the state
 
     def offloaded(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Move the state to where it lies between updates."""
+        """Move the state to its place between updates."""
         return self._moved(optimizer_state, HOST_MEMORY)
 
     def on_device(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Move the state to where it is updated."""
+        """Move the state to the device of the update."""
         return self._moved(optimizer_state, None)
 
     def _moved(self, optimizer_state: OptimizerState, kind: str | None) -> OptimizerState:
@@ -206,16 +207,16 @@ class VariableUpdate(ABC):
 
 @final
 class WholeStateUpdate(VariableUpdate):
-    """The whole optimizer state on every instance while it is updated, by the same program for every optimizer.
+    """The update with whole optimizer state on every instance, by the same program for every optimizer.
 
-    Between updates each instance has all of the state, or (its replicas / R) of it: then instances send their parts to
-    each other before each update.
+    Between updates each instance has all of the state, or (local replicas / R) of it. In the second case instances send
+    their parts to each other before each update.
 
     Args:
-        replicas: see `VariableUpdate`.
-        optimizer: see `VariableUpdate`.
-        settings: see `VariableUpdate`; smaller arrays than its `min_elements` are whole on every instance.
-        variables: None if each instance keeps all of the state. Otherwise those that are trained; shapes and dtypes are
+        replicas: Replicas whose variables are updated.
+        optimizer: An optax gradient transformation, or a `StepOptimizer`.
+        settings: Settings; arrays with fewer elements than its `min_elements` are whole on every instance.
+        variables: None if each instance keeps all of the state. Otherwise the trained variables; shapes and dtypes are
             enough.
     """
 
@@ -232,18 +233,19 @@ class WholeStateUpdate(VariableUpdate):
             self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
             self._cut = self._compiled(self._state_shards.take)
 
+    @override
     def begun(self, variables: Variables, first: jax.Array) -> OptimizerState:
-        """See `VariableUpdate`."""
         state = self._optimizer.init(variables)
         if self._state_shards is None:
             return state
-        # Behind a barrier: if XLA fused it with the cut, it could round otherwise.
+        # Behind a barrier: if XLA fused it with the cut, it could round differently.
         return self._state_shards.take(jax.lax.optimization_barrier(state), first)
 
+    @override
     def apply(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
     ) -> tuple[Variables, OptimizerState]:
-        """See `VariableUpdate`; a collective call if instances have parts of the state."""
+        """Return new variables and optimizer state; the old ones are used up. Collective if the state is in parts."""
         state = self.on_device(optimizer_state)
         if self._state_shards is not None:
             state = self._gathered(self._state_shards.whole(state))
@@ -260,10 +262,10 @@ class WholeStateUpdate(VariableUpdate):
                 leaves[number] = jax.device_put(array, self._replicas.variables_device, may_alias=False)
         return jax.tree.unflatten(structure, leaves)
 
+    @override
     def programs(
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: np.ndarray
     ) -> Mapping[str, jax.stages.Traced]:
-        """See `VariableUpdate`."""
         state = optimizer_state if self._state_shards is None else self._state_shards.shapes
         return {"update": self._jitted.trace(*shapes_of((variables, state, means)), control)}
 

@@ -167,7 +167,7 @@ def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
         state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
         state, _ = trainer.step(state, batch)
         model.set_weights([np.float32([[2]])])
-        with pytest.raises(RuntimeError, match="reads model, variable .*kernel, which has changed"):
+        with pytest.raises(RuntimeError, match="reads model, variable .*kernel, which .* has changed"):
             trainer.step(state, batch)
 
     alone(program, 1)

@@ -23,8 +23,8 @@ NEW, CONNECTED, ALONE, ELSEWHERE = RuntimeState
     [
         ([NEW, NEW], ""),
         ([CONNECTED, CONNECTED, CONNECTED], ""),
-        ([NEW, ALONE], "on instance 1 JAX has started before"),
-        ([ALONE, NEW, ALONE], "on instances 0, 2 JAX has started before"),
+        ([NEW, ALONE], "on instance 1 JAX started before"),
+        ([ALONE, NEW, ALONE], "on instances 0, 2 JAX started before"),
         ([ELSEWHERE, ELSEWHERE], "on instances 0, 1 jax.distributed.initialize was called for another number"),
         ([CONNECTED, NEW], "jax.distributed.initialize was called on instance 0 only"),
     ],
@@ -88,7 +88,7 @@ def test_the_end_of_the_coordinator_is_reported_like_that_of_any_instance(end, s
 def test_a_program_that_has_started_jax_is_refused():
     finished = run(*two(HEAD + "jax.devices()" + TRAIN))
     assert finished.status == 1
-    assert "JAX has started before it could be connected with that of all 2 instances" in finished.stderr
+    assert "JAX started before it could be connected with the JAX of all 2 instances" in finished.stderr
 
 
 @pytest.mark.parametrize(

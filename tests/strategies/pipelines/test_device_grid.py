@@ -93,7 +93,7 @@ def test_poprun_sets_the_devices_per_replica(in_new_process):
     }
     *numbers, refusal = in_new_process(SAYS, **environ).splitlines()
     assert numbers == ["3", "3"]
-    assert refusal.startswith("ipus_per_replica is 2, and poprun says 3; leave it out, or start the job with")
+    assert refusal.startswith("ipus_per_replica is 2, but poprun says 3; leave it out, or start the job with")
 
 
 @pytest.mark.complete

@@ -1,4 +1,4 @@
-"""Plans on the page pipelines.md, compared with the program."""
+"""Plans on the page pipeline_schedules.md: timetables, table and log line are up to date."""
 
 import draw_pipelines
 

@@ -332,7 +332,9 @@ def test_a_trainer_refuses_changed_values_that_its_loss_function_reads(alone):
     state, _ = trainer.step(state, batch)
     state, _ = trainer.step(state, batch)
     one.grow()
-    with pytest.raises(RuntimeError, match="reads one.scale, which has changed since the function was compiled"):
+    with pytest.raises(
+        RuntimeError, match="reads one.scale, which is a constant of the compiled function but has changed since"
+    ):
         trainer.step(state, batch)
     one.scale = 1.0
     array *= 2
@@ -347,7 +349,7 @@ def test_a_trainer_refuses_changed_values_that_a_schedule_reads(alone):
     state, batch = trainer.init(np.zeros(1, np.float32)), np.ones((1, 1), np.float32)
     state, _ = trainer.step(state, batch)
     one.grow()
-    with pytest.raises(RuntimeError, match="reads one.scale, which has changed .* the state of the optimizer"):
+    with pytest.raises(RuntimeError, match="reads one.scale, which .* has changed .* the state of the optimizer"):
         trainer.step(state, batch)
 
 
