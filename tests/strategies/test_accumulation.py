@@ -78,7 +78,7 @@ PAIRS = {("momentum", "running_mean")}
         for pair in itertools.product(OPTIMIZERS, ("sum", "mean", "running_mean"))
     ],
 )
-def test_is_what_a_loop_on_the_host_computes(strategy, method, name):
+def test_accumulation_matches_a_loop_on_the_host(strategy, method, name):
     """Rows G-02 to G-06."""
     optimizer = OPTIMIZERS[name]
     for loss in (lambda v, b, k: loss_fn(v, b, k)[0], reused):
@@ -101,7 +101,7 @@ def test_many_micro_batches_are_a_loop_with_the_same_result(strategy):
 
 
 @pytest.mark.complete
-def test_the_trainer_takes_the_mean_unless_told_otherwise(strategy):
+def test_the_default_reduction_method_is_the_mean(strategy):
     default, _ = trained(strategy)
     assert strategies.fingerprint(default.variables) == strategies.fingerprint(
         trained(strategy, reduction_method=Method.MEAN)[0].variables
@@ -156,7 +156,7 @@ def test_means_stay_within_float16(strategy, method, count):
 
 @pytest.mark.parametrize("method", ["mean", "running_mean"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_so_in_a_mean(strategy, method, value):
+def test_infinity_and_nan_survive_a_mean(strategy, method, value):
     keep = optax.GradientTransformation(jnp.zeros_like, lambda gradient, state, variable=None: (0 * state, gradient))
     trainer = Trainer(
         strategy,
@@ -191,7 +191,7 @@ def test_methods_have_names_in_any_case(name):
 
 
 @pytest.mark.parametrize("method", list(Method))
-def test_methods_are_methods(method):
+def test_members_of_the_enum_are_methods(method):
     assert Method.parse(method) is method
     assert [one.value for one in Method] == [0, 1, 2]
 
@@ -204,7 +204,7 @@ def test_other_methods_are_refused(strategy, method):
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_there_is_at_least_one_micro_batch(strategy, count):
+def test_fewer_than_one_micro_batch_is_refused(strategy, count):
     with pytest.raises(ValueError, match="gradient_accumulation_count is"):
         Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=count)
 
@@ -254,7 +254,7 @@ def test_instances_exchange_gradients_once_per_update(on_instances, count):
     assert on_instances(2, REPLICAS, calls) == [1, 1]
 
 
-def test_says_how_large_the_effective_batch_is(strategy, caplog):
+def test_the_effective_batch_size_is_logged(strategy, caplog):
     with caplog.at_level("INFO", "strategies.jax"):
         trained(strategy)
     assert "effective batch 32 = micro-batch 2 x 4 accumulated x 4 replicas" in caplog.text

@@ -67,7 +67,7 @@ def run_in_turn(segments, arguments):
 
 
 @pytest.mark.parametrize(("function", "bucket_bytes"), [(mlp, 1), (mlp, KIB), (mlp, 100 * KIB), also(nested, 1)])
-def test_segments_compute_what_the_function_does(seed, function, bucket_bytes):
+def test_segments_compute_the_results_of_the_function(seed, function, bucket_bytes):
     arguments = arguments_of(seed)
     segments = cut_in_buckets(traced(function, *arguments), range(1, 5), bucket_bytes, KIB)
     results, _ = run_in_turn(segments, jax.tree.leaves(arguments))
@@ -134,7 +134,7 @@ def test_residuals_may_have_no_axis():
     assert any(segment.gives for segment in segments)
 
 
-def test_movements_of_data_are_repeated_instead_of_handed_on():
+def test_data_movements_are_repeated_instead_of_passed_on():
     def function(x):
         flat = x.reshape(-1)
         return flat.sum(), flat * 2, flat.T * 3

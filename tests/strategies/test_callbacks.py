@@ -46,14 +46,14 @@ def looping(seen, x):
         (looping, ["f", "g", "f", "g", "h"], [11.0, 4.0]),
     ],
 )
-def test_they_come_in_the_order_of_the_code(function, order, results):
+def test_callbacks_run_in_the_order_of_the_code(function, order, results):
     seen = []
     found = jax.jit(in_order(lambda x: function(seen, x)))(jnp.float32(3))
     assert [float(value) for value in found] == results
     assert seen == order
 
 
-def test_they_come_in_the_order_of_the_code_within_what_is_computed_again():
+def test_callbacks_in_a_recomputed_block_run_in_the_order_of_the_code():
     """What replicas have exchanged in a block of `jax.checkpoint` is kept, and not exchanged again."""
     seen = []
 
@@ -71,12 +71,12 @@ def test_they_come_in_the_order_of_the_code_within_what_is_computed_again():
     assert seen == [(name, 2) for name in names]
 
 
-def test_what_has_none_is_computed_as_it_is():
+def test_a_function_without_callbacks_is_unchanged():
     found = jax.jit(in_order(lambda tree: {"sum": tree["a"] + tree["b"]}))({"a": jnp.ones(2), "b": jnp.arange(2.0)})
     assert found["sum"].tolist() == [1, 2]
 
 
-def test_every_one_reads_what_the_one_before_has_returned():
+def test_each_callback_reads_the_result_of_the_one_before():
     """Also where the program itself does not make it wait."""
     closed = jax.make_jaxpr(in_order(lambda x: straight([], x)))(jnp.float32(3))
     calls = [equation for equation in closed.jaxpr.eqns if equation.primitive.name == "io_callback"]

@@ -86,7 +86,7 @@ def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_nothing_is_left_to_others_but_by_abstract_methods(package: str) -> None:
+def test_only_abstract_methods_are_left_to_subclasses(package: str) -> None:
     """Where a user asks for what is not supported, the error says so."""
     modules = sorted((ROOT / package).rglob("*.py"))
     assert modules
@@ -166,7 +166,7 @@ class TestTheWalk:
         pass
 
     @pytest.mark.parametrize(("name", "found"), [("Concrete", []), ("Worse", ["Concrete"])])
-    def test_names_what_is_made_from_a_concrete_class(self, name: str, found: list[str]) -> None:
+    def test_the_walk_names_subclasses_of_a_concrete_class(self, name: str, found: list[str]) -> None:
         said = concrete_above(getattr(self, name), (__name__.partition(".")[0],))
         assert [line.rpartition(".")[2] for line in said] == found
 
@@ -180,5 +180,5 @@ class TestTheWalk:
             ("raise", False),
         ],
     )
-    def test_finds_what_is_raised_without_a_word(self, source: str, is_found: bool) -> None:
+    def test_the_walk_finds_exceptions_without_a_message(self, source: str, is_found: bool) -> None:
         assert raised_bare_in(source) == ({"NotImplementedError"} if is_found else set())

@@ -95,7 +95,7 @@ def test_every_element_is_read_at_most_once_per_epoch(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_padding_reads_every_element_exactly_once_where_the_mask_is_true(kind):
+def test_padding_reads_every_unmasked_element_exactly_once(kind):
     batches = read(KINDS[kind](77), remainder="pad")
     assert all(isinstance(batch, Masked) and batch.mask.dtype == bool for batch in batches)
     assert {batch.values.shape for batch in batches} == {batch.mask.shape for batch in batches} == {(24,)}
@@ -139,7 +139,7 @@ def test_leaves_of_a_pytree_stay_together():
         np.testing.assert_array_equal(batch["x"][:, 1:], batch["more"][1])
 
 
-def test_elements_may_be_pytrees():
+def test_elements_can_be_pytrees():
     elements = [{"image": np.full((2, 2), k), "label": k} for k in range(8)]
     (first, _) = read(elements, total=2, batch_size=2)
     assert first["image"].shape == (4, 2, 2)
@@ -177,7 +177,7 @@ def test_steps_of_shards_follow_from_the_shortest_and_when_padding_from_the_long
     assert [len(read(Uneven(), total=3, local=range(r, r + 1), remainder="pad")) for r in range(3)] == [4] * 3
 
 
-def test_lengths_of_shards_follow_from_the_source_where_only_that_has_one():
+def test_lengths_of_shards_follow_from_the_source_if_shards_have_none():
     class Sized(Shards):
         def __len__(self):
             return len(self.elements)

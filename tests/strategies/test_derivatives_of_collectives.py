@@ -141,7 +141,7 @@ IN_PART = {
 """Which half is taken of those that are much like one of these: `sum` and `mean` together have both."""
 
 
-def test_all_kinds_are_among_them():
+def test_all_kinds_are_tested():
     assert {*WHOLLY, *IN_PART} == set(KINDS)
 
 
@@ -156,7 +156,7 @@ def test_all_kinds_are_among_them():
         ],
     ],
 )
-def test_they_are_those_of_the_sum_of_what_all_replicas_compute(on_instances, bits, kind, spreads, names):
+def test_derivatives_are_those_of_the_sum_over_all_replicas(on_instances, bits, kind, spreads, names):
     collective, reference = KINDS[kind]
     wanted = jax.jit(lambda: stacked(reference, names))()
     alone, *others = [
@@ -197,7 +197,7 @@ def test_a_gradient_penalty_over_a_synchronised_mean_trains_to_the_same_bits(on_
 
 
 @pytest.mark.complete
-def test_inside_of_loops_and_branches(on_instances, bits):
+def test_derivatives_work_inside_loops_and_branches(on_instances, bits):
     """Derivatives of a scan, of a branch, of both under vmap, and of a loop forward."""
 
     def looping(x):
@@ -241,7 +241,7 @@ def test_inside_of_loops_and_branches(on_instances, bits):
         assert [name for name in mine if bits(mine[name]) != bits(theirs[name])] == []
 
 
-def test_what_has_no_derivative_may_stand_beside_what_has(on_instances):
+def test_collectives_without_a_derivative_can_stand_beside_others(on_instances):
     """Refused is what needs it, also in a derivative of a derivative."""
 
     def program(x):

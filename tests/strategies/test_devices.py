@@ -43,7 +43,7 @@ def rows_about_gpus():
 
 
 @pytest.mark.parametrize(("instances", "local", "devices", "waves"), list(rows_about_gpus()))
-def test_accelerators_are_shared_out_as_the_page_on_gpus_says(instances, local, devices, waves, monkeypatch):
+def test_accelerators_are_shared_out_as_documented(instances, local, devices, waves, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
     found = [choose_grid(range(index * local, (index + 1) * local), index).first for index in range(instances)]
     assert [[device.number for device in each.devices] for each in found] == devices
@@ -96,12 +96,12 @@ class TestThreads:
 
         assert devices.each(work) == [(position, True) for position in range(4)]
 
-    def test_are_not_needed_for_one_replica(self):
+    def test_one_replica_runs_in_the_main_thread(self):
         assert choose_grid(range(1)).first.each(lambda position: threading.current_thread()) == [
             threading.main_thread()
         ]
 
-    def test_are_those_of_the_devices_there_are(self):
+    def test_at_most_one_thread_per_device_runs_at_a_time(self):
         """Replicas beyond that wait for their wave."""
         devices = ReplicaDevices((jax.local_devices()[0],) * 2, range(6))
         assert (devices.width, devices.waves, devices.is_lockstep) == (2, 3, False)
@@ -116,7 +116,7 @@ class TestThreads:
         assert devices.each(work) == list(range(6))
         assert max(most) <= 2
 
-    def test_bring_back_the_error_of_the_first_replica_when_all_have_ended(self):
+    def test_threads_raise_the_error_of_the_first_replica_after_all_have_ended(self):
         devices = choose_grid(range(3)).first
         others_may_end, told, ended = threading.Event(), [], []
 
@@ -135,7 +135,7 @@ class TestThreads:
         assert len(told) == 1
         assert sorted(ended) == [0, 2]
 
-    def test_end_with_their_devices(self):
+    def test_threads_end_with_their_devices(self):
         devices = choose_grid(range(3)).first
         threads = devices.each(lambda position: threading.current_thread())
         del devices
@@ -189,7 +189,7 @@ def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
     assert refusal.startswith("4 replicas have to wait for each other on 2 devices")
 
 
-def test_what_is_borrowed_is_seen_in_place_and_not_kept():
+def test_a_borrowed_array_is_viewed_in_place_and_not_kept_alive():
     array = jax.block_until_ready(jnp.arange(100.0) + 1)
     view = borrow(array)
     assert view.ctypes.data == array.unsafe_buffer_pointer()

@@ -122,36 +122,36 @@ def bits_of(evaluation):
 class TestEveryRowCountsOnce:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("kind", KINDS)
-    def test_whatever_the_source_and_however_many_there_are(self, strategy, kind, length):
+    def test_every_source_and_length_counts_each_row_once(self, strategy, kind, length):
         rows = rows_of(length)
         found = evaluated(strategy, KINDS[kind](rows))
         assert dict(found) == expected_of(rows)
         assert found.rows == length
         assert list(found) == ["loss", "positive"]
 
-    def test_with_records_of_grain(self, strategy):
+    def test_records_of_grain_count_once(self, strategy):
         grain = pytest.importorskip("grain")
         rows = rows_of(5)
         assert dict(evaluated(strategy, grain.MapDataset.source(Records(rows)))) == expected_of(rows)
 
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_of_batches_of_which_the_last_is_short(self, strategy, length):
+    def test_a_short_last_batch_counts_each_row_once(self, strategy, length):
         rows = rows_of(length)
         trainer, state = trainer_of(strategy)
         batches = [cut(rows, start, start + 12) for start in range(0, length, 12)]
         assert dict(trainer.evaluate(state, batches)) == expected_of(rows)
 
-    def test_of_batches_of_a_data_set_that_is_gone_through_by_hand(self, strategy):
+    def test_batches_of_an_epoch_read_by_hand_count_each_row_once(self, strategy):
         rows = rows_of(5)
         trainer, state = trainer_of(strategy)
         assert dict(trainer.evaluate(state, distributed(strategy, rows).epoch(0))) == expected_of(rows)
 
-    def test_where_no_row_is_left_over_nothing_need_be_padded(self, strategy):
+    def test_a_data_set_without_a_remainder_needs_no_padding(self, strategy):
         rows = rows_of(24)
         trainer, state = trainer_of(strategy)
         assert dict(trainer.evaluate(state, strategy.distribute_dataset(rows, 3))) == expected_of(rows)
 
-    def test_the_rest_of_an_epoch_is_read_and_then_the_next_one(self, strategy):
+    def test_evaluation_reads_the_rest_of_an_epoch_and_then_the_next_one(self, strategy):
         rows = rows_of(30)
         trainer, state = trainer_of(strategy)
         dataset = distributed(strategy, rows)
@@ -163,7 +163,7 @@ class TestEveryRowCountsOnce:
         assert (dataset.position().epoch, dataset.position().step) == (1, 0)
         assert dict(trainer.evaluate(state, dataset)) == expected_of(rows)
 
-    def test_what_fills_a_batch_may_be_anything(self, strategy):
+    def test_padding_elements_never_affect_the_result(self, strategy):
         """The element that is repeated gives no number at all."""
         rows = {"x": np.float32([[np.nan, 0, 0]]), "y": np.float32([1])}
         source = PerReplica([Unsized(listed(one)) for one in (rows_of(4), rows_of(3), rows_of(2), rows_of(1))])
@@ -195,19 +195,19 @@ class TestTheBits:
         "kind",
         only(["stream"], KINDS),
     )
-    def test_are_the_same_on_any_number_of_instances(self, strategy, on_instances, kind):
+    def test_bits_are_the_same_on_any_number_of_instances(self, strategy, on_instances, kind):
         alone = self.found(strategy, KINDS[kind](self.ROWS))
         for instances in (2, 4):
             everywhere = on_instances(instances, REPLICAS, lambda one: self.found(one, KINDS[kind](self.ROWS)))
             assert everywhere == [alone] * instances
 
-    def test_are_the_same_for_shards_that_end_on_one_instance_first(self, strategy, on_instances):
+    def test_bits_are_the_same_for_shards_that_end_early_on_one_instance(self, strategy, on_instances):
         rows = rows_of(31, integers=False)
         alone = self.found(strategy, Shards(rows))
         assert on_instances(4, REPLICAS, lambda one: self.found(one, Shards(rows))) == [alone] * 4
 
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_of_batches_are_the_same_too(self, strategy, on_instances, length):
+    def test_bits_are_the_same_for_given_batches(self, strategy, on_instances, length):
         """An instance has its part of every batch, of which there may be nothing in the last one."""
         rows = rows_of(length, integers=False)
 
@@ -226,7 +226,7 @@ class TestTheBits:
 
         assert on_instances(2, REPLICAS, found) == [found(strategy)] * 2
 
-    def test_do_not_depend_on_what_else_is_computed_meanwhile(self, strategy):
+    def test_bits_do_not_depend_on_concurrent_batches(self, strategy):
         """Three batches are begun at once, and the order of the sums is that of the data."""
         trainer, state = trainer_of(strategy, variables=DRAWN)
         once, again = (trainer.evaluate(state, distributed(strategy, self.ROWS, 1)) for _ in range(2))
@@ -253,17 +253,17 @@ def metrics_fn(variables, batch, mask, key):
 
 class TestMetricsOfBatches:
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_are_merged_from_sums_and_counts(self, strategy, length):
+    def test_metrics_are_merged_from_sums_and_counts(self, strategy, length):
         rows = rows_of(length)
         assert evaluated(strategy, rows, metrics_fn=metrics_fn)["loss"] == expected_of(rows)["loss"]
 
-    def test_may_be_any_object_that_merges(self, strategy):
+    def test_metrics_can_be_any_object_that_merges(self, strategy):
         rows = rows_of(63)
         largest = evaluated(strategy, rows, metrics_fn=metrics_fn)["largest"]
         assert largest.score == np.abs(rows["x"] @ VARIABLES["w"] - rows["y"]).max()
         assert largest.parts == 4 * 6  # of each replica, for each of six batches
 
-    def test_may_have_weights(self, strategy):
+    def test_metrics_can_have_weights(self, strategy):
         rows = rows_of(5)
         weights = np.float32([1, 0, 2, 0.5, 4])
 
@@ -273,7 +273,7 @@ class TestMetricsOfBatches:
         found = evaluated(strategy, {**rows, "weight": weights}, metrics_fn=weighted)
         assert found["y"] == (rows["y"] * weights).sum() / weights.sum()
 
-    def test_may_have_collectives(self, strategy, on_instances):
+    def test_metrics_can_contain_collectives(self, strategy, on_instances):
         def shared(variables, batch, mask, key):
             rows = strategies.get_replica_context().all_reduce("sum", mask.sum())
             return {"rows of all": Mean(rows.astype(jnp.float32), jnp.float32(1))}
@@ -291,23 +291,23 @@ class TestMetricsOfBatches:
             (lambda batch: {"y": batch["y"].mean()}, "metric 'y' of metrics_fn is a .*return a strategies.Mean"),
         ],
     )
-    def test_that_cannot_be_merged_are_refused(self, strategy, returned, message):
+    def test_metrics_that_cannot_be_merged_are_refused(self, strategy, returned, message):
         with pytest.raises(TypeError, match=message):
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, mask, key: returned(batch))
 
-    def test_come_from_a_function_of_four_arguments(self, strategy):
+    def test_metrics_come_from_a_function_of_four_arguments(self, strategy):
         with pytest.raises(TypeError, match=r"metrics_fn takes \(variables, batch, key\), but is called with"):
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, key: {})
         with pytest.raises(TypeError, match="metrics_fn is a str; use a function"):
             evaluated(strategy, rows_of(5), metrics_fn="loss")
 
-    def test_are_given_instead_of_another_function(self, strategy):
+    def test_fn_and_metrics_fn_exclude_each_other(self, strategy):
         with pytest.raises(ValueError, match="evaluate got both fn and metrics_fn"):
             evaluated(strategy, rows_of(5), fn=loss_fn, metrics_fn=metrics_fn)
 
 
 class TestTheFunction:
-    def test_may_be_another_one_than_the_loss_function(self, strategy):
+    def test_another_function_can_replace_the_loss_function(self, strategy):
         found = evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: batch["y"].sum())
         assert dict(found) == {"loss": rows_of(5)["y"].mean()}
 
@@ -333,12 +333,12 @@ class TestTheFunction:
         trainer, state = trainer_of(strategy, is_bfloat16, compute_dtype="bfloat16")
         assert trainer.evaluate(state, distributed(strategy, rows_of(5)))["loss"] == 1
 
-    def test_may_cast_its_batches(self, strategy):
+    def test_the_function_can_cast_its_batches(self, strategy):
         """What is the same for training and evaluation: images that are bytes."""
         cast = strategies.casting(lambda v, batch, key: batch.mean(), strategies.Cast(jnp.float32, scale=0.5))
         assert evaluated(strategy, np.arange(5, dtype=np.uint8), cast)["loss"] == 1.0
 
-    def test_is_compiled_once_for_a_shape(self, strategy):
+    def test_the_function_is_compiled_once_for_a_shape(self, strategy):
         traced = []
 
         def counting(variables, batch, key):
@@ -362,18 +362,18 @@ class TestTheFunction:
             (lambda v, batch: 1.0, TypeError, r"the loss function takes \(v, batch\)"),
         ],
     )
-    def test_that_cannot_be_used_is_refused(self, strategy, function, error, message):
+    def test_unsuitable_functions_are_refused(self, strategy, function, error, message):
         with pytest.raises(error, match=message):
             evaluated(strategy, rows_of(5), fn=function)
 
-    def test_with_collectives_has_to_see_a_whole_batch(self, strategy):
+    def test_a_function_with_collectives_needs_whole_batches(self, strategy):
         def meeting(variables, batch, key):
             return strategies.get_replica_context().all_reduce("mean", batch["y"].mean())
 
         with pytest.raises(ValueError, match="has collectives, and evaluate calls it for each row alone; .*metrics_fn"):
             evaluated(strategy, rows_of(5), fn=meeting)
 
-    def test_with_feeds_is_refused(self, strategy):
+    def test_a_function_with_feeds_is_refused(self, strategy):
         outfeed = strategies.OutfeedQueue()
 
         def feeding(variables, batch, key):
@@ -383,7 +383,7 @@ class TestTheFunction:
         with pytest.raises(ValueError, match="has feeds, which only training has"):
             evaluated(strategy, rows_of(5), fn=feeding)
 
-    def test_that_raises_is_what_is_raised(self, strategy):
+    def test_an_error_of_the_function_is_raised(self, strategy):
         def fail(values):
             raise OSError("no such file")
 
@@ -398,7 +398,7 @@ class TestTheFunction:
 
 
 class TestTheState:
-    def test_stays_as_it_is(self, strategy, bits):
+    def test_the_state_stays_unchanged(self, strategy, bits):
         trainer, state = trainer_of(strategy, outputs_fn)
         dataset = distributed(strategy, rows_of(63))
         trainer.evaluate(state, dataset)
@@ -406,7 +406,7 @@ class TestTheState:
         after, _ = trainer.step(state, cut(rows_of(63), 0, 12))
         assert after.step == 1
 
-    def test_may_be_evaluated_while_it_is_trained(self, strategy, bits):
+    def test_evaluating_during_training_changes_no_bit(self, strategy, bits):
         """Between executions of `run`, and to the same variables as without it."""
         training = strategy.distribute_dataset(rows_of(48, integers=False), 3)
         validation = distributed(strategy, rows_of(5))
@@ -419,7 +419,7 @@ class TestTheState:
         assert len(found) == 2
         assert found[0]["loss"] != found[1]["loss"]
 
-    def test_that_was_used_up_is_refused(self, strategy):
+    def test_a_used_up_state_is_refused(self, strategy):
         trainer, state = trainer_of(strategy, outputs_fn)
         dataset = distributed(strategy, rows_of(63))
         predictions = trainer.predict(state, dataset)
@@ -430,12 +430,12 @@ class TestTheState:
         with pytest.raises(ValueError, match="this state was used up by step 0"):
             trainer.evaluate(state, dataset)
 
-    def test_is_a_state(self, strategy):
+    def test_variables_in_place_of_a_state_are_refused(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(TypeError, match="the state is of type dict"):
             trainer.evaluate(state.variables, distributed(strategy, rows_of(5)))
 
-    def test_may_be_sharded(self, on_instances):
+    def test_a_sharded_state_is_evaluated(self, on_instances):
         rows = rows_of(63)
 
         def program(strategy):
@@ -448,7 +448,7 @@ class TestTheState:
 class TestPredictions:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("kind", KINDS)
-    def test_come_in_the_order_of_the_data(self, strategy, kind, length):
+    def test_predictions_come_in_the_order_of_the_data(self, strategy, kind, length):
         rows = rows_of(length)
         batches = predicted(strategy, KINDS[kind](rows))
         assert [len(batch["score"]) for batch in batches] == [12] * (length // 12) + [length % 12]
@@ -457,13 +457,13 @@ class TestPredictions:
         assert found["is_large"].dtype == bool
         assert found["is_large"].tolist() == (found["score"] > 1).tolist()
 
-    def test_are_what_a_function_returns(self, strategy):
+    def test_predictions_are_the_results_of_the_function(self, strategy):
         rows = rows_of(5)
         [found] = predicted(strategy, rows, loss_fn, fn=lambda variables, batch, key: batch["x"].astype(jnp.bfloat16))
         assert found.dtype == jnp.bfloat16
         assert found.astype(np.float32).tolist() == rows["x"].tolist()
 
-    def test_are_begun_three_batches_at_once_and_no_more(self, strategy):
+    def test_predictions_run_three_batches_ahead(self, strategy):
         """So replicas need not wait, and outputs need not fit into memory."""
         taken = []
 
@@ -483,7 +483,7 @@ class TestPredictions:
         assert len(taken) == 4 * 12
         predictions.close()
 
-    def test_that_are_left_early_leave_the_data_set_there(self, strategy):
+    def test_predictions_left_early_keep_the_position_of_the_data_set(self, strategy):
         rows = rows_of(63)
         trainer, state = trainer_of(strategy, outputs_fn)
         dataset = distributed(strategy, rows)
@@ -494,13 +494,13 @@ class TestPredictions:
         rest = list(trainer.predict(state, dataset))
         assert joined(first + rest)["score"].tolist() == (rows["x"] @ VARIABLES["w"]).tolist()
 
-    def test_may_go_to_instance_0_alone(self, on_instances):
+    def test_predictions_can_go_to_instance_0_alone(self, on_instances):
         rows = rows_of(63)
         first, *others = on_instances(3, 3, lambda one: predicted(one, rows, to_all=False))
         assert joined(first)["score"].tolist() == (rows["x"] @ VARIABLES["w"]).tolist()
         assert others == [[None] * len(first)] * 2
 
-    def test_of_a_shuffled_data_set_are_refused(self, strategy):
+    def test_predictions_of_a_shuffled_data_set_are_refused(self, strategy):
         trainer, state = trainer_of(strategy, outputs_fn)
         with pytest.raises(ValueError, match="the data set is shuffled, .*shuffle=False"):
             trainer.predict(state, distributed(strategy, rows_of(5), shuffle=True))
@@ -515,12 +515,12 @@ class TestPredictions:
             (lambda v, batch, key: jax.random.split(key, 2), TypeError, "outputs is a random key"),
         ],
     )
-    def test_that_are_not_of_each_row_are_refused(self, strategy, function, error, message):
+    def test_outputs_that_are_not_per_row_are_refused(self, strategy, function, error, message):
         trainer, state = trainer_of(strategy)
         with pytest.raises(error, match=message):
             list(trainer.predict(state, distributed(strategy, rows_of(5), 2), function))
 
-    def test_of_a_loss_function_need_an_outcome(self, strategy):
+    def test_predictions_by_a_loss_function_need_an_outcome(self, strategy):
         with pytest.raises(ValueError, match=r"the loss function returns no outputs .* strategies.Outcome"):
             predicted(strategy, rows_of(5), loss_fn)
 
@@ -538,7 +538,7 @@ class TestDataSetsThatAreRefused:
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(state, distributed(strategy, rows_of(63), **options))
 
-    def test_because_nobody_knows_whether_rows_are_missing(self, strategy):
+    def test_because_missing_rows_could_not_be_noticed(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="drops rows that do not fill a batch of 12"):
             trainer.evaluate(state, distributed(strategy, Unsized(listed(rows_of(24))), remainder="drop"))
@@ -578,7 +578,7 @@ class TestDataSetsThatAreRefused:
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(state, batches)
 
-    def test_because_they_are_another_strategys(self, strategy):
+    def test_because_they_belong_to_another_strategy(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="the batch is dealt out among"):
             trainer.evaluate(state, distributed(strategies.IPUStrategy(2), rows_of(5)))
@@ -601,7 +601,7 @@ class TestDataSetsThatAreRefused:
 
 
 class TestInstances:
-    def test_agree_on_what_is_evaluated(self, on_instances):
+    def test_instances_agree_on_the_evaluated_function(self, on_instances):
         def program(strategy):
             own = 1.0 + strategy.instance_index
             with pytest.raises(DisagreementError, match="computes the evaluation differently from instance 0"):
@@ -610,7 +610,7 @@ class TestInstances:
         on_instances(2, REPLICAS, program)
 
     @pytest.mark.parametrize(("lengths", "remainder"), [((5, 6), "pad"), ((12, 24), "drop")])
-    def test_agree_on_the_data_set(self, on_instances, lengths, remainder):
+    def test_instances_agree_on_the_data_set(self, on_instances, lengths, remainder):
         def program(strategy):
             trainer, state = trainer_of(strategy)
             dataset = distributed(strategy, rows_of(lengths[strategy.instance_index]), remainder=remainder)
@@ -619,7 +619,7 @@ class TestInstances:
 
         on_instances(2, REPLICAS, program)
 
-    def test_may_have_different_numbers_of_batches(self, on_instances):
+    def test_instances_can_have_different_numbers_of_batches(self, on_instances):
         """What `distribute_datasets_from_function` returns ends with the first instance where it is trained on."""
         rows = rows_of(12)
 
@@ -634,7 +634,7 @@ class TestInstances:
 
         assert on_instances(2, REPLICAS, program) == [expected_of(rows)] * 2
 
-    def test_note_what_they_are_doing(self):
+    def test_instances_record_the_batch_they_evaluate(self):
         """The calls are named in the progress record, by which a job that stands still is told."""
         notes = Notes()
 
@@ -660,7 +660,7 @@ class Notes:
 
 
 @pytest.mark.parametrize("replicas", first_of([4, 1]))
-def test_between_the_executions_of_run_it_changes_no_step_and_finds_the_same_as_between_steps(replicas):
+def test_evaluating_between_executions_of_run_changes_no_step_and_no_result(replicas):
     """One replica makes its steps in one program."""
     rows = rows_of(24, integers=False)
 

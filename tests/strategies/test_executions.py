@@ -102,7 +102,7 @@ def test_metrics_do_not_wait_for_the_device():
     assert isinstance(metrics.means, jax.Array)
 
 
-def test_needs_a_batch(strategy):
+def test_run_needs_a_batch(strategy):
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     state = trainer.init({"w": np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match="no batch"):
@@ -139,7 +139,7 @@ def test_nothing_is_compiled_after_the_first_step(on_instances, caplog, instance
     assert [record.message for record in caplog.records if record.message.startswith("Compiling")] == []
 
 
-def test_what_a_loss_function_enqueues_is_enqueued_once(strategy):
+def test_a_loss_function_enqueues_each_value_once(strategy):
     """Feeds are calls into Python: their steps are neither compared nor made in one program."""
 
     def outfed(length, **options):
@@ -157,7 +157,7 @@ def test_what_a_loss_function_enqueues_is_enqueued_once(strategy):
     assert outfed(1, gradient_accumulation_count=2) == (16,)
 
 
-def test_goes_on_in_the_middle_of_an_epoch(strategy):
+def test_run_continues_in_the_middle_of_an_epoch(strategy):
     trainer, dataset = Trainer(strategy, loss_fn, optax.sgd(0.1)), dataset_of(strategy)
     state = trainer.init({"w": np.zeros(3, np.float32)})
     for batch in dataset.epoch(0):
@@ -167,7 +167,7 @@ def test_goes_on_in_the_middle_of_an_epoch(strategy):
     assert trainer.run(state, dataset)[0].step == 8
 
 
-def test_checkpoints_are_not_left_out_between_executions(tmp_path, strategy):
+def test_checkpoints_due_inside_an_execution_are_saved_after_it(tmp_path, strategy):
     """Every 3 steps, asked after every 4."""
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     with strategies.Checkpoints(tmp_path, trainer, every=3, keep=9) as checkpoints:
@@ -181,6 +181,6 @@ def test_checkpoints_are_not_left_out_between_executions(tmp_path, strategy):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (4, 8, 12, 16)]
 
 
-def test_a_batch_may_be_empty(strategy):
+def test_a_batch_can_be_empty(strategy):
     trainer = Trainer(strategy, lambda variables, batch, key: jnp.sum(variables["w"] ** 2), optax.sgd(0.1))
     assert trainer.step(trainer.init({"w": np.ones(3, np.float32)}), {})[1]["loss"] == 3

@@ -74,7 +74,7 @@ class Steps:
         return variables, state, np.stack(tails)
 
 
-def test_each_step_takes_the_batch_the_variables_and_the_state_behind_the_one_before(alone):
+def test_each_step_takes_its_batch_and_the_state_of_the_step_before(alone):
     variables, state, _ = Steps(alone).together(start())
     w, momentum = np.float32([1, 2]), np.zeros(2, np.float32)
     for batch in BATCHES:
@@ -84,7 +84,7 @@ def test_each_step_takes_the_batch_the_variables_and_the_state_behind_the_one_be
     assert [leaf.tolist() for leaf in jax.tree.leaves(state)] == [momentum.tolist()]
 
 
-def test_there_is_a_tail_of_each_step_with_what_was_before_its_update(alone, bits):
+def test_each_step_has_a_tail_with_values_from_before_its_update(alone, bits):
     *_, tails = Steps(alone).together(start())
     losses, notice = [1 * 3 + 2 * 0, -0.5 * 6 + 2 * -3, -4.25 * 4 + 3.5 * -1], 0
     assert tails.tolist() == [[loss, drawn(FIRST_STEP + number), notice] for number, loss in enumerate(losses)]
@@ -121,7 +121,7 @@ def test_old_variables_and_state_are_used_up(alone):
 
 
 class TestGradientsForComparison:
-    def test_are_those_for_the_last_batch_and_leave_the_variables(self, alone):
+    def test_last_gradients_use_the_last_batch_and_leave_the_variables(self, alone):
         def loss(variables, batch, key):
             return (batch["x"] @ variables["w"]).sum() ** 2 / 2
 
@@ -131,7 +131,7 @@ class TestGradientsForComparison:
         assert gradient.tolist() == (rows @ [1, 2] * rows).tolist() == [8, -2]
         assert not variables["w"].is_deleted()
 
-    def test_have_the_key_of_the_step(self, alone):
+    def test_last_gradients_use_the_key_of_the_step(self, alone):
         def loss(variables, batch, key):
             return variables["w"][0] * jax.random.uniform(key)
 
@@ -151,7 +151,7 @@ def reducing(variables, batch, key):
 
 
 @pytest.mark.parametrize(("loss", "wanted"), [(loss_fn, False), (reducing, False), (printing, True)])
-def test_programs_that_call_python_are_told_from_others_without_running(alone, loss, wanted):
+def test_programs_that_call_python_are_recognised_without_running(alone, loss, wanted):
     variables = start()
     steps = Steps(alone, loss)
     assert steps.fused.has_effects(steps.state(variables), BATCHES) is wanted

@@ -104,15 +104,15 @@ class TestTraining:
         assert len(reports) == instances
         return [report[model] for report in reports]
 
-    def test_gives_all_instances_the_same_bits(self, found):
+    def test_all_instances_have_the_same_bits(self, found):
         assert len({report["fingerprint"] for report in found}) == 1
 
-    def test_is_close_to_that_of_popdist_strategy(self, launcher, instances, local, variables, model):
+    def test_variables_are_close_to_those_of_popdist_strategy(self, launcher, instances, local, variables, model):
         *_, arrays = trained(launcher, instances, local, variables)
         for place, leaf in program.named_leaves(alone(instances * local, model)):
             np.testing.assert_allclose(arrays[f"{model}{place}"], leaf, rtol=0, atol=TOLERANCE, err_msg=place)
 
-    def test_sends_gradients_while_others_are_computed_if_variables_are_on_the_host(self, found, variables, model):
+    def test_gradients_are_streamed_if_variables_are_on_the_host(self, found, variables, model):
         is_streamed = variables == "on_host" and model == "mlp"  # the other one is too small
         assert {report["calls"] > 1 for report in found} == {is_streamed}
         assert is_streamed or {report["calls"] for report in found} == {1}
@@ -120,7 +120,7 @@ class TestTraining:
 
 @pytest.mark.complete
 @pytest.mark.parametrize("model", MODELS)
-def test_where_no_order_is_left_to_choose_the_bits_are_those_of_popdist_strategy(model):
+def test_two_replicas_have_the_bits_of_popdist_strategy(model):
     """Two replicas on two instances."""
     *_, reports, _ = trained(*TRAININGS[0])
     wanted = strategies.fingerprint(alone(2, model))
@@ -137,6 +137,6 @@ def test_one_instance_without_a_launcher_has_the_bits_of_one_process(tmp_path):
         assert found[model]["fingerprint"] == strategies.fingerprint(alone(4, model))
 
 
-def test_it_may_be_made_again_and_beside_others():
+def test_the_strategy_can_be_made_again_and_beside_others():
     wanted = {"same communicator": True, "mechanism": "horovod", "sums": [3.0, 3.0, 3.0]}
     assert two_instances()[1] == [wanted] * 2

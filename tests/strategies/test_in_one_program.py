@@ -53,7 +53,7 @@ def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None
     [{}, pytest.param({"trainable": lambda name, variable: "bias" not in name}, marks=pytest.mark.complete)],
     ids=["", "frozen"],
 )
-def test_it_has_the_bits_of_the_parts(caplog, options):
+def test_one_program_has_the_bits_of_the_parts(caplog, options):
     with caplog.at_level(logging.INFO, "strategies.jax"):
         in_one = trained(**options)
         assert IN_ONE in caplog.text
@@ -64,7 +64,7 @@ def test_it_has_the_bits_of_the_parts(caplog, options):
 
 
 @pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
-def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch, name):
+def test_a_different_last_bit_of_a_metric_keeps_the_step_in_parts(caplog, monkeypatch, name):
     def tell_more(trainer):
         engine = trainer._engine
         made = engine._in_parts
@@ -82,7 +82,7 @@ def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch
     assert IN_ONE not in caplog.text
 
 
-def test_what_calls_back_into_python_stays_in_parts(caplog):
+def test_a_loss_function_that_calls_python_keeps_the_step_in_parts(caplog):
     def loss_fn(*arguments):
         jax.debug.callback(lambda: None)
         return loss_with_state(*arguments)
@@ -94,14 +94,14 @@ def test_what_calls_back_into_python_stays_in_parts(caplog):
 
 
 @pytest.mark.complete
-def test_several_replicas_know_nothing_of_each_other(caplog):
+def test_several_replicas_never_try_one_program(caplog):
     with caplog.at_level(logging.INFO, "strategies.jax"):
         trained(num_replicas=2)
     assert IN_ONE not in caplog.text
     assert IN_PARTS not in caplog.text
 
 
-def test_other_gradients_that_change_nothing_yet_keep_it_in_parts(caplog):
+def test_different_gradients_without_an_effect_yet_keep_the_step_in_parts(caplog):
     """A learning rate of zero hides them while it warms up, and plain SGD keeps nothing of them."""
     traces = []
 

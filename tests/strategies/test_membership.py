@@ -73,13 +73,13 @@ def raising(error, *conditions):
 
 
 @pytest.mark.parametrize("instances", [1, 3])
-def test_without_a_loss_it_is_attempted_once(instances):
+def test_without_a_loss_the_call_is_attempted_once(instances):
     found = run_instances(instances, REPLICAS, lambda strategy: Attempts(strategy).run())
     assert [each[:2] for each in found] == [(15, ["attempt"])] * instances
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_the_replicas(lost, caplog):
+def test_after_a_loss_survivors_attempt_the_call_once_more(lost, caplog):
     def function(strategy):
         return Attempts(strategy, raising(Lost, strategy.replicas.first_index == lost)).run()
 
@@ -94,7 +94,7 @@ def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_th
 
 
 @pytest.mark.parametrize("result", [7, 0, ()])
-def test_what_another_instance_had_done_already_is_not_attempted_again(result):
+def test_a_call_that_another_instance_completed_is_not_attempted_again(result):
     """Whatever it is: only None says that there is nothing yet."""
 
     def function(strategy):
@@ -104,7 +104,7 @@ def test_what_another_instance_had_done_already_is_not_attempted_again(result):
     assert run_instances(3, REPLICAS, function) == [(result, calls, [0, 1, 2]), None, (result, calls, [3, 4, 5])]
 
 
-def test_a_call_that_an_earlier_loss_has_broken_is_attempted_again_too():
+def test_a_call_broken_by_an_earlier_loss_is_attempted_again():
     """All carry on then, and nobody is lost."""
 
     def function(strategy):
@@ -115,7 +115,7 @@ def test_a_call_that_an_earlier_loss_has_broken_is_attempted_again_too():
 
 
 class TestASecondLoss:
-    def test_while_the_others_catch_up_has_them_catch_up_again(self):
+    def test_a_second_loss_while_catching_up_makes_survivors_catch_up_again(self):
         def function(strategy):
             def caught_up(number):
                 raising(Lost, strategy.replicas.first_index == 2)(number)
@@ -127,7 +127,7 @@ class TestASecondLoss:
         found = run_instances(4, 8, function)
         assert found == [(28, calls, [0, 1, 2, 3]), None, None, (28, calls, [4, 5, 6, 7])]
 
-    def test_while_it_is_attempted_again_is_as_the_first(self):
+    def test_a_second_loss_during_the_next_attempt_is_handled_like_the_first(self):
         def function(strategy):
             def disturb(number):
                 if strategy.replicas.first_index == number < 2:
@@ -144,7 +144,7 @@ class TestFinalErrors:
         "error", [ValueError, LayoutMismatchError, CollectiveTimeoutError, ClosedError], ids=lambda each: each.__name__
     )
     @pytest.mark.parametrize("place", ["attempt", "catch up"])
-    def test_are_all_others(self, error, place):
+    def test_all_other_errors_are_final(self, error, place):
         calls = []
 
         def function(strategy):
@@ -159,7 +159,7 @@ class TestFinalErrors:
             run_instances(1, REPLICAS, function)
         assert calls == [["attempt"] if place == "attempt" else ["attempt", "catch up"]]
 
-    def test_are_losses_where_the_job_was_not_started_to_survive_them(self):
+    def test_losses_are_final_in_a_job_without_survival(self):
         calls = []
 
         def function(strategy):
@@ -171,7 +171,7 @@ class TestFinalErrors:
             run_instances(2, REPLICAS, function, survives=False)
         assert calls == [["attempt"]] * 2
 
-    def test_is_that_the_others_go_on_without_this_one(self):
+    def test_an_instance_given_up_by_the_others_ends(self):
         """It learns that when it wants to carry on with them."""
         hub, said = ThreadHub(3), []
 
@@ -196,14 +196,14 @@ class TestFinalErrors:
 
 
 class TestMeeting:
-    def test_nobody_is_late_where_all_have_done_the_same(self):
+    def test_no_instance_is_late_if_all_have_done_the_same(self):
         def function(strategy):
             strategy.replicas.done_so_far = InstanceProgress(done=2**40, share=pytest.fail)
             return meet(strategy.replicas).is_late
 
         assert run_instances(2, REPLICAS, function) == [False, False]
 
-    def test_those_who_are_late_get_what_the_first_of_the_others_has(self):
+    def test_late_instances_get_the_value_of_the_first_instance_ahead(self):
         """All others take part in that."""
 
         def function(strategy):
@@ -225,7 +225,7 @@ class TestMeeting:
 
         assert run_instances(3, REPLICAS, function) == [([7] * 3, [10, 9, 8])] * 3
 
-    def test_what_was_done_last_is_kept_for_those_who_are_late(self):
+    def test_the_last_result_is_kept_for_late_instances(self):
         def function(strategy):
             shared = []
 

@@ -43,12 +43,12 @@ def test_numbers_and_arrays_of_one_are_plain_numbers(value, number):
         ({"a\nb": 1.0}, ValueError, "is empty or not printable"),
     ],
 )
-def test_what_is_no_scalar_is_refused(values, error, message):
+def test_values_that_are_no_scalars_are_refused(values, error, message):
     with pytest.raises(error, match=message):
         reading_of(values)
 
 
-def test_what_can_change_is_read_at_once():
+def test_mutable_values_are_read_at_once():
     array = np.array(1.0)
     read = reading_of({"array": array})
     array[()] = 9

@@ -51,14 +51,14 @@ class TestTensorBoard:
         events = EventAccumulator(str(folder)).Reload()
         return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
-    def test_it_shows_numbers_by_their_steps(self, tmp_path):
+    def test_tensorboard_shows_numbers_by_step(self, tmp_path):
         nan = {"evaluation/loss": math.inf, "mine": 2**-30}
         self.written(tmp_path / "new" / "logs", train(1, 2), [said(2, **nan)], train(3))
         shown = self.shown(tmp_path / "new" / "logs")
         assert shown["loss"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
         assert (shown["evaluation/loss"], shown["mine"]) == ([(2, math.inf)], [(2, 2**-30)])
 
-    def test_what_is_made_again_is_shown_once(self, tmp_path):
+    def test_repeated_steps_are_shown_once(self, tmp_path):
         self.written(tmp_path, train(1, 2, 3, 4))
         self.written(tmp_path, train(3, loss=9.0), train(4, loss=10.0))
         assert len(list(tmp_path.iterdir())) == 2  # though in the same second
@@ -70,7 +70,7 @@ class TestTensorBoard:
         assert self.shown(tmp_path) == {"loss": [(1, 0.25), (2, 0.5), (3, 9)], "accuracy": [(2, 0.5)]}
 
     @pytest.mark.complete
-    def test_it_is_written_without_tensorflow_and_what_else_is_heavy(self, tmp_path):
+    def test_event_files_are_written_without_tensorflow_and_other_heavy_packages(self, tmp_path):
         program = (
             "import sys; from pathlib import Path; from strategies.sinks.tensorboard import TensorBoard\n"
             "from strategies.sinks.sink import Row\n"
@@ -109,7 +109,7 @@ class TestPrometheus:
         assert all(family.documentation and family.type in ("counter", "gauge") for family in families)
         return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
 
-    def test_it_answers_with_what_is_known_and_nothing_else(self):
+    def test_prometheus_answers_with_known_metrics_only(self):
         waits = Waits()
         waits.waited_s = 1.5
         sink = Prometheus("127.0.0.1", 0, JobFacts(lost=lambda: 2, restarts=1, waits=waits))
@@ -137,7 +137,7 @@ class TestPrometheus:
         finally:
             sink.close()
 
-    def test_it_says_nothing_of_waiting_where_nobody_has_looked(self):
+    def test_waiting_is_not_reported_unless_measured(self):
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
@@ -145,7 +145,7 @@ class TestPrometheus:
         finally:
             sink.close()
 
-    def test_it_listens_where_it_was_told_to_and_the_address_is_free_afterwards(self):
+    def test_prometheus_listens_at_the_given_address_and_frees_it(self):
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         address = sink.address
@@ -177,7 +177,7 @@ class TestPrometheus:
             sink.close()
         assert capfd.readouterr() == ("", "")
 
-    def test_a_slow_scraper_keeps_nobody_from_writing(self):
+    def test_a_slow_scraper_does_not_block_writing(self):
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
@@ -218,7 +218,7 @@ class TestMLflow:
         ]
 
     @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_more_rows_than_it_takes_at_once_are_written_in_batches(self, store):
+    def test_many_rows_are_written_in_batches(self, store):
         from mlflow import MlflowClient
 
         from strategies.sinks.mlflow_run import MlflowRun

@@ -114,7 +114,7 @@ def test_a_training_has_the_same_bits_with_every_sink(library, instances, tmp_pa
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_one_instance_writes_what_every_step_has_told_to_the_last_digit(instances, tmp_path):
+def test_one_instance_writes_the_metrics_of_every_step_to_the_last_digit(instances, tmp_path):
     words = f"csv:{tmp_path}/run.csv", f"jsonl:{tmp_path}/run.jsonl"
     (_, told, evaluation), *_ = run_instances(instances, REPLICAS, lambda strategy: trained(strategy, *words))
     check_rows(read_file(tmp_path / "run.csv"), told, evaluation)
@@ -131,7 +131,7 @@ def test_samples_are_those_of_all_replicas_and_writing_is_done_in_a_thread_of_it
     assert not any(sink.rows for sink in sinks[1:])
 
 
-def test_a_sink_that_fails_stops_nothing_and_is_said_once(caplog):
+def test_a_failing_sink_stops_nothing_and_is_logged_once(caplog):
     good = Kept()
     assert trained(IPUStrategy(REPLICAS), Kept(fails=True), good) == alone()
     assert len(good.rows) == STEPS + 2
@@ -154,7 +154,7 @@ def test_a_sink_that_fails_stops_nothing_and_is_said_once(caplog):
     ],
 )
 @pytest.mark.parametrize("kind", first_of(["csv", "jsonl"]))
-def test_where_the_first_instance_is_lost_the_next_one_goes_on_with_the_file(
+def test_the_next_instance_continues_the_file_when_the_first_is_lost(
     kind, instances, replicas, phase, written, tmp_path, monkeypatch
 ):
     """Each step is in it once, whatever the first one had written until then."""
@@ -215,7 +215,7 @@ def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
     assert set(read_in) == {"metrics to kept:here"}
 
 
-def test_steps_that_are_made_in_one_program_have_a_row_each():
+def test_steps_made_in_one_program_have_one_row_each():
     def metrics_of(steps_per_execution):
         strategy, sink = IPUStrategy(1), Kept()
         dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
@@ -230,7 +230,7 @@ def test_steps_that_are_made_in_one_program_have_a_row_each():
     assert metrics_of(4) == one_by_one
 
 
-def test_a_step_costs_nothing_more_where_there_is_no_sink():
+def test_a_step_without_a_sink_has_no_extra_cost():
     strategy = IPUStrategy(1)
     assert strategy.replicas.sinks == []
     with strategies.metrics.open(Kept(), strategy=strategy):
@@ -238,7 +238,7 @@ def test_a_step_costs_nothing_more_where_there_is_no_sink():
     assert strategy.replicas.sinks == []
 
 
-def test_what_an_evaluation_finds_that_is_no_number_is_left_out_and_said(caplog):
+def test_evaluation_results_that_are_no_numbers_are_left_out_and_logged(caplog):
     caplog.set_level(logging.INFO)
 
     def vectors(variables, batch, mask, key):
@@ -255,7 +255,7 @@ def test_what_an_evaluation_finds_that_is_no_number_is_left_out_and_said(caplog)
 
 
 class TestTheEnvironment:
-    def test_has_every_strategy_write_and_loops_of_ones_own(self, tmp_path, monkeypatch):
+    def test_the_environment_makes_strategies_and_loops_write(self, tmp_path, monkeypatch):
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
         strategies.metrics.log({"before": 1}, step=0)
         strategy = IPUStrategy(REPLICAS)
@@ -267,7 +267,7 @@ class TestTheEnvironment:
         assert first == {"step": 0, "before": 1}
         check_rows(rows, told, evaluation)
 
-    def test_that_asks_for_what_cannot_be_is_refused(self, tmp_path, monkeypatch):
+    def test_invalid_sinks_in_the_environment_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}")
         message = f"POPDIST_METRICS: csv:{tmp_path}: it is a folder; write csv:FILE"
         with pytest.raises(EnvironmentMismatchError, match=re.escape(message)):
@@ -276,7 +276,7 @@ class TestTheEnvironment:
         with pytest.raises(EnvironmentMismatchError, match="there is no 'nonsense'; use one of csv:FILE"):
             IPUStrategy(1)
 
-    def test_may_belong_to_an_instance_that_does_not_write(self, tmp_path, monkeypatch):
+    def test_an_instance_that_is_not_the_chief_writes_no_file(self, tmp_path, monkeypatch):
         """Where each of several instances is a strategy of its own, one writes."""
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
         monkeypatch.setattr("popdist.is_chief", lambda: False)
@@ -288,11 +288,11 @@ class TestTheEnvironment:
 
 
 class TestOpening:
-    def test_nothing_is_refused(self):
+    def test_opening_without_a_sink_is_refused(self):
         with pytest.raises(ValueError, match="metrics have no sink; name one, for example csv:run.csv"):
             strategies.metrics.open()
 
-    def test_without_a_strategy_it_is_for_what_is_logged(self):
+    def test_sinks_without_a_strategy_get_logged_metrics(self):
         sink = Kept()
         with strategies.metrics.open(sink):
             strategies.metrics.log({"loss": 0.5}, step=1)
@@ -300,13 +300,13 @@ class TestOpening:
         strategies.metrics.log({"loss": 0.5}, step=2)
         assert len(sink.rows) == 1
 
-    def test_the_current_strategy_is_meant_where_none_is_named(self):
+    def test_sinks_use_the_current_strategy_by_default(self):
         strategy = IPUStrategy(1)
         with strategy.scope(), strategies.metrics.open(Kept()) as sinks:
             assert strategy.replicas.sinks == [sinks]
 
 
-def test_prometheus_is_asked_while_a_training_runs(caplog):
+def test_prometheus_answers_during_a_training(caplog):
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -23,7 +23,7 @@ def test_means_are_found_under_their_names(metrics):
     assert type(metrics["loss"]) is float
 
 
-def test_it_is_a_mapping_of_the_names_alone(metrics):
+def test_metrics_are_a_mapping_of_the_names_alone(metrics):
     assert dict(metrics) == {"loss": 0.5, "accuracy": 0.25}
     assert list(metrics) == ["loss", "accuracy"]
     assert len(metrics) == 2
@@ -57,7 +57,7 @@ def counted(means, **more):
 
 
 @pytest.mark.parametrize("arrays", [np, jnp])
-def test_who_counts_steps_is_told_of_them_with_the_rows_and_a_loss_that_need_not_be_waited_for(arrays):
+def test_step_counters_get_the_steps_the_rows_and_a_loss_that_is_ready(arrays):
     means = arrays.array([0.5, 2.0], np.float32)
     if arrays is jnp:
         means.block_until_ready()
@@ -65,7 +65,7 @@ def test_who_counts_steps_is_told_of_them_with_the_rows_and_a_loss_that_need_not
     assert counted(means, tails=arrays.ones((5, 2), np.float32)) == (5, 20, 0.5)
 
 
-def test_a_loss_that_is_not_there_is_not_known():
+def test_a_missing_loss_is_unknown():
     gone = jnp.array([0.5])
     gone.delete()
     assert Metrics(("loss",), gone).loss_at_hand() is None
@@ -75,18 +75,18 @@ def test_a_loss_that_is_not_there_is_not_known():
 # ---- word that reaches all instances at the same step
 
 
-def test_nothing_is_given_before_anyone_gives_it():
+def test_a_new_notice_is_not_given():
     notice = StepNotice()
     assert (notice.is_given, notice.number, notice.is_agreed) == (False, 0, False)
 
 
-def test_what_is_given_here_is_not_agreed_before_a_step_has_carried_it():
+def test_a_local_notice_is_agreed_only_after_a_step_has_carried_it():
     notice = StepNotice()
     notice.give(15)
     assert (notice.is_given, notice.number, notice.is_agreed) == (True, 15, False)
 
 
-def test_a_single_replica_is_enough_whoever_it_was_given_to():
+def test_a_notice_to_any_single_replica_is_enough():
     notice = StepNotice()
     notice.agree(1 / 1024)
     assert (notice.is_given, notice.is_agreed) == (False, True)

@@ -172,10 +172,10 @@ class TestAnyCluster:
             [index, count, list(range(index * local, (index + 1) * local))] for index in range(count)
         ]
 
-    def test_the_first_one_writes_files(self, found, tasks):
+    def test_the_first_task_writes_files(self, found, tasks):
         assert [of["is leader"] for of in found] == [index == 0 for index in range(tasks[0])]
 
-    def test_each_has_an_input_pipeline_of_its_own(self, found, tasks):
+    def test_each_task_has_its_own_input_pipeline(self, found, tasks):
         count, local = tasks
         assert [of["context"] for of in found] == [[count, index, count * local] for index in range(count)]
         assert {of["per replica"] for of in found} == {2}
@@ -260,7 +260,7 @@ class TestAWorkerThatIsLost:
         ("tasks", "victim", "variables"),
         [(2, 0, "on_device"), (3, 1, "on_host")],
     )
-    def test_ends_all_others_between_two_updates(self, tasks, victim, variables):
+    def test_a_lost_worker_ends_all_others_between_two_updates(self, tasks, victim, variables):
         """They say who it was, where, and in which operation; the state is that of a whole step."""
         with (
             socket_addresses(tasks) as addresses,
@@ -330,13 +330,13 @@ def test_a_wrong_cluster_is_one_clear_line(monkeypatch, capsys, config, replicas
     assert not popdist.isBackendInitialized()
 
 
-def test_a_cluster_resolver_is_one():
+def test_a_cluster_resolver_of_another_type_is_refused():
     with pytest.raises(
         TypeError, match=r"cluster_resolver is None, a NoneType; use popdist.TFConfigClusterResolver\(\)"
     ):
         strategies.IPUMultiWorkerStrategy(None)
 
 
-def test_a_worker_has_replicas():
+def test_a_worker_without_replicas_is_refused():
     with pytest.raises(ValueError, match="num_local_replicas is 0; it must be at least 1"):
         strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(environ={"TF_CONFIG": CONFIG % 0}), False, 0)

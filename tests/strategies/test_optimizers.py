@@ -124,7 +124,7 @@ def by_us(optimizer, variables):
 
 
 @pytest.mark.parametrize("name", only(PECULIAR, USED))
-def test_an_optimizer_of_optax_makes_of_mean_gradients_what_optax_makes_of_them(name):
+def test_optimizers_of_optax_update_by_mean_gradients_as_optax_does(name):
     variables = jax.tree.map(jnp.asarray, VARIABLES)
     wanted, found = by_optax(USED[name], variables), by_us(USED[name], variables)
     assert strategies.fingerprint(found) == strategies.fingerprint(wanted)
@@ -132,7 +132,7 @@ def test_an_optimizer_of_optax_makes_of_mean_gradients_what_optax_makes_of_them(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_asks_for_more_than_a_step_knows_is_refused_by_name(name):
+def test_an_optimizer_with_unknown_extra_arguments_is_refused_by_name(name):
     optimizer, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"cannot be used: {message}"):
         OptaxOptimizer(optimizer).check(VARIABLES, VARIABLES)
@@ -177,7 +177,7 @@ def test_the_optimizer_gets_the_mean_loss_of_all_replicas_with_the_same_bits_eve
 
 
 @pytest.mark.parametrize("steps", [1, 4], ids=["step by step", "in one execution"])
-def test_the_loss_of_an_only_replica_reaches_the_optimizer_in_every_kind_of_program(steps):
+def test_the_loss_of_a_single_replica_reaches_the_optimizer_in_every_kind_of_program(steps):
     """More steps than make up for compiling them as one program, which then gets the loss of each of them."""
     plateau = optax.chain(optax.sgd(0.25), contrib.reduce_on_plateau())
     trainer = strategies.Trainer(strategies.IPUStrategy(1), loss_fn, plateau)

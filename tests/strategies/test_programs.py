@@ -13,7 +13,7 @@ from strategies.jax.programs.program import DeviceProgram, compiler_options, jit
 DEVICE = jax.local_devices()[0]
 
 
-def test_xla_does_not_divide_programs_among_the_cores_that_there_are():
+def test_xla_does_not_divide_programs_among_cores():
     assert compiler_options({}) == {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
 
 
@@ -54,7 +54,7 @@ def test_numbers_of_python_stay_weak():
     assert program.compiled(DEVICE, half, np.float32(2))(half, np.float32(2)).dtype == np.float32
 
 
-def test_settings_of_jax_are_those_of_who_asks():
+def test_programs_use_the_jax_settings_of_the_calling_thread():
     """They are settings of a thread, and programs run in others."""
     program = DeviceProgram(lambda x: x * np.float64(2), None)
     x = np.ones(2, np.float32)
@@ -85,7 +85,7 @@ def test_threads_run_the_same_executable_at_once():
     assert found == {0: 1.0, 1: 2.0, 2: 3.0}
 
 
-def test_results_take_over_what_is_donated():
+def test_results_take_over_donated_memory():
     program = DeviceProgram(lambda x, y: y + 1, None, donated=[1])
     taken = jax.block_until_ready(jax.jit(lambda: jnp.zeros(4096))())
     place = taken.unsafe_buffer_pointer()

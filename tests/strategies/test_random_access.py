@@ -49,7 +49,7 @@ def test_a_copy_in_another_process_reads_the_same():
     assert [copy.read(number).tolist() for number in (3, 0)] == [made.read(number).tolist() for number in (3, 0)]
 
 
-def test_an_incomplete_batch_is_padded_where_that_was_asked_for():
+def test_an_incomplete_batch_is_padded_on_request():
     batch = steps(7, Layout(2, 2, [1], "pad")).read(1)
     assert (batch.values.tolist(), batch.mask.tolist()) == ([36, 0], [True, False])
 

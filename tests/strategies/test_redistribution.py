@@ -56,7 +56,7 @@ def test_the_batch_of_the_last_step_is_read_again_for_other_replicas(of_all, sou
     assert (dataset.position().epoch, dataset.position().step) == (3, 0)
 
 
-def test_it_knows_the_batch_that_it_gave_last(of_all):
+def test_a_data_set_knows_the_batch_that_it_gave_last(of_all):
     dataset = dataset_of(range(2))
     epoch = dataset.epoch(2)
     first, second = next(epoch), next(epoch)
@@ -66,7 +66,7 @@ def test_it_knows_the_batch_that_it_gave_last(of_all):
     assert rows(again) == of_all[1][:2]
 
 
-def test_what_was_prepared_ahead_for_the_old_replicas_is_not_used(of_all):
+def test_batches_prepared_for_the_old_replicas_are_not_used(of_all):
     dataset = dataset_of(range(2), prefetch=STEPS)
     epoch = dataset.epoch(2)
     next(epoch)
@@ -74,7 +74,7 @@ def test_what_was_prepared_ahead_for_the_old_replicas_is_not_used(of_all):
     assert [rows(batch) for batch in epoch] == [step[2:4] for step in of_all[1:]]
 
 
-def test_a_stream_is_not_dealt_out_anew():
+def test_redistributing_a_stream_is_refused():
     dataset = dataset_of(range(2), list(range(100)))
     next(dataset.epoch(0))
     with pytest.raises(

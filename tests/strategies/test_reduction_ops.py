@@ -14,7 +14,7 @@ from strategies.jax.replicas.reduction_ops import base_of, check_dtype, operand,
 
 
 @pytest.mark.parametrize("op", ["sum", "Add", "COLLECTIVE_OP_ADD", "LOGICAL_and"])
-def test_names_may_have_any_case_and_the_prefix(op):
+def test_names_can_have_any_case_and_the_prefix(op):
     if op == "sum":
         with pytest.raises(ValueError, match="'sum' is not a collective operation; use one of ADD, MEAN, MUL"):
             parse_op(op)
@@ -56,7 +56,7 @@ def test_integers_stay_integers(op, wanted):
     assert (found.dtype, found.tolist()) == (jnp.int32, [wanted])
 
 
-def test_means_of_integers_are_right_where_their_sum_does_not_fit():
+def test_means_of_integers_are_right_even_if_their_sum_overflows():
     for dtype, numbers, mean in (
         (jnp.uint8, [250, 251, 252, 253], 251),
         (jnp.int8, [-128, -127, -126, -125], -126),

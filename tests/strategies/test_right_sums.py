@@ -81,12 +81,12 @@ def last_line(finished: subprocess.CompletedProcess[str]) -> str:
     return finished.stderr.splitlines()[-1]
 
 
-def test_all_sums_are_right_once_there_is_a_strategy_and_a_second_one_finds_the_flag_of_the_first(run):
+def test_sums_are_right_after_a_strategy_and_a_second_one_accepts_its_flag(run):
     finished = run(MAKE_THE_STRATEGY + USE_JAX + MAKE_THE_STRATEGY + SUMS)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
 
 
-def test_what_is_captured_before_there_is_a_strategy_is_added_up_right_and_one_can_be_made_afterwards(run):
+def test_capturing_before_a_strategy_adds_up_right_and_allows_a_strategy_later(run):
     capture = "import strategies\ncontext = strategies.GradientCaptureContext()\ncontext.grad(lambda x: x * x)(1.0)\n"
     finished = run(capture + MAKE_THE_STRATEGY + SUMS)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
@@ -94,7 +94,7 @@ def test_what_is_captured_before_there_is_a_strategy_is_added_up_right_and_one_c
 
 @pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
-def test_they_are_wrong_otherwise(run):
+def test_sums_are_wrong_without_the_flag(run):
     """Where this fails, jaxlib has been mended: `popdist.xla` and bits.md have to say so."""
     finished = run(
         "import logging\nlogging.basicConfig()\n" + MAKE_THE_STRATEGY * 2 + SUMS, POPDIST_ALLOW_WRONG_SUMS="1"
@@ -121,7 +121,7 @@ def test_a_strategy_that_comes_after_jax_has_started_is_refused(run):
 
 @pytest.mark.complete
 @is_affected
-def test_it_is_welcome_where_jax_has_started_with_the_flag(run):
+def test_a_strategy_is_accepted_if_jax_has_started_with_the_flag(run):
     finished = run(USE_JAX + MAKE_THE_STRATEGY, XLA_FLAGS=WITHOUT_SUMS)
     assert finished.returncode == 0, finished.stderr
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_a_phase(tmp_path):
     assert trained(alone(eyes), eyes, tmp_path)[-3:] == [DATA, *whole(CHECKPOINT)]
 
 
-def test_phases_of_one_instance_compile_in_none_of_the_others_threads():
+def test_an_instance_compiles_in_its_own_threads_only():
     """A thread for each replica runs what one of them has compiled."""
     eyes = Eyes()
     strategy = alone(eyes)

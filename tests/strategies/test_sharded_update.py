@@ -185,7 +185,7 @@ def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all(strategy, on
 @pytest.mark.parametrize(
     ("instances", "replicas"), [(2, 4), *(pytest.param(n, n, marks=pytest.mark.complete) for n in (2, 4))]
 )
-def test_a_step_sends_as_many_bytes_as_without_sharding(instances, replicas):
+def test_a_step_sends_the_same_number_of_bytes_as_without_sharding(instances, replicas):
     """Sums of gradients go to those who own the parts, 1.0 (n - 1) / n of them, and as many bytes of new variables."""
 
     def sent_in_a_step(**options):
@@ -238,7 +238,7 @@ FEW_ACROSS = ("lamb",)
     "name",
     [pytest.param(name, marks=() if name in FEW_ACROSS else pytest.mark.complete) for name in ACROSS_ELEMENTS],
 )
-def test_the_state_of_optimizers_that_look_across_elements_is_put_together_for_updates(strategy, name):
+def test_the_state_of_optimizers_across_elements_is_gathered_for_updates(strategy, name):
     """The same bits as with whole state, for which they are given the same arrays; between updates it is in parts."""
 
     def made(**options):
@@ -303,7 +303,7 @@ class TestCheckpoints:
             pytest.param(OPTIONS, [(4, 0, 2), (2, 2, 4)], marks=pytest.mark.complete),
         ],
     )
-    def test_go_on_to_the_same_bits(self, tmp_path, strategy, on_instances, options, pieces):
+    def test_checkpoints_resume_to_the_same_bits(self, tmp_path, strategy, on_instances, options, pieces):
         *_, last = (steps for _, _, steps in pieces)
         wanted = self.run(strategy, tmp_path / "whole", last + 1, **options)
         for instances, first, steps in pieces:
@@ -331,7 +331,7 @@ class TestCheckpoints:
             np.testing.assert_array_equal(one, another)
 
     @pytest.mark.complete
-    def test_residuals_of_other_replicas_are_not_taken_over(self, tmp_path, strategy):
+    def test_residuals_of_other_numbers_of_replicas_are_not_taken_over(self, tmp_path, strategy):
         """Each replica has its own; those of another number of replicas begin at zero."""
         for replicas, options in ((4, {}), (2, {"other_replicas": True})):
             trainer = Trainer(strategies.IPUStrategy(replicas), loss_fn, optax.sgd(0.1), gradient_transfer_dtype="int8")
@@ -383,6 +383,6 @@ def test_the_parts_of_all_instances_make_the_array(instances, shape):
     assert not joined.reshape(-1)[whole.size :].any()  # padded with zeros
 
 
-def test_what_is_not_cut_is_taken_as_it_is():
+def test_whole_arrays_are_taken_unchanged():
     whole = array(5)
     assert take(Shards(4, 1, 6), whole, np.int32(1)) is whole

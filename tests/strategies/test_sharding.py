@@ -12,7 +12,7 @@ def test_a_replica_takes_its_own_part_of_each_global_batch():
     assert [layout.positions(step).tolist() for step in range(2)] == [[2, 3], [8, 9]]
 
 
-def test_local_replicas_take_theirs_one_behind_the_other():
+def test_local_replicas_take_adjacent_parts():
     assert Layout(2, 4, range(1, 3)).positions(1).tolist() == [10, 11, 12, 13]
 
 
@@ -40,7 +40,7 @@ def test_an_incomplete_batch_is_dropped_or_padded(length, dropped_steps, padded_
     ("length", "accumulated", "taken"),
     [(24, 1, 24), (31, 1, 30), (26, 1, 24), (27, 1, 27), (35, 1, 33), (41, 2, 36), (29, 2, 24)],
 )
-def test_a_last_step_may_be_short_for_all_replicas_alike(length, accumulated, taken):
+def test_a_last_step_can_be_equally_short_for_all_replicas(length, accumulated, taken):
     """3 replicas with 4 elements each, in one micro-batch or in two."""
     layouts = [Layout(4 // accumulated, 3, [replica], "short", accumulated) for replica in range(3)]
     steps = layouts[0].steps(length)

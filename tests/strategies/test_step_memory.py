@@ -86,7 +86,7 @@ def test_every_replica_contributes_a_view_of_memory_that_is_not_its_own(recorded
         assert len({array.ctypes.data for array in contributions}) == 4
 
 
-def test_replicas_read_their_rows_of_a_batch_where_they_lie(strategy):
+def test_replicas_read_their_rows_of_a_batch_in_place(strategy):
     batch = strategy.replicas.devices.place(np.arange(4096, dtype=np.float32))
     parts = strategy.replicas.devices.parts(batch)
     assert [part.ctypes.data - batch.unsafe_buffer_pointer() for part in parts] == [0, 4096, 8192, 12288]
@@ -106,7 +106,7 @@ def test_the_sums_are_written_into_the_same_memory_in_every_step(recorded):
     assert places == [buffer.ctypes.data for buffer in recorder.allocated] * 4
 
 
-def test_the_update_takes_the_sums_where_they_are(recorded):
+def test_the_update_reads_the_sums_in_place(recorded):
     """They are aligned for XLA, which then makes no copy of a host array."""
     strategy, recorder = recorded
     steps(strategy, 1)

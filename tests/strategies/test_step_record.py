@@ -54,12 +54,12 @@ def recorded(strategy, folder, **options) -> Record:
     return read_record(folder)
 
 
-def test_nothing_is_recorded_unless_the_environment_asks_for_it(strategy, monkeypatch):
+def test_nothing_is_recorded_by_default(strategy, monkeypatch):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     assert recorder_for(strategy.replicas, StepOptions()) is None
 
 
-def test_a_trainer_records_where_the_environment_says(strategy, tmp_path, monkeypatch):
+def test_a_trainer_records_into_the_folder_of_the_environment(strategy, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "new" / "folder"))
     state = train(strategy)
     record = read_record(tmp_path / "new" / "folder")
@@ -134,7 +134,7 @@ def test_steps_of_one_execution_are_recorded_one_by_one(tmp_path):
 
 
 class TestDifferences:
-    def test_of_a_batch(self, strategy, tmp_path):
+    def test_a_changed_batch_is_found(self, strategy, tmp_path):
         one = recorded(strategy, tmp_path / "1")
         DATA["x"][5, 3] += 1
         try:
@@ -145,7 +145,7 @@ class TestDifferences:
         assert found is not None
         assert (found.part, len(found.names)) == (BATCH, 1)
 
-    def test_of_variables_that_the_program_changes(self, strategy, tmp_path):
+    def test_changed_variables_are_found(self, strategy, tmp_path):
         one = recorded(strategy, tmp_path / "1")
 
         def between(state):
@@ -156,7 +156,7 @@ class TestDifferences:
         assert found is not None
         assert (found.place, found.part, found.names) == ((0, 2), START, ("['b']",))
 
-    def test_of_the_optimizer(self, strategy, tmp_path):
+    def test_a_changed_optimizer_state_is_found(self, strategy, tmp_path):
         one = recorded(strategy, tmp_path / "1")
 
         def between(state):
@@ -189,7 +189,7 @@ def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
     assert [step for _, step in read_record(tmp_path).steps] == [0, 1, 0, 1]
 
 
-def test_what_is_recorded_is_for_this_user_alone(strategy, tmp_path):
+def test_records_are_for_this_user_alone(strategy, tmp_path):
     train(strategy, tmp_path / "new", values_at=(0, 1))
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
@@ -249,7 +249,7 @@ def test_elements_that_change_places_change_a_digest():
     assert digest(jax.random.key(0)) != digest(jax.random.key(1))
 
 
-def test_what_decides_bits_is_plain_json(monkeypatch):
+def test_the_factors_that_decide_bits_are_plain_json(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
     found = json.loads(json.dumps(what_decides_bits()))
     assert {"python", "jax", "jaxlib", "numpy", "optax"} <= found["versions"].keys()

@@ -37,7 +37,7 @@ def test_batches_lie_on_the_device_of_the_replicas(strategy):
     assert [part.tolist() for part in strategy.replicas.devices.parts(batch)][1] == [4, 5, 6, 7]
 
 
-def test_the_rest_can_be_padded_and_masked(strategy):
+def test_the_remainder_can_be_padded_and_masked(strategy):
     dataset = strategy.distribute_dataset(ROWS, batch_size=4, remainder="pad")
     batches = list(dataset.epoch(0))
     assert len(batches) == 4
@@ -64,7 +64,7 @@ class TestFromAFunction:
         with pytest.raises(ValueError, match="60 is not divisible by 8 replicas; use 56 or 64"):
             InputContext(2, 0, 8).get_per_replica_batch_size(60)
 
-    def test_what_it_makes_can_be_trained_on(self, strategy):
+    def test_a_data_set_from_a_function_can_be_trained_on(self, strategy):
         import jax.numpy as jnp
         import optax
 

@@ -84,20 +84,20 @@ SEVERAL = {
         for number, faults in enumerate(cases)
     ],
 )
-def test_several_may_be_lost(instances, faults):
+def test_training_survives_the_loss_of_several_instances(instances, faults):
     lost = [int(fault.partition("=")[2][0]) for fault in faults]
     found = trained(instances, faults, mechanism="ring" if "cut" in faults[0] else "window")
     check(found, instances, lost)
 
 
-def test_while_the_others_connect_anew():
+def test_a_second_loss_while_survivors_reconnect_is_survived():
     fault = OnMessage(2, 1)
     faults = ["kill:instance=1,step=1", hook(2, "forward", 1, fault.begin)]
     check(trained(4, faults, hub=ThreadHub(4, fault)), 4, [1, 2])
     assert fault.has_struck
 
 
-def test_when_all_fail_nobody_goes_on():
+def test_training_ends_if_all_instances_fail():
     assert trained(3, [f"raise:instance={instance},step=1" for instance in range(3)]) == [None] * 3
 
 
@@ -113,12 +113,12 @@ def lose_at_message(number, training):
     return fault.has_struck
 
 
-def test_gradients_of_many_messages_may_end_at_any_of_them(seed):
+def test_an_instance_can_be_lost_at_a_random_message_of_a_gradient(seed):
     assert lose_at_message(random.Random(seed).randrange(4), WIDE)
 
 
 @pytest.mark.complete
-def test_gradients_of_many_messages_may_end_at_every_of_them():
+def test_an_instance_can_be_lost_at_every_message_of_a_gradient():
     number = 0
     while lose_at_message(number, WIDE):
         number += 1
@@ -170,17 +170,17 @@ def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
 class TestAFlippedBit:
     COMPARED = Training(STEPS, digest_every=2)
 
-    def test_is_healed_after_a_loss_and_the_instance_keeps_its_name(self, caplog):
+    def test_a_flipped_bit_is_healed_after_a_loss_and_the_instance_keeps_its_name(self, caplog):
         with caplog.at_level(logging.WARNING):
             found = trained(4, ["kill:instance=0,step=1", "flip-bit:instance=3,step=2"], self.COMPARED)
         check(found, 4, [0])
         assert "before step 2 instance 3 had other bits than the others, and got theirs" in caplog.text
 
-    def test_has_no_majority_among_two(self):
+    def test_a_flipped_bit_among_two_instances_has_no_majority(self):
         with pytest.raises(DivergenceError, match="before step 2 the instances have different bits, and no majority"):
             trained(2, ["flip-bit:instance=1,step=2"], self.COMPARED)
 
-    def test_stays_where_nobody_looks(self):
+    def test_a_flipped_bit_stays_without_a_comparison(self):
         found = trained(3, ["flip-bit:instance=1,step=2"])
         assert {each["fingerprint"] == alone(6)["fingerprint"] for each in found} == {False}
 
@@ -218,7 +218,7 @@ LOSSES = [
 @pytest.mark.parametrize(
     "faults", [LOSSES[0], *(pytest.param(each, marks=pytest.mark.complete) for each in LOSSES[1:])]
 )
-def test_collectives_inside_of_a_loss_function_go_on_among_those_who_are_left(faults):
+def test_collectives_in_a_loss_function_continue_among_survivors(faults):
     """More replicas wait for each other then than there were in the beginning."""
     found = run_instances(3, 6, coupled_training, faults, mechanism="ring")
     [alone] = run_instances(1, 6, coupled_training)
@@ -248,7 +248,7 @@ def three_steps(strategy, batches, **options):
         state, _ = trainer.step(state, batch)
 
 
-def test_batches_that_no_data_set_has_given_cannot_be_read_again_and_the_job_says_so_at_its_beginning(caplog):
+def test_batches_without_a_data_set_cannot_be_read_again_and_the_job_warns_at_its_beginning(caplog):
     def function(strategy):
         three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
 
@@ -260,7 +260,7 @@ def test_batches_that_no_data_set_has_given_cannot_be_read_again_and_the_job_say
     }
 
 
-def test_nor_can_streams(caplog):
+def test_streams_cannot_be_read_again_and_the_job_warns(caplog):
     def function(strategy):
         rows = [np.full(3, number, np.float32) for number in range(60)]
         three_steps(strategy, strategy.distribute_dataset(rows, batch_size=1).epoch(0))
@@ -270,13 +270,13 @@ def test_nor_can_streams(caplog):
     assert "another one's part of a data set that is only read in order: if one is lost the job ends" in caplog.text
 
 
-def test_what_can_be_carried_on_is_not_warned_of(caplog):
+def test_trainings_that_can_carry_on_give_no_warning(caplog):
     with caplog.at_level(logging.WARNING):
         check(trained(3, ["kill:instance=1,step=1"]), 3, [1])
     assert not caplog.records
 
 
-def test_a_job_that_is_not_to_go_on_is_not_warned(caplog):
+def test_a_job_without_survival_gets_no_warning(caplog):
     def function(strategy):
         three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
 
@@ -285,7 +285,7 @@ def test_a_job_that_is_not_to_go_on_is_not_warned(caplog):
     assert not caplog.records
 
 
-def test_a_strategy_that_cannot_go_on_says_so_once_where_it_is_to(caplog, monkeypatch):
+def test_a_strategy_that_cannot_carry_on_warns_once_in_a_surviving_job(caplog, monkeypatch):
     monkeypatch.setenv("POPDIST_SHRINKS", "1")
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, lambda strategy: strategy.num_replicas_in_sync, survives=False)
@@ -293,7 +293,7 @@ def test_a_strategy_that_cannot_go_on_says_so_once_where_it_is_to(caplog, monkey
     assert "cannot go on without an instance, as --on-failure shrink wants it" in warning.message
 
 
-def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplog):
+def test_feeds_cannot_be_carried_on_and_the_job_warns(caplog):
     def function(strategy):
         queue = strategies.OutfeedQueue()
 
@@ -335,7 +335,7 @@ def losing(instance, number):
 
 
 @pytest.mark.parametrize("mechanism", ["window", "ring"])
-def test_the_next_chief_does_what_the_first_has_not_done(mechanism):
+def test_the_next_chief_completes_duties_of_the_first(mechanism):
     done: list[tuple[int, int]] = []
     faults = [losing(0, 1), losing(1, 2)]
     found = run_instances(3, 6, lambda strategy: duties(strategy, done, faults), mechanism=mechanism)
@@ -344,7 +344,7 @@ def test_the_next_chief_does_what_the_first_has_not_done(mechanism):
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left(lost):
+def test_steps_after_a_duty_run_on_the_replicas_of_the_survivors(lost):
     def function(strategy, is_losing=True):
         dataset = strategy.distribute_dataset(np.arange(24, dtype=np.float32), 2)
         trainer = Trainer(strategy, lambda w, batch, key: (w * batch).mean() ** 2, optax.sgd(0.01))
@@ -363,12 +363,12 @@ def test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left(lost)
     assert found == [None if instance == lost else expected for instance in range(3)]
 
 
-def test_without_survival_the_others_hear_of_it():
+def test_a_loss_during_a_duty_is_an_error_without_survival():
     with pytest.raises(PeerLostError):
         run_instances(2, 2, lambda strategy: duties(strategy, [], [losing(0, 0)]), survives=False)
 
 
-def test_a_duty_that_is_done_is_not_done_again_by_those_who_have_not_heard_of_it():
+def test_a_completed_duty_is_not_repeated_by_instances_that_missed_its_end():
     done: list[tuple[int, int]] = []
     first_lost = threading.Event()
 

@@ -69,7 +69,7 @@ def alone(parts):
         *[(("step", "another", "duty", "step"), lost) for lost in (0, 1)],
     ],
 )
-def test_at_every_message(parts, lost):
+def test_survivors_agree_after_a_loss_at_every_message(parts, lost):
     number, has_struck = 0, True
     while has_struck:
         fault = OnMessage(lost, number)

@@ -56,7 +56,7 @@ def lose_at_message(number):
     return fault.has_struck
 
 
-def test_the_others_find_the_same_though_some_are_a_batch_ahead():
+def test_survivors_find_the_same_if_some_are_a_batch_ahead():
     """Of the messages of a batch the first is missing, of which some have got what others have not, or the second.
 
     What all instances get is in `engines/test_losing_an_instance.py`.
@@ -65,7 +65,7 @@ def test_the_others_find_the_same_though_some_are_a_batch_ahead():
 
 
 @pytest.mark.complete
-def test_whichever_message_is_missing_the_others_find_the_same():
+def test_survivors_find_the_same_after_the_loss_of_any_message():
     """Before, in and behind every batch, and where some are through already and make the next step."""
     number = 0
     while lose_at_message(number):
@@ -86,7 +86,7 @@ def predict(strategy, dataset):
 
 
 @pytest.mark.parametrize("instances", [2, 3])
-def test_the_others_take_over_the_rows_of_the_one_that_is_lost(instances):
+def test_survivors_take_over_the_rows_of_a_lost_instance(instances):
     found = run_instances(instances, REPLICAS, functools.partial(predict, dataset=padded))
     assert found == [None if instance == LOST else (2 * X).tolist() for instance in range(instances)]
 
@@ -100,7 +100,7 @@ def test_the_others_take_over_the_rows_of_the_one_that_is_lost(instances):
     ],
     ids=["the job is to end", "a data set that is read in order", "batches of no data set"],
 )
-def test_where_they_cannot_they_say_why(dataset, survives, error, message):
+def test_survivors_that_cannot_take_over_rows_raise_the_reason(dataset, survives, error, message):
     with pytest.raises(error, match=message):
         run_instances(3, REPLICAS, functools.partial(predict, dataset=dataset), survives=survives)
 
@@ -122,7 +122,7 @@ def leave_early(strategy, begin=lambda: None, end=lambda: None):
 
 
 @pytest.mark.complete
-def test_those_who_have_not_what_others_have_left_with_say_so():
+def test_instances_that_missed_a_batch_the_others_left_with_raise():
     """Some have got the only batch that was taken and make the next step, and others never will get it."""
     [expected] = run_instances(1, REPLICAS, leave_early)
     ends = []

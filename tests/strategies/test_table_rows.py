@@ -46,7 +46,7 @@ def test_many_values_of_a_row_are_added_in_float32_and_rounded_once():
     assert gradient(strategies.take_rows, table, indices, 1.0)[0, 0] == 1000
 
 
-def test_it_works_in_loops_and_under_recomputation():
+def test_take_rows_works_in_loops_and_under_recomputation():
     table, indices = jnp.ones((4, 2)), jnp.array([1, 1, 3])
 
     @jax.checkpoint

@@ -114,7 +114,7 @@ def test_rows_and_losses_are_those_of_the_steps(recorded):
         assert ends["value"].tolist() == [4] * STEPS
 
 
-def test_a_verdict_is_found_of_it(recorded):
+def test_a_recording_gives_a_verdict(recorded):
     verdict = judge(put_together(recorded[0]))
     assert verdict.table.steps.tolist() == list(range(STEPS))
     assert len(verdict.shares) == 2

@@ -67,7 +67,7 @@ def add_up(layout, payloads):
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
-def test_a_dtype_may_be_a_name_or_a_dtype_of_numpy_or_jax(name):
+def test_a_dtype_can_be_a_name_or_a_dtype_of_numpy_or_jax(name):
     assert (
         GradientTransfer.parse(name)
         == GradientTransfer.parse(jnp.dtype(name))
@@ -103,7 +103,7 @@ def test_a_payload_has_65_bytes_for_each_block_of_64_values():
     assert encoded(gradients(0))[0].shape == (LAYOUT.payload_size,)
 
 
-def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
+def test_transferred_values_and_residuals_add_up_to_the_gradient(bits):
     leaves = gradients(0)
     payload, lost = encoded(leaves)
     for leaf, transferred, residual in zip(leaves, decoded(payload), lost, strict=True):
@@ -143,7 +143,7 @@ def sums_of_steps(gradients_of, steps):
     return transferred, sums, lost
 
 
-def test_the_sum_of_all_steps_arrives_but_for_what_is_kept():
+def test_the_sum_of_all_steps_arrives_except_for_the_residual():
     largest = 0.0
     for transferred, sums, kept in zip(*sums_of_steps(lambda step: gradients(0, step), 100), strict=True):
         np.testing.assert_allclose(transferred + kept, sums, rtol=0, atol=0.01)  # of values up to 1000, in float32
@@ -281,7 +281,7 @@ def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_with_a_tail_behind_the
     assert [layout.buffer_of(leaf) for leaf in range(4)] == [0, 1, 0, 0]
 
 
-def test_what_is_written_is_seen_in_views_and_gaps_are_zero():
+def test_views_show_written_values_and_gaps_are_zero():
     layout = FlatLayout.of(LEAVES, tail=2)
     arrays = written(layout, LEAVES, jnp.array([5.0, 6.0]))
     for view, leaf in zip(layout.views(arrays), LEAVES, strict=True):
@@ -291,7 +291,7 @@ def test_what_is_written_is_seen_in_views_and_gaps_are_zero():
     assert arrays[0].sum() == sum(float(LEAVES[number].sum()) for number in (0, 2, 3)) + 11
 
 
-def test_there_is_a_buffer_of_float32_even_for_the_tail_alone():
+def test_the_tail_has_a_float32_buffer_even_alone():
     layout = FlatLayout.of([LEAVES[1]], tail=1)
     assert [(buffer.name, buffer.size) for buffer in layout.buffers] == [("float32", 1), ("bfloat16", 3)]
     assert written(layout, [LEAVES[1]], None)[0].tolist() == [0]
@@ -309,7 +309,7 @@ def test_a_large_leaf_lies_alone_up_to_a_multiple(multiple, size):
     assert not arrays[1][large.size :].any()
 
 
-def test_the_mean_of_a_leaf_that_has_a_buffer_alone_may_be_cut():
+def test_the_mean_of_a_leaf_with_its_own_buffer_can_be_cut():
     leaves = [np.zeros((2, 3), np.float32), np.zeros(LARGE_BYTES // 4 + 1, np.float32), np.zeros(LARGE_BYTES, np.int8)]
     shards = Shards(replicas=3, local=2, min_elements=4)
     layout, given = FlatLayout.of(leaves, tail=1, multiple=shards.replicas), np.zeros(LARGE_BYTES + 2, np.int8)

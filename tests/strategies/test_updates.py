@@ -27,7 +27,7 @@ def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, 
     return after, state
 
 
-def test_variables_become_what_the_optimizer_says(alone):
+def test_variables_are_updated_by_the_optimizer(alone):
     after, _ = updated(alone)
     assert after["w"].tolist() == [0.875, -2.5]
     assert float(after["b"]) == 1.0
@@ -42,7 +42,7 @@ def test_variables_become_what_the_optimizer_says(alone):
     ],
     ids=["squared", "clipped", "decayed"],
 )
-def test_g13_a_function_of_gradients_and_variables_comes_before_the_optimizer(
+def test_a_function_of_gradients_and_variables_runs_before_the_optimizer(
     strategy, variables, gradients, mapped, wanted
 ):
     """G-13: what the original's `MapGradientOptimizer` does, on the mean over replicas that are a half apart."""
@@ -58,7 +58,7 @@ def test_g13_a_function_of_gradients_and_variables_comes_before_the_optimizer(
     np.testing.assert_allclose(np.float32(variables) - state.variables["w"], wanted, rtol=1e-6)
 
 
-def test_g13_what_a_squared_gradient_makes_of_the_weights(strategy):
+def test_squared_gradients_update_the_weights(strategy):
     """G-13: minimising the product of 1, 2 and 3, whose gradients are 6, 3 and 2."""
 
     def loss_fn(variables, batch, key):
@@ -89,14 +89,14 @@ def test_means_are_divided_by_the_loss_scale(alone):
     assert strategies.fingerprint(one) == strategies.fingerprint(other)
 
 
-def test_the_optimizer_is_given_the_norm_of_all_gradients(alone):
+def test_the_optimizer_gets_the_norm_of_all_gradients(alone):
     clipped, _ = updated(alone, optax.chain(strategies.clip_by_global_norm(0.5), optax.sgd(1.0)))
     norm = np.sqrt(0.25**2 + 1 + 1)
     np.testing.assert_allclose(clipped["w"], VARIABLES["w"] - MEANS["w"] * 0.5 / norm, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "seen"), [(None, "bfloat16"), (jnp.float32, "float32")])
-def test_the_optimizer_gets_gradients_in_the_dtype_that_was_asked_for(alone, dtype, seen):
+def test_the_optimizer_gets_gradients_in_the_requested_dtype(alone, dtype, seen):
     found = []
     watching = optax.stateless(lambda gradients, _: found.append(gradients["w"].dtype) or gradients)
     narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), VARIABLES)
@@ -121,6 +121,6 @@ def test_stochastic_rounding_depends_on_seed_and_step_alone(alone):
     assert set(first.tolist()) == {1.0, 1.0078125}
 
 
-def test_state_may_lie_in_host_memory_between_updates(alone):
+def test_state_can_lie_in_host_memory_between_updates(alone):
     _, state = updated(alone, optax.adam(0.1), offloads_state=True)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {"pinned_host"}

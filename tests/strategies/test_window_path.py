@@ -75,7 +75,7 @@ def refusal(communicator: Communicator, memory: HostMemory | CudaMemory) -> str:
     return str(error.value)
 
 
-def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
+def test_all_instances_raise_the_reason_why_one_has_no_window(tmp_path: Path) -> None:
     folders = [tmp_path, tmp_path / "missing"]
     texts = run_on_threads(2, lambda communicator: refusal(communicator, HostMemory(folders[communicator.rank])))
     assert texts[0] == texts[1]
@@ -83,7 +83,7 @@ def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_does_not_ask_for_windows_goes_on_without_them(
+def test_a_job_that_does_not_request_windows_continues_without_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def on_rank(communicator: Communicator) -> bool:
@@ -142,7 +142,7 @@ def test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal(tmp_path
     assert "rank 0" in found
 
 
-def test_means_take_the_place_of_sums_that_are_as_wide() -> None:
+def test_means_replace_sums_of_the_same_width() -> None:
     layout = WindowLayout(Spread.together([3, 2]), [100, 0, 7], [FLOAT32, bfloat16, bfloat16])
     wide, narrow = layout.groups
     assert (wide.numbers, wide.elements, narrow.numbers) == ((0,), 128, (2,))

@@ -57,7 +57,7 @@ def test_a_few_models_have_each_training_each_state_and_all_numbers_of_instances
 
 
 @pytest.mark.parametrize(("name", "instances", "training", "state"), list(spreads()))
-def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name, instances, training, state):
+def test_a_model_has_the_same_bits_for_every_spread_of_replicas(on_instances, name, instances, training, state):
     def on_one(strategy):
         return fingerprints(strategy, MODELS[name], **TRAININGS[training], **STATES[state])
 
@@ -70,7 +70,7 @@ def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name,
     "optimizer",
     only(["adafactor"], OPTIMIZERS),
 )
-def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances, optimizer):
+def test_an_optimizer_has_the_same_bits_with_whole_and_sharded_state(on_instances, optimizer):
     def train(strategy, **state):
         return fingerprints(strategy, FOR_OPTIMIZERS, optimizer, **state)
 
@@ -82,7 +82,7 @@ def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances
 
 @pytest.mark.complete
 @pytest.mark.parametrize("optimizer", ["clipped_adamw", "adafactor"])  # which look at more than one element
-def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer):
+def test_an_optimizer_of_several_layers_has_the_same_bits(on_instances, optimizer):
     def on_one(strategy):
         is_sharded = optimizer in ELEMENTWISE
         return fingerprints(strategy, MODELS["mlp"], optimizer, replicated_optimizer_state_sharding=is_sharded)
@@ -100,7 +100,7 @@ def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer)
         pytest.param("adafactor", ["mlp"], marks=pytest.mark.complete),  # the one that adds up in its update
     ],
 )
-def test_a_single_core_changes_nothing(subtests, in_new_process, pytestconfig, optimizer, names):
+def test_a_single_core_gives_the_same_bits(subtests, in_new_process, pytestconfig, optimizer, names):
     """Another process compiles for itself, with one of the cores that this one may use."""
     words = [pytestconfig.rootpath / "tests/jobs/programs", "--cores=1", f"--replicas={REPLICAS}"]
     printed = in_new_process(ON_CORES, *words, f"--optimizer={optimizer}", *names).splitlines()

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The page torch.md: its programs run, and the names it mentions exist."""
-=======
-"""The pages on PyTorch mention every public name, and the programs for PyTorch train."""
->>>>>>> main
+"""Pages on PyTorch: they mention every public name, and the programs for PyTorch train."""
 
 from __future__ import annotations
 
@@ -17,19 +13,8 @@ import strategies
 import strategies.torch
 
 ROOT = Path(__file__).parents[3]
-<<<<<<< HEAD
-PAGE = page_text("torch.md")
-
-
-def test_programs_on_the_page_run_one_after_another(capsys):
-    names: dict[str, object] = {"__name__": "__main__"}
-    for program in page_programs("torch.md"):
-        exec(compile(program, "torch.md", "exec"), names)
-    assert capsys.readouterr().out.splitlines() == ["24", "4 (8, 3) (2,)"]
-=======
 PAGES = ("torch.md", "torch_modules.md", "torch_loops.md", "poptorch.md")
 TEXT = "\n".join(map(page_text, PAGES))
->>>>>>> main
 
 
 def test_public_names_are_sorted_described_and_mentioned():
@@ -40,13 +25,8 @@ def test_public_names_are_sorted_described_and_mentioned():
         assert re.search(rf"\b{name}\b", TEXT), name
 
 
-<<<<<<< HEAD
-def test_trainer_attributes_on_the_page_exist():
-    mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", PAGE))
-=======
-def test_what_it_mentions_of_trainers_exists():
+def test_trainer_attributes_on_the_pages_exist():
     mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", TEXT))
->>>>>>> main
     assert mentioned
     assert all(hasattr(strategies.torch.Trainer, name) for name in mentioned)
 
