@@ -1,4 +1,4 @@
-"""Instances on threads that may be lost, at exact points, while the others carry on: a job without its processes."""
+"""Instances on threads that may be lost at exact points while the others carry on: a job without processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GUARD_S = 100.0
 
 @dataclass
 class Job:
-    """Who is there.
+    """The instances of a job on threads.
 
     Attributes:
         hub: where they meet.
@@ -46,13 +46,13 @@ class Job:
         self.all_have_joined = meeting_point(self.hub.size)
 
     def settle(self, instance: int) -> None:
-        """Take note that one has ended, or stands still."""
+        """Record that an instance has ended or stands still."""
         with self.changed:
             self.settled.add(instance)
             self.changed.notify_all()
 
     def stand_still(self, instance: int) -> None:
-        """Return when all have ended that do not stand still too."""
+        """Wait until all instances have ended or stand still."""
         self.settle(instance)
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.settled) == self.hub.size, GUARD_S)
@@ -60,7 +60,7 @@ class Job:
 
 @final
 class Threads(Membership):
-    """Instances on threads, some of which may be lost.
+    """Membership of instances on threads, some of which may be lost.
 
     Args:
         instance: this one.
@@ -76,7 +76,7 @@ class Threads(Membership):
         super().__init__(defaults=defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
+        """Connect to the other instances, and wait until all have joined."""
         rank = self._first.index
         communicator = collectives.connect("thread", self._settings, hub=self._job.hub, rank=rank)
         self._job.all_have_joined.wait()
@@ -84,11 +84,11 @@ class Threads(Membership):
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the others go on when one is lost."""
+        """Whether the others carry on after a loss."""
         return self._job.survives
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
+        """Connect to the surviving instances."""
         communicator = connect_survivors(self._settings, self._job.hub, self._first.index)
         self.communicator.abandon()
         return self.instance.renumbered(communicator.rank, communicator.size), communicator
@@ -96,7 +96,7 @@ class Threads(Membership):
 
 @final
 class SurvivingStrategy(strategies.Strategy):
-    """The replicas of instances on threads, some of which may be lost: as `PopDistStrategy` under poprun.
+    """Strategy of instances on threads that may be lost, as `PopDistStrategy` under poprun.
 
     Args:
         instance: this one.
@@ -121,7 +121,7 @@ class ThreadFault(Fault):
     job: Job | None = None
 
     def strike(self) -> None:
-        """Let it happen."""
+        """Let the fault happen."""
         assert self.job is not None
         if self.kind in ("kill", "exit"):
             raise Lost
@@ -135,24 +135,24 @@ class ThreadFault(Fault):
 
     @classmethod
     def parse(cls, text: str, job: Job) -> ThreadFault:
-        """The fault that `--inject` describes so."""
+        """Parse a fault in the form of `--inject`."""
         fault = parse_fault(text)
         return cls(fault.kind, fault.instance, fault.phase, fault.step, job=job)
 
 
 @dataclass(frozen=True)
 class Hook(Fault):
-    """What a test wants to be called at the point of a fault, in the thread of that instance."""
+    """A function of a test, called at the point of a fault in the thread of the instance."""
 
     call: Callable[[], object] = lambda: None
 
     def strike(self) -> None:
-        """Call it."""
+        """Call the function of the test."""
         self.call()
 
 
 def hook(instance: int, phase: str, step: int, call: Callable[[], object]) -> Hook:
-    """Have something called once, as an instance comes to a phase of a step."""
+    """Return a hook that calls a function once, when an instance enters a phase of a step."""
     return Hook("delay", instance, phase, step, call=call)
 
 
@@ -168,7 +168,7 @@ def run_instances(
     instruments: Mapping[int, Instrument] = MappingProxyType({}),
     defaults: Defaults | None = None,
 ) -> list[Result | None]:
-    """`function(strategy)` on so many instances; in their order what it returned, None where an instance was lost.
+    """Run `function(strategy)` on `count` instances, and return the results in order; a lost instance gives None.
 
     Args:
         count: the instances.
@@ -199,7 +199,7 @@ def run_instances(
             raise Lost from None
         except PeerLostError:
             present, number = job.hub.newest(rank)
-            if present.why_lost(number):  # it has found out by itself
+            if present.why_lost(number):  # the hub has noticed the loss by itself
                 raise Lost from None
             raise
         finally:

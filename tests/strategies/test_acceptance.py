@@ -1,4 +1,4 @@
-"""Acceptance rows of the original's single-process strategy, translated."""
+"""Acceptance tests of the original's single-process strategy, translated."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,13 @@ from strategies import InfeedMode, InfeedQueue, InputContext, OutfeedQueue, get_
 
 
 def test_six_elements_of_ones_sum_to_six(strategy):
-    """S-17: a data set of ones; six elements add up to 6.0."""
     dataset = strategies.IPUStrategy().distribute_dataset(np.ones(6, np.float32), batch_size=1)
     total = sum(float(strategies.IPUStrategy().run(jnp.sum, args=(batch,))[0]) for batch in dataset.epoch(0))
     assert total == 6.0
 
 
 def test_a_data_set_is_iterated_inside_and_outside_a_scope(strategy):
-    """S-16: there is nothing to switch off; batches are arguments of programs, and so Python may take them anywhere."""
+    """Batches are arguments of programs, so Python may take them anywhere."""
     stock = [np.float32(1), np.float32(2)]
     dataset = strategy.distribute_dataset(np.arange(8, dtype=np.float32), batch_size=1, shuffle=False)
     outside = np.asarray(next(iter(dataset.epoch(0))))
@@ -29,7 +28,7 @@ def test_a_data_set_is_iterated_inside_and_outside_a_scope(strategy):
 
 
 def test_one_process_reads_a_data_set_from_a_function_unchanged():
-    """S-19: one pipeline, number 0, and the data set comes back untouched."""
+    """The only pipeline has number 0."""
     seen = []
 
     def make(context):
@@ -41,7 +40,7 @@ def test_one_process_reads_a_data_set_from_a_function_unchanged():
 
 
 def test_results_can_be_cast_to_int32(strategy):
-    """S-20: [1.0, 2.0] as int32."""
+    """The values are [1.0, 2.0]."""
     for result in strategy.run(lambda x: x.astype(jnp.int32), args=(np.array([1, 2], np.float32),)):
         assert result.dtype == np.int32
         assert list(result) == [1, 2]
@@ -49,7 +48,7 @@ def test_results_can_be_cast_to_int32(strategy):
 
 @pytest.mark.parametrize(("op", "wanted"), [("SUM", 1.0), ("MEAN", 0.5)])
 def test_replica_indices_are_reduced(op, wanted):
-    """S-21: two replicas reduce their index."""
+    """The strategy has two replicas."""
 
     def fn():
         context = get_replica_context()
@@ -59,7 +58,7 @@ def test_replica_indices_are_reduced(op, wanted):
 
 
 def test_squares_are_summed_over_two_instances(on_instances):
-    """P-07, M-06: x = i + 1 squared and summed over two instances."""
+    """The values are x = i + 1 on two instances."""
 
     def program(strategy):
         x = strategy.per_replica(lambda r: float(r + 1))
@@ -69,7 +68,7 @@ def test_squares_are_summed_over_two_instances(on_instances):
 
 
 def test_losses_are_averaged_after_or_before_the_outfeed(on_instances):
-    """P-36: on the host, on the devices, and by one replica that has all rows: equal to four places."""
+    """Losses averaged on the host, on the devices, and by one replica with all rows agree to four places."""
     batches = np.random.default_rng(1).standard_normal((12, 5, 3)).astype(np.float32)  # of 3 iterations, 4 replicas
 
     def measured(rows):
@@ -99,7 +98,7 @@ def test_losses_are_averaged_after_or_before_the_outfeed(on_instances):
 
 @pytest.mark.parametrize(("replicas", "instances"), [(1, 1), (2, 1), (4, 1), (4, 2), (8, 4)])
 def test_a_step_of_gradient_descent_gives_the_weight_of_the_original(on_instances, replicas, instances):
-    """P-32, P-34: w = 1, all of 16 points of [0, 1] in one global batch; w = 0.311111 after a step."""
+    """w = 1 and 16 points of [0, 1] in one global batch give w = 0.311111 after a step."""
 
     def program(strategy):
         def loss_fn(variables, batch, key):
@@ -117,7 +116,7 @@ def test_a_step_of_gradient_descent_gives_the_weight_of_the_original(on_instance
 
 
 def test_accumulating_the_loss_of_four_parts_gives_the_same_step(strategy):
-    """P-33: one replica that runs four micro-batches in a scan."""
+    """One replica runs four micro-batches in a scan."""
 
     def loss_fn(variables, batch, key):
         parts = batch.reshape(4, 4)

@@ -1,4 +1,4 @@
-"""Instances that were started differently learn it before the first step, by name and value."""
+"""Agreement of instances: a difference in their options is reported before the first step, by name and value."""
 
 import functools
 
@@ -24,7 +24,7 @@ def noisy_error(variables, batch, key):
 
 
 def trained(strategy, *, loss_fn=noisy_error, optimizer=None, rows=ROWS, batch_size=2, data=None, steps=2, **options):
-    """The fingerprint of the variables after some steps."""
+    """Return the fingerprint of the variables after some steps."""
     dataset = strategy.distribute_dataset(rows, batch_size, **{"seed": 0, **(data or {})})
     trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.1, momentum=0.9), **options)
     state = trainer.init({"w": jnp.ones(3)})
@@ -111,7 +111,7 @@ def test_differences_that_affect_the_result_are_named_on_all_instances(on_instan
 
 @pytest.mark.parametrize("mode", MODES)
 def test_different_loss_functions_are_named_if_gradients_are_streamed(on_instances, mode):
-    """The gradients of one are large enough to be cut, and those of the other are computed otherwise."""
+    """The gradients of one instance are large enough to be cut, and the other instance computes another loss."""
 
     def program(strategy):
         def loss_fn(variables, batch, key):
@@ -141,7 +141,7 @@ def test_sharded_state_is_no_obstacle(on_instances):
 
 @pytest.mark.parametrize("instances", [2, 3])
 def test_batches_of_other_shapes_are_named(on_instances, instances):
-    """Of no data set: each instance brings its own."""
+    """The batches come from no data set: each instance makes its own."""
 
     def program(strategy):
         trainer = Trainer(strategy, noisy_error, optax.sgd(0.1))
@@ -191,7 +191,7 @@ def test_equal_programs_train_to_the_same_bits(on_instances, what, mode):
 
 
 def test_differences_that_do_not_affect_the_result_are_allowed(on_instances):
-    """Prefetching, what is printed, functions that are other objects, and what was traced before."""
+    """Prefetching, printing, other function objects, and earlier traces affect no result."""
 
     def program(strategy):
         is_first = strategy.instance_index == 0
@@ -210,7 +210,7 @@ def test_differences_that_do_not_affect_the_result_are_allowed(on_instances):
 
 
 def test_options_that_are_functions_are_compared_by_name(on_instances):
-    """Each instance has objects of its own, at other addresses."""
+    """Each instance has its own objects at other addresses."""
 
     def program(strategy):
         policy = functools.partial(jax.checkpoint_policies.dots_saveable)
@@ -243,7 +243,7 @@ def test_instances_compare_once_for_all_steps(on_instances):
 
 @pytest.mark.parametrize("lost", [0, 2])
 def test_survivors_compare_again_wherever_each_was(lost):
-    """The first step was given up half-way; one had compared already, and the others had not."""
+    """The first step was abandoned half-way; one instance had compared already, and the others had not."""
     faults = [f"kill:instance={lost},step=0,phase=all_gather"]
     found = run_instances(3, 6, trained, faults, mechanism="ring")
     assert [each for each in found if each is not None] == [trained(strategies.IPUStrategy(6))] * 2
@@ -285,7 +285,7 @@ class TestWords:
         )
 
 
-# ---- values with which two programs are compared
+# ---- values to compare two programs
 
 
 VARIABLES = {"w": jnp.zeros((100, 50)), "h": jnp.zeros(400, jnp.bfloat16), "s": jnp.zeros(())}

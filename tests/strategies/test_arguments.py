@@ -1,4 +1,4 @@
-"""What a Trainer cannot use is refused in one sentence, with the way out, and the Trainer stays usable."""
+"""Arguments that a Trainer cannot use: one sentence refuses them with a way out, and the Trainer stays usable."""
 
 import re
 import types
@@ -39,13 +39,13 @@ def refused(strategy, loss_fn, error, words):
 class TestAStateThatWasUsedUp:
     @pytest.fixture
     def used_up(self, strategy):
-        """A trainer, a state of step 2 that was used up, and the one after it."""
+        """Provide a trainer, a used-up state of step 2, and the state after it."""
         trainer, state = made(strategy)
         for _ in range(3):
             before, (state, _) = state, trainer.step(state, BATCH)
         jax.block_until_ready(state.variables)
         for leaf in jax.tree.leaves(before.variables):
-            leaf.delete()  # as the update has done it where XLA was done with them
+            leaf.delete()  # the update deletes it once XLA is done with it
         return trainer, before, state
 
     def test_a_used_up_state_is_refused_and_training_can_continue(self, used_up):
@@ -101,14 +101,14 @@ class TestMetrics:
 
     def test_come_in_a_dictionary(self, strategy):
         trainer, state = made(strategy, lambda *given: (error_of(*given), types.MappingProxyType({"m": 2.0})))
-        with pytest.raises(TypeError, match="a dictionary of metrics"):  # JAX does not know what is in it
+        with pytest.raises(TypeError, match="a dictionary of metrics"):  # JAX does not know the type inside
             trainer.step(state, BATCH)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "activation"], meta_fields=[])
 @dataclass
 class Module:
-    """A model as Equinox has them: its functions are leaves."""
+    """A model in the style of Equinox, whose functions are leaves."""
 
     weights: object
     activation: object
@@ -186,7 +186,7 @@ class TestTheLossFunction:
         assert isinstance(error.__cause__, KeyError)
 
     def test_other_errors_of_the_loss_function_stay_unchanged(self, strategy):
-        """`x` is there, but not in the dictionary that the loss function looks into."""
+        """`x` exists, but not in the dictionary that the loss function reads."""
         refused(strategy, lambda variables, batch, key: {}["x"], KeyError, "x")
 
 

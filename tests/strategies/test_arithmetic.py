@@ -1,4 +1,4 @@
-"""Rounding by chance, with chance at hand."""
+"""Stochastic rounding with given random numbers, and clipping."""
 
 import jax.numpy as jnp
 import ml_dtypes

@@ -1,4 +1,4 @@
-"""`popdist.compat`: programs of the original change one line, and names that are missing say what to write."""
+"""`popdist.compat`: programs of the original change one line, and errors for missing names tell the replacement."""
 
 import importlib
 
@@ -16,7 +16,7 @@ LOADED_WITH_KERAS = {"keras"}
 
 
 def test_a_program_of_the_original_runs_as_written():
-    """Rows Q-10 and S-16, as a program has them."""
+    """The program reads an infeed and iterates a data set in a scope."""
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = 2
     config.configure_ipu_system()

@@ -62,7 +62,7 @@ def command(*words):
 
 
 def check_comparison(out):
-    """Every figure follows from the others."""
+    """Check that every figure follows from the others."""
     heading, *rows, data, compute, verdict = out.splitlines()
     assert heading.split() == ["epoch", "batches", "elements/s", "GB/s", "ms", "per", "batch"]
     assert [row.split()[:2] for row in rows] == [["0", "20"], ["1", "20"], ["2", "20"]]
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_one_clear_error(program, in_process, words, error):
 
 @pytest.fixture
 def in_process(capsys):
-    """The command in this process: what it prints."""
+    """Provide a function that runs the command in this process and returns its output."""
 
     def run(*words, status=0):
         ended = 0

@@ -1,4 +1,4 @@
-"""A traced function cut into programs that finish its results one after another."""
+"""Buckets of gradients: a traced function is cut into programs that finish its results one after another."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def mlp(variables, batch):
 
 
 def nested(variables, batch):
-    """Inner jits, recomputation, a scan and a custom gradient."""
+    """Compute nested jits, recomputation, a scan and a custom gradient."""
 
     @jax.custom_vjp
     def halve(x):
@@ -54,7 +54,7 @@ def traced(loss_fn, *arguments):
 
 
 def run_in_turn(segments, arguments):
-    """The results of all segments, and in which segment each part was finished."""
+    """Return the results of all segments, and the segment that finished each part."""
     residuals, results, places = {}, {}, {}
     for place, segment in enumerate(segments):
         values = segment.function(

@@ -1,4 +1,4 @@
-"""The callbacks of a program, one after another in the order of the code."""
+"""Callbacks of a program, which run one after another in the order of the code."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def test_callbacks_run_in_the_order_of_the_code(function, order, results):
 
 
 def test_callbacks_in_a_recomputed_block_run_in_the_order_of_the_code():
-    """What replicas have exchanged in a block of `jax.checkpoint` is kept, and not exchanged again."""
+    """Values that replicas exchanged in a block of `jax.checkpoint` are kept, and not exchanged again."""
     seen = []
 
     def carry_out(collective, replica, value):
@@ -77,7 +77,7 @@ def test_a_function_without_callbacks_is_unchanged():
 
 
 def test_each_callback_reads_the_result_of_the_one_before():
-    """Also where the program itself does not make it wait."""
+    """The program itself does not order these callbacks."""
     closed = jax.make_jaxpr(in_order(lambda x: straight([], x)))(jnp.float32(3))
     calls = [equation for equation in closed.jaxpr.eqns if equation.primitive.name == "io_callback"]
     made = {variable: equation for equation in closed.jaxpr.eqns for variable in equation.outvars}

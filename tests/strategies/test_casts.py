@@ -1,4 +1,4 @@
-"""Batches travel in a small dtype and are cast in the compiled step, with the bits of a cast before."""
+"""Casts of batches in the compiled step: batches travel in a small dtype, with the bits of an earlier cast."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def loss_fn(variables, batch, key):
 
 
 def trained(strategy, images, loss_fn=loss_fn, **options):
-    """The fingerprint of some steps, and the bytes of the images that each of them moved."""
+    """Return the fingerprint of some steps, and the bytes of images moved in each step."""
     dataset = strategy.distribute_dataset({"image": images, "label": LABELS}, batch_size=7, seed=1, **options)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
     drawn = np.random.default_rng(0).normal

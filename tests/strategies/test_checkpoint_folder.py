@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, without a training: what is written is read, and what is damaged is not."""
+"""Folder of checkpoints, without a training: written checkpoints are read, damaged ones are not."""
 
 import errno
 import hashlib
@@ -38,7 +38,7 @@ def flat():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A folder with one checkpoint; for reading."""
+    """Provide a folder with one checkpoint, for reading."""
     folder = CheckpointFolder(tmp_path_factory.mktemp("written") / "checkpoints", keep=2)
     folder.write(training(), flat())
     return folder
@@ -50,7 +50,7 @@ def folder(tmp_path):
 
 
 def pretend(folder, *steps):
-    """Checkpoints of which only the names and sums are there."""
+    """Make checkpoints that consist of names and sums only."""
     for step in steps:
         path = folder.path / f"step_{step:08d}"
         path.mkdir(parents=True)
@@ -113,7 +113,7 @@ def test_unfinished_checkpoints_are_removed(folder, caplog):
 
 
 def test_pipes_and_files_in_the_way_are_removed(folder, caplog):
-    """Pipes and files under the names of checkpoints that were not finished."""
+    """Unfinished checkpoints left pipes and files under these names."""
     folder.path.mkdir()
     (folder.path / "step_00000002.removed").write_text("")
     os.mkfifo(folder.path / "step_00000004.incomplete")
@@ -202,7 +202,7 @@ def test_other_texts_are_no_training(text):
 
 
 class SaverWhoseThreadsStay:
-    """In place of orbax's: what fails, while one of its threads has still to write under the path that it got."""
+    """A stand-in for orbax's saver, which fails while one of its threads still has to write to its path."""
 
     def __init__(self):
         self.paths = []

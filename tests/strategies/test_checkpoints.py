@@ -1,4 +1,4 @@
-"""A training that is saved and resumed has the same bits as one that never stopped; what is damaged is passed over."""
+"""Checkpoints: a resumed training has the bits of one that never stopped; damaged checkpoints are skipped."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ LARGE = 300_000
 
 
 def noisy_error(variables, batch, key):
-    """Depends on the variables, the batch, and the key of replica and step."""
+    """Compute a loss that depends on the variables, the batch, and the key of replica and step."""
     error = (batch @ variables["w"]).sum() + variables["b"].mean() - jax.random.normal(key)
     return error**2, {"error": error}
 
@@ -64,7 +64,7 @@ class Training:
 
 
 def saved(folder, strategy, steps, **options):
-    """Train that far, with a checkpoint after each of the steps."""
+    """Train to a step, with a checkpoint after each of the given steps."""
     training = Training(strategy, **options)
     with training.checkpoints(folder, keep=100) as checkpoints:
         training.run(max(steps), lambda state: checkpoints.save(state) if state.step in steps else None)
@@ -72,7 +72,7 @@ def saved(folder, strategy, steps, **options):
 
 
 def resumed(folder, strategy, until=LAST, **options):
-    """The step of the newest checkpoint, and the fingerprint when it was trained on from there."""
+    """Return the step of the newest checkpoint, and the fingerprint of a training resumed from it."""
     training = Training(strategy, **options)
     with training.checkpoints(folder) as checkpoints:
         training.state = checkpoints.restore(training.state)
@@ -80,7 +80,7 @@ def resumed(folder, strategy, until=LAST, **options):
 
 
 def patiently(checkpoints):
-    """Do so after each step, and wait for the writer."""
+    """Return a function that saves after each step and waits for the writer."""
 
     def after_step(state):
         checkpoints.after_step(state)
@@ -90,7 +90,7 @@ def patiently(checkpoints):
 
 
 def restored(folder, strategy, **options):
-    """The step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     training = Training(strategy, **options)
     with training.checkpoints(folder) as checkpoints:
         return checkpoints.restore(training.state).step
@@ -124,7 +124,7 @@ def saved_once(tmp_path_factory):
 
 @pytest.fixture
 def two_checkpoints(tmp_path, saved_once):
-    """Of steps 5 and 8."""
+    """Provide a folder with checkpoints of steps 5 and 8."""
     return shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
 
 
@@ -148,7 +148,7 @@ class TestResuming:
         assert found == [(6, never_stopped)] * instances
 
     def test_resuming_works_with_fewer_devices_than_replicas(self, tmp_path):
-        """With fewer devices than replicas."""
+        """The replicas outnumber the devices."""
         saved(tmp_path, strategies.IPUStrategy(16), {2})
         wanted = Training(strategies.IPUStrategy(16)).run(5)
         assert resumed(tmp_path, strategies.IPUStrategy(16), until=5) == (2, wanted)
@@ -178,7 +178,7 @@ class TestResuming:
             assert checkpoints.restore(training.state).step == 8
 
     def test_every_array_of_the_state_is_saved(self, tmp_path, strategy, bits):
-        """Whatever its dtype and size, random keys too: a loss scale, for one, needs nothing new."""
+        """Arrays of every dtype and size count, random keys too: a loss scale, for example, needs nothing new."""
         values = {
             "loss scale": jnp.float32(1024),
             "key": jax.random.key(7, impl="rbg"),
@@ -220,7 +220,7 @@ class TestSaving:
         assert names(tmp_path) == step_names(8, 10, 12)
 
     def test_training_does_not_wait_for_the_disk(self, tmp_path, strategy):
-        """What is due at step 4, while that of step 2 is being written, is made after the first step that follows."""
+        """A checkpoint due at step 4, while that of step 2 is being written, is made after the next step."""
         training, disk = Training(strategy), threading.Event()
         with training.checkpoints(tmp_path, every=2) as checkpoints:
             checkpoints._thread.submit(disk.wait, 60)
@@ -231,7 +231,7 @@ class TestSaving:
         assert names(tmp_path) == step_names(2, 6)
 
     def test_the_state_is_copied_before_the_next_step_takes_its_memory(self, tmp_path, strategy):
-        """The writer of a large state is not done by the time of the next step."""
+        """The writer of a large state is still busy at the time of the next step."""
         training = Training(strategy, large=True)
         with training.checkpoints(tmp_path) as checkpoints:
             wanted = training.run(2)
@@ -243,7 +243,7 @@ class TestSaving:
         assert (again.state.step, again.fingerprint()) == (2, wanted)
 
     def test_the_next_step_takes_the_memory_of_a_copied_state(self, tmp_path, strategy):
-        """Nobody sees it any more, though the writer has not begun."""
+        """The memory is free, though the writer has not begun."""
         training, disk = Training(strategy), threading.Event()
         training.run(1)
         state = jax.block_until_ready(jax.tree.map(jnp.array, training.state))  # which no device has read
@@ -303,7 +303,7 @@ class TestSaving:
 
 @contextmanager
 def full_disk():
-    """No file of this process grows beyond 64 KiB: what is written further fails as on a full disk."""
+    """Limit files of this process to 64 KiB, so that further writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:

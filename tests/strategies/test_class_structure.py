@@ -1,4 +1,4 @@
-"""Classes are abstract or final: nobody overrides what a concrete class has carried out."""
+"""Class structure: classes are abstract or final, so no subclass overrides a method of a concrete class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEEDS = {"horovod", "torch"}
 
 
 def classes_of(package: str) -> Iterator[type]:
-    """All classes that the modules of a package define, also inside of other classes."""
+    """Yield all classes of the modules of a package, nested ones included."""
     root = importlib.import_module(package)
     names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]
     for name in [package, *names]:
@@ -55,7 +55,7 @@ MIRRORED = "strategies.compat.poptorch"
 
 
 def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]:
-    """The classes of the packages that a class is made from though objects of them are made too."""
+    """Return the base classes in the packages that are instantiated too."""
     return [
         f"{cls.__module__}.{cls.__qualname__} is a {base.__qualname__}"
         for base in cls.__mro__[1:]
@@ -71,7 +71,7 @@ def is_abstract(cls: type) -> bool:
 
 
 def raised_bare_in(source: str) -> set[str]:
-    """The names of the exceptions that are raised in a text without a word to the user."""
+    """Return the names of the exceptions that a source raises without a message."""
     raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
     bare = [each.func if isinstance(each, ast.Call) and not each.args else each for each in raised]
     return {each.id for each in bare if isinstance(each, ast.Name)}
@@ -79,7 +79,7 @@ def raised_bare_in(source: str) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
-    """Exceptions apart, which are caught by their bases."""
+    """Exceptions are exempt, since callers catch them by their bases."""
     classes = list(classes_of(package))
     assert len(classes) > 10
     assert [found for cls in classes for found in concrete_above(cls)] == []
@@ -87,7 +87,7 @@ def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_abstract_methods_are_left_to_subclasses(package: str) -> None:
-    """Where a user asks for what is not supported, the error says so."""
+    """An unsupported method raises an error that says so."""
     modules = sorted((ROOT / package).rglob("*.py"))
     assert modules
     found = [
@@ -108,7 +108,7 @@ def test_a_strategy_and_a_membership_have_four_finals(base: type) -> None:
 
 
 def test_a_strategy_only_chooses_a_membership() -> None:
-    """And that of one process another one, where a model turns out to have stages."""
+    """The strategy of one process chooses another membership if a model turns out to have stages."""
     for cls, chooses in (
         (strategies.IPUStrategy, {"__init__", "for_stages"}),
         (strategies.PopDistStrategy, {"__init__"}),
@@ -120,7 +120,7 @@ def test_a_strategy_only_chooses_a_membership() -> None:
 
 
 def names_of_classes(package: str) -> dict[str, set[str]]:
-    """For each name of a class of a package the files that define one."""
+    """Return, for each name of a class of a package, the files that define it."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -153,7 +153,7 @@ def test_few_names_of_classes_stand_in_two_files_of_the_product() -> None:
 
 
 class TestTheWalk:
-    """It finds what it looks for."""
+    """Walks over classes and exceptions."""
 
     class Abstract(ABC):
         @abstractmethod

@@ -1,4 +1,4 @@
-"""Collectives as equations of JAX, without a strategy: what kinds make of values, and how often Python is called.
+"""Collectives as equations of JAX, without a strategy: their kinds and the number of calls of Python.
 
 That their derivatives are right: `test_derivatives_of_collectives.py`.
 """
@@ -22,7 +22,7 @@ X = jnp.float32([1, 2, 4])
 
 
 class Meeting:
-    """Where replica 0 or 1 meets the other one, whose values are ten times those of the first."""
+    """A meeting of replicas 0 and 1; the values of the other one are ten times those of the first."""
 
     def __init__(self):
         self.came = []
@@ -43,7 +43,7 @@ def meeting():
 
 @pytest.fixture
 def summing(meeting):
-    """The sum of the values of both; of one replica's index and value."""
+    """Return a function of a replica's index and value that gives the sum of both values."""
     return Collective("sum", Reduce("sum"), ReplicaGroups(), 2, meeting)
 
 
@@ -99,7 +99,7 @@ class TestCalls:
         assert meeting.came == [("sum", int, 0, np.ndarray, (2, 3))]
 
     def test_a_batched_index_alone_makes_one_call(self, summing, meeting):
-        """So JAX hands it to both branches of a batched condition."""
+        """JAX hands the index to both branches of a batched condition."""
         found = run(jax.vmap(summing, in_axes=(0, None)), jnp.zeros(4, jnp.int32), X)
         np.testing.assert_array_equal(found, [11 * X] * 4)
         assert meeting.came == [("sum", int, 0, np.ndarray, (3,))]

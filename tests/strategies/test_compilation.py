@@ -1,4 +1,4 @@
-"""Compiling once: turns between instances, folders of executables, and reasons for compiling again."""
+"""Single compilation: turns between instances, folders of executables, and reasons for compiling again."""
 
 import grp
 import logging
@@ -32,7 +32,7 @@ def mode_of(path):
 
 @pytest.fixture
 def umask():
-    """Sets a umask for this test."""
+    """Provide a function that sets a umask for this test."""
     before = os.umask(0o022)
     yield os.umask
     os.umask(before)
@@ -40,7 +40,7 @@ def umask():
 
 @pytest.fixture
 def jax_as_it_was():
-    """JAX keeps executables where it did before."""
+    """Restore JAX's folder of executables after the test."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -54,7 +54,7 @@ def jax_as_it_was():
 
 @contextmanager
 def another_user():
-    """Root is nobody for a moment."""
+    """Act as user nobody instead of root."""
     os.seteuid(65534)
     try:
         yield
@@ -67,7 +67,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 @pytest.mark.usefixtures("jax_as_it_was")
 class TestWhoMayWriteThere:
-    """What lies in the folder is run."""
+    """Folder permissions; files in the folder are executed."""
 
     def use(self, path):
         return use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": str(path)})
@@ -188,7 +188,7 @@ def test_one_instance_compiles_at_a_time_and_the_others_wait_for_a_limited_time(
 
 
 def test_a_process_waits_in_vain_for_a_folder_once(tmp_path, caplog):
-    """What would wait for an hour comes back at once."""
+    """A second wait for the same folder returns at once."""
     with turn(tmp_path):
         for wait_s in (0, 3600, 3600):
             with turn(tmp_path, wait_s) as is_second:

@@ -1,4 +1,4 @@
-"""How many replicas there are by a configuration: arithmetic, and how it goes together with launchers."""
+"""Number of replicas from a configuration: arithmetic, and its relation to launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of typed attributes (row CF-06), on a configuration made up for it."""
+"""Trees of typed attributes, on a made-up configuration."""
 
 from __future__ import annotations
 

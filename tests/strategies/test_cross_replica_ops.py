@@ -1,4 +1,4 @@
-"""Collectives between replicas in one process: the original's rows X, gradients and errors.
+"""Collectives between replicas in one process: the original's tests, gradients and errors.
 
 Over several instances: tests/jobs/test_promises.py.
 """
@@ -16,7 +16,7 @@ ROWS = np.float32([[0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
 
 
 def on_replicas(replicas, function, values):
-    """`function(value)` on each replica; the results in replica order."""
+    """Return the results of `function(value)` on each replica, in replica order."""
     strategy = strategies.IPUStrategy(replicas)
     return list(strategy.run(function, args=(strategy.per_replica(lambda r: values[r]),)))
 
@@ -42,7 +42,7 @@ def test_sums_match_the_original():
             "X-08": 480,
             "X-10": [6],
         }
-    assert on_replicas(1, ops.cross_replica_sum, [np.float32(3)]) == [3]  # X-12
+    assert on_replicas(1, ops.cross_replica_sum, [np.float32(3)]) == [3]
 
 
 def test_a_summed_loss_has_a_summed_gradient():
@@ -208,7 +208,7 @@ def test_all_to_all_exchanges_blocks_and_its_gradient_takes_them_back():
 
 
 def test_gradients_are_those_of_the_sum_of_all_replicas_losses():
-    """Each function is linear: its gradient is compared with the transposed matrix, all replicas taken together."""
+    """Each function is linear: its gradient is compared with the transposed matrix of all replicas."""
     linear = {
         "sum": ops.cross_replica_sum,
         "mean": ops.cross_replica_mean,
@@ -246,7 +246,7 @@ def test_reducing_outside_of_replicas_is_refused():
         ops.cross_replica_sum(1.0)
 
 
-# ---- how replicas are divided into groups
+# ---- division of replicas into groups
 
 
 @pytest.mark.parametrize(

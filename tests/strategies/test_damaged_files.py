@@ -1,4 +1,4 @@
-"""Which files of a checkpoint are taken for damaged; this needs no orbax."""
+"""Damaged files of a checkpoint, without orbax."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from strategies.checkpoints.sealed_folders import SUMS, TRAINING, fault_of
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder with files like those of a checkpoint, and their digests."""
+    """Provide a folder with files like those of a checkpoint, and their digests."""
     contents = {f"{STATE}/d/0": bytes(range(256)) * 9, f"{STATE}/empty": b"", TRAINING: b'{"step": 3}\n'}
     lines = []
     for name, content in contents.items():
@@ -74,7 +74,7 @@ def test_a_pipe_in_the_place_of_the_digests_is_not_waited_for(checkpoint):
 
 @pytest.mark.parametrize("name", ["pipe", f"{STATE}/d/pipe"])
 def test_an_unexpected_pipe_is_named(checkpoint, name):
-    """orbax opens what it finds."""
+    """orbax opens every file that it finds."""
     os.mkfifo(checkpoint / name)
     assert fault_of(checkpoint) == f"{name} is neither a file nor a folder"
 
@@ -88,7 +88,7 @@ def test_a_socket_in_the_place_of_a_file_is_named(checkpoint, monkeypatch):
 
 @pytest.mark.parametrize("name", ["../outside", "/{}/outside", "state/../../outside", "state/link", "pipe", "a\0b", ""])
 def test_digests_of_files_outside_the_checkpoint_are_a_fault(tmp_path, checkpoint, name):
-    """Whatever it is, it is not opened: reading a pipe would never end."""
+    """Such files are not opened: reading a pipe would never end."""
     (tmp_path.parent / "outside").write_bytes(b"")
     (checkpoint / STATE / "link").symlink_to(tmp_path.parent / "outside")
     os.mkfifo(checkpoint / "pipe")

@@ -1,4 +1,4 @@
-"""Whether a traced function looks at one element at a time."""
+"""Analysis of traced functions that compute each element by itself."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What each replica reads: the same rows on any number of instances."""
+"""Data sets of replicas: the same rows on any number of instances."""
 
 import logging
 
@@ -14,7 +14,7 @@ TOTAL = 8
 
 
 def instances(total, count):
-    """The blocks of replicas that `count` instances drive."""
+    """Return the blocks of replicas that `count` instances drive."""
     local = total // count
     return [range(i * local, (i + 1) * local) for i in range(count)]
 
@@ -26,7 +26,7 @@ def read(source, *, total=TOTAL, local=None, epochs=1, batch_size=3, **options):
 
 
 def per_replica(batches, local, batch_size=3):
-    """{replica: its elements in order}."""
+    """Return the elements of each replica in order, by replica."""
     return {
         r: [int(x) for batch in batches for x in batch[j * batch_size : (j + 1) * batch_size]]
         for j, r in enumerate(local)
@@ -34,7 +34,7 @@ def per_replica(batches, local, batch_size=3):
 
 
 class Shards:
-    """Elements r, r + n, ... for shard r of n; without lengths unless `sized`."""
+    """A source whose shard r of n has elements r, r + n, ...; lengths exist only if `sized`."""
 
     def __init__(self, elements, sized=False):
         self.elements = elements

@@ -1,4 +1,4 @@
-"""What reaches a replica of what `strategy.run` is given: its rows of a batch, or the whole."""
+"""Arguments of `strategy.run` on each replica: its rows of a batch, or the whole value."""
 
 import gc
 import weakref
@@ -35,12 +35,12 @@ def rows_of(results):
 
 
 def expected(step=0):
-    """The numbers of the rows of each replica."""
+    """Return the numbers of the rows of each replica."""
     return np.arange(step * R * SIZE, (step + 1) * R * SIZE).reshape(R, SIZE).tolist()
 
 
 class TestBatches:
-    """Each replica gets its rows of the batches of a distributed data set, in whatever they are put."""
+    """Batches of a distributed data set: each replica gets its rows, wherever the batch is nested."""
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
     def test_batches_are_dealt_out_on_any_number_of_instances(self, on_instances, instances):
@@ -118,7 +118,7 @@ class TestBatches:
 
 
 class TestOtherArrays:
-    """Nobody can tell whether an array that is as long as a batch is computed from one."""
+    """Arrays as long as a batch, which may or may not be computed from one."""
 
     def test_arrays_as_long_as_a_batch_are_refused_with_two_ways_out(self, strategy):
         batch = first_batch(strategy)
@@ -196,7 +196,7 @@ class TestOtherArrays:
 
 
 class TestOthersBatches:
-    """A batch is for those replicas to whom its data set was distributed."""
+    """Batches used on replicas other than those of their data set."""
 
     def test_batches_of_another_strategy_are_refused(self, strategy):
         theirs = first_batch(strategies.IPUStrategy(2))
@@ -215,7 +215,7 @@ class TestOthersBatches:
         assert rows_of(strategy.run(lambda b: b["y"], args=(theirs,))) == expected()
 
     def test_batches_from_before_a_loss_are_refused(self):
-        """Those that are left drive twice as many replicas, and batches of before have half of the rows."""
+        """Survivors drive twice as many replicas, and earlier batches have half of the rows."""
 
         def on_one(strategy):
             kept, own = first_batch(strategy), strategy.per_replica(float)

@@ -1,4 +1,4 @@
-"""`Defaults`: a strategy takes those that it is given, and the configuration of the process is read in two places."""
+"""`Defaults`: a strategy uses the given ones, and the configuration of the process is read in two places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def configured() -> Iterator[None]:
-    """A configuration that contradicts the defaults of each strategy below."""
+    """Provide a configuration that contradicts the defaults of each strategy below."""
     config = IPUConfig()
     config.auto_select_ipus = 4
     config.floating_point_behaviour.inv = True
@@ -38,7 +38,7 @@ def reads_of_the_process(path: Path) -> list[str]:
 
 
 def test_the_configuration_of_the_process_is_read_in_two_places() -> None:
-    """By a strategy that is given no defaults, and where something is made without a strategy."""
+    """The places are a strategy without given defaults, and objects made without a strategy."""
     read = [place for path in sorted((ROOT / "strategies").rglob("*.py")) for place in reads_of_the_process(path)]
     assert read == ["strategies/defaults.py", "strategies/jax/replicas/membership.py"]
 
@@ -96,7 +96,7 @@ class TestGivenDefaults:
 
 
 def test_a_strategy_without_given_defaults_follows_the_configuration(strategy: strategies.Strategy) -> None:
-    """What is made for a strategy after a configuration does as that says, whenever the strategy was made."""
+    """Objects made after a configuration follow it, whenever the strategy was made."""
     assert strategy.defaults == strategies.Defaults() == in_force()
     config = IPUConfig()
     config.floating_point_behaviour.inv = True

@@ -1,4 +1,4 @@
-"""Derivatives of any order through collectives between replicas, however these are spread over instances.
+"""Derivatives of any order through collectives between replicas, for every spread over instances.
 
 What is compared with: the same functions of the values of all replicas, stacked, in plain JAX. A replica's gradient is
 that of the sum of what all replicas compute.
@@ -60,7 +60,7 @@ TANGENTS = np.random.default_rng(1).uniform(-1, 1, (REPLICAS, 4, 2)).astype(np.f
 
 
 def derivatives(loss, x, tangent, names):
-    """What JAX makes of a scalar function, for one replica or for all of them, stacked; those of these names."""
+    """Return the named derivatives of a scalar function by JAX, for one replica or for all of them, stacked."""
 
     def penalty(y):
         return jnp.sum(jnp.sin(jax.grad(loss)(y)))
@@ -114,7 +114,7 @@ def stacked(reference, names):
 
 
 def on_all(on_instances, instances, program, values):
-    """What each replica got, in their order."""
+    """Return the results of each replica, in order."""
 
     def one(strategy):
         return list(strategy.run(program, args=(strategy.per_replica(lambda r: jax.tree.map(lambda x: x[r], values)),)))
@@ -198,7 +198,7 @@ def test_a_gradient_penalty_over_a_synchronised_mean_trains_to_the_same_bits(on_
 
 @pytest.mark.complete
 def test_derivatives_work_inside_loops_and_branches(on_instances, bits):
-    """Derivatives of a scan, of a branch, of both under vmap, and of a loop forward."""
+    """Cases: a scan, a branch, both under vmap, and a loop in forward mode."""
 
     def looping(x):
         def body(carried, k):
@@ -242,7 +242,7 @@ def test_derivatives_work_inside_loops_and_branches(on_instances, bits):
 
 
 def test_collectives_without_a_derivative_can_stand_beside_others(on_instances):
-    """Refused is what needs it, also in a derivative of a derivative."""
+    """Only a derivative that needs the other collective is refused, at any order."""
 
     def program(x):
         def loss(y):

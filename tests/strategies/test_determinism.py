@@ -1,4 +1,4 @@
-"""Deterministic operations on GPUs: the flag, what is kept, and the way out."""
+"""Deterministic operations on GPUs: the flag, settings that are kept, and the way out."""
 
 import logging
 import os
@@ -59,7 +59,7 @@ for wanted in (False, True):
 
 
 def test_a_strategy_on_gpus_sets_the_flag_unless_the_program_declines(in_new_process):
-    """Where there is no GPU JAX does not start; the flag has been set by then."""
+    """Without a GPU JAX does not start, but the flag is set by then."""
     assert in_new_process(ON_GPUS, JAX_PLATFORMS="cuda").split() == ["None", FLAG]
 
 

@@ -1,4 +1,4 @@
-"""Where replicas run: on one device and a thread each, and what lies where."""
+"""Devices of replicas: one thread each on a device, and the memory of arrays."""
 
 import re
 import threading
@@ -28,14 +28,14 @@ def test_replicas_of_other_instances_do_not_change_the_devices():
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Stands for one of JAX's, which this machine need not have."""
+    """A stand-in for an accelerator of JAX, which this machine need not have."""
 
     number: int
     platform = "gpu"
 
 
 def rows_about_gpus():
-    """The rows of the table in gpus.md: instances, replicas of each, devices of each, and waves."""
+    """Yield the rows of the table in gpus.md: instances, replicas of each, devices of each, and waves."""
     page = page_text("gpus.md")
     for row in re.findall(r"^\| (\d+) \| (\d+) \| (.*) \| (\d+) \|$", page, flags=re.MULTILINE):
         devices = [[int(number) for number in cell.split(", ")] for cell in re.split(r" *\| *", row[2]) if cell]
@@ -84,7 +84,7 @@ def test_zeros_are_memory_of_a_replica_alone():
 
 
 class TestThreads:
-    """Every replica has one."""
+    """Threads of replicas, one for each."""
 
     def test_run_all_replicas_at_once_and_return_in_their_order(self):
         devices = choose_grid(range(4)).first
@@ -102,7 +102,7 @@ class TestThreads:
         ]
 
     def test_at_most_one_thread_per_device_runs_at_a_time(self):
-        """Replicas beyond that wait for their wave."""
+        """Further replicas wait for their wave."""
         devices = ReplicaDevices((jax.local_devices()[0],) * 2, range(6))
         assert (devices.width, devices.waves, devices.is_lockstep) == (2, 3, False)
         running, most = set(), []
@@ -179,7 +179,7 @@ compute()
 
 @pytest.mark.complete
 def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
-    """As with accelerators: several of JAX's devices, each with an executable of its own."""
+    """Several devices of JAX stand for accelerators, each with an executable of its own."""
     on_one, all_at_once, *on_four = in_new_process(ON_DEVICES, "one").splitlines()
     assert all_at_once == "[4.0, 4.0, 4.0, 4.0]"
     assert on_four == [on_one, all_at_once]

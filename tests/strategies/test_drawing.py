@@ -1,4 +1,4 @@
-"""Iterators among the arguments of a program: three runs give what the original gives, and not the first element."""
+"""Iterators among the arguments of a program: three runs give the original's elements, not the first one thrice."""
 
 import itertools
 
@@ -14,7 +14,7 @@ ELEMENTS = [np.float32(number) for number in range(24)]
 
 
 def two_of(iterator):
-    """As the original writes it."""
+    """Draw two elements, as the original writes it."""
     total = jnp.zeros(())
     for _ in range(2):
         total += next(iterator)
@@ -126,7 +126,6 @@ def test_dtypes_that_a_feed_does_not_take_are_refused():
 
 
 def test_elements_are_not_for_python():
-    """S-16: next outside of a program."""
     strategy = strategies.IPUStrategy(1)
     for iterator in (iter(InfeedQueue(ELEMENTS)), iter(strategy.distribute_dataset(np.float32(ELEMENTS), 1))):
         with pytest.raises(RuntimeError, match="Accessing dataset elements"):
@@ -149,7 +148,7 @@ def test_several_instances_need_a_mode_for_their_elements(on_instances):
 
 
 def test_six_equal_elements_are_drawn_six_times():
-    """S-17: equal elements, which no comparison tells from one that is drawn six times."""
+    """Equal elements cannot be distinguished by value from one element used six times."""
     strategy = strategies.IPUStrategy(1)
     found = strategy.run(lambda one: sum(next(one) for _ in range(6)), (iter([np.float32(1)] * 6),))
     assert jax.tree.map(float, found.values) == (6.0,)

@@ -1,4 +1,4 @@
-"""The tree of errors, which says what a caller does next."""
+"""Tree of errors, grouped by the next action of the caller."""
 
 import re
 

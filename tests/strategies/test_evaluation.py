@@ -1,4 +1,4 @@
-"""Evaluating and predicting over every row once, with the same bits on any number of instances."""
+"""Evaluation and prediction over every row once, with the same bits on any number of instances."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ DRAWN = {"w": np.float32([0.3, -1.7, 0.9])}
 
 
 def rows_of(length, integers=True):
-    """Rows of small integers, of whose squares float32 has every sum; or of any numbers."""
+    """Return rows of small integers, whose sums of squares are exact in float32, or of any numbers."""
     random = np.random.default_rng(length)
     x = random.integers(-3, 4, (length, 3)) if integers else random.standard_normal((length, 3))
     y = random.integers(-3, 4, length) if integers else random.standard_normal(length)
@@ -33,7 +33,7 @@ def rows_of(length, integers=True):
 
 
 class Records:
-    """Random access to rows."""
+    """A source with random access to rows."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -48,7 +48,7 @@ class Records:
 
 
 class Shards(Records):
-    """Shard i of n has rows i, i + n, ...; nobody knows how many before they end."""
+    """A source whose shard i of n has rows i, i + n, ...; the length is unknown until the end."""
 
     __len__ = None
 
@@ -164,7 +164,7 @@ class TestEveryRowCountsOnce:
         assert dict(trainer.evaluate(state, dataset)) == expected_of(rows)
 
     def test_padding_elements_never_affect_the_result(self, strategy):
-        """The element that is repeated gives no number at all."""
+        """The repeated element is NaN."""
         rows = {"x": np.float32([[np.nan, 0, 0]]), "y": np.float32([1])}
         source = PerReplica([Unsized(listed(one)) for one in (rows_of(4), rows_of(3), rows_of(2), rows_of(1))])
         found = evaluated(strategy, source)
@@ -173,7 +173,7 @@ class TestEveryRowCountsOnce:
         assert np.isnan(evaluated(strategy, rows)["loss"])  # where it counts it does so
 
     def test_sums_are_as_good_as_float64(self, strategy):
-        """Float32 would have lost the fours beside 2**28."""
+        """Float32 would lose the fours beside 2**28."""
         x = np.ones((4001, 3), np.float32)
         rows = {"x": x, "y": np.zeros(4001, np.float32)}
         rows["x"][0] *= 8192
@@ -208,7 +208,7 @@ class TestTheBits:
 
     @pytest.mark.parametrize("length", LENGTHS)
     def test_bits_are_the_same_for_given_batches(self, strategy, on_instances, length):
-        """An instance has its part of every batch, of which there may be nothing in the last one."""
+        """Each instance has its part of every batch; the last part may be empty."""
         rows = rows_of(length, integers=False)
 
         def found(strategy):
@@ -227,7 +227,7 @@ class TestTheBits:
         assert on_instances(2, REPLICAS, found) == [found(strategy)] * 2
 
     def test_bits_do_not_depend_on_concurrent_batches(self, strategy):
-        """Three batches are begun at once, and the order of the sums is that of the data."""
+        """Three batches run at once, and the order of the sums is that of the data."""
         trainer, state = trainer_of(strategy, variables=DRAWN)
         once, again = (trainer.evaluate(state, distributed(strategy, self.ROWS, 1)) for _ in range(2))
         assert bits_of(once) == bits_of(again)
@@ -236,7 +236,7 @@ class TestTheBits:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Largest:
-    """The largest score of the rows, and how often it was merged."""
+    """The largest score of the rows, with the number of merged parts."""
 
     score: jax.Array
     parts: jax.Array
@@ -334,7 +334,7 @@ class TestTheFunction:
         assert trainer.evaluate(state, distributed(strategy, rows_of(5)))["loss"] == 1
 
     def test_the_function_can_cast_its_batches(self, strategy):
-        """What is the same for training and evaluation: images that are bytes."""
+        """Training and evaluation share this cast of images that are bytes."""
         cast = strategies.casting(lambda v, batch, key: batch.mean(), strategies.Cast(jnp.float32, scale=0.5))
         assert evaluated(strategy, np.arange(5, dtype=np.uint8), cast)["loss"] == 1.0
 
@@ -407,7 +407,7 @@ class TestTheState:
         assert after.step == 1
 
     def test_evaluating_during_training_changes_no_bit(self, strategy, bits):
-        """Between executions of `run`, and to the same variables as without it."""
+        """The evaluation runs between executions of `run`."""
         training = strategy.distribute_dataset(rows_of(48, integers=False), 3)
         validation = distributed(strategy, rows_of(5))
         found = []
@@ -464,7 +464,7 @@ class TestPredictions:
         assert found.astype(np.float32).tolist() == rows["x"].tolist()
 
     def test_predictions_run_three_batches_ahead(self, strategy):
-        """So replicas need not wait, and outputs need not fit into memory."""
+        """Replicas need not wait, and outputs need not fit into memory."""
         taken = []
 
         def elements():
@@ -620,7 +620,7 @@ class TestInstances:
         on_instances(2, REPLICAS, program)
 
     def test_instances_can_have_different_numbers_of_batches(self, on_instances):
-        """What `distribute_datasets_from_function` returns ends with the first instance where it is trained on."""
+        """In training, the result of `distribute_datasets_from_function` ends with the first instance."""
         rows = rows_of(12)
 
         def program(strategy):
@@ -635,7 +635,7 @@ class TestInstances:
         assert on_instances(2, REPLICAS, program) == [expected_of(rows)] * 2
 
     def test_instances_record_the_batch_they_evaluate(self):
-        """The calls are named in the progress record, by which a job that stands still is told."""
+        """The progress record names the calls, so that a hanging job can be diagnosed."""
         notes = Notes()
 
         def program(communicator):
@@ -650,7 +650,7 @@ class TestInstances:
 
 
 class Notes:
-    """Keeps the names of collectives."""
+    """An observer that keeps the names of collectives."""
 
     def __init__(self):
         self.labels = []

@@ -1,4 +1,4 @@
-"""Trainer.run: many steps, the same bits as single ones."""
+"""Trainer.run: many steps, with the bits of single ones."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_instances_meet_in_every_step(on_instances):
 
 
 def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
-    """Python sees a step only where it is compared with the program; later executions are one call each."""
+    """Python runs a step only for the comparison with the program; later executions are one call each."""
     strategy = strategies.IPUStrategy(1)
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     single, calls = trainer._engine._begun, []
@@ -75,7 +75,7 @@ def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
 
 
 def test_steps_that_would_have_other_bits_in_one_program_are_made_one_by_one():
-    """A convolution's gradient, which XLA computes otherwise in a loop; whether it does or not, the bits are equal."""
+    """XLA computes a convolution's gradient differently in a loop; with or without that, the bits are equal."""
     images = RNG.standard_normal((32, 28, 28, 1)).astype(np.float32)
     first = {"kernel": RNG.standard_normal((3, 3, 1, 8)).astype(np.float32)}
 
@@ -95,7 +95,7 @@ def test_steps_that_would_have_other_bits_in_one_program_are_made_one_by_one():
 
 
 def test_metrics_do_not_wait_for_the_device():
-    """Those of an execution in one program are an array that may still be computed."""
+    """Metrics of an execution in one program are an array that may still be computed."""
     trainer = Trainer(strategies.IPUStrategy(1), loss_fn, optax.sgd(0.1))
     batches = list(dataset_of(trainer.strategy).epoch(0)) * 2
     _, metrics = trainer.run(trainer.init({"w": np.zeros(3, np.float32)}), batches, 8)
@@ -140,7 +140,7 @@ def test_nothing_is_compiled_after_the_first_step(on_instances, caplog, instance
 
 
 def test_a_loss_function_enqueues_each_value_once(strategy):
-    """Feeds are calls into Python: their steps are neither compared nor made in one program."""
+    """Feeds call Python, so their steps are neither compared nor fused into one program."""
 
     def outfed(length, **options):
         queue = strategies.OutfeedQueue()
@@ -168,7 +168,7 @@ def test_run_continues_in_the_middle_of_an_epoch(strategy):
 
 
 def test_checkpoints_due_inside_an_execution_are_saved_after_it(tmp_path, strategy):
-    """Every 3 steps, asked after every 4."""
+    """A checkpoint is due every 3 steps, and `after_step` is called after every 4."""
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     with strategies.Checkpoints(tmp_path, trainer, every=3, keep=9) as checkpoints:
         state = checkpoints.restore(trainer.init({"w": np.zeros(3, np.float32)}))

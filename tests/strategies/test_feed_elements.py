@@ -1,4 +1,4 @@
-"""What an element of an infeed is."""
+"""Elements of an infeed: their parts, dtypes and shapes."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""What feeds and loops know of the program that is being traced: its token, and who collects what is enqueued."""
+"""Feeds and loops in a traced program: its token, and the collection of enqueued values."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def program(token=0, replica=0, report=lambda error: None):
 
 
 def run(body, token=0, replica=0):
-    """The token behind `body(program)`, what it returned, and what was reported: compiled, and run once."""
+    """Run `body(program)` compiled once, and return the token, the result, and the reported errors."""
     reported = []
 
     def traced(token, replica):
@@ -31,7 +31,7 @@ def run(body, token=0, replica=0):
 
 
 def leave_by_exception(context, look):
-    """Enter it, look around, and raise."""
+    """Enter a context, look around, and raise."""
     with context:
         look()
         raise KeyError
@@ -64,7 +64,7 @@ class TestCalls:
         assert (token, found, reported) == (7, 8, [])
 
     def test_calls_run_one_after_another(self):
-        """Not even JAX's own effects order them: without the token each is independent of the others."""
+        """JAX's own effects do not order them: without the token each call is independent."""
         seen = []
 
         def body(p):
@@ -158,7 +158,7 @@ class TestCollecting:
 
     @pytest.mark.parametrize(("more", "wanted"), [(0, 1), (1, 0)])
     def test_collecting_is_limited_to_small_values_in_total(self, more, wanted):
-        """So many of them as leave in one call are a piece of what JAX hands over at once."""
+        """The values that leave in one call must fit one piece of JAX's transfer."""
         half = PIECE_BYTES // CHUNK // 2
 
         def body(p):
@@ -171,7 +171,7 @@ class TestCollecting:
 
     @pytest.mark.parametrize("is_known", [False, True])
     def test_values_in_a_branch_are_not_collected(self, is_known):
-        """The program may not come there, whether its value is known outside or not."""
+        """The program may skip the branch, whether the value is known outside or not."""
         calls = []
 
         def body(p):

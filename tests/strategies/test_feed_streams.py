@@ -1,4 +1,4 @@
-"""Which elements of a data set an infeed gives to which replica, and what nobody can tell."""
+"""Streams of infeeds: the elements of each replica, and refusals of ambiguous streams."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ R = 4
 
 
 def fed(strategy, infeed, steps=2):
-    """What each local replica gets in each step; they wait for each other and for other instances meanwhile."""
+    """Return the elements that each local replica gets in each step; replicas and instances wait for each other."""
     outfeed = OutfeedQueue()
 
     def body(total, x):
@@ -29,14 +29,14 @@ def numbers(count):
 
 
 def shard(context, count=R * 2):
-    """An instance's own elements of a stream: blocks of as many as it has replicas."""
+    """Return the elements of an instance: blocks with one element per local replica."""
     local = context.num_replicas_in_sync // context.num_input_pipelines
     blocks = np.arange(count, dtype=np.int32).reshape(-1, context.num_input_pipelines, local)
     return list(blocks[:, context.input_pipeline_id].reshape(-1))
 
 
 def joined(found):
-    """Step by step what all replicas got."""
+    """Return the elements of all replicas, step by step."""
     return np.concatenate(found, axis=1).tolist()
 
 
@@ -88,7 +88,7 @@ class TestIterables:
         assert on_instances(2, R, on_one) == [[[0, 1], [2, 3]]] * 2
 
     def test_iterables_of_a_function_are_read_without_collective_calls(self, on_instances):
-        """In the thread that reads ahead nothing is asked of other instances, whose calls come in another order."""
+        """The prefetching thread makes no collective calls, which other instances would make in another order."""
 
         def on_one(strategy):
             infeed = InfeedQueue(strategy.distribute_datasets_from_function(lambda context: shard(context, 50 * R)))
@@ -162,7 +162,7 @@ class TestPerReplica:
 
 
 class TestRefusals:
-    """What is not made of elements for one replica each."""
+    """Sources whose elements do not belong to one replica each."""
 
     def test_elements_that_are_values_per_replica(self, strategy):
         with pytest.raises(TypeError, match="elements of the data set are PerReplica.*give the infeed one PerReplica"):

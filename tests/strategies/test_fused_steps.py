@@ -1,4 +1,4 @@
-"""Many steps in one program. When trainers use it, and that it changes no bit of a training: `test_executions.py`."""
+"""Many steps in one program, tested without a trainer."""
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ SEED, FIRST_STEP = 3, 5
 
 
 def loss_fn(variables, batch, key):
-    """Its gradient is the sum of the rows; all of it is exact."""
+    """Compute a loss whose gradient is the sum of the rows; all of it is exact."""
     return (batch["x"] @ variables["w"]).sum(), {"draw": jax.random.uniform(key)}
 
 
 def drawn(step):
-    """What the loss function draws in a step."""
+    """Return the number that the loss function draws in a step."""
     return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), 0)))
 
 
@@ -45,7 +45,7 @@ def start(dtype=np.float32):
 
 
 class Steps:
-    """Those of one replica, in one program or one by one."""
+    """The steps of one replica, in one program or one by one."""
 
     def __init__(self, strategy, loss_fn=loss_fn, optimizer=None, variables=None, batch=BATCHES[0], **settings):
         shapes = ReplicaShapes(*jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch))))
@@ -109,7 +109,7 @@ def test_each_update_has_the_random_bits_of_its_own_step(alone):
 
 
 def test_old_variables_and_state_are_used_up(alone):
-    """Declared to the compiler: it may write the new ones where they lie."""
+    """The donation is declared to the compiler, which may write the new arrays into the same memory."""
 
     def loss(variables, batch, key):
         return variables["w"].sum() * batch["x"].sum()
@@ -146,7 +146,7 @@ def printing(variables, batch, key):
 
 
 def reducing(variables, batch, key):
-    """Of one replica there is nothing to exchange."""
+    """Reduce over one replica, which needs no exchange."""
     return strategies.get_replica_context().all_reduce("sum", loss_fn(variables, batch, key)[0])
 
 

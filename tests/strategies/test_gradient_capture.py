@@ -1,4 +1,4 @@
-"""Row PL-54, out of pipelines: gradients of marked arrays are captured, and nothing else changes."""
+"""Capture of gradients of marked arrays, out of pipelines; nothing else changes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SLOPE = 1 - np.tanh(0.49) ** 2
 
 
 def test_a_mark_changes_nothing():
-    """PL-54: forward pass and gradient, with a context and without."""
+    """The forward pass and the gradient are the same with a context and without."""
     plain = jax.value_and_grad(lambda x: jnp.tanh(x**2))(0.7)
     assert jax.value_and_grad(tanh_of_square)(0.7) == plain
     with GradientCaptureContext() as context:
@@ -24,7 +24,7 @@ def test_a_mark_changes_nothing():
 
 
 def test_the_gradient_of_a_marked_array_is_captured():
-    """PL-54: that of tanh, by its tag; of what was differentiated last."""
+    """The tag names the gradient of tanh; the latest differentiation counts."""
     context = GradientCaptureContext()
     context.grad(tanh_of_square)(0.7)
     assert context.captured_gradients.keys() == {"tanh_grad"}
@@ -34,7 +34,7 @@ def test_the_gradient_of_a_marked_array_is_captured():
 
 
 def test_marks_in_compiled_functions_are_found():
-    """PL-54: of a function that is compiled by itself, in one that is compiled too; each time that they are called."""
+    """A compiled function is called in another one; every call captures its gradient."""
     outlined = jax.jit(tanh_of_square)
 
     @jax.jit

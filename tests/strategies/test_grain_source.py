@@ -1,4 +1,4 @@
-"""Data sets of grain and other random access: dealt out as arrays are, transformed alike everywhere, resumed."""
+"""Data sets of grain and other random access: dealt out like arrays, transformed alike everywhere, resumable."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 
 class Records:
-    """Numbers, and how often each was read."""
+    """A source of numbers that counts reads."""
 
     def __init__(self, length=LENGTH):
         self.length = length
@@ -276,7 +276,7 @@ def test_worker_processes_read_the_same_and_end_with_their_instance_also_when_it
 
 
 def has_ended(pid):
-    """Whether a process, which is no child of this one, ends in time."""
+    """Return whether a process, which is no child of this one, ends in time."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

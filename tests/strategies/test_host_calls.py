@@ -1,4 +1,4 @@
-"""What a compiled program hands to Python, whatever its size."""
+"""Calls of Python from a compiled program, for arrays of every size."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A step of the only replica becomes one program where that changes no bit."""
+"""Steps of a single replica: one program if that changes no bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_ONE, IN_PARTS = "in one program from step", "in parts"
 
 
 def loss_with_state(variables, batch, key, model_state):
-    """Of a network with dropout, a moving mean, a counter and a sum; a variable of it may be frozen."""
+    """Compute a network with dropout, a moving mean, a counter and a sum; one of its variables may be frozen."""
     hidden = jnp.tanh(batch @ variables["kernel"] + variables["bias"])
     mean = hidden.mean(0)
     hidden *= jax.random.bernoulli(key, 0.8, hidden.shape)
@@ -31,7 +31,7 @@ def loss_with_state(variables, batch, key, model_state):
 
 
 def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None, **options):
-    """What a training of small batches ends with; the trainer may be changed before it begins."""
+    """Return the end of a training with small batches; the test may change the trainer before it begins."""
     trainer = strategies.Trainer(
         strategies.IPUStrategy(num_replicas=num_replicas),
         loss_fn,
@@ -102,11 +102,11 @@ def test_several_replicas_never_try_one_program(caplog):
 
 
 def test_different_gradients_without_an_effect_yet_keep_the_step_in_parts(caplog):
-    """A learning rate of zero hides them while it warms up, and plain SGD keeps nothing of them."""
+    """A learning rate of zero hides the difference while it warms up, and plain SGD keeps no state."""
     traces = []
 
     def loss_fn(variables, batch, key):
-        """Its gradient is larger the more often it was traced, as a program of its own may round otherwise."""
+        """Compute a loss whose gradient grows with each trace, as another program may round differently."""
         traces.append(None)
         product = (batch * variables).sum()
         return product + len(traces) * (product - jax.lax.stop_gradient(product))

@@ -1,4 +1,4 @@
-"""Infeeds: which element goes where, what they refuse, how they end; Q are rows of the original's tests."""
+"""Infeeds: order of elements, refusals, and the end of data."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def equal(array, value):
 
 
 class TestElements:
-    """What the body of a loop gets."""
+    """Elements that the body of a loop gets."""
 
     def test_elements_of_an_endless_data_set_are_fed(self):
         assert equal(loops.repeat(20, add, [ONES], InfeedQueue(Increasing(10))), 91)
@@ -132,7 +132,7 @@ class TestElements:
 
 
 class TestOrder:
-    """Element k * R + r goes to replica r in its iteration k."""
+    """Order of elements: element k * R + r goes to replica r in its iteration k."""
 
     @staticmethod
     def program(infeed):
@@ -152,7 +152,7 @@ class TestOrder:
         assert found == [sum((4 * k + r) * (r + 1) * 2 ** (4 - k) for k in range(5)) for r in range(4)]
 
     def test_the_order_is_the_same_if_replicas_share_a_device(self):
-        """More replicas than devices: the first ones have taken all of theirs before the others begin."""
+        """Replicas outnumber devices: the first ones take all of their elements before the others begin."""
         infeed = InfeedQueue(Increasing(60, (), repeats=False))
         found = strategies.IPUStrategy(12).run(self.program(infeed))
         assert list(found) == [sum((12 * k + r) * (r + 1) * 2 ** (4 - k) for k in range(5)) for r in range(12)]
@@ -258,7 +258,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("dataset", "error", "message"),
         [
-            ([np.zeros((4, 0), np.float32)], ValueError, "dimension of size 0"),  # Q-51
+            ([np.zeros((4, 0), np.float32)], ValueError, "dimension of size 0"),
             ([(np.float32(0), (np.float32(0), np.float32(0)))], ValueError, "inside of another"),
             *((each, TypeError, "needs an iterable of elements") for each in (3, "words", {"a": [1]})),
             *((each, ValueError, "needs at least one") for each in ([], [()])),
@@ -270,7 +270,7 @@ class TestRefusals:
             InfeedQueue(dataset)
 
     def test_programs_with_other_numbers_of_replicas(self):
-        """X-30: a queue belongs to the number of replicas that dequeued it first."""
+        """A queue belongs to the number of replicas that dequeued it first."""
         infeed = InfeedQueue(Increasing(10, ()))
         program = self.summing(infeed)
         assert list(strategies.IPUStrategy(2).run(program)) == [2, 4]
@@ -299,7 +299,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("kind", [EndOfDataError, FileNotFoundError])
     def test_the_end_is_the_same_error_if_python_asks_for_more(self, kind):
-        """And what the data set raises is what is raised; neither breaks what is called after it."""
+        """An error of the data set is raised unchanged; neither breaks later calls."""
 
         def elements():
             yield from np.arange(2, dtype=np.float32)
@@ -527,7 +527,7 @@ def test_a_pool_of_one_thread_is_enough_and_nothing_is_left_at_exit():
 
 
 def test_available_elements_come_in_one_call(monkeypatch):
-    """What a loop does not take stays: the next one goes on where it has ended."""
+    """A loop leaves surplus elements for the next one, which continues there."""
     with InfeedQueue(Increasing(100, ()), prefetch_depth=4) as infeed:
         take, taken = infeed._take, []
         monkeypatch.setattr(infeed, "_take", lambda *arguments: taken.append(take(*arguments)) or taken[-1])

@@ -1,4 +1,4 @@
-"""The original's benchmarks of input: what they count, and what they refuse."""
+"""The original's benchmarks of input: results and refusals."""
 
 import json
 import logging
@@ -12,12 +12,12 @@ FIGURES = ["elements_processed", "total_bytes_processed", "time_elapsed", "eleme
 
 
 def increasing(number, shape):
-    """Elements of ones, twos, threes, ..."""
+    """Return a data set of ones, twos, threes, ..."""
     return (np.full(shape, value, np.float32) for value in range(1, number + 1))
 
 
 class TestFunctions:
-    """Rows B-01 to B-03."""
+    """Benchmark functions of the original."""
 
     @pytest.mark.parametrize("do_memcpy", [True, False])
     def test_a_data_set_is_measured(self, do_memcpy):
@@ -73,7 +73,7 @@ class TestFunctions:
 
     @pytest.mark.parametrize("kind", ["iterable", "function"])
     def test_batches_that_are_collective_calls_are_not_read_ahead(self, on_instances, kind):
-        """Instances take equally many, and call each other in the same order afterwards."""
+        """Instances take the same number of batches, and call each other in the same order afterwards."""
         elements = [np.float32(number) for number in range(100)]
 
         def on_one(strategy):

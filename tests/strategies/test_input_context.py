@@ -1,4 +1,4 @@
-"""What a function that makes a data set knows about its reader."""
+"""Input contexts: facts about the reader for a function that makes a data set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`IPUConfig`: rows CF-01 to CF-05 and CF-07, what follows from each attribute, and the page that says so."""
+"""`IPUConfig`: tests of the original, the effect of each attribute, and the page about it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ PAGE = page_named("config_attributes.md")
 
 @pytest.fixture
 def config():
-    """One that is changed by the test, and forgotten behind it."""
+    """Provide a configuration that is reset after the test."""
     yield IPUConfig()
     reset_ipu_configuration()
 
 
 @pytest.fixture
 def configure(config):
-    """Put attributes in force, given by their full names."""
+    """Provide a function that applies attributes given by their full names."""
 
     def put(**values):
         config.from_dict({**config.to_dict(), **{name.replace("__", "."): value for name, value in values.items()}})
@@ -168,7 +168,7 @@ def test_attributes_without_an_effect_are_named_once(configure, caplog):
 
 
 class Rows:
-    """Random access that knows which thread has read it last."""
+    """A source with random access that knows the thread of the last read."""
 
     def __len__(self):
         return 8

@@ -1,4 +1,4 @@
-"""What a loop collects of the values that its body enqueues, and when it hands them over."""
+"""Iterations of a loop: collection of enqueued values, and their delivery."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ FOR_EVER_S = 1e9
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The tokens of all calls of feeds from now on."""
+    """Provide the tokens of all later calls of feeds."""
     counted, next_token = [], feed_program.next_token
     monkeypatch.setattr(feed_program, "next_token", lambda token: counted.append(int(token)) or next_token(token))
     return counted
@@ -27,7 +27,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Let loops hold values back for as long as they may, however slow this machine is."""
+    """Let loops hold values back for the maximum time, however slow this machine is."""
     monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", FOR_EVER_S)
 
 
@@ -36,7 +36,7 @@ def enqueuing(outfeed):
 
 
 class TestCalls:
-    """How often a loop calls into Python."""
+    """Number of calls of Python from a loop."""
 
     def test_fast_iterations_make_few_calls(self, calls, patient):
         outfeed = OutfeedQueue()
@@ -84,7 +84,7 @@ class TestCalls:
 
 
 class TestVisibility:
-    """When another thread sees a value."""
+    """Visibility of values in another thread."""
 
     def test_slow_iterations_deliver_values_one_by_one(self, monkeypatch):
         monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
@@ -104,7 +104,7 @@ class TestVisibility:
         assert [*seen, *outfeed.dequeue()] == list(range(20))
 
     def test_data_can_depend_on_values_dequeued_before(self, monkeypatch, patient):
-        """The data set waits for the values of all replicas in all rounds before, and one of them is late."""
+        """The data set waits for the values of all replicas of all earlier rounds, and one replica is late."""
         outfeed, seen, has_come = OutfeedQueue(), [], threading.Condition()
         put = outfeed._put
 
@@ -149,7 +149,7 @@ class TestVisibility:
 
 
 class TestBodies:
-    """Where a loop does not collect, values leave as they come."""
+    """Bodies that a loop does not collect, so values leave at once."""
 
     @pytest.mark.parametrize("other", ["in a branch", "large", "in a loop"])
     def test_bodies_that_also_enqueue_other_values_keep_the_order(self, calls, patient, other):
@@ -211,7 +211,7 @@ class TestBodies:
 
 @pytest.mark.parametrize("other", ["another call", "gradients"])
 def test_bits_do_not_depend_on_whether_values_are_collected(strategy, bits, other):
-    """They are not where the body makes other calls, nor in loops with gradients."""
+    """Bodies with other calls and loops with gradients do not collect values."""
     data = list(np.random.default_rng(0).standard_normal((24, 7, 5)).astype(np.float32))
     weights = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
 
@@ -239,7 +239,7 @@ def test_bits_do_not_depend_on_whether_values_are_collected(strategy, bits, othe
 
 
 def test_many_small_values_keep_their_bits(bits):
-    """Together they are larger than what JAX hands over at once."""
+    """Together they are larger than one transfer of JAX."""
     outfeed = OutfeedQueue()
     values = [np.random.default_rng(k).standard_normal(250).astype(np.float32) for k in range(130)]
     loops.repeat(2, lambda: outfeed.enqueue(values))

@@ -1,4 +1,4 @@
-"""Looking through traced programs, evaluating them equation by equation, and cutting them."""
+"""Traced programs: search, evaluation equation by equation, and cutting."""
 
 import functools
 
@@ -97,7 +97,7 @@ def test_an_equation_comes_before_those_in_it():
     ids=["jit", "custom_vjp", "custom_jvp", "checkpoint", "cos", "loop", "reduce"],
 )
 def test_only_equations_evaluated_once_are_calls(function, when_derived, before):
-    """A derivative of one's own, and `jax.checkpoint`, are more than a call until the program is differentiated."""
+    """A custom derivative and `jax.checkpoint` are more than a call until the program is differentiated."""
     (equation,) = traced(function).jaxpr.eqns
     body = body_of_call(equation, is_derived=True)
     assert (body is not None) == when_derived
@@ -131,7 +131,7 @@ def test_ancestors_are_the_equations_behind_a_value():
 
 
 def shaky(x):
-    """A constant, a literal, a result that is an argument, and an operand that comes twice."""
+    """Compute with a constant, a literal, a result that is an argument, and an operand that comes twice."""
     return x * x + jnp.asarray(X), 2.0, x
 
 
@@ -184,7 +184,7 @@ def test_bodies_of_loops_and_branches_can_be_exchanged():
 
 
 def deep(weights, x):
-    """Blocks one behind the other, with calls in calls, a constant, and a result that needs only the first of them."""
+    """Compute consecutive blocks with nested calls, a constant, and a result that needs only the first block."""
     first = jax.jit(lambda y: jax.jit(jnp.tanh)(y @ weights[0]))(x)
     hidden = jnp.sin(first @ weights[1]) + jnp.asarray(X[:5])
     return hidden * 2, first.sum(), weights[0], np.float32(3)
@@ -201,7 +201,7 @@ def run(segments, arguments):
 
 
 def blocks_of(graph, size):
-    """Groups of `size` equations, and one without any that has the results."""
+    """Return groups of `size` equations, and a final group of the results without equations."""
     count = len(graph.equations)
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
     return [*(EquationGroup(range(k, min(k + size, count))) for k in range(0, count, size)), EquationGroup((), results)]
@@ -264,7 +264,7 @@ def test_cuts_without_a_valid_order_are_refused(groups, message):
 
 
 def test_the_same_function_is_always_cut_into_the_same_segments():
-    """Whatever addresses its variables have: compiled programs are found again by what they are."""
+    """Addresses of variables do not matter: compiled programs are found by their content."""
 
     def many(x):
         handed = [function(x) for function in (jnp.cos, jnp.sin, jnp.tanh, jnp.exp, jnp.abs, jnp.sqrt)]

@@ -1,4 +1,4 @@
-"""Instances with different amounts of data end at the same step, with a message and not with a hang."""
+"""Instances with different amounts of data: they end at the same step, with a message and no deadlock."""
 
 import logging
 
@@ -19,7 +19,7 @@ WARNING = (
 
 
 class UnsizedShards:
-    """Shard r has 4 + 3 r elements."""
+    """A source whose shard r has 4 + 3 r elements and no length."""
 
     def shard(self, n, i):
         return Unsized([i] * (4 + 3 * i))
@@ -102,7 +102,7 @@ def batches_of_ones(context):
 
 class TestDistributeDataset:
     def test_shards_of_unknown_lengths(self, on_instances, caplog):
-        """4 and 7 elements on instance 0, 10 and 13 on instance 1, in batches of 2."""
+        """Instance 0 has 4 and 7 elements, instance 1 has 10 and 13, in batches of 2."""
 
         def program(strategy):
             return steps_of(strategy.distribute_dataset(UnsizedShards(), batch_size=2), epochs=2)
@@ -173,7 +173,7 @@ class TestDistributeDataset:
 
 
 class TestPadding:
-    """What is padded goes on until the last instance has come to its end, and drops nothing."""
+    """Padding: it continues until the last instance ends, and drops nothing."""
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
     def test_every_element_of_shards_of_unknown_lengths_counts_once(self, on_instances, caplog, instances):

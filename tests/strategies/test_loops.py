@@ -1,4 +1,4 @@
-"""Loops on the devices; L and Q are rows of the original's tests."""
+"""Loops on the devices."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def add(v, x):
 
 @pytest.fixture(params=["from Python", "in run"])
 def place(request):
-    """Calls a function as a program calls loops: from Python, or in a function that all replicas run."""
+    """Provide a function that calls another as programs call loops: from Python, or in a function on all replicas."""
     if request.param == "from Python":
         return lambda function: function()
     return lambda function: strategies.IPUStrategy(2).run(function)[0]
@@ -137,7 +137,7 @@ class TestIterations:
 
 
 class TestGradients:
-    """L-05."""
+    """Gradients through loops."""
 
     @staticmethod
     def power(a):
@@ -165,7 +165,7 @@ class TestGradients:
         assert abs(a - 1) < 1e-2
 
     def test_gradients_leave_every_feed_unchanged(self, strategy):
-        """JAX drops callbacks, or takes them out of the loop, where it differentiates and nothing depends on them."""
+        """JAX drops callbacks or moves them out of the loop if it differentiates and nothing depends on them."""
         infeed, outfeed = InfeedQueue(Increasing(100, ())), OutfeedQueue()
 
         def inner(a, x):

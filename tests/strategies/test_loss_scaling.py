@@ -1,4 +1,4 @@
-"""How the scale of the loss follows the steps."""
+"""Loss scale over the steps."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A function of each micro-batch's gradients, before anything is added up: row G-13, with accumulation."""
+"""A function of each micro-batch's gradients, applied before any addition."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_the_function_does_not_see_the_loss_scale():
 
 
 def test_a_gradient_that_overflows_is_not_hidden_by_the_function():
-    """Clipping makes 1 of infinity, and the step would be applied."""
+    """Clipping turns infinity into 1, and the step would be applied."""
 
     def overflows(variables, batch, key):
         return jnp.sum(variables["w"] * batch) * jnp.float32(1e38)

@@ -1,4 +1,4 @@
-"""Doing something together with other instances, on threads, of which some are lost meanwhile.
+"""Collective calls with other instances on threads, some of which are lost meanwhile.
 
 Whole trainings are in `test_surviving.py`.
 """
@@ -24,12 +24,12 @@ MOST_CALLS = 10
 
 
 def total(strategy):
-    """The sum of the indices of all replicas; a collective call."""
+    """Return the sum of the indices of all replicas; a collective call."""
     return int(strategy.reduce("sum", strategy.per_replica(np.int32)))
 
 
 class Attempts:
-    """Adds up the indices of all replicas, and notes what it is called for.
+    """Attempts that add up the indices of all replicas, with a record of the calls.
 
     Args:
         strategy: of this instance.
@@ -57,13 +57,13 @@ class Attempts:
         assert len(self.calls) <= MOST_CALLS, "there is no end of it"
 
     def run(self):
-        """The result, the calls, and the replicas in the end."""
+        """Return the result, the calls, and the replicas at the end."""
         result = surviving(self._strategy.replicas, self.attempt, self.catch_up)
         return result, self.calls, list(self._strategy.local_replicas)
 
 
 def raising(error, *conditions):
-    """Raises it in the first attempt, or catching-up, if all conditions hold."""
+    """Return a function that raises an error in the first attempt or catching-up if all conditions hold."""
 
     def disturb(number):
         if number == 0 and all(conditions):
@@ -95,7 +95,7 @@ def test_after_a_loss_survivors_attempt_the_call_once_more(lost, caplog):
 
 @pytest.mark.parametrize("result", [7, 0, ()])
 def test_a_call_that_another_instance_completed_is_not_attempted_again(result):
-    """Whatever it is: only None says that there is nothing yet."""
+    """Only the value None means that there is no result yet."""
 
     def function(strategy):
         return Attempts(strategy, raising(Lost, strategy.replicas.first_index == 1), lambda number: result).run()
@@ -105,7 +105,7 @@ def test_a_call_that_another_instance_completed_is_not_attempted_again(result):
 
 
 def test_a_call_broken_by_an_earlier_loss_is_attempted_again():
-    """All carry on then, and nobody is lost."""
+    """All instances carry on, and none is lost."""
 
     def function(strategy):
         return Attempts(strategy, raising(BrokenError("half-way"), strategy.replicas.first_index == 0)).run()
@@ -172,7 +172,7 @@ class TestFinalErrors:
         assert calls == [["attempt"]] * 2
 
     def test_an_instance_given_up_by_the_others_ends(self):
-        """It learns that when it wants to carry on with them."""
+        """The instance learns of that when it wants to carry on."""
         hub, said = ThreadHub(3), []
 
         def function(strategy):
@@ -204,7 +204,7 @@ class TestMeeting:
         assert run_instances(2, REPLICAS, function) == [False, False]
 
     def test_late_instances_get_the_value_of_the_first_instance_ahead(self):
-        """All others take part in that."""
+        """All other instances take part in the transfer."""
 
         def function(strategy):
             number = strategy.instance_index

@@ -1,4 +1,4 @@
-"""What is planned of memory before anything runs is what a training then has."""
+"""Memory plans, made before anything runs, compared with the memory of trainings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def planned(plan, what):
 
 
 def held_by(trainer, state, batch):
-    """What a training has after a step, by what it is called in a plan."""
+    """Return the memory that a training holds after a step, by the names of the plan."""
     state, _ = trainer.step(state, batch)
     (step,) = trainer._programs._steps.values()
     results = [array for bucket in step.gradients.buckets for array in bucket.results]
@@ -77,7 +77,7 @@ def held_by(trainer, state, batch):
 
 
 def check_plan(strategy, loss=loss_fn, optimizer=None, model_state=None, **options):
-    """The plan of a training, which is found to be true."""
+    """Return the plan of a training after checking it."""
     trainer = Trainer(strategy, loss, optimizer or optax.adam(1e-3), **options)
     batch = batch_for(strategy)
     before = trainer.plan(shapes_of(batch), shapes_of(variables()), model_state)

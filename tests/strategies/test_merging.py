@@ -1,4 +1,4 @@
-"""Metrics that are merged from parts."""
+"""Metrics merged from parts."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows on their way to a sink that is slow, or fails; nothing here waits for a time to pass."""
+"""Delivery of rows to a slow or failing sink; no test waits for time to pass."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ def row(step, **values):
 
 
 class Kept(Sink):
-    """Keeps what it gets; does something first, which may fail."""
+    """A sink that keeps its rows, after an action that may fail."""
 
     name = "kept:here"
     way_out = "mend it"
@@ -131,7 +131,7 @@ def test_a_failing_sink_is_logged_once_and_retried_with_growing_delays_and_all_r
     assert set(sink.calls[1:]) == {"open True", "close"}
     sink.before = lambda: None
     delivery.add(row(2))
-    delivery.close()  # tries once more, however short ago it has failed
+    delivery.close()  # tries once more, even if it has just failed
     assert sink.got == [1, 2]
     assert messages(caplog)[1:] == ["metrics are written to kept:here again"]
 
@@ -162,7 +162,7 @@ def test_metrics_that_cannot_be_read_are_left_out_and_logged_once(caplog):
 
 @pytest.mark.parametrize("kind", [CsvFile, JsonLines])
 def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
-    """Through a link, which leads to a device that is always full, and then to a file."""
+    """A link leads to a device that is always full, and then to a file."""
     link, clock = tmp_path / "run.txt", Clock()
     link.symlink_to("/dev/full")
     delivery = SinkDelivery(kind(link), is_open=False, now_s=clock)
@@ -181,7 +181,7 @@ def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
 
 
 def test_a_partly_written_line_is_cut_off_before_the_retry(tmp_path, monkeypatch):
-    """A disk that has room for some bytes more."""
+    """The disk has room for a few more bytes."""
     path, clock, write = tmp_path / "run.jsonl", Clock(), os.write
 
     def write_some(descriptor, data):

@@ -1,4 +1,4 @@
-"""Metrics in files: what is in them, and what becomes of files that are there."""
+"""Metrics in files: contents, and existing files."""
 
 import csv
 import json
@@ -45,7 +45,7 @@ def written(kind, path, *batches, goes_on=False):
 
 
 def read(path):
-    """Each row as a dictionary; numbers as they were, and nothing where there is none."""
+    """Return each row as a dictionary of numbers, without empty entries."""
     text = path.read_text()
     if path.suffix == ".jsonl":
         found = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]

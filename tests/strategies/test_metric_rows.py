@@ -1,4 +1,4 @@
-"""Which values may be logged, and when they are read."""
+"""Values that may be logged, and the time of reading them."""
 
 import jax.numpy as jnp
 import numpy as np

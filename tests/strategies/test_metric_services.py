@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, Prometheus, MLflow and Weights & Biases, read back with what is theirs."""
+"""Metrics for TensorBoard, Prometheus, MLflow and Weights & Biases, read back with their own tools."""
 
 import contextlib
 import math
@@ -45,7 +45,7 @@ class TestTensorBoard:
 
     @staticmethod
     def shown(folder):
-        """What TensorBoard shows: for each name pairs of steps and numbers."""
+        """Return the pairs of step and number that TensorBoard shows, by name."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(folder)).Reload()
@@ -97,7 +97,7 @@ class TestPrometheus:
 
     @staticmethod
     def answers(sink):
-        """What is answered, as a dictionary by name and labels."""
+        """Return the answer as a dictionary by name and labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         host, port = sink.address
@@ -251,7 +251,7 @@ class TestWandb:
 
 
 def history_of(data):
-    """The rows in the file of an offline run: records as LevelDB logs them, here none longer than a block."""
+    """Yield the rows in the file of an offline run: LevelDB log records, none longer than a block here."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     position = 7  # behind the heading

@@ -1,4 +1,4 @@
-"""Metrics of trainings on threads: what sinks get, from which instance, and that nothing else changes."""
+"""Metrics of trainings on threads: rows in sinks, the writing instance, and unchanged bits."""
 
 import csv
 import functools
@@ -28,7 +28,7 @@ ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3) / 64}
 
 
 class Kept(Sink):
-    """Keeps the rows that it gets."""
+    """A sink that keeps its rows."""
 
     name = "kept:here"
 
@@ -56,7 +56,7 @@ def loss_fn(variables, batch, key):
 
 
 def trained(strategy, *sinks, evaluates=True):
-    """A few steps: the variables, and what each step has told."""
+    """Return the variables after a few steps, and the metrics of each step."""
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
     trainer = Trainer(strategy, loss_fn, optax.adam(0.1))
     state = trainer.init(np.ones(3, np.float32))
@@ -75,7 +75,7 @@ def trained(strategy, *sinks, evaluates=True):
 
 
 def read_file(path):
-    """The rows, without their times."""
+    """Return the rows of a file, without their times."""
     if path.suffix == ".jsonl":
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return [{name: row[name] for name in row if name != "time"} for row in lines]
@@ -89,7 +89,7 @@ def alone():
 
 
 def check_rows(rows, told, evaluation):
-    """They are what each step has told, to the last digit, then the evaluation and what was logged."""
+    """Check that rows are the metrics of each step to the last digit, then the evaluation and logged values."""
     assert rows[: len(told)] == [{"step": step, **values} for step, values in told]
     prefixed = {f"evaluation/{name}": value for name, value in evaluation.items()}
     assert rows[len(told) :] == [{"step": STEPS, **prefixed}, {"step": STEPS, "mine": float(np.float32(0.1))}]
@@ -157,7 +157,7 @@ def test_a_failing_sink_stops_nothing_and_is_logged_once(caplog):
 def test_the_next_instance_continues_the_file_when_the_first_is_lost(
     kind, instances, replicas, phase, written, tmp_path, monkeypatch
 ):
-    """Each step is in it once, whatever the first one had written until then."""
+    """Each step is in the file once, whatever the first instance had written."""
     monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # what is written before the end a test says
     path = tmp_path / f"run.{kind}"
 
@@ -194,7 +194,7 @@ ROWS_OF_MANY = {"x": np.arange(3 * 96, dtype=np.float32).reshape(96, 3) / 64}
 
 
 def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
-    """Sinks get arrays that are still being computed, and a step returns before anybody has read them."""
+    """Sinks get arrays that are still being computed, and a step returns before anyone has read them."""
     may_read, read_in = threading.Event(), []
 
     class Slow(Kept):
@@ -277,7 +277,7 @@ class TestTheEnvironment:
             IPUStrategy(1)
 
     def test_an_instance_that_is_not_the_chief_writes_no_file(self, tmp_path, monkeypatch):
-        """Where each of several instances is a strategy of its own, one writes."""
+        """Several instances may each have a strategy of their own; one of them writes."""
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
         monkeypatch.setattr("popdist.is_chief", lambda: False)
         strategy = IPUStrategy(1)

@@ -1,4 +1,4 @@
-"""What a step tells about itself."""
+"""Metrics of a step, and notices between instances."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,7 @@ def test_an_unknown_name_is_a_key_error(metrics):
 
 
 class Counter:
-    """Sees steps that are made."""
+    """A counter of the steps that are made."""
 
     def __init__(self):
         self.seen = []
@@ -47,7 +47,7 @@ class Counter:
 
 
 def counted(means, **more):
-    """What is told of steps of a job of one instance with two replicas."""
+    """Return the counts of steps, rows and loss of a job of one instance with two replicas."""
     counter = Counter()
     single = collectives.connect("single", collectives.Settings(progress=Instruments(counter)))
     replicas = ConnectedStrategy(Instance(0, 1, 2, 0, 2, 0), single).replicas
@@ -72,7 +72,7 @@ def test_a_missing_loss_is_unknown():
     assert Metrics((), np.zeros(0, np.float32)).loss_at_hand() is None
 
 
-# ---- word that reaches all instances at the same step
+# ---- notices that reach all instances at the same step
 
 
 def test_a_new_notice_is_not_given():

@@ -1,4 +1,4 @@
-"""State that is not trained: moving means, counters, keys; the same bits however replicas are spread."""
+"""Model state that is not trained: moving means, counters, keys; the same bits for every spread of replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AGGREGATION = {"mean": None, "seen": None, "key": "first", "largest": "per_repli
 
 
 def loss_fn(variables, batch, key, model_state):
-    """A layer that subtracts a moving mean; what it draws comes from a key of its own."""
+    """Compute a layer that subtracts a moving mean, with random numbers from a key of its own."""
     mean = 0.75 * model_state["mean"] + 0.25 * batch["x"].mean(0)
     own, drawn = jax.random.split(model_state["key"])
     noise = jax.random.normal(drawn, batch["x"].shape)
@@ -46,7 +46,7 @@ def loss_fn(variables, batch, key, model_state):
 
 
 def rows_of(strategy, step, rows=2):
-    """The rows of this instance: as many for each replica."""
+    """Return the rows of this instance, equally many for each replica."""
     of_all = np.random.default_rng(step).standard_normal((REPLICAS * rows, 3)).astype(np.float32)
     mine = strategy.local_replicas
     return {"x": of_all[mine.start * rows : mine.stop * rows]}
@@ -105,7 +105,7 @@ def test_the_model_state_has_the_same_bits_for_every_spread_of_replicas(on_insta
 
 
 def test_the_values_are_those_of_the_definition():
-    """The mean over replicas of what each has made of the same mean; of replica 0 what has no mean."""
+    """Floats are the mean over the new values of all replicas; values without a mean come from replica 0."""
     strategy = strategies.IPUStrategy(REPLICAS)
     state, _ = trained(strategy, steps=2)
     mean, largest, key = np.float32(MODEL_STATE["mean"]), np.full(REPLICAS, -1, np.float32), MODEL_STATE["key"]
@@ -194,7 +194,7 @@ def test_a_checkpoint_has_the_model_state_for_any_number_of_instances(on_instanc
 
 @pytest.mark.complete
 def test_evaluation_and_prediction_get_the_model_state(on_instances):
-    """Each replica its own part; nothing that they return changes it."""
+    """Each replica gets its own part, and results of the functions change nothing."""
 
     def function(strategy):
         trainer = strategies.Trainer(
@@ -226,7 +226,7 @@ def test_evaluation_and_prediction_get_the_model_state(on_instances):
 
 
 def surviving_program(strategy, lost=-1, begin=lambda: None, end=lambda: None):
-    """Two steps with what all instances have, of which one may be lost in the first."""
+    """Return a program of two steps with the shared state, during the first of which an instance may be lost."""
     rows = np.random.default_rng(0).standard_normal((24, 3)).astype(np.float32)
     batches = strategy.distribute_dataset({"x": rows}, 2).epoch(0)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9))
@@ -242,13 +242,13 @@ def surviving_program(strategy, lost=-1, begin=lambda: None, end=lambda: None):
 
 @functools.cache
 def left_alone():
-    """What one instance has that drives all replicas."""
+    """Return the results of one instance that drives all replicas."""
     [found] = run_instances(1, 6, surviving_program)
     return found
 
 
 def lose_at_message(lost, number):
-    """An instance is lost instead of its message with this number: was there one? The others have what one has."""
+    """Lose an instance at a message and check the others; return whether the message exists."""
     fault = OnMessage(lost, number)
     losing = functools.partial(surviving_program, lost=lost, begin=fault.begin, end=fault.end)
     found = run_instances(3, 6, losing, mechanism="ring", hub=ThreadHub(3, fault))
@@ -264,7 +264,7 @@ def test_survivors_agree_on_the_model_state_if_only_some_have_done_the_step(seed
 @pytest.mark.complete
 @pytest.mark.timeout(300)
 def test_survivors_agree_on_the_model_state_after_the_loss_of_any_message():
-    """The new one where they have done the step, the old one where they do it again."""
+    """The state is the new one if the step is complete, and the old one if survivors repeat the step."""
     number = 0
     while lose_at_message(0, number):
         number += 1
@@ -370,7 +370,7 @@ WORDS = {"seen": "sum", "total": "sum", "turn": "alike", "fixed": "constant"}
 
 
 def counting_loss_fn(variables, batch, key, model_state):
-    """Sums begin at zero in each step, and go from micro-batch to micro-batch."""
+    """Compute a loss whose sums begin at zero in each step and pass from micro-batch to micro-batch."""
     loss = jnp.tanh(batch["x"] @ variables["w"] * model_state["fixed"][0]).mean()
     after = {
         "seen": model_state["seen"] + len(batch["x"]),
@@ -417,7 +417,7 @@ def test_a_sum_of_values_that_are_no_numbers_is_refused():
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_state_trained_elsewhere_is_taken_over(on_instances, instances):
-    """Instance 0's, with its optimizer state and the number of its step."""
+    """The state is that of instance 0, with its optimizer state and step number."""
 
     def function(strategy):
         trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the tasks of a job listen, in the order of their ranks.
+    """The addresses of the tasks of a job, in the order of their ranks.
 
     Attributes:
         addresses: of all of them.
@@ -48,7 +48,7 @@ class Cluster:
     environ: dict[str, str] = field(default_factory=dict)
 
     def start(self, rank, *command):
-        """Start one of them."""
+        """Start one task."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         process = subprocess.Popen(
             [*map(str, command)],
@@ -62,7 +62,7 @@ class Cluster:
         return Worker(process)
 
     def config(self, rank):
-        """The TF_CONFIG of one of them."""
+        """Return the TF_CONFIG of one task."""
         jobs = {"chief": self.addresses[: self.chiefs], "worker": self.addresses[self.chiefs :]}
         is_chief = rank < self.chiefs
         task = {"type": "chief" if is_chief else "worker", "index": rank if is_chief else rank - self.chiefs}
@@ -71,7 +71,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(cluster, *command):
-    """All tasks of a cluster, started together; none outlives the block."""
+    """Run all tasks of a cluster, started together; none outlives the block."""
     with disposed_of() as workers:
         for rank in range(len(cluster.addresses)):
             workers.append(cluster.start(rank, *command))
@@ -79,7 +79,7 @@ def running(cluster, *command):
 
 
 def results_of(workers):
-    """What they wrote at their good end: JSON in the last line of their own."""
+    """Return the results of successful tasks: JSON in their last line."""
     for worker in workers:
         assert worker.end(END_LIMIT_S) == 0, worker.text
     return [found(worker) for worker in workers]
@@ -90,20 +90,20 @@ def found(worker):
 
 
 def finish(cluster, *command):
-    """Run all tasks to their good end; their results in the order of the ranks."""
+    """Run all tasks to their successful end, and return the results in the order of the ranks."""
     with running(cluster, *command) as workers:
         return results_of(workers)
 
 
 @functools.cache
 def fingerprint_alone(replicas, steps):
-    """That of one process which drives all replicas."""
+    """Return the fingerprint of one process that drives all replicas."""
     return program.trained(strategies.IPUStrategy(replicas), steps)
 
 
 @functools.cache
 def rows_of(variables):
-    """For each row what two workers found."""
+    """Return the results of two workers for each test."""
     if variables == "on_device":
         first, second = (of["rows"] for of in everything_of("2 workers"))
     else:
@@ -116,7 +116,7 @@ def rows_of(variables):
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("variables", ["on_host", pytest.param("on_device", marks=pytest.mark.complete)])
 class TestTheRowsOfTheOriginal(RowsOfTheOriginal):
-    """`ipu_multi_worker_strategy_test.py`: two workers with one replica each."""
+    """Tests of `ipu_multi_worker_strategy_test.py`: two workers with one replica each."""
 
     @pytest.fixture
     def rows(self, variables):
@@ -131,7 +131,7 @@ CLUSTERS = {
 
 @functools.cache
 def everything_of(shape):
-    """What each task found, and all that it wrote; two replicas found the rows of the original too."""
+    """Return the results and the output of each task; two replicas also ran the tests of the original."""
     tasks, chiefs, local, variables = CLUSTERS[shape]
     words = ("rows,everything", f"{variables},{variables}") if tasks * local == 2 else ("everything", variables)
     with (
@@ -151,11 +151,11 @@ def everything_of(shape):
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("shape", CLUSTERS)
 class TestAnyCluster:
-    """Who is there, what replicas read and what they become."""
+    """Clusters of any size: roles, data of replicas, and results."""
 
     @pytest.fixture
     def tasks(self, shape):
-        """How many there are, with how many replicas each."""
+        """Provide the number of tasks, and the replicas of each."""
         return CLUSTERS[shape][0], CLUSTERS[shape][2]
 
     @pytest.fixture
@@ -205,7 +205,7 @@ class TestAnyCluster:
 
 @functools.cache
 def digits_alone(model, replicas, **changes):
-    """What the main job says of one process that drives all replicas."""
+    """Return the output of the main job in one process that drives all replicas."""
     options = train_digits.read_options(["--model", model, "--max-steps", str(MAIN_STEPS), "--replicas", str(replicas)])
     data = load_digits("digits")
     strategy = strategies.IPUStrategy(replicas)
@@ -261,7 +261,7 @@ class TestAWorkerThatIsLost:
         [(2, 0, "on_device"), (3, 1, "on_host")],
     )
     def test_a_lost_worker_ends_all_others_between_two_updates(self, tasks, victim, variables):
-        """They say who it was, where, and in which operation; the state is that of a whole step."""
+        """They name the lost worker, its place and the operation; the state is that of a whole step."""
         with (
             socket_addresses(tasks) as addresses,
             running(Cluster(addresses), *OURS, "steps", variables, 1, 0) as all_,
@@ -286,7 +286,7 @@ class TestAWorkerThatIsLost:
 @pytest.mark.complete
 @pytest.mark.cores(2)
 def test_a_worker_that_is_stopped_for_8_s_is_named_and_changes_nothing():
-    """It goes on with its steps only when it has been told to, which it reads when it runs again."""
+    """The worker continues only after it is told to, which it reads when it runs again."""
     steps = 20
     with socket_addresses(2) as addresses:
         cluster = Cluster(addresses, environ={"POPDIST_STALL_WARNING_S": "2"})

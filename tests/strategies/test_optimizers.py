@@ -1,4 +1,4 @@
-"""Gradient transformations of optax: each updates as optax itself does on the mean gradients, or is refused by name."""
+"""Transformations of optax: each updates as in plain optax on the mean gradients, or is refused by name."""
 
 import jax
 import jax.numpy as jnp
@@ -101,14 +101,14 @@ def gradients_like(variables, factor):
 
 
 def by_optax(optimizer, variables):
-    """What plain optax makes of the variables, with `value` for optimizers that take it."""
+    """Return the variables after plain optax, with `value` for optimizers that take it."""
     with_value = optax.with_extra_args_support(optimizer)
     state = optimizer.init(variables)
     for loss, factor in STEPS:
         gradients = gradients_like(variables, factor)
         try:
             changes, state = with_value.update(gradients, state, variables, value=loss)
-        except TypeError:  # it takes no extra arguments, against what its class says
+        except TypeError:  # it takes no extra arguments, contrary to its class
             changes, state = with_value.update(gradients, state, variables)
         variables = optax.apply_updates(variables, changes)
     return variables
@@ -139,7 +139,7 @@ def test_an_optimizer_with_unknown_extra_arguments_is_refused_by_name(name):
 
 
 def test_changes_of_other_shapes_than_those_of_the_variables_are_refused():
-    """Adding would broadcast them: a sum over rows becomes the change of each element."""
+    """Adding would broadcast them: a sum over rows would become the change of each element."""
     with pytest.raises(ValueError, match=r"a change of shape \[\] for a variable of \[3\]"):
         OptaxOptimizer(PRIVATE).check({"b": np.zeros(3)}, {"b": np.zeros(3)})
 
@@ -178,7 +178,7 @@ def test_the_optimizer_gets_the_mean_loss_of_all_replicas_with_the_same_bits_eve
 
 @pytest.mark.parametrize("steps", [1, 4], ids=["step by step", "in one execution"])
 def test_the_loss_of_a_single_replica_reaches_the_optimizer_in_every_kind_of_program(steps):
-    """More steps than make up for compiling them as one program, which then gets the loss of each of them."""
+    """The steps suffice to be compiled as one program, which then gets the loss of each step."""
     plateau = optax.chain(optax.sgd(0.25), contrib.reduce_on_plateau())
     trainer = strategies.Trainer(strategies.IPUStrategy(1), loss_fn, plateau)
     state = trainer.init({"w": np.zeros(1, np.float32)})

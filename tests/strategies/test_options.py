@@ -1,4 +1,4 @@
-"""The options of a step, on every engine: what they may be, and which exclude each other."""
+"""Options of a step on every engine: their values and exclusions."""
 
 import dataclasses
 import importlib.util
@@ -21,14 +21,14 @@ ENGINES = ["jax", *(["torch"] if importlib.util.find_spec("torch") else [])]
 
 @pytest.fixture(params=ENGINES)
 def options_class(request):
-    """The options of each engine that is installed."""
+    """Provide the options class of each installed engine."""
     if request.param == "jax":
         return StepOptions
     return importlib.import_module("strategies.torch.options").TorchOptions
 
 
 def test_a_trainer_takes_every_option():
-    """Type checkers know the names and types of what is given by name."""
+    """Type checkers know the names and types of keyword arguments."""
     fields = {field.name: field.type for field in dataclasses.fields(StepOptions)}
     assert fields.keys() == POSITIONAL | TrainerOptions.__annotations__.keys()
     of_step, of_trainer = typing.get_type_hints(StepOptions), typing.get_type_hints(TrainerOptions)

@@ -1,4 +1,4 @@
-"""Outfeeds: what comes out, in which shape and order; Q and X are rows of the original's tests."""
+"""Outfeeds: dequeued values, their shapes and their order."""
 
 import gc
 import threading
@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 
 def counting(outfeed, start=1.0):
-    """Enqueues v and adds 1 to it."""
+    """Return a function that enqueues v and adds 1 to it."""
 
     def body(v):
         outfeed.enqueue(v)
@@ -32,7 +32,7 @@ def both(x):
 
 
 class TestAll:
-    """Mode ALL."""
+    """Mode ALL of outfeeds."""
 
     def test_all_values_are_dequeued(self):
         outfeed = OutfeedQueue()
@@ -149,7 +149,7 @@ class TestAll:
 
 
 class TestLast:
-    """Mode LAST."""
+    """Mode LAST of outfeeds."""
 
     def test_the_last_values_have_no_axis_of_their_own(self):
         outfeed = OutfeedQueue(OutfeedMode.LAST)
@@ -390,7 +390,7 @@ class TestPrograms:
     @pytest.mark.parametrize(
         ("make", "error", "message"),
         [
-            (lambda: np.zeros((3, 0), np.float32), ValueError, r"shape \[3, 0\], with a dimension of size 0"),  # Q-51
+            (lambda: np.zeros((3, 0), np.float32), ValueError, r"shape \[3, 0\], with a dimension of size 0"),
             (lambda: (), ValueError, "got no array to enqueue"),
             (lambda: jax.random.key(0), TypeError, "Unsupported data type for outfeed: a random key"),
             (lambda: np.zeros(3), TypeError, "Unsupported data type for outfeed: float64"),

@@ -1,4 +1,4 @@
-"""Values of several replicas belong together when they were enqueued in the same iteration."""
+"""Rounds of an outfeed: values of several replicas belong together if enqueued in the same iteration."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def enqueue_if(condition, outfeed, value):
 
 
 def skipping(outfeed, first, count=9):
-    """Replica r enqueues every third iteration, beginning with number `first(r)`."""
+    """Return a program in which replica r enqueues every third iteration, beginning with `first(r)`."""
 
     def body(v):
         enqueue_if((v >= first(replica())) & ((v - first(replica())) % 3 == 0), outfeed, v)
@@ -32,7 +32,7 @@ def skipping(outfeed, first, count=9):
 
 
 def run_other_programs(strategy, outfeed):
-    """One of the same values, one of others, and what is dequeued of them."""
+    """Run a program with the same values and one with others, and return the dequeued values."""
     found = []
     for value in (jnp.int32(7), jnp.ones(3)):
         strategy.run(lambda value=value: outfeed.enqueue(value))
@@ -41,7 +41,7 @@ def run_other_programs(strategy, outfeed):
 
 
 class TestIterations:
-    """Replicas that enqueue in different ones."""
+    """Iterations in which replicas enqueue differently."""
 
     @pytest.mark.parametrize("mode", MODES)
     def test_unmatched_iterations_are_named_and_the_next_program_runs(self, strategy, mode):
@@ -84,7 +84,7 @@ class TestIterations:
         assert len(outfeed.dequeue()) == 8
 
     def test_a_loop_that_only_one_replica_skips_is_named(self, strategy):
-        """The loop collects what it hands over, and is itself in a branch."""
+        """The loop collects its values, and is itself in a branch."""
         outfeed = OutfeedQueue()
 
         def body(outer):
@@ -219,7 +219,7 @@ class TestTrainer:
 
 
 class TestRounds:
-    """Without a program."""
+    """Rounds without a program."""
 
     def test_rounds_are_complete_when_all_replicas_have_come(self):
         rounds = AllRounds(range(4, 6))

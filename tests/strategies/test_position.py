@@ -1,4 +1,4 @@
-"""How far a program has read a data set, as it is written down."""
+"""Positions in a data set, as they are saved."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Low precision: compute dtypes, loss scaling, gradients on the way, stochastic rounding."""
+"""Low precision: compute dtypes, loss scaling, transfer of gradients, stochastic rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +172,7 @@ def test_compute_dtypes_are_of_floating_point(strategy, dtype):
 
 @pytest.mark.parametrize(("dtype", "step"), [("bfloat16", 2.0**-7), ("float16", 2.0**-10)])
 def test_stochastic_rounding_is_exact_on_the_average(dtype, step):
-    """1 + a quarter of the distance to the next number becomes the next number in a quarter of the cases."""
+    """A quarter of the random numbers round 1 plus a quarter of the distance up to the next number."""
     values = jnp.full(40_000, 1 + step / 4, jnp.float32)
     rounded = round_stochastically(values, dtype, jax.random.bits(jax.random.key(1), values.shape, jnp.uint32))
     assert rounded.dtype == jnp.dtype(dtype)
@@ -182,7 +182,7 @@ def test_stochastic_rounding_is_exact_on_the_average(dtype, step):
 
 
 def test_replicas_round_by_their_own_random_numbers_or_by_a_shared_key(on_instances):
-    """X-33: different by default, equal with a key in the model state; others in each step; the same with the seed."""
+    """Numbers differ by default, are equal with a key in the model state, change in each step, and follow the seed."""
 
     def loss_fn(variables, batch, key, model_state):
         mine, next_key = jax.random.split(model_state["key"])
@@ -224,7 +224,7 @@ def test_stochastic_rounding_keeps_representable_and_non_finite_numbers():
 
 
 def test_small_updates_count_with_stochastic_rounding(strategy):
-    """A change of 1/1000 of a bfloat16's last place, 2000 times: lost in rounding to the nearest."""
+    """A change of 1/1000 of a bfloat16's last place, 2000 times, is lost in rounding to the nearest."""
 
     def loss(variables, batch, key):
         return variables["w"].astype(jnp.float32).mean() + 0 * batch.sum()

@@ -1,4 +1,4 @@
-"""The prefetch thread: order, bound, errors, and that it never outlives its consumer."""
+"""Prefetch thread: order, bound, errors, and its end with its consumer."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def no_new_threads():
-    """Returns when no prefetching thread runs that did not run when the test began."""
+    """Wait until no prefetching thread runs that did not run at the beginning of the test."""
     before = set(threading.enumerate())
 
     def check():

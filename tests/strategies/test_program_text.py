@@ -1,4 +1,4 @@
-"""Programs as text: the same for the same code, another one wherever a number is another one."""
+"""Text of programs: the same for the same code, and different for different numbers."""
 
 import functools
 
@@ -105,7 +105,7 @@ def test_a_function_that_is_called_from_many_places_is_written_once():
 
 
 def test_addresses_of_objects_are_not_in_the_text():
-    """Neither of what a custom derivative holds, nor of what is called back."""
+    """Addresses in custom derivatives and callbacks are left out."""
 
     def calling(x):
         back = jax.pure_callback(functools.partial(np.multiply, 2), jax.ShapeDtypeStruct(x.shape, x.dtype), x)

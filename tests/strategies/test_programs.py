@@ -1,4 +1,4 @@
-"""Programs of a single device: compiled once for shapes, as if there were one core, and run by many threads."""
+"""Programs of a single device: compiled once per shape, as if for one core, and run by many threads."""
 
 import os
 import threading
@@ -55,7 +55,7 @@ def test_numbers_of_python_stay_weak():
 
 
 def test_programs_use_the_jax_settings_of_the_calling_thread():
-    """They are settings of a thread, and programs run in others."""
+    """Settings belong to a thread, and programs run in other threads."""
     program = DeviceProgram(lambda x: x * np.float64(2), None)
     x = np.ones(2, np.float32)
     plain = program.compiled(DEVICE, x)

@@ -1,4 +1,4 @@
-"""Elements that are read one by one in any order."""
+"""Sources whose elements are read one by one in any order."""
 
 import pickle
 
@@ -9,7 +9,7 @@ from strategies.data.sources import RandomAccessSource, Steps, read_elements
 
 
 class Squares:
-    """Says which elements it was asked for."""
+    """A source that records the elements it is asked for."""
 
     def __init__(self, length):
         self.length, self.asked = length, []

@@ -30,7 +30,7 @@ def deep_mlp(variables, batch, key):
 
 
 def small_cnn(variables, batch, key):
-    """The model of the examples, with a mark between its convolution and its dense layers."""
+    """Return the model of the examples, with a mark between its convolution and its dense layers."""
     conv = variables["conv"]
     dimensions = ("NHWC", "HWIO", "NHWC")
     features = jax.lax.conv_general_dilated(batch["x"], conv["kernel"], (1, 1), "VALID", dimension_numbers=dimensions)

@@ -1,4 +1,4 @@
-"""A data set whose replicas are taken over by those that are left, in the middle of an epoch."""
+"""Data sets whose replicas survivors take over in the middle of an epoch."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ STEPS = 5
 
 
 class ByIndex:
-    """Elements that can be read one by one."""
+    """A source whose elements can be read one by one."""
 
     def __len__(self):
         return STEPS * REPLICAS * ROWS + 1
@@ -38,7 +38,7 @@ def rows(batch):
 
 @pytest.fixture
 def of_all():
-    """For each step of the epoch what each replica reads."""
+    """Provide the elements that each replica reads in each step of the epoch."""
     return [rows(batch) for batch in dataset_of(range(REPLICAS)).epoch(2)]
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of reductions inside compiled programs: that of `collectives`, in the order of the replicas."""
+"""Arithmetic of reductions in compiled programs: that of `collectives`, in the order of the replicas."""
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def test_16_bits_are_combined_in_float32():
 @pytest.mark.parametrize("dtype", [dtype.name for dtype in INTEGERS])
 @pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.complete) for count in (1, 2, 8))])
 def test_integers_are_reduced_as_between_instances(dtype, count, seed):
-    """Over the whole range, where sums wrap around and those behind means must not."""
+    """Values cover the whole range: sums wrap around, but intermediate sums of means must not."""
     info = np.iinfo(dtype)
     values = np.random.default_rng(seed).integers(info.min, info.max, (count, 100), dtype, endpoint=True)
     values[:, :3] = info.max, info.min, info.max - 1

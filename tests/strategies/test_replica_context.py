@@ -1,4 +1,4 @@
-"""What `all_reduce` of the replica context computes inside a compiled function, and its gradient."""
+"""`all_reduce` of the replica context inside a compiled function, and its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ def all_reduce(op, value):
 
 
 def on_replicas(strategy, function, values):
-    """`function(value)` on each replica; the results in replica order."""
+    """Return the results of `function(value)` on each replica, in replica order."""
     return list(strategy.run(function, args=(strategy.per_replica(lambda r: values[r]),)))
 
 
 @pytest.fixture
 def run(strategy):
-    """Over several instances: tests/jobs/test_promises.py."""
+    """Provide `on_replicas` for four replicas; tests/jobs/test_promises.py covers several instances."""
     return lambda function, values: on_replicas(strategy, function, values)
 
 
@@ -93,7 +93,7 @@ def test_every_leaf_of_a_tree_is_reduced(run):
 
 
 def test_results_can_be_reduced_again(run):
-    """M-17: z = s * s of the sum s of squares, summed again; here over four replicas."""
+    """The result is s * s of the sum s of squares, summed again over four replicas."""
 
     def fn(x):
         return all_reduce("sum", all_reduce("sum", x * x) ** 2)
@@ -143,7 +143,7 @@ def test_reductions_work_inside_a_nested_jit(run):
 
 
 class TestGradient:
-    """The gradient of a reduction is the same reduction of the gradients."""
+    """Gradients of reductions: the same reduction of the gradients."""
 
     def test_the_gradient_of_a_sum_is_the_sum(self, run):
         def fn(x):

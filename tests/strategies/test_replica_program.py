@@ -1,4 +1,4 @@
-"""What one replica computes in a step, without a trainer: its gradients, its tail, and what it says about itself."""
+"""Program of one replica in a step, without a trainer: gradients, tail, and description."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ LOSS = 2 * 0.5 + 7.5 - 2 * 8.5 + 4 * 9.5
 
 
 def linear(variables, batch, key):
-    """It is LOSS, and its gradients are 2 and the means of the columns of x: 7.5, 8.5 and 9.5."""
+    """Compute a loss that is LOSS; its gradients are 2 and the means of the columns of x: 7.5, 8.5 and 9.5."""
     return batch["x"].mean(0) @ variables["w"] + 2 * variables["b"]
 
 
@@ -65,7 +65,7 @@ def program_of(
 
 
 def run(program, replica=0, step=0, notice=False, scale=1.0, variables=VARIABLES, batch=BATCH, residuals=()):
-    """The tail, and the rest of what the replica returns."""
+    """Return the tail, and the rest of the replica's results."""
     words = control_words(step, notice, scale)
     tail, *rest = jax.jit(program)(variables, batch, np.int32(replica), words, residuals)
     return np.asarray(tail), rest
@@ -123,7 +123,7 @@ class TestPrecision:
 
 
 class TestTheTail:
-    """The loss and the metrics, the notice, whether something is not finite, and what."""
+    """The tail: loss and metrics, the notice, and flags of non-finite gradients."""
 
     @staticmethod
     def loss(variables, batch, key):
@@ -153,7 +153,7 @@ class TestTheTail:
         assert not tail[program.notice_place + 1 :].any()
 
     def test_the_tail_flags_each_non_finite_gradient_of_each_replica(self, strategy):
-        """One row of flags for each variable, in tree order, one column for each replica."""
+        """Each variable has a row of flags, in tree order, and each replica a column."""
         program = program_of(strategy, lambda v, batch, key: linear(v, batch, key) + v["b"] * jnp.inf, checks=True)
         for replica in range(REPLICAS):
             tail, _ = run(program, replica)
@@ -162,7 +162,7 @@ class TestTheTail:
 
 
 class TestMetricNames:
-    """What `Trainer` raises for them is in `test_trainer.py`."""
+    """Names of metrics; `test_trainer.py` has the errors of `Trainer`."""
 
     @pytest.mark.parametrize("metrics", [{}, {"accuracy": jnp.float32(0.5)}])
     def test_names_are_the_loss_and_the_metrics(self, strategy, metrics):
@@ -297,7 +297,7 @@ class TestItsKey:
 
 
 class TestIsIndependent:
-    """Of the replicas and instances for which it was traced."""
+    """Independence of the replicas and instances for which a program was traced."""
 
     @staticmethod
     def traced(program):

@@ -1,4 +1,4 @@
-"""A strategy does not compute with a jaxlib that adds up wrongly; each program is a process of its own."""
+"""Guard against jaxlib versions that add up wrongly; each program is a process of its own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ALWAYS_WRONG = {"window wrong", "product wrong"}
 
 @pytest.fixture
 def run():
-    """A finished process with this program; the variables are all that it has of JAX's, XLA's and ours."""
+    """Return a finished process of this program, with only the given variables of JAX, XLA and this project."""
 
     def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_", "JAX_", "POPDIST_"))}
@@ -95,7 +95,7 @@ def test_capturing_before_a_strategy_adds_up_right_and_allows_a_strategy_later(r
 @pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_sums_are_wrong_without_the_flag(run):
-    """Where this fails, jaxlib has been mended: `popdist.xla` and bits.md have to say so."""
+    """A failure means that jaxlib is fixed: update `popdist.xla` and bits.md."""
     finished = run(
         "import logging\nlogging.basicConfig()\n" + MAKE_THE_STRATEGY * 2 + SUMS, POPDIST_ALLOW_WRONG_SUMS="1"
     )

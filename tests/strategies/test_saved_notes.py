@@ -1,4 +1,4 @@
-"""The program's own values in checkpoints, the best ones, variables without a Trainer, and loops without one."""
+"""Notes in checkpoints: extra values, the best checkpoints, variables without a Trainer, and own loops."""
 
 import json
 import logging
@@ -40,13 +40,13 @@ def known(folder, step):
 
 @pytest.fixture
 def training(strategy):
-    """A trainer, and its first state."""
+    """Provide a trainer and its first state."""
     trainer = Trainer(strategy, error_of, optax.sgd(0.1))
     return trainer, trainer.init({"w": jnp.ones(3)})
 
 
 def save_with(training, folder, metrics, **options):
-    """Steps, of which each is saved with its metrics; those after which checkpoints are left."""
+    """Save each step with its metrics, and return the names of the remaining checkpoints."""
     trainer, state = training
     with Checkpoints(folder, trainer, **options) as checkpoints:
         for each in metrics:
@@ -196,7 +196,7 @@ class TestVariables:
 
     @pytest.fixture
     def saved(self, tmp_path, strategy):
-        """A folder with a checkpoint of these variables, and their values."""
+        """Provide a folder with a checkpoint of these variables."""
         trainer = Trainer(strategy, lambda variables, batch, key: jnp.float32(0), optax.sgd(0.1, momentum=0.9))
         state = trainer.init(self.trees())
         with Checkpoints(tmp_path, trainer) as checkpoints:
@@ -237,7 +237,7 @@ class TestVariables:
         assert not np.array_equal(best["w"], strategies.load_variables(tmp_path)["w"])
 
     def test_reading_changes_nothing(self, saved, caplog):
-        """A training may be writing there."""
+        """A training may be writing to the folder."""
         (saved / "step_00000009.incomplete").mkdir()
         (saved / "step_00000007").mkdir()
         before = names(saved)

@@ -1,4 +1,4 @@
-"""Segments of a program, carried out in turn: what they get and hand on, and how long that is kept."""
+"""Segments of a program run in turn: their inputs and residuals, and the lifetime of residuals."""
 
 import weakref
 
@@ -39,7 +39,7 @@ def test_the_next_segment_begins_when_the_results_of_the_last_are_taken():
 
 
 class Residual:
-    """An object that can be watched."""
+    """An object whose lifetime can be watched."""
 
 
 def test_residuals_are_freed_after_their_last_use():

@@ -1,4 +1,4 @@
-"""Elements that come one after another, dealt to replicas."""
+"""Sequential sources, dealt to replicas."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from strategies.data.sequential import from_iterable, from_shards, from_values
 
 
 class Once:
-    """An iterable without a length, which says how often it was begun."""
+    """An iterable without a length that counts its iterations."""
 
     def __init__(self, elements):
         self.elements, self.begun = elements, 0

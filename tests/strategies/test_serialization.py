@@ -1,4 +1,4 @@
-"""Named arrays one after another in a flat array per dtype."""
+"""Named arrays in a flat array per dtype, one after another."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_layouts_are_written_as_dtype_and_shape():
     }
 
 
-# ---- what a program saves with a checkpoint besides arrays
+# ---- values of a program saved with a checkpoint besides arrays
 
 
 def test_values_of_json_stay_unchanged():

@@ -1,4 +1,4 @@
-"""Replicated tensor sharding and offloading: less memory for optimizer state, the same bits."""
+"""Sharding and offloading of optimizer state: less memory, the same bits."""
 
 import functools
 
@@ -69,7 +69,7 @@ def trained(strategy, optimizer="adam", steps=3, **options):
 
 
 def whole(trainer, state):
-    """The optimizer state as it would be without sharding."""
+    """Return the optimizer state as it would be without sharding."""
     leaves = jax.tree.leaves(trainer.whole(state).optimizer_state)
     return [leaf.gather("state") if isinstance(leaf, PartOfArray) else np.asarray(leaf) for leaf in leaves]
 
@@ -108,7 +108,7 @@ def test_clipping_is_that_of_optax(strategy):
 
 @pytest.mark.parametrize("instances", [2, *(pytest.param(n, marks=pytest.mark.complete) for n in (1, 4))])
 def test_an_instance_holds_its_share_of_the_state(on_instances, instances):
-    """Live bytes of XLA's buffers: (local / R) of each array that is cut, rounded up to equal parts."""
+    """Live bytes of XLA's buffers are (local / R) of each array that is cut, rounded up to equal parts."""
 
     def nbytes(strategy):
         _, state = trained(strategy, "momentum", **SHARDED)
@@ -169,7 +169,7 @@ def test_large_gradients_change_no_bit(on_instances, instances, mechanism, strea
 
 
 def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all(strategy, on_instances):
-    """Though only one instance has the part of the gradient in which it is."""
+    """Only one instance has the part of the gradient with the non-finite value."""
     batch = {**BATCH, "x": BATCH["x"].copy()}
     batch["x"][-1, 3] = np.inf
 
@@ -186,7 +186,7 @@ def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all(strategy, on
     ("instances", "replicas"), [(2, 4), *(pytest.param(n, n, marks=pytest.mark.complete) for n in (2, 4))]
 )
 def test_a_step_sends_the_same_number_of_bytes_as_without_sharding(instances, replicas):
-    """Sums of gradients go to those who own the parts, 1.0 (n - 1) / n of them, and as many bytes of new variables."""
+    """Owners of the parts get the sums of gradients, 1.0 (n - 1) / n of them; new variables take the same bytes."""
 
     def sent_in_a_step(**options):
         def program(steps, communicator):
@@ -239,7 +239,7 @@ FEW_ACROSS = ("lamb",)
     [pytest.param(name, marks=() if name in FEW_ACROSS else pytest.mark.complete) for name in ACROSS_ELEMENTS],
 )
 def test_the_state_of_optimizers_across_elements_is_gathered_for_updates(strategy, name):
-    """The same bits as with whole state, for which they are given the same arrays; between updates it is in parts."""
+    """The bits are those of whole state, gathered for the optimizer; between updates the state is in parts."""
 
     def made(**options):
         trainer = Trainer(strategy, loss_fn, ACROSS_ELEMENTS[name], **options)
@@ -252,7 +252,7 @@ def test_the_state_of_optimizers_across_elements_is_gathered_for_updates(strateg
 
 
 def test_sharding_needs_offloading_to_be_allowed(strategy):
-    """Row PL-10, and that sharding follows offloading where nothing is said."""
+    """By default, sharding follows offloading."""
     with pytest.raises(ValueError, match="the optimizer state must be offloaded"):
         Trainer(strategy, loss_fn, optax.adam(0.1), offload_optimizer_state=False, **SHARDED)
     follows = {"replicated_optimizer_state_sharding": None}
@@ -280,7 +280,7 @@ def test_offloaded_state_lies_in_host_memory_and_changes_no_bit(strategy, on_ins
 
 
 class TestCheckpoints:
-    """Saved with and without sharding, on any number of instances, and restored on any other."""
+    """Checkpoints with and without sharding: saved on any number of instances, and restored on any other."""
 
     OPTIONS = {"loss_scaling": "dynamic", "gradient_transfer_dtype": "int8"}
 
@@ -346,7 +346,7 @@ class TestCheckpoints:
         assert not any(np.asarray(leaf).any() for leaf in state.residuals)
 
 
-# ---- how an array is cut into one part for each replica
+# ---- one part of an array for each replica
 
 
 def array(*shape):

@@ -1,4 +1,4 @@
-"""Which elements a replica takes at a step, and in which order an epoch goes through them: arithmetic alone."""
+"""Arithmetic of data sharding: the elements of a replica at a step, and the order of an epoch."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_an_incomplete_batch_is_dropped_or_padded(length, dropped_steps, padded_
     [(24, 1, 24), (31, 1, 30), (26, 1, 24), (27, 1, 27), (35, 1, 33), (41, 2, 36), (29, 2, 24)],
 )
 def test_a_last_step_can_be_equally_short_for_all_replicas(length, accumulated, taken):
-    """3 replicas with 4 elements each, in one micro-batch or in two."""
+    """Each of 3 replicas has 4 elements, in one micro-batch or in two."""
     layouts = [Layout(4 // accumulated, 3, [replica], "short", accumulated) for replica in range(3)]
     steps = layouts[0].steps(length)
     found = [[layout.positions(step, length).tolist() for layout in layouts] for step in range(steps)]

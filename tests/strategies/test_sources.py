@@ -1,4 +1,4 @@
-"""Arrays as one instance sees them, and what all sources do with elements."""
+"""Sources of one instance: arrays, and common handling of elements."""
 
 import numpy as np
 import pytest

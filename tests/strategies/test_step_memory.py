@@ -1,4 +1,4 @@
-"""What a step moves: gradients are views of XLA's memory, and the update reads the sums where they were written."""
+"""Memory traffic of a step: gradients are views of XLA's memory, and the update reads the sums in place."""
 
 import gc
 
@@ -13,7 +13,7 @@ import strategies
 
 
 class Recorded:
-    """A communicator that notes what the step hands to it; it does everything else as the one it wraps."""
+    """A communicator that records the calls of the step and passes them to a wrapped one."""
 
     def __init__(self, communicator):
         self._communicator = communicator
@@ -107,7 +107,7 @@ def test_the_sums_are_written_into_the_same_memory_in_every_step(recorded):
 
 
 def test_the_update_reads_the_sums_in_place(recorded):
-    """They are aligned for XLA, which then makes no copy of a host array."""
+    """The sums are aligned for XLA, which then makes no copy of a host array."""
     strategy, recorder = recorded
     steps(strategy, 1)
     for buffer in recorder.allocated:

@@ -1,4 +1,4 @@
-"""`run` runs a function once per replica; `per_replica`, `reduce`, `gather` and `broadcast` move values around it."""
+"""Strategies: `run` runs a function once per replica; `per_replica`, `reduce`, `gather` and `broadcast` move values."""
 
 import gc
 import weakref
@@ -215,7 +215,7 @@ class TestRun:
 
 
 class TestFloat64IsRefused:
-    """S-11: JAX would silently make it float32."""
+    """Float64 values: JAX would silently make them float32."""
 
     @pytest.mark.parametrize("value", [np.float64(1), np.ones(2), {"deep": [np.ones(2)]}])
     def test_float64_is_refused_as_an_argument(self, strategy, value):
@@ -239,7 +239,7 @@ class TestFloat64IsRefused:
 
 
 class TestValuesThatJaxWouldMakeOthers:
-    """Integers of 64 bits are cut off by JAX without a word, and masked arrays would lose their masks."""
+    """Values that JAX would change: it truncates integers of 64 bits, and masked arrays would lose their masks."""
 
     @pytest.mark.parametrize("value", [np.int64(2**31), np.array([1, -(2**31) - 1]), np.uint64(2**32)])
     def test_integers_that_do_not_fit_are_refused(self, strategy, value):
@@ -328,7 +328,7 @@ class TestReduce:
 
 
 class TestReduceAlongAnAxis:
-    """Every row of every replica counts once, as if each were what a replica of its own has."""
+    """Reduction along an axis: every row of every replica counts once, as if it were the value of a replica."""
 
     ROWS = np.random.default_rng(0).standard_normal((14, 3)).astype(np.float32) * 1e3
     ENDS = (0, 1, 4, 6, 9, 13, 14)  # replicas have 1, 3, 2, 3, 4 and 1 rows
@@ -527,7 +527,7 @@ def test_an_array_on_one_device_goes_whole_to_all_replicas(strategy):
         assert [list(result) for result in strategy.run(lambda v: v * 2, args=(value,))] == [[0, 2, 4]] * 4
 
 
-# ---- values of which every replica has its own
+# ---- values per replica
 
 
 def test_per_replica_is_a_sequence_of_local_values():

@@ -1,4 +1,4 @@
-"""`PopDistStrategy` without a launcher, in a process of its own: what `popdist.init` has joined, a process joins once.
+"""`PopDistStrategy` without a launcher in a process of its own, since a process joins once, and `IPUStrategy`.
 
 With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `tests/jobs/test_survival_jobs.py`.
 """
@@ -49,7 +49,7 @@ def test_a_popdist_strategy_without_a_launcher_has_every_role(in_new_process):
 
 @pytest.mark.complete
 def test_a_popdist_strategy_drives_the_replicas_of_popdist_init(in_new_process):
-    """And leaves values as they are where it was told so: inside of `run` only."""
+    """With `add_ipu_cross_replica_reductions=False`, values stay as they are, but only inside `run`."""
     program = (
         "popdist.init(3)\n"
         "found = {}\n"
@@ -92,7 +92,7 @@ def test_fewer_than_one_replica_is_refused(number, error):
         strategies.IPUStrategy(number)
 
 
-# ---- the role of an instance, as programs written for the original ask for it
+# ---- the role of an instance, in the terms of programs of the original
 
 
 def role(strategy):

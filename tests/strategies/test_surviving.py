@@ -1,4 +1,4 @@
-"""Instances on threads are lost at exact points of a training; the others carry it on to the same bits.
+"""Loss of instances on threads at exact points of a training; the survivors continue to the same bits.
 
 What is the same for all engines is in `engines/test_losing_an_instance.py`: one is lost, at any point of a step.
 What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival_jobs.py`.
@@ -45,13 +45,13 @@ def trained(instances, faults=(), training=TRAINING, replicas=0, **options):
 
 @functools.cache
 def alone(replicas, training=TRAINING):
-    """What one instance finds that nobody disturbs."""
+    """Return the result of one instance without a loss."""
     [found] = trained(1, training=training, replicas=replicas)
     return found
 
 
 def check(found, instances, lost=(), training=TRAINING):
-    """All who are left have the bits of one instance, saw the means of every step, and share the replicas."""
+    """Check that survivors have the bits of one instance, the means of every step, and shares of all replicas."""
     replicas = REPLICAS[instances]
     expected = alone(replicas, Training(STEPS, width=training.width))
     assert [instance for instance, each in enumerate(found) if each is None] == sorted(lost)
@@ -101,11 +101,11 @@ def test_training_ends_if_all_instances_fail():
     assert trained(3, [f"raise:instance={instance},step=1" for instance in range(3)]) == [None] * 3
 
 
-# ---- those who are a step behind
+# ---- instances that are a step behind
 
 
 def lose_at_message(number, training):
-    """Instance 1 is lost instead of its message with this number in step 2; whether it was one."""
+    """Lose instance 1 at a message in step 2, check the others, and return whether the message exists."""
     fault = OnMessage(1, number)
     hooks = [hook(1, "forward", 2, fault.begin), hook(1, "forward", 3, fault.end)]
     found = trained(3, hooks, training, mechanism="ring", hub=ThreadHub(3, fault))
@@ -130,7 +130,7 @@ def test_an_instance_can_be_lost_at_every_message_of_a_gradient():
 
 @pytest.fixture
 def counting():
-    """JAX's compilations are counted by thread."""
+    """Count JAX's compilations by thread."""
     jax.monitoring.register_event_duration_secs_listener(count)
     yield
     jax.monitoring.unregister_event_duration_listener(count)
@@ -140,7 +140,7 @@ THREE_KILLS = ["kill:instance=3,step=1", "kill:instance=0,step=2", "kill:instanc
 
 
 def test_no_loss_compiles_anything(counting):
-    """The last one of four keeps its two replicas at first, then it gets two more, then all eight."""
+    """The last of four instances keeps its two replicas at first, then it gets two more, then all eight."""
     found = trained(4, THREE_KILLS)
     check(found, 4, [0, 1, 3])
     first, *others = found[2]["compiled"]
@@ -153,7 +153,7 @@ def test_no_loss_compiles_anything(counting):
 
 @pytest.mark.parametrize("phase", ["all_reduce", "checkpoint"])
 def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
-    """Resumed from what it has saved, the training has the bits of one that was never disturbed."""
+    """A training resumed from its checkpoint has the bits of an undisturbed one."""
     pytest.importorskip("orbax.checkpoint")
     saved = Training(STEPS, folder=str(tmp_path), until=3)
     found = trained(3, [f"kill:instance=0,step=1,phase={phase}"], saved)
@@ -189,7 +189,7 @@ class TestAFlippedBit:
 
 
 def coupled(variables, batch, key):
-    """What the replicas find depends on each other, forward and backward."""
+    """Compute a loss in which the results of replicas depend on each other, forward and backward."""
     context = strategies.get_replica_context()
     hidden = jnp.tanh(batch @ variables["w"])
     centred = hidden - context.all_reduce("mean", hidden.mean(axis=0)) + 0.01 * jax.random.normal(key, hidden.shape)
@@ -219,7 +219,7 @@ LOSSES = [
     "faults", [LOSSES[0], *(pytest.param(each, marks=pytest.mark.complete) for each in LOSSES[1:])]
 )
 def test_collectives_in_a_loss_function_continue_among_survivors(faults):
-    """More replicas wait for each other then than there were in the beginning."""
+    """More replicas wait for each other in an instance than at the beginning."""
     found = run_instances(3, 6, coupled_training, faults, mechanism="ring")
     [alone] = run_instances(1, 6, coupled_training)
     left = [each for each in found if each is not None]
@@ -227,11 +227,11 @@ def test_collectives_in_a_loss_function_continue_among_survivors(faults):
     assert left == [alone] * len(left)
 
 
-# ---- what cannot be carried on
+# ---- trainings that cannot be carried on
 
 
 def ends(function, *words, error):
-    """A job of which instance 1 is lost in its second step ends on the others, with this error."""
+    """Check that a job that loses instance 1 in its second step ends on the others with this error."""
     with pytest.raises(error) as caught:
         run_instances(3, 6, function, ["kill:instance=1,step=1,phase=all_reduce"])
     assert all(word in str(caught.value) for word in words), caught.value
@@ -310,11 +310,11 @@ def test_feeds_cannot_be_carried_on_and_the_job_warns(caplog):
     assert "the queues of feeds belong to the replicas that an instance had from the beginning: if" in caplog.text
 
 
-# ---- what the chief does
+# ---- duties of the chief
 
 
 def duties(strategy, done, faults=()):
-    """Three duties, at the first of which instances may be lost; which of the chiefs did which."""
+    """Run three duties, at the first of which instances may be lost, and record which chief did which duty."""
     for number in range(3):
 
         def duty(number=number):

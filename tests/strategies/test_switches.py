@@ -1,4 +1,4 @@
-"""Options that are on or off: nothing else counts as one of the two."""
+"""Boolean options: only True and False are accepted."""
 
 import tempfile
 

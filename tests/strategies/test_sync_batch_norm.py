@@ -1,4 +1,4 @@
-"""Row X-32: batch normalisation over groups of replicas."""
+"""Batch normalisation over groups of replicas."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rows of a table, and their gradient, beside those of JAX."""
+"""Rows of a table and their gradient, compared with JAX."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is recorded of a training on two instances, each in a thread: which events, in which order; no other bits."""
+"""Recorded events of a training on two instances in threads: their order, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3)}
 
 
 def train(hub, rank, recorder, found):
-    """Some steps of one instance: its variables, and the losses that it was told."""
+    """Return the variables of one instance after some steps, and the reported losses."""
     instance = Instance(rank, 2, 2, 2 * rank, REPLICAS, rank)
     settings = Settings(progress=Instruments(*([recorder] if recorder else [])))
     with connect(settings, hub, rank) as communicator:
@@ -54,7 +54,7 @@ def trained(recorders):
 
 @pytest.fixture(scope="module")
 def recorded():
-    """What two instances have recorded, and found."""
+    """Provide the recordings and results of two instances."""
     rings = [RingBuffer(), RingBuffer()]
     recorders = [Recorder(ring) for ring in rings]
     found = trained(recorders)

@@ -1,4 +1,4 @@
-"""`strategies.torch` without PyTorch: the error says how to get it."""
+"""`strategies.torch` without PyTorch: the error tells how to install it."""
 
 import sys
 

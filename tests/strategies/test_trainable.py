@@ -1,4 +1,4 @@
-"""Variables that are not trained: they keep their bits, and cost neither gradients nor optimizer state."""
+"""Frozen variables: they keep their bits, and cost neither gradients nor optimizer state."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ def squared_error(variables, batch, key):
 
 
 def local_part(strategy, tree):
-    """The local replicas' rows of a global batch."""
+    """Return the local replicas' rows of a global batch."""
     rows = len(jax.tree.leaves(tree)[0]) // strategy.num_replicas_in_sync
     part = slice(strategy.local_replicas.start * rows, strategy.local_replicas.stop * rows)
     return jax.tree.map(lambda leaf: leaf[part], tree)
 
 
 def trained(strategy, loss_fn=squared_error, optimizer=None, steps=1, variables=None, batch=BATCH, **options):
-    """The state and metrics after some steps over the same global batch."""
+    """Return the state and metrics after some steps over the same global batch."""
     trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.125), **options)
     state = trainer.init(start() if variables is None else variables)
     for _ in range(steps):
@@ -60,7 +60,7 @@ class TestOneUpdate:
 
     @pytest.mark.parametrize("replicas", [3, 6])
     def test_the_sum_is_divided_once_by_the_replicas(self, bits, replicas):
-        """Not times 1 / R, which is not the same for an R that is no power of two."""
+        """Multiplying by 1 / R would round differently for an R that is no power of two."""
 
         def loss_fn(variables, batch, key):
             return jnp.sum(variables["w"] * batch)
@@ -88,7 +88,7 @@ class TestOneUpdate:
         assert jax.tree.leaves(momentum.optimizer_state)
 
     def test_a_step_uses_up_the_old_state(self, strategy):
-        """Not always: under load XLA's threads let go of what they have read later than they say."""
+        """Deletion may be late: under load XLA's threads release their reads late."""
         trainer = Trainer(strategy, squared_error, optax.adam(0.1))
         state, used_up = trainer.init(start()), 0
         for _ in range(10):
@@ -311,7 +311,7 @@ class TestBatches:
             trainer.step(trainer.init(start()), [1.0, 2.0])
 
     def test_integers_that_do_not_fit_into_32_bits_are_refused(self, strategy):
-        """JAX would cut them off without a word: classes that are hashes, say, would become others."""
+        """JAX would silently truncate them: classes that are hashes, for example, would change."""
         labels = np.full(24, 2**33 + 7)
         trainer = Trainer(strategy, lambda variables, batch, key: variables["b"] * batch[0, 0], optax.sgd(0.1))
         state = trainer.init(start())
@@ -332,11 +332,11 @@ class TestBatches:
 
 
 class TestKeys:
-    """Of the random numbers: one per replica and step, whatever the number of instances."""
+    """Keys of random numbers: one per replica and step, for every number of instances."""
 
     @staticmethod
     def draws(strategy, steps=3, seed=0):
-        """For each step the draw of each replica, as all replicas' variables show it."""
+        """Return the draw of each replica for each step, as the variables of all replicas show it."""
         total = strategy.num_replicas_in_sync
 
         def loss_fn(variables, batch, key):

@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: which dtypes, what int8 blocks lose and give back, and that n does not change the bits."""
+"""Transfer of gradients in fewer bytes: dtypes, residuals of int8 blocks, and bits independent of n."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def encoded(leaves, residuals=None, layout=LAYOUT):
 
 
 def decoded(payload, layout=LAYOUT):
-    """What a payload stands for, as the description of the format has it."""
+    """Return the values of a payload, as the description of the format defines them."""
     values = payload[: layout.result_size].astype(np.float64).reshape(-1, BLOCK)
     scales = payload[layout.result_size :].view(np.uint8).astype(np.float64)
     blocks = values * np.where(scales == 255, np.nan, np.exp2(scales - 127))[:, None]
@@ -56,7 +56,7 @@ def decoded(payload, layout=LAYOUT):
 
 
 def add_up(layout, payloads):
-    """The mean of the payloads, in one process."""
+    """Return the mean of the payloads, computed in one process."""
     result = layout.new_result()
     with collectives.connect("single") as communicator:
         Int8Reduction(layout, communicator, len(payloads)).reduce(payloads, result, name="gradients")
@@ -131,7 +131,7 @@ def test_gradients_of_16_bits_are_quantised_as_float32(dtype, bits):
 
 
 def sums_of_steps(gradients_of, steps):
-    """The sum of what was transferred in so many steps, the sum of the gradients, and what is kept at the end."""
+    """Return the sum of transferred values after some steps, the sum of the gradients, and the last residual."""
     lost = zeros_of(LAYOUT)
     transferred, sums = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
     for step in range(steps):
@@ -196,7 +196,7 @@ def test_residuals_of_replicas_lie_one_after_another_and_are_copied(bits):
 
 
 def payload_of(replica, layout=LAYOUT):
-    """Replicas differ so much that the order of their sum shows; blocks of one size are added without rounding."""
+    """Return the payload of a replica; replicas differ so much that the order of their sum shows."""
     factor = np.float32(2.0 ** (1, 0, 0, 25, 9, 23)[replica])
     return encoded([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
 
@@ -257,7 +257,7 @@ def test_every_rank_sends_the_payloads_of_all_but_one_rank_once(ranks, local):
         assert max(sent) <= 0.26 * 4 * elements
 
 
-# ---- where leaves lie in flat buffers
+# ---- positions of leaves in flat buffers
 
 
 LEAVES = [

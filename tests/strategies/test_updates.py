@@ -1,4 +1,4 @@
-"""The update of a step: the optimizer on mean gradients, apart from whoever computed them."""
+"""Update of a step: the optimizer on mean gradients, apart from their computation."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_variables_are_updated_by_the_optimizer(alone):
 def test_a_function_of_gradients_and_variables_runs_before_the_optimizer(
     strategy, variables, gradients, mapped, wanted
 ):
-    """G-13: what the original's `MapGradientOptimizer` does, on the mean over replicas that are a half apart."""
+    """The original's `MapGradientOptimizer` does this on the mean over replicas, whose gradients are 0.5 apart."""
 
     def loss_fn(variables, batch, key):
         return jnp.sum(variables["w"] * batch)
@@ -59,7 +59,7 @@ def test_a_function_of_gradients_and_variables_runs_before_the_optimizer(
 
 
 def test_squared_gradients_update_the_weights(strategy):
-    """G-13: minimising the product of 1, 2 and 3, whose gradients are 6, 3 and 2."""
+    """The loss is the product of 1, 2 and 3, whose gradients are 6, 3 and 2."""
 
     def loss_fn(variables, batch, key):
         return jnp.prod(variables["w"]) * batch.mean()
@@ -71,7 +71,7 @@ def test_squared_gradients_update_the_weights(strategy):
 
 
 def test_old_variables_and_state_are_used_up(alone):
-    """Declared to the compiler: it may write the new ones where they lie."""
+    """The donation is declared to the compiler, which may write the new arrays into the same memory."""
     update = WholeStateUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())
     variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)

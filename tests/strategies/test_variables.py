@@ -104,7 +104,7 @@ def test_unknown_words_are_refused_with_the_known_ones():
 
 
 def test_only_instance_0_writes_checkpoints(on_instances):
-    """M-01, M-02 on threads."""
+    """The instances run on threads."""
 
     def program(strategy):
         extended = strategy.extended
@@ -148,7 +148,7 @@ def test_a_cached_loop_reads_the_current_value(strategy):
 
 @pytest.mark.parametrize("synchronization", ["on_read", "on_write"])
 def test_assigning_inside_a_replica_is_refused(strategy, synchronization):
-    """Or the variable would hold what is left of a compilation."""
+    """Assigned values would be leftovers of a compilation."""
     variable = strategy.variable(np.float32(1), synchronization, "mean")
     for place in (lambda body: strategy.run(body, args=(2.0,)), lambda body: loops.repeat(1, body, [2.0])):
         with pytest.raises(RuntimeError, match="assign of a variable was called while a program is compiled.*return"):
@@ -163,7 +163,7 @@ def test_reading_a_reduced_value_inside_a_replica_is_refused(strategy):
 
 
 def test_a_variable_can_be_an_argument(on_instances):
-    """Of one that is synchronised on reading each replica gets its own."""
+    """Each replica gets its own value of a variable that is synchronised on reading."""
 
     def program(strategy):
         mirrored = strategy.variable({"w": np.float32(10)})

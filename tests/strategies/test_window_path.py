@@ -1,4 +1,4 @@
-"""Means through windows that the instances of a host map have the bits of the exchange on the host."""
+"""Means through windows that the instances of a host map: the bits of the exchange on the host."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class LostAt:
 
 
 def test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal(tmp_path: Path) -> None:
-    """Those who carry on make new windows; a refusal would end them."""
+    """Survivors make new windows; a refusal would end them."""
     hub = ThreadHub(2)
     settings = Settings(mechanism="ring", limits=LIMITS, progress=Instruments(LostAt("memory cannot be shared")))
 

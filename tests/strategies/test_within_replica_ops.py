@@ -1,4 +1,4 @@
-"""Collectives between the shards of one replica: the original's rows W."""
+"""Collectives between the shards of one replica."""
 
 import jax
 import jax.numpy as jnp

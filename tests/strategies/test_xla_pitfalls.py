@@ -1,4 +1,4 @@
-"""Products are rounded by themselves: the bits of NumPy, which rounds after each operation, at any length."""
+"""Products rounded by themselves: the bits of NumPy, which rounds after each operation, at any length."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ def test_no_product_is_contracted_with_a_sum(function, length):
 
 
 def test_the_reducer_of_a_reduction_is_no_call():
-    """A reduction by a function of one's own has a program in it, and as many operands as that takes."""
+    """A reduction by a custom function contains a program with its own number of operands."""
 
     def total(x):
         return jax.lax.reduce(x, np.float32(0), lambda a, b: a + jnp.abs(b), (0,))
@@ -122,7 +122,7 @@ OPTIMIZERS = {
     ],
 )
 def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
-    """As `ShardedStateUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
+    """`ShardedStateUpdate` relies on this: an update of a piece has the bits of that piece of the update."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
@@ -141,7 +141,7 @@ def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
         np.testing.assert_array_equal(trained(piece), whole[piece])
 
 
-# ---- what JAX would silently make float32 is refused
+# ---- refusal of values that JAX would silently make float32
 
 
 @pytest.mark.parametrize("value", [np.float64(1), {"x": [np.zeros(2)]}])
@@ -155,7 +155,7 @@ def test_other_values_are_returned_unchanged(value):
     assert refuse_float64(value) is value
 
 
-# ---- something in a compiled program that waits for something else
+# ---- a value in a compiled program that waits for another one
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
@@ -186,7 +186,7 @@ def test_the_compiler_cannot_remove_the_wait():
     assert "constant(true)" not in entry
 
 
-# ---- what is said where a limit of address space is too low for XLA
+# ---- the message about a limit of address space that is too low for XLA
 
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""The same bits for every model of the zoo, however its replicas are spread, and with every optimizer."""
+"""Models of the zoo: the same bits for every spread of replicas and with every optimizer."""
 
 import functools
 
@@ -40,12 +40,12 @@ train_zoo.main(sys.argv[1:])
 
 @functools.cache
 def alone(name, training="plain", optimizer="momentum"):
-    """What one instance finds that drives all replicas."""
+    """Return the result of one instance that drives all replicas."""
     return fingerprints(strategies.IPUStrategy(REPLICAS), MODELS[name], optimizer, **TRAININGS[training])
 
 
 def spreads():
-    """The models take turns on two and on four instances; a few are of the default tier."""
+    """Yield the spreads of a model; models take turns on two and four instances, a few in the default tier."""
     for number, name in enumerate(MODELS):
         spread = SPREADS[number % len(SPREADS)]
         yield pytest.param(name, *spread, marks=() if name in FEW else pytest.mark.complete)

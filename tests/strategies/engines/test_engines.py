@@ -42,7 +42,7 @@ SPOILT = 4
 
 @pytest.fixture
 def on_all(on_instances):
-    """Run a function on one, two and three instances, assert equal results, and return the result of one."""
+    """Provide a function that runs another on 1, 2 and 3 instances, asserts equal results, and returns one of them."""
 
     def run(function):
         mechanisms = {1: "auto", 2: "ring", 3: "window"}

@@ -88,7 +88,7 @@ def trained_many_ways(batch_size):
 
 @pytest.fixture(scope="module")
 def stock_many_ways():
-    """Train stock Keras with the batches of all four replicas."""
+    """Provide the results of stock Keras with the batches of all four replicas."""
     return trained_many_ways(16)
 
 

@@ -417,7 +417,7 @@ IDIOMS: dict[str, Idiom] = {
 
 
 def rows_of(options, calls=CALLS, local=slice(None), replicas=1):
-    """Return the batches of the calls in the order of a `DataLoader`: micro-batches, each with the local replicas."""
+    """Yield the batches of the calls in the order of a `DataLoader`: micro-batches, each with the local replicas."""
     count = options.device_iterations * options.Training.gradient_accumulation
     x, labels = data(calls * count * replicas * ROWS)
     for call in range(calls):

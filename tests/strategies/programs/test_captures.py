@@ -72,7 +72,7 @@ def set_factor(value):
 
 
 def followed():
-    """Return functions of 1 whose result grows from 1 to 2 when a value that they read changes."""
+    """Yield functions of 1 whose result grows from 1 to 2 when a value that they read changes."""
     one, array, values, name_space = Scaled(), np.ones(1, np.float32), {"list": [1.0]}, SimpleNamespace(scale=1.0)
     slotted, kept = Slotted(), [jnp.float32(1)]
     slotted.scale = 1.0
@@ -212,7 +212,7 @@ def test_an_unchanged_function_is_not_compiled_again(alone):
 
 
 def refused():
-    """Return functions that would bake in a value that differs at each read, and the messages."""
+    """Yield functions that would bake in a value that differs at each read, and the messages."""
     elements, pairs = iter([1.0, 2.0]), [iter([1.0])]
     numbers, own = itertools.count(), random.Random(0)
     generator, counts, queue = np.random.default_rng(0), {"calls": 0}, [2.0, 1.0]
