@@ -10,7 +10,7 @@ IN_FRONT_ENDS = (
         path="strategies/keras/state.py",
         old="words.append(SUM)",
         new="words.append(MEAN)",
-        caught_by="tests/strategies/keras_models/test_keras_metrics.py::test_counts_curves_and_matrices_are_those_of_all_rows",
+        caught_by="tests/strategies/keras_models/test_keras_metrics.py::test_counts_curves_and_matrices_cover_all_rows",
     ),
     Fault(
         name="rows that only fill a batch are evaluated by Keras",
@@ -94,7 +94,7 @@ IN_FRONT_ENDS = (
         path="strategies/keras/callbacks.py",
         old="_first(running, looks or writes)",
         new="_first(running, looks)",
-        caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_callbacks_that_only_write_may_be_on_the_chief_alone",
+        caught_by="tests/strategies/keras_models/test_keras_disagreements.py::test_callbacks_that_only_write_can_be_on_the_chief_alone",
     ),
     Fault(
         name="an own train_step of Keras applies the gradients of its replica",
@@ -178,7 +178,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/on_device/buffers.py",
         old="        return torch.where(has_changed, value, old)",
         new="        return value",
-        caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_a_buffer_that_nobody_changes_keeps_its_bits",
+        caught_by="tests/strategies/on_torch/test_steps_on_a_device.py::test_an_unchanged_buffer_keeps_its_bits",
     ),
     Fault(
         name="gradients of 16 bits are divided by the scale of the loss in 16 bits",
@@ -199,7 +199,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/undoing.py",
         old="                memory.copy_(saved)\n",
         new="                pass\n",
-        caught_by="tests/strategies/on_torch/test_first_steps.py::TestNoSideEffects::test_in_trained_parameters",
+        caught_by="tests/strategies/on_torch/test_first_steps.py::TestNoSideEffects::test_trained_parameters_are_unchanged",
     ),
     Fault(
         name="lists in a module that the program changes are those from before in replicas",
@@ -213,7 +213,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/replica_run.py",
         old="if not self._missing[bucket] and bucket",
         new="if self._missing[bucket] <= 1 and bucket",
-        caught_by="tests/strategies/on_torch/test_replica_run.py::test_a_bucket_is_ready_when_its_last_gradient_has_come",
+        caught_by="tests/strategies/on_torch/test_replica_run.py::test_a_bucket_is_ready_after_its_last_gradient",
     ),
     Fault(
         name="micro-batches of a module are not divided by their number",
@@ -290,28 +290,28 @@ IN_FRONT_ENDS = (
         path="strategies/compat/poptorch/executor.py",
         old="loss_function(1 if mapping else factor, ",
         new="loss_function(factor, ",
-        caught_by="tests/strategies/on_torch/test_torch_mapped_gradients.py::TestPopTorch::test_maps_gradients_as_the_loss_has_them",
+        caught_by="tests/strategies/on_torch/test_torch_mapped_gradients.py::TestPopTorch::test_gradients_are_mapped_before_any_division",
     ),
     Fault(
         name="gradients that before_update puts in place are dropped",
         path="strategies/torch/engine.py",
         old="pairs = [(parameter, parameter.grad) for parameter in training.trained]",
         new="pass",
-        caught_by="tests/strategies/on_torch/test_torch_updates.py::test_gradients_that_before_update_puts_in_place_of_others_are_applied",
+        caught_by="tests/strategies/on_torch/test_torch_updates.py::test_gradients_that_before_update_replaces_are_applied",
     ),
     Fault(
         name="a loss scale is taken off in 16 bits",
         path="strategies/torch/gradient_exchange.py",
         old="wide = torch.promote_types(received.dtype, torch.float32)",
         new="wide = received.dtype",
-        caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_scale_is_taken_off_in_32_bits_where_gradients_travel_in_16",
+        caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_scale_is_removed_in_32_bits_if_gradients_travel_in_16",
     ),
     Fault(
         name="a loss with an axis of one element is refused",
         path="strategies/torch/replica_run.py",
         old="loss.numel() != 1",
         new="loss.ndim",
-        caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_may_have_axes_of_one_element",
+        caught_by="tests/strategies/on_torch/test_torch_updates.py::test_a_loss_can_have_axes_of_one_element",
     ),
     Fault(
         name="rows of other replicas do not count in the backward pass of SyncBatchNorm",
@@ -430,7 +430,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/contribution.py",
         old="        if gradient is None:\n            view.zero_()",
         new="        if gradient is None:\n            pass",
-        caught_by="tests/strategies/on_torch/test_replica_run.py::test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before",
+        caught_by="tests/strategies/on_torch/test_replica_run.py::test_a_parameter_without_a_gradient_adds_no_old_gradient",
     ),
     Fault(
         name="LAMB has no limit for the norm of a parameter",
@@ -486,6 +486,6 @@ IN_FRONT_ENDS = (
         path="strategies/torch/optimizer_arrays.py",
         old="group[name].copy_(as_tensor(np.asarray(value)))",
         new="pass",
-        caught_by="tests/strategies/on_torch/test_torch_checkpoints.py::test_a_learning_rate_that_is_a_tensor_is_put_back_into_it",
+        caught_by="tests/strategies/on_torch/test_torch_checkpoints.py::test_a_tensor_learning_rate_is_restored_in_place",
     ),
 )

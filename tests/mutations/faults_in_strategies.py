@@ -122,7 +122,7 @@ IN_STRATEGIES = (
         path="strategies/jax/replicas/collective_equations.py",
         old="return collective(index, cotangent)",
         new='return replace(collective, kind=Reduce("sum"))(index, cotangent)',
-        caught_by="tests/strategies/test_cross_replica_ops.py::test_gradients_are_those_of_the_sum_of_all_replicas_losses",
+        caught_by="tests/strategies/test_cross_replica_ops.py::test_gradients_belong_to_the_sum_of_the_losses_of_all_replicas",
     ),
     Fault(
         name="a row that only fills a batch is evaluated",

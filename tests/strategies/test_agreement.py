@@ -140,7 +140,7 @@ def test_sharded_state_is_no_obstacle(on_instances):
 
 
 @pytest.mark.parametrize("instances", [2, 3])
-def test_batches_of_other_shapes_are_named(on_instances, instances):
+def test_batches_of_different_shapes_are_named(on_instances, instances):
     """The batches come from no data set: each instance makes its own."""
 
     def program(strategy):
@@ -277,7 +277,7 @@ class TestWords:
         told = {0: [{"a": "1"}, {"p": ["x"]}], 1: [{"a": "2"}, {"p": ["y"]}]}
         assert "'x'" not in describe(told)
 
-    def test_a_program_that_ends_earlier_differs_in_nothing(self):
+    def test_a_program_that_ends_earlier_is_no_difference(self):
         told = {0: [{"p": ["x", "y"]}], 1: [{"p": ["x", "y"]}], 2: [{"p": ["x"]}]}
         assert describe(told) == (
             "instance 2 computes p differently from instance 0: line 2 of its program is 'nothing', and there it is "
@@ -291,7 +291,7 @@ class TestWords:
 VARIABLES = {"w": jnp.zeros((100, 50)), "h": jnp.zeros(400, jnp.bfloat16), "s": jnp.zeros(())}
 
 
-def test_variables_are_drawn_as_they_were_shaped_and_none_is_zero(seed):
+def test_drawn_variables_have_the_given_shapes_and_are_nonzero(seed):
     found = variables_like(VARIABLES, seed)
     for name, leaf in found.items():
         assert (leaf.shape, leaf.dtype) == (VARIABLES[name].shape, VARIABLES[name].dtype)

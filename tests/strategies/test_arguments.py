@@ -36,7 +36,7 @@ def refused(strategy, loss_fn, error, words):
     return caught.value
 
 
-class TestAStateThatWasUsedUp:
+class TestAUsedUpState:
     @pytest.fixture
     def used_up(self, strategy):
         """Provide a trainer, a used-up state of step 2, and the state after it."""
@@ -99,7 +99,7 @@ class TestMetrics:
     def test_metrics_that_are_no_scalars_are_refused(self, strategy, metric, words):
         refused(strategy, lambda *given: (error_of(*given), {"m": metric}), TypeError, words)
 
-    def test_come_in_a_dictionary(self, strategy):
+    def test_metrics_in_another_mapping_are_refused(self, strategy):
         trainer, state = made(strategy, lambda *given: (error_of(*given), types.MappingProxyType({"m": 2.0})))
         with pytest.raises(TypeError, match="a dictionary of metrics"):  # JAX does not know the type inside
             trainer.step(state, BATCH)
@@ -167,7 +167,7 @@ class TestTheLossFunction:
             (3, "the loss function is a int; use a function of"),
         ],
     )
-    def test_takes_three_arguments(self, strategy, loss_fn, words):
+    def test_a_loss_function_with_other_arguments_is_refused(self, strategy, loss_fn, words):
         with pytest.raises(TypeError, match=words):
             Trainer(strategy, loss_fn, optax.sgd(0.1))
 

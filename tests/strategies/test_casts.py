@@ -65,7 +65,7 @@ def test_dtypes_are_given_for_all_leaves_or_in_the_structure_of_the_batch():
     assert (first.dtype, second["x"].dtype, second["y"].dtype) == (np.uint8, jnp.bfloat16, np.int8)
 
 
-def test_the_mask_of_a_padded_batch_stays():
+def test_the_mask_of_a_padded_batch_is_kept():
     masked = cast(strategies.Masked({"x": np.ones(3, np.uint8)}, np.ones(3, bool)), {"x": jnp.float32})
     assert (masked.values["x"].dtype, masked.mask.dtype) == (jnp.float32, bool)
 

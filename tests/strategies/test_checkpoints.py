@@ -312,7 +312,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class TestWhenNothingCanBeWritten:
+class TestFailedWrites:
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves its threads behind
     def test_a_failed_write_is_one_warning_and_training_continues(self, tmp_path, strategy, caplog):
         training = Training(strategy, large=True)

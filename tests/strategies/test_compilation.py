@@ -66,7 +66,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 
 @pytest.mark.usefixtures("jax_as_it_was")
-class TestWhoMayWriteThere:
+class TestFolderPermissions:
     """Folder permissions; files in the folder are executed."""
 
     def use(self, path):

@@ -116,7 +116,7 @@ class TestDidYouMean:
         with pytest.raises(ValueError, match=rf" is not a valid attribute of this config\. Did you mean '{meant}'\?$"):
             ask(tree)
 
-    def test_without_one_all_are_listed(self, tree):
+    def test_all_attributes_are_listed_without_a_similar_name(self, tree):
         with pytest.raises(ValueError, match=r"'zzz' is not a valid attribute .* It has length, older, leaves\.$"):
             _ = tree.branches.zzz
 
@@ -253,7 +253,7 @@ class TestDictionaries:
             tree.from_dict({**tree.to_dict(), "height": 8, **change})
         assert tree == Tree()
 
-    def test_as_json(self, tree):
+    def test_a_tree_is_written_as_json(self, tree):
         tree.height = "high"
         assert json.loads(tree.to_json())["height"] == "high"
 

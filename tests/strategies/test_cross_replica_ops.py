@@ -107,7 +107,7 @@ def test_one_instance_refuses_dtypes_that_instances_cannot_exchange():
             on_replicas(replicas, ops.all_gather, [np.ones(2, np.complex64)] * replicas)
 
 
-def test_gathered_values_are_stacked_in_lists_too():
+def test_gathered_values_in_lists_are_stacked():
     values = [[np.full((2, 4), r, np.float16), np.arange(3, dtype=np.int32) * r] for r in range(8)]
     for halves, integers in on_replicas(8, ops.all_gather, values):
         assert (halves.shape, halves.dtype, integers.dtype) == ((8, 2, 4), np.float16, np.int32)
@@ -187,7 +187,7 @@ def test_replicas_branch_on_equal_values(replicas):
     assert on_replicas(replicas, program, [1.0] * replicas) == [replicas**2] * replicas
 
 
-def test_all_to_all_exchanges_blocks_and_its_gradient_takes_them_back():
+def test_all_to_all_exchanges_blocks_and_its_gradient_returns_them():
     values = np.arange(2 * 4 * 6, dtype=np.float32).reshape(2, 4, 6)
 
     def program(x):
@@ -207,7 +207,7 @@ def test_all_to_all_exchanges_blocks_and_its_gradient_takes_them_back():
         on_replicas(4, lambda x: ops.all_to_all(x, 0, 2), np.zeros((4, 4, 6), np.float32))
 
 
-def test_gradients_are_those_of_the_sum_of_all_replicas_losses():
+def test_gradients_belong_to_the_sum_of_the_losses_of_all_replicas():
     """Each function is linear: its gradient is compared with the transposed matrix of all replicas."""
     linear = {
         "sum": ops.cross_replica_sum,

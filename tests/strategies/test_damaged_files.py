@@ -50,7 +50,7 @@ def test_a_file_that_is_missing_is_named(checkpoint, name):
     assert fault_of(checkpoint) == f"{name} cannot be read: No such file or directory"
 
 
-def test_digests_that_are_cut_off_or_missing_are_a_fault_too(checkpoint):
+def test_truncated_or_missing_digests_are_a_fault(checkpoint):
     lines = (checkpoint / SUMS).read_text().splitlines(keepends=True)
     (checkpoint / SUMS).write_text("".join(lines[:-1]))
     assert fault_of(checkpoint) == f"{SUMS} is cut off"

@@ -245,7 +245,7 @@ def test_a_position_is_at_the_next_epoch_once_the_loop_has_ended():
     assert (dataset.position().epoch, dataset.position().step) == (8, 0)
 
 
-def test_only_the_restored_epoch_begins_late_and_only_once():
+def test_a_restored_epoch_begins_late_only_once():
     dataset = DistributedDataset(np.arange(40), batch_size=4, total_replicas=1, local_replicas=range(1))
     next(dataset.epoch(1))
     dataset.restore(dataset.position())
@@ -368,7 +368,7 @@ def test_positions_depend_on_what_a_step_takes_and_not_on_its_division_into_micr
         distributed(3, 3).restore(written.position())
 
 
-def test_messages_tell_the_accumulation():
+def test_messages_mention_the_accumulation():
     words = r"global batch takes 24 elements \(batch_size 3 x 2 accumulated on each of 4 .* batch_size of at most 2"
     with pytest.raises(ValueError, match=words):
         read(np.arange(23), total=4, gradient_accumulation_count=2)

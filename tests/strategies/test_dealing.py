@@ -195,7 +195,7 @@ class TestOtherArrays:
             strategy.dealt(np.zeros(6))
 
 
-class TestOthersBatches:
+class TestBatchesOfOthers:
     """Batches used on replicas other than those of their data set."""
 
     def test_batches_of_another_strategy_are_refused(self, strategy):
@@ -248,7 +248,7 @@ def test_values_of_several_replicas_are_no_array_to_broadcast(strategy):
     assert strategy.broadcast({"w": values[1]})["w"].tolist() == [1, 1]
 
 
-class TestWhatIsKnownOfArrays:
+class TestReplicationOfArrays:
     def test_replication_does_not_keep_arrays_alive(self, strategy):
         batch = first_batch(strategy)
         assert replication_of(batch["x"]).local == range(R)

@@ -50,7 +50,7 @@ def test_accelerators_are_shared_out_as_documented(instances, local, devices, wa
     assert {each.waves for each in found} == {waves}
 
 
-def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
+def test_a_batch_is_whole_on_the_device_and_cut_without_a_copy():
     devices = choose_grid(range(3)).first
     placed = devices.place({"x": np.arange(6, dtype=np.float32), "y": np.ones((3, 2))})
     assert placed["x"].device == jax.local_devices()[0]
@@ -60,7 +60,7 @@ def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
     assert [part["y"].shape for part in parts] == [(1, 2)] * 3
 
 
-def test_the_only_replica_gets_the_batch_as_it_is():
+def test_a_single_replica_gets_the_batch_unchanged():
     batch = {"x": np.zeros(3)}
     assert choose_grid(range(1)).first.parts(batch) == [batch]
 
@@ -86,7 +86,7 @@ def test_zeros_are_memory_of_a_replica_alone():
 class TestThreads:
     """Threads of replicas, one for each."""
 
-    def test_run_all_replicas_at_once_and_return_in_their_order(self):
+    def test_threads_run_all_replicas_concurrently_and_return_results_in_order(self):
         devices = choose_grid(range(4)).first
         all_here = threading.Barrier(4)
 
@@ -200,7 +200,7 @@ def test_a_borrowed_array_is_viewed_in_place_and_not_kept_alive():
 
 
 @pytest.mark.parametrize("array", [jnp.ones(3, jnp.bfloat16), jnp.zeros((0, 3)), np.float32(2), jnp.array([True])])
-def test_other_arrays_are_borrowed_too(array):
+def test_other_arrays_can_be_borrowed(array):
     np.testing.assert_array_equal(borrow(array), np.asarray(array))
 
 

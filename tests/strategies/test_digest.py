@@ -33,7 +33,7 @@ def test_arrays_that_change_places_show():
     assert digest_of([one, two]) != digest_of([two, one])
 
 
-def test_random_keys_are_compared_too():
+def test_random_keys_are_compared():
     assert digest_of(jax.random.key(0)) != digest_of(jax.random.key(1))
 
 

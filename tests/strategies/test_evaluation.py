@@ -311,11 +311,11 @@ class TestTheFunction:
         found = evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: batch["y"].sum())
         assert dict(found) == {"loss": rows_of(5)["y"].mean()}
 
-    def test_sees_one_row_at_a_time(self, strategy):
+    def test_the_function_sees_one_row_at_a_time(self, strategy):
         found = evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: jnp.float32(len(batch["y"])))
         assert found["loss"] == 1
 
-    def test_gets_the_key_of_the_seed_alone(self, strategy):
+    def test_the_function_gets_the_key_of_the_seed_alone(self, strategy):
         def drawn(variables, batch, key):
             return jax.random.uniform(key), {"squared": jax.random.uniform(key) ** 2}
 
@@ -325,7 +325,7 @@ class TestTheFunction:
         assert abs(found["loss"] - wanted) < 1e-12
         assert abs(found["squared"] - wanted**2) < 1e-7
 
-    def test_computes_in_the_dtype_of_the_trainer(self, strategy):
+    def test_the_function_computes_in_the_dtype_of_the_trainer(self, strategy):
         def is_bfloat16(variables, batch, key):
             both = variables["w"].dtype == batch["x"].dtype == jnp.bfloat16
             return jnp.float32(both)
@@ -525,7 +525,7 @@ class TestPredictions:
             predicted(strategy, rows_of(5), loss_fn)
 
 
-class TestDataSetsThatAreRefused:
+class TestRefusedDataSets:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -533,25 +533,25 @@ class TestDataSetsThatAreRefused:
             ({"gradient_accumulation_count": 2}, "batches of 2 micro-batches, which are for training only"),
         ],
     )
-    def test_because_rows_would_be_missing(self, strategy, options, message):
+    def test_data_sets_that_drop_rows(self, strategy, options, message):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(state, distributed(strategy, rows_of(63), **options))
 
-    def test_because_missing_rows_could_not_be_noticed(self, strategy):
+    def test_data_sets_that_may_drop_rows_unnoticed(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="drops rows that do not fill a batch of 12"):
             trainer.evaluate(state, distributed(strategy, Unsized(listed(rows_of(24))), remainder="drop"))
 
     @pytest.mark.parametrize("data", [rows_of(5), rows_of(5)["x"], (rows_of(5)["x"],), "rows"])
-    def test_because_they_are_no_batches(self, strategy, data):
+    def test_values_that_are_no_batches(self, strategy, data):
         trainer, state = trainer_of(strategy)
         with pytest.raises(
             TypeError, match=r"which does not consist of batches; give the result of strategy.distribute_dataset"
         ):
             trainer.evaluate(state, data)
 
-    def test_because_they_are_nothing(self, strategy):
+    def test_empty_data_sets(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(TypeError, match="is a int, not an iterable of batches"):
             trainer.evaluate(state, 3)
@@ -573,17 +573,17 @@ class TestDataSetsThatAreRefused:
             ([{}], "batch 0 has no arrays"),
         ],
     )
-    def test_because_their_batches_differ(self, strategy, batches, message):
+    def test_data_sets_with_different_batches(self, strategy, batches, message):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(state, batches)
 
-    def test_because_they_belong_to_another_strategy(self, strategy):
+    def test_data_sets_of_another_strategy(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="the batch is dealt out among"):
             trainer.evaluate(state, distributed(strategies.IPUStrategy(2), rows_of(5)))
 
-    def test_because_one_instance_has_nothing(self, on_instances):
+    def test_data_sets_without_rows_on_one_instance(self, on_instances):
         def program(strategy):
             trainer, state = trainer_of(strategy)
             with pytest.raises(ValueError, match=r"first batch of instances \[1\] has no row"):
@@ -591,7 +591,7 @@ class TestDataSetsThatAreRefused:
 
         on_instances(2, 2, program)
 
-    def test_because_there_is_nothing_to_pad_with(self, on_instances):
+    def test_data_sets_without_elements_for_padding(self, on_instances):
         def program(strategy):
             source = PerReplica([Unsized(listed(rows_of(4)) if strategy.is_chief else [])])
             with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on"):

@@ -169,7 +169,7 @@ def test_instances_choose_alike_and_the_first_one_logs_the_choice(caplog):
     assert said.startswith("exchange window: gradients are added on the device (all instances are on one host, and ")
 
 
-def test_an_instance_without_an_accelerator_beside_one_with_it_is_an_error_and_no_hang():
+def test_instances_with_and_without_an_accelerator_are_an_error_without_deadlock():
     def one(communicator):
         with pytest.raises(LayoutMismatchError, match="facts of instances on accelerators"):
             steps[communicator.rank](communicator)

@@ -74,7 +74,7 @@ def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
     assert set(metrics) == {"loss", "rows"}
 
 
-def test_steps_that_would_have_other_bits_in_one_program_are_made_one_by_one():
+def test_steps_whose_bits_would_change_in_one_program_run_one_by_one():
     """XLA computes a convolution's gradient differently in a loop; with or without that, the bits are equal."""
     images = RNG.standard_normal((32, 28, 28, 1)).astype(np.float32)
     first = {"kernel": RNG.standard_normal((3, 3, 1, 8)).astype(np.float32)}

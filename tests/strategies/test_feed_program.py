@@ -43,7 +43,7 @@ class TestTokens:
         assert next_token(token) == wanted
         assert next_token(token).dtype == np.int32
 
-    def test_tokens_begin_again_before_they_would_be_negative(self):
+    def test_tokens_wrap_around_before_they_would_be_negative(self):
         assert next_token(2**30 - 1) == 0
 
     def test_a_loop_body_has_its_own_tokens(self):
@@ -110,7 +110,7 @@ class TestCalls:
         assert sorted(made) == [1, 2]
 
 
-class TestWhatIsPut:
+class TestPutValues:
     def test_put_values_can_be_kept(self):
         kept = []
 

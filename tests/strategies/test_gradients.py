@@ -226,7 +226,7 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
         assert all(waited)
 
 
-def test_a_loss_with_collectives_of_its_own_is_not_cut(on_instances):
+def test_a_loss_with_its_own_collectives_is_not_cut(on_instances):
     """Its callbacks would wait behind the segments that wait for them."""
 
     def program(strategy):

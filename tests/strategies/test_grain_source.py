@@ -135,7 +135,7 @@ def test_elements_of_other_replicas_are_read_after_a_loss():
             np.testing.assert_array_equal(ours["noise"], theirs["noise"])
 
 
-def test_a_strategy_takes_one_and_moves_it_to_the_device():
+def test_a_strategy_takes_a_grain_source_and_moves_batches_to_the_device():
     strategy = IPUStrategy(num_replicas=4)
     dataset = strategy.distribute_dataset(augmented(Records()), 3, gradient_accumulation_count=2)
     assert (len(dataset), dataset.dropped) == (3, 5)
@@ -152,7 +152,7 @@ def test_sequential_datasets_of_grain_are_iterables():
 
 
 @pytest.mark.complete
-def test_grain_is_imported_by_those_who_use_it(in_new_process):
+def test_grain_is_imported_on_first_use(in_new_process):
     program = """
 import sys, numpy, strategies
 strategy = strategies.IPUStrategy(num_replicas=2)
@@ -183,7 +183,7 @@ def test_datasets_that_cannot_be_dealt_out_are_refused(make, error, words):
         make()
 
 
-def test_a_program_that_its_workers_would_run_again_is_refused(monkeypatch):
+def test_a_program_without_a_main_guard_is_refused_in_its_workers(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     for refused in (lambda: GrainSource(Records()), popdist.initializeBackend):
         with pytest.raises(LifeCycleError, match="if __name__ == '__main__'"):
@@ -259,7 +259,7 @@ signal.pause()
 
 @pytest.mark.complete
 @pytest.mark.timeout(300)
-def test_worker_processes_read_the_same_and_end_with_their_instance_also_when_it_is_killed():
+def test_worker_processes_read_the_same_and_end_with_a_killed_instance():
     program = subprocess.Popen(
         [sys.executable, "-c", WORKERS],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMPI_COMM_WORLD_RANK": "0"},

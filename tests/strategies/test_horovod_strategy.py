@@ -107,7 +107,7 @@ class TestTraining:
     def test_all_instances_have_the_same_bits(self, found):
         assert len({report["fingerprint"] for report in found}) == 1
 
-    def test_variables_are_close_to_those_of_popdist_strategy(self, launcher, instances, local, variables, model):
+    def test_variables_are_close_to_popdist_strategy(self, launcher, instances, local, variables, model):
         *_, arrays = trained(launcher, instances, local, variables)
         for place, leaf in program.named_leaves(alone(instances * local, model)):
             np.testing.assert_allclose(arrays[f"{model}{place}"], leaf, rtol=0, atol=TOLERANCE, err_msg=place)

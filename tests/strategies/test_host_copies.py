@@ -74,7 +74,7 @@ def test_means_are_copied_to_their_places_on_the_host(device: CudaDevice) -> Non
     assert means.on_device(np.zeros(7, np.float32)) is None
 
 
-def test_without_a_lock_copies_are_made_all_the_same(
+def test_copies_work_without_page_locked_memory(
     library: FakeLibrary, device: CudaDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.refuses["cuMemHostRegister_v2"] = 1

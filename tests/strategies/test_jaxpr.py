@@ -79,7 +79,7 @@ def test_the_reducer_of_a_reduction_is_a_program():
     assert [names_in(body) for body in bodies(reduce)] == [["cos", "add"]]
 
 
-def test_an_equation_comes_before_those_in_it():
+def test_an_equation_comes_before_its_inner_equations():
     assert names_in(traced(lambda x: jnp.sin(jax.jit(jax.jit(jnp.cos))(x))).jaxpr) == ["jit", "jit", "cos", "sin"]
 
 

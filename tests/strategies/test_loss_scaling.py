@@ -34,7 +34,7 @@ def test_an_initial_scale_below_one_is_the_minimum():
     assert scales(LossScaling(0.25, 2.0), [False]) == [(0.25, 0, 1)]
 
 
-def test_a_scale_that_stays_counts_what_was_skipped():
+def test_a_static_scale_counts_skipped_steps():
     assert scales(LossScaling(4.0, 1.0, 1), [True, False, True]) == [(4, 1, 0), (4, 0, 1), (4, 1, 1)]
 
 

@@ -217,7 +217,7 @@ class TestMeeting:
 
         assert run_instances(3, REPLICAS, function) == [(True, 1, 1.0), (False, 1, 1), (False, 1, 2)]
 
-    def test_passes_and_batches_are_those_of_all_in_their_order(self):
+    def test_meetings_gather_passes_and_batches_of_all_in_order(self):
         def function(strategy):
             strategy.replicas.done_so_far = InstanceProgress(passes=7, batches=10 - strategy.instance_index)
             meeting = meet(strategy.replicas)

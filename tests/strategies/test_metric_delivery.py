@@ -91,7 +91,7 @@ def test_a_slow_sink_blocks_no_training_and_its_lost_rows_are_counted_and_logged
     assert messages(caplog) == ["kept:here lacks 5 rows of metrics, because it was too slow or had failed"]
 
 
-def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
+def test_a_hanging_sink_is_abandoned_at_the_end(caplog):
     begun, goes_on = threading.Event(), threading.Event()
 
     def hang():
@@ -161,7 +161,7 @@ def test_metrics_that_cannot_be_read_are_left_out_and_logged_once(caplog):
 
 
 @pytest.mark.parametrize("kind", [CsvFile, JsonLines])
-def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
+def test_a_full_disk_loses_no_row_once_space_is_available(kind, tmp_path, caplog):
     """A link leads to a device that is always full, and then to a file."""
     link, clock = tmp_path / "run.txt", Clock()
     link.symlink_to("/dev/full")

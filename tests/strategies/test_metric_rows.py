@@ -55,7 +55,7 @@ def test_mutable_values_are_read_at_once():
     assert read() == {"array": 1.0}
 
 
-def test_tensors_of_pytorch_are_numbers_too_and_read_at_once():
+def test_tensors_of_pytorch_are_read_at_once_as_numbers():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     loss, count = torch.tensor(0.5, requires_grad=True), torch.tensor(2**60)
     read = reading_of({"loss": loss, "count": count})
@@ -65,7 +65,7 @@ def test_tensors_of_pytorch_are_numbers_too_and_read_at_once():
         reading_of({"a": torch.ones(4)})
 
 
-def test_numbers_are_read_once_and_only_when_they_are_wanted():
+def test_numbers_are_read_once_and_only_on_demand():
     read = []
 
     def reading():

@@ -64,7 +64,7 @@ class TestTensorBoard:
         assert len(list(tmp_path.iterdir())) == 2  # though in the same second
         assert self.shown(tmp_path)["loss"] == [(1, 0.25), (2, 0.5), (3, 9), (4, 10)]
 
-    def test_an_evaluation_that_comes_first_leaves_its_step_as_it_is(self, tmp_path):
+    def test_an_evaluation_before_the_repeated_step_leaves_the_step_in_place(self, tmp_path):
         self.written(tmp_path, train(1, 2, 3))
         self.written(tmp_path, [said(2, accuracy=0.5)], train(3, loss=9.0))
         assert self.shown(tmp_path) == {"loss": [(1, 0.25), (2, 0.5), (3, 9)], "accuracy": [(2, 0.5)]}

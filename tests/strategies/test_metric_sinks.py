@@ -123,7 +123,7 @@ def test_one_instance_writes_the_metrics_of_every_step_to_the_last_digit(instanc
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_samples_are_those_of_all_replicas_and_writing_is_done_in_a_thread_of_its_own(instances):
+def test_samples_cover_all_replicas_and_a_separate_thread_writes(instances):
     sinks = [Kept() for _ in range(instances)]
     run_instances(instances, REPLICAS, lambda strategy: trained(strategy, sinks[strategy.instance_index]))
     assert [samples for _, _, samples in sinks[0].rows] == [8] * STEPS + [0, 0]

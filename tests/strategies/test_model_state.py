@@ -104,7 +104,7 @@ def test_the_model_state_has_the_same_bits_for_every_spread_of_replicas(on_insta
     assert len(set(largest)) == REPLICAS
 
 
-def test_the_values_are_those_of_the_definition():
+def test_the_values_match_the_definition():
     """Floats are the mean over the new values of all replicas; values without a mean come from replica 0."""
     strategy = strategies.IPUStrategy(REPLICAS)
     state, _ = trained(strategy, steps=2)

@@ -181,7 +181,7 @@ class TestAnyCluster:
         assert {of["per replica"] for of in found} == {2}
 
     @pytest.mark.parametrize("source", ["arrays", "iterable"])
-    def test_each_replica_reads_what_it_reads_in_one_process(self, found, alone, source):
+    def test_each_replica_reads_the_same_elements_as_in_one_process(self, found, alone, source):
         rows = {"arrays": program.ROWS, "iterable": program.ROWS.tolist()}[source]
         steps = zip(*(of[source] for of in found), strict=True)
         assert [list(itertools.chain(*parts)) for parts in steps] == program.read(alone, rows)
@@ -230,7 +230,7 @@ class TestTheMainJob:
     So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP.
     """
 
-    def test_on_workers_that_start_together(self):
+    def test_workers_that_start_together_have_the_bits_of_one_process(self):
         command = [*MAIN_JOB, "--replicas", 6, "--model", "mlp", "--max-steps", MAIN_STEPS, "--json", "-"]
         cluster = Cluster(port_addresses(3, "localhost"))
         with running(cluster, *command) as workers:
@@ -238,7 +238,7 @@ class TestTheMainJob:
                 assert worker.end(END_LIMIT_S) == 0, worker.text
             assert_equal_to_one_process(found(workers[0]), "mlp", 3, 6)
 
-    def test_with_certificates_and_a_token_and_the_last_worker_first(self, tmp_path):
+    def test_workers_with_certificates_and_a_token_can_start_in_reverse_order(self, tmp_path):
         files = Authority(tmp_path, "authority").issue("workers", ["localhost"])
         cluster = Cluster(port_addresses(2, "localhost"), environ=files.environ | {"POPDIST_JOB_TOKEN": "secret"})
         command = [*MAIN_JOB, "--replicas", "4", "--model", "cnn", "--max-steps", MAIN_STEPS, "--json", "-"]

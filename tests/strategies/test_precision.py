@@ -240,7 +240,7 @@ def test_small_updates_count_with_stochastic_rounding(strategy):
     assert end(stochastic_rounding=True) == pytest.approx(1 - 40 * 2.0**-8 / 100, abs=4e-4)
 
 
-def test_rounding_has_other_random_bits_than_the_replicas(strategy):
+def test_rounding_and_replicas_use_different_random_bits(strategy):
     """The key of replica 2 at step 5, from which a loss function may draw, is not that of variable 2."""
     own = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 5), 2)
     update = WholeStateUpdate(strategy.replicas, optax.sgd(0.1), UpdateSettings(rounds_stochastically=True))

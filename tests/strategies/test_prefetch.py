@@ -63,7 +63,7 @@ def test_at_most_depth_items_are_prepared_ahead(depth):
     items.close()
 
 
-def test_nothing_runs_ahead_at_depth_zero_nor_before_the_first_item():
+def test_no_item_is_prepared_ahead_at_depth_zero_or_before_the_first_item():
     record = []
     items = prefetched(numbers(5, record), 0)
     assert next(items) == 0

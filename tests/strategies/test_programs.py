@@ -17,7 +17,7 @@ def test_xla_does_not_divide_programs_among_cores():
     assert compiler_options({}) == {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
 
 
-def test_passes_that_the_user_has_disabled_stay_so():
+def test_passes_disabled_by_the_user_stay_disabled():
     flags = "--xla_disable_hlo_passes=fusion --xla_cpu_enable_fast_math=false --xla_disable_hlo_passes=cse,dce"
     disabled = compiler_options({"XLA_FLAGS": flags})
     assert disabled == {"xla_disable_hlo_passes": "cse,dce,cpu-parallel-task-assigner"}
@@ -64,7 +64,7 @@ def test_programs_use_the_jax_settings_of_the_calling_thread():
     assert program.compiled(DEVICE, x) is plain
 
 
-def test_threads_run_the_same_executable_at_once():
+def test_threads_run_the_same_executable_concurrently():
     all_here, found = threading.Barrier(3), {}
 
     def meet(x):

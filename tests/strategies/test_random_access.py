@@ -34,7 +34,7 @@ def test_only_the_elements_of_local_replicas_are_read():
     assert squares.asked == [8, 9, 10, 11]
 
 
-def test_steps_are_counted_from_the_first_epoch_on_and_each_has_its_order():
+def test_steps_are_counted_from_the_first_epoch_and_each_epoch_has_its_order():
     made = steps(shuffle=True)
     assert made.per_epoch == 2
     for number in (0, 1, 5):  # of epochs 0, 0 and 2
@@ -59,7 +59,7 @@ def test_too_few_elements_are_refused():
         steps(5)
 
 
-def test_an_epoch_is_read_step_by_step_from_any_of_them_on():
+def test_an_epoch_can_be_read_from_any_step():
     source = RandomAccessSource(steps(shuffle=True))
     assert (source.length, source.steps, source.is_random_access) == (13, 2, True)
     first, second = source.batches(1, 0)

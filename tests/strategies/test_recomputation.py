@@ -133,7 +133,7 @@ def test_feeds_can_stand_between_marks(strategy, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["block", None, 3])
-def test_other_words_are_refused(recompute):
+def test_unknown_policies_are_refused(recompute):
     with pytest.raises(ValueError, match="use 'none', 'blocks', or a policy"):
         recomputing(deep_mlp, recompute)
 

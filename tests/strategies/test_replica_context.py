@@ -186,7 +186,7 @@ class TestErrors:
         with pytest.raises(UnsupportedBufferError, match="replicas cannot reduce (bool|complex64); convert it to"):
             strategy.run(lambda: all_reduce("max", value))
 
-    def test_replicas_do_not_wait_for_one_that_has_failed(self, strategy):
+    def test_replicas_do_not_wait_for_a_failed_one(self, strategy):
         def unlucky(replica):
             if replica == 2:
                 raise ValueError("no luck today")

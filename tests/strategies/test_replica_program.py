@@ -238,7 +238,7 @@ class TestTheLossScale:
         assert tail[program.finite_place] == wanted
 
 
-class TestWhatLeavesTheReplica:
+class TestTransferredGradients:
     @pytest.mark.parametrize(
         ("transfer", "dtypes"), [(None, ["float32", "float16"]), ("bfloat16", ["bfloat16", "float16"])]
     )
@@ -279,7 +279,7 @@ class TestWhatLeavesTheReplica:
         assert np.argwhere(tail[-program.flags :].reshape(2, REPLICAS)).tolist() == [[1, 2]]
 
 
-class TestItsKey:
+class TestTheKey:
     @staticmethod
     def loss(variables, batch, key):
         return linear(variables, batch, key), {"draw": jax.random.uniform(key)}
@@ -296,7 +296,7 @@ class TestItsKey:
         assert one[1] == other[1]
 
 
-class TestIsIndependent:
+class TestIndependence:
     """Independence of the replicas and instances for which a program was traced."""
 
     @staticmethod

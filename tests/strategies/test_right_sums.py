@@ -134,7 +134,7 @@ def test_flags_that_ask_for_wrong_sums_are_refused(run):
 
 
 @pytest.mark.complete
-def test_whether_jax_has_started_is_known_and_asking_does_not_start_it(run):
+def test_asking_whether_jax_has_started_does_not_start_jax(run):
     assert jax_has_started()  # the strategy of conftest.py
     asks = "from strategies.jax.programs.xla_pitfalls import jax_has_started\nprint(jax_has_started())\n"
     assert run(asks * 2 + USE_JAX + asks).stdout == "False\nFalse\nTrue\n"

@@ -106,7 +106,7 @@ class TestExtra:
         assert checkpoint_folder.SavedTraining.from_json(text).extra == {}
 
 
-class TestAStepThatWasSavedAlready:
+class TestASavedStep:
     def test_a_saved_step_is_saved_again_with_later_notes(self, tmp_path, training):
         trainer, state = training
         with Checkpoints(tmp_path, trainer, every=1) as checkpoints:

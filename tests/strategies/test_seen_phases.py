@@ -75,7 +75,7 @@ def step(number, *prepared):
     ]
 
 
-def test_a_step_has_its_phases_in_their_order():
+def test_a_step_has_its_phases_in_order():
     """The second step compiles nothing. At the end of the epoch the wait for data does not end."""
     eyes = Eyes()
     assert trained(alone(eyes), eyes) == [*step(0, "allocate", *whole(COMPILE)), *step(1), DATA]

@@ -40,7 +40,7 @@ def test_a_round_that_does_not_reach_all_replicas_is_not_begun(length):
     assert batches(from_iterable(Once(range(length)), Layout(1, 3, [0]))) == [[0], [3]]
 
 
-def test_one_pass_feeds_all_local_replicas_and_every_epoch_begins_anew():
+def test_one_pass_feeds_all_local_replicas_and_every_epoch_restarts():
     elements = Once(range(12))
     source = from_iterable(elements, Layout(2, 3, range(3)))
     assert (source.length, source.steps, elements.begun) == (None, None, 0)

@@ -51,7 +51,7 @@ def test_a_last_step_can_be_equally_short_for_all_replicas(length, accumulated, 
     assert layouts[0].dropped(length) == length - taken
 
 
-def test_micro_batches_make_a_step_larger_and_nothing_else():
+def test_micro_batches_only_make_a_step_larger():
     accumulated, whole = Layout(3, 2, [1], gradient_accumulation_count=2), Layout(6, 2, [1])
     assert accumulated.elements_per_replica == 6
     assert accumulated.global_batch_size == whole.global_batch_size == 12
@@ -94,7 +94,7 @@ def test_an_order_is_the_same_for_ever():
 @pytest.mark.parametrize(
     ("value", "number"), [(3, 3), (np.int64(-2), -2), (np.uint8(7), 7), (True, None), (2.0, None), ("2", None)]
 )
-def test_integers_of_all_libraries_are_integers_and_nothing_else_is(value, number):
+def test_only_integers_of_any_library_are_accepted(value, number):
     assert integer(value) == number
 
 

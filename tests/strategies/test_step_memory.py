@@ -65,7 +65,7 @@ def test_one_reduction_per_dtype_and_step(recorded):
     assert [name for name, _, _ in recorder.reductions] == ["gradients/float32", "gradients/bfloat16"] * 3
 
 
-def test_no_other_collective_runs_once_it_is_compiled(strategy):
+def test_no_other_collective_runs_after_compilation(strategy):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01))
     state, _ = trainer.step(trainer.init({"w": jnp.ones(10)}), np.ones(4, np.float32))
     before = strategy.communicator.calls_made
@@ -75,7 +75,7 @@ def test_no_other_collective_runs_once_it_is_compiled(strategy):
     assert strategy.communicator.calls_made == before + 5
 
 
-def test_every_replica_contributes_a_view_of_memory_that_is_not_its_own(recorded):
+def test_every_replica_contributes_a_view_of_xla_memory(recorded):
     strategy, recorder = recorded
     steps(strategy, 1)
     for _, contributions, _ in recorder.reductions:

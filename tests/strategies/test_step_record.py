@@ -179,7 +179,7 @@ def test_trainings_are_numbered(strategy, tmp_path, monkeypatch):
     assert first_inside(record) is None
 
 
-def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
+def test_a_restarted_trainer_has_another_training(strategy, tmp_path):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
     trainer._loop._watcher = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_values_of_one_step_are_kept(strategy, tmp_path):
     assert (dtype, len(data)) == ("int32", 4 * 4)
 
 
-def test_an_instance_is_told_to_leave_half_way(strategy, tmp_path):
+def test_a_program_gets_a_termination_signal_after_the_given_step(strategy, tmp_path):
     told = []
     before = signal.signal(signal.SIGTERM, lambda *_: told.append(len(read_record(tmp_path).steps)))
     try:

@@ -20,7 +20,7 @@ def replica_index():
     return get_replica_context().replica_id_in_sync_group
 
 
-class TestWhoIsThere:
+class TestReplicas:
     def test_all_replicas_are_in_this_process(self, strategy):
         assert strategy.num_replicas_in_sync == 4
         assert (strategy.num_instances, strategy.instance_index) == (1, 0)
@@ -80,7 +80,7 @@ class TestPerReplica:
         assert list(values) == [0, 1, 4, 9]
         assert (len(values), values[2]) == (4, 4)
 
-    def test_only_local_replicas_are_asked(self, on_instances):
+    def test_values_are_only_made_for_local_replicas(self, on_instances):
         assert on_instances(2, 4, lambda s: list(s.per_replica(lambda r: r))) == [[0, 1], [2, 3]]
 
 
@@ -184,7 +184,7 @@ class TestRun:
         strategy.run(fn, args=(np.zeros(3, np.float32),))
         assert traced == [(2,), (3,)]
 
-    def test_a_function_without_results_gives_nothing_per_replica(self, strategy):
+    def test_a_function_without_results_gives_none_per_replica(self, strategy):
         assert list(strategy.run(lambda: None)) == [None] * 4
 
     def test_a_constant_is_a_result(self, strategy):
@@ -203,7 +203,7 @@ class TestRun:
         once = strategy.run(lambda x: x + 1, args=(strategy.per_replica(float),))
         assert [float(x) for x in strategy.run(lambda x: x * 2, args=(once,))] == [2, 4, 6, 8]
 
-    def test_an_exception_of_the_function_is_raised_and_harms_nothing(self, strategy):
+    def test_an_exception_of_the_function_is_raised_and_later_runs_work(self, strategy):
         def fails():
             raise KeyError("mine")
 
@@ -238,7 +238,7 @@ class TestFloat64IsRefused:
         assert strategy.run(lambda x: x, args=(1.5,))[0].dtype == np.float32
 
 
-class TestValuesThatJaxWouldMakeOthers:
+class TestValuesThatJaxWouldChange:
     """Values that JAX would change: it truncates integers of 64 bits, and masked arrays would lose their masks."""
 
     @pytest.mark.parametrize("value", [np.int64(2**31), np.array([1, -(2**31) - 1]), np.uint64(2**32)])

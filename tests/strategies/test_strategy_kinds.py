@@ -80,7 +80,7 @@ def test_an_ipu_strategy_writes_files_and_makes_variables():
     assert (extended.experimental_between_graph, extended.experimental_should_init) == (True, True)
 
 
-def test_reductions_are_those_of_its_replicas():
+def test_reductions_cover_the_replicas_of_the_strategy():
     strategy = strategies.IPUStrategy(3)
     values = strategy.per_replica(lambda replica: np.float32(replica + 1))
     assert (float(strategy.reduce("sum", values)), float(strategy.reduce("mean", values))) == (6, 2)

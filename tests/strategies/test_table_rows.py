@@ -28,7 +28,7 @@ def by_index(table, indices):
         ((3, 2), []),
     ],
 )
-def test_rows_and_gradients_are_those_of_jax(shape, indices, dtype):
+def test_rows_and_gradients_match_jax(shape, indices, dtype):
     indices = np.array(indices, np.int32)
     table = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
     # Whole numbers, of which every sum is exact.

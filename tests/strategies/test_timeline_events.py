@@ -71,7 +71,7 @@ def test_recording_changes_no_bits(recorded):
     assert trained([None, None]) == recorded[1]
 
 
-def test_a_step_has_its_events_in_their_order(recorded):
+def test_a_step_has_its_events_in_order(recorded):
     recordings, _ = recorded
     for recording in recordings:
         events = recording.events[recording.events["track"] == 0]
@@ -106,7 +106,7 @@ def test_every_replica_is_seen_in_every_step(recorded):
             assert replicas["step"][replicas["name"] == replica].tolist() == list(range(STEPS))
 
 
-def test_rows_and_losses_are_those_of_the_steps(recorded):
+def test_rows_and_losses_match_the_steps(recorded):
     recordings, found = recorded
     for recording, spans, (_, losses) in zip(recordings, put_together(recordings).spans, found, strict=True):
         assert spans.measured["loss"][1].tolist() == losses

@@ -405,7 +405,7 @@ class TestCheckNumerics:
         state, _ = trained(strategy, self.loss, variables=self.variables(), batch=np.full(4, 13))
         assert np.isnan(state.variables["deep"]["bad"])
 
-    def test_metrics_may_be_nan(self, strategy):
+    def test_metrics_can_be_nan(self, strategy):
         _, metrics = trained(strategy, lambda v, batch, key: (v["b"], {"nan": jnp.nan}), check_numerics=True)
         assert np.isnan(metrics["nan"])
 

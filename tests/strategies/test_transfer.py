@@ -273,7 +273,7 @@ def written(layout, leaves, tail):
     return [np.asarray(array) for array in jax.jit(partial(flatten, layout))(leaves, tail, into)]
 
 
-def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_with_a_tail_behind_them():
+def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_and_end_with_a_tail():
     layout = FlatLayout.of(LEAVES, tail=2)
     wide, narrow = layout.buffers
     assert (wide.name, wide.size, wide.leaves, wide.starts) == ("float32", 36, (0, 2, 3), (0, 16, 32))
@@ -298,7 +298,7 @@ def test_the_tail_has_a_float32_buffer_even_alone():
 
 
 @pytest.mark.parametrize(("multiple", "size"), [(1, LARGE_BYTES // 4 + 1), (6, LARGE_BYTES // 4 + 2)])
-def test_a_large_leaf_lies_alone_up_to_a_multiple(multiple, size):
+def test_a_large_leaf_has_its_own_buffer_padded_to_a_multiple(multiple, size):
     large, small = np.ones(LARGE_BYTES // 4 + 1, np.float32), np.ones(2, np.float32)
     layout = FlatLayout.of([small, large], tail=1, multiple=multiple)
     first, second = layout.buffers
@@ -330,6 +330,6 @@ def test_the_mean_of_a_leaf_with_its_own_buffer_can_be_cut():
     assert np.shares_memory(bucket.mean(2), given)
 
 
-def test_the_largest_small_leaf_lies_with_the_others():
+def test_the_largest_small_leaf_shares_a_buffer():
     layout = FlatLayout.of([np.ones(LARGE_BYTES // 4 - 1, np.float32)], tail=0)
     assert [buffer.is_of_one for buffer in layout.buffers] == [False]

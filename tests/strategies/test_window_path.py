@@ -43,7 +43,7 @@ def test_means_and_rows_have_the_bits_of_the_host(tmp_path: Path) -> None:
             assert f"{library} {rank}: {cases}" in found, job.stdout
 
 
-def test_one_instance_has_a_window_of_its_own() -> None:
+def test_a_single_instance_has_its_own_window() -> None:
     def means(communicator: Communicator) -> np.ndarray:
         path = WindowPath(Spread.together([1]), communicator, HostMemory(), NumpyArithmetic(), NumpyViews())
         (found,) = path.means("all", [[np.arange(5, dtype=np.float32)]], [FLOAT32])

@@ -74,7 +74,7 @@ def test_the_reducer_of_a_reduction_is_no_call():
 
 
 @pytest.mark.parametrize("length", [1, 33, 65_537])
-def test_roots_are_rounded_before_anything_is_done_with_them(length):
+def test_roots_are_rounded_before_further_operations(length):
     a, b = np.abs(ROWS[0, :length]), ROWS[1, :length]
     quotient, reciprocal, total = jax.jit(
         with_rounded_products(lambda a, b: (b / jnp.sqrt(a), jax.lax.rsqrt(a), jnp.sqrt(a) + b))
@@ -85,7 +85,7 @@ def test_roots_are_rounded_before_anything_is_done_with_them(length):
     np.testing.assert_array_equal(total, root + b)
 
 
-def test_results_are_those_of_a_scan_and_keep_their_structure():
+def test_results_match_a_scan_and_keep_their_structure():
     def sums(tree, *, scale):
         total, every = jax.lax.scan(lambda total, row: (total + scale * row, total), tree["first"], tree["rows"])
         return {"total": total, "every": every}, jnp.int32(3)
@@ -145,7 +145,7 @@ def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
 
 
 @pytest.mark.parametrize("value", [np.float64(1), {"x": [np.zeros(2)]}])
-def test_float64_is_refused_wherever_it_is(value):
+def test_float64_is_refused_anywhere_in_a_tree(value):
     with pytest.raises(TypeError, match="Unsupported data type for infeed: float64; convert it to float32"):
         refuse_float64(value, "infeed")
 

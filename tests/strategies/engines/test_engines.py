@@ -88,7 +88,7 @@ def variables_of(snapshot):
 
 @EVERY
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_step_has_its_phases_in_their_order(row, count):
+def test_a_step_has_its_phases_in_order(row, count):
     """The watcher sees the old variables before the update, and the new ones after it."""
     witnesses = {instance: Witness() for instance in range(count)}
 
@@ -149,7 +149,7 @@ def test_devices_give_the_bits_of_the_host(on_instances):
 
 
 @EVERY
-def test_the_metrics_are_those_of_the_rows_of_all_replicas(row, on_instances):
+def test_metrics_cover_the_rows_of_all_replicas(row, on_instances):
     """Plain NumPy computes the expected metrics in double precision."""
     [[found, *_]] = on_instances(1, REPLICAS, functools.partial(train, row=row, evaluates=True))
     evaluation, predictions = found.pop(EVALUATED)

@@ -117,7 +117,7 @@ def test_an_instance_reads_only_its_own_batches_of_an_indexed_source(in_scopes):
         assert (begun, ended) == (1, 1)
 
 
-def test_data_are_shuffled_alike_on_all_instances(in_scopes):
+def test_all_instances_shuffle_data_in_the_same_way(in_scopes):
     """Instance 0 draws the seed. Threads share NumPy's state, so two runs differ here."""
 
     def program(strategy):
@@ -172,7 +172,7 @@ def test_arrays_are_read_whole_in_the_given_number_of_steps(alone, steps, batch_
     assert alone(program) == batch_size
 
 
-def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
+def test_another_global_batch_size_than_that_of_the_source_is_refused(alone):
     """Keras ignores `batch_size` then, and so does this; a global batch size would claim something untrue."""
 
     def program(strategy):

@@ -123,7 +123,7 @@ def test_differences_between_instances_are_refused_by_name(in_scopes, name):
     assert re.search(message, str(raised.value)), str(raised.value)
 
 
-def test_callbacks_that_only_write_may_be_on_the_chief_alone(in_scopes, tmp_path):
+def test_callbacks_that_only_write_can_be_on_the_chief_alone(in_scopes, tmp_path):
     def program(strategy):
         model = regression(keras.optimizers.Adam(0.01))
         model.set_gradient_accumulation_options(1, replicated_optimizer_state_sharding=True)

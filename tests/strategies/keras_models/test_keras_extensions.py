@@ -10,7 +10,7 @@ from strategies.core.options import GradientAccumulationReductionMethod
 
 
 @pytest.mark.parametrize("method", first_of(["MEAN", "RUNNING_MEAN"]))
-def test_accumulated_gradients_are_those_of_the_whole_batch(in_scopes, method):
+def test_accumulated_gradients_match_the_whole_batch(in_scopes, method):
     stock = regression()
     stock.fit(X[:48], TARGETS[:48], batch_size=24, epochs=2, shuffle=False, verbose=0)
 
@@ -174,7 +174,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", only(["subclass"], MODELS))
-def test_files_are_those_of_stock_models_and_keep_options(alone, kind, tmp_path):
+def test_files_have_the_format_of_stock_models_and_keep_options(alone, kind, tmp_path):
     file = tmp_path / "model.keras"
 
     def save(strategy):
@@ -224,7 +224,7 @@ def optimizers():
 
 
 @pytest.mark.parametrize("kind", only(["momentum"], optimizers()))
-def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
+def test_sharding_the_optimizer_state_changes_no_bit(in_scopes, kind):
     """A learning rate set by a callback holds for the next step; at the end Keras has the whole state."""
 
     def program(strategy, options):

@@ -116,7 +116,7 @@ def test_the_bits_are_the_same_on_one_two_and_four_instances(
     assert on_instances(instances, REPLICAS, lambda strategy: train(strategy, example)) == [alone] * instances
 
 
-def test_the_numbers_are_those_of_stock_keras(example: Example, alone: Trained) -> None:
+def test_the_numbers_match_stock_keras(example: Example, alone: Trained) -> None:
     stock = made(example)
     expected = fitted(stock, example, BATCH)
     if example.is_alike_in_parts:
@@ -133,7 +133,7 @@ def test_the_numbers_are_those_of_stock_keras(example: Example, alone: Trained) 
 
 
 @pytest.mark.parametrize("example", SAVED, indirect=True)
-def test_a_model_is_saved_and_loaded_by_stock_keras_and_goes_on_in_a_scope(example: Example, tmp_path: Any) -> None:
+def test_a_model_saved_and_loaded_by_stock_keras_continues_in_a_scope(example: Example, tmp_path: Any) -> None:
     """A seed generator restarts in a loaded model, also in stock Keras."""
     file, rows = tmp_path / "model.keras", BATCH // REPLICAS
     strategy = strategies.IPUStrategy(REPLICAS)

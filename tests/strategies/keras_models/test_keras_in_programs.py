@@ -129,7 +129,7 @@ def test_moving_means_are_averaged_over_replicas(in_scopes):
     assert in_scopes(1, program) + in_scopes(2, program) == [[1.5, 0.0]] * 3
 
 
-def test_replicas_drop_other_units_and_instances_begin_alike(in_scopes):
+def test_replicas_drop_different_units_and_instances_begin_equal(in_scopes):
     def program(strategy):
         kernel = keras.initializers.Constant(1.0 + strategy.instance_index)
         model = keras.Sequential(
@@ -158,7 +158,7 @@ def test_values_of_a_program_do_not_stay_in_the_variables(alone):
     assert alone(program, 1) == [[1.0]]
 
 
-def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
+def test_a_model_read_by_a_trainer_must_not_change(alone):
     import optax
 
     def program(strategy):
@@ -173,7 +173,7 @@ def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
     alone(program, 1)
 
 
-def test_a_model_is_built_by_the_first_run_alike_on_all_instances(in_scopes):
+def test_the_first_run_builds_equal_models_on_all_instances(in_scopes):
     def program(strategy):
         model = keras.Sequential([keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform())])
         found = [strategy.gather(strategy.run(model, (np.ones((1, 2), np.float32),)), 0) for _ in range(2)]

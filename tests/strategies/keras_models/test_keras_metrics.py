@@ -46,7 +46,7 @@ def test_every_metric_of_keras_only_adds_to_its_variables(name, metric):
     assert any(changed)
 
 
-def test_counts_curves_and_matrices_are_those_of_all_rows(in_scopes):
+def test_counts_curves_and_matrices_cover_all_rows(in_scopes):
     """On three replicas, the mean of three does not give back the exact sum."""
 
     def program(strategy=None):
@@ -120,7 +120,7 @@ def test_a_metric_can_be_averaged_over_replicas(in_scopes):
     assert alone[1]["largest"] > 0
 
 
-def test_a_metric_that_is_a_mean_begins_anew_in_each_validation(alone):
+def test_a_mean_metric_is_reset_in_each_validation(alone):
     """Nothing is learned, so each validation finds the same."""
 
     def program(strategy):

@@ -148,7 +148,7 @@ def test_a_model_with_its_own_loss_metrics_and_state_has_the_same_bits(in_scopes
     assert calls == draws == 6
 
 
-def test_replicas_draw_differently_and_each_of_them_anew(alone):
+def test_each_replica_draws_its_own_new_random_numbers(alone):
     class Drawn(layers.Layer):
         def __init__(self):
             super().__init__()
@@ -332,7 +332,7 @@ def test_the_batch_size_can_be_that_of_all_replicas(alone):
     assert one == other
 
 
-def test_frozen_layers_stay_as_they_are_and_nothing_of_them_travels(alone):
+def test_frozen_layers_stay_unchanged_and_do_not_travel(alone):
     def program(strategy):
         model = regression()
         model.layers[0].trainable = False

@@ -107,7 +107,7 @@ def test_micro_batches_that_are_not_synchronised_add_up(on_every_path):
     assert on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, count=2)) == expected
 
 
-def test_gradients_may_travel_in_16_bits(on_every_path):
+def test_gradients_can_travel_in_16_bits(on_every_path):
     module, options = new_module("mlp"), {"gradient_transfer_dtype": "bfloat16"}
     expected = [by_trainer(module, **options)] * REPLICAS
     assert on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, **options)) == expected
@@ -249,7 +249,7 @@ class TestRefusals:
 
         on_every_path(2, 2, train)
 
-    def test_streams_where_gradients_stay_on_a_device(self, on_instances, monkeypatch):
+    def test_streaming_of_gradients_that_stay_on_a_device(self, on_instances, monkeypatch):
         monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
         module = new_module("mlp")
 
@@ -303,7 +303,7 @@ def test_the_sampler_deals_rows_as_datasets_do(instances, on_instances):
     on_instances(instances, 4, read)
 
 
-def test_the_sampler_may_pad():
+def test_the_sampler_can_pad():
     sampler = strategies.torch.DistributedSampler(
         range(5), strategies.IPUStrategy(2), 2, shuffle=False, remainder="pad"
     )

@@ -70,13 +70,13 @@ class Forgets(nn.Module):
 
 
 class TestADifference:
-    def test_from_plain_pytorch_names_the_loss_and_the_step(self):
+    def test_the_error_names_the_loss_and_the_step(self):
         with pytest.raises(
             StrategyError, match=r"in step 0 the loss of micro-batch 0 on replica 0 is .* plain PyTorch"
         ):
             one_step(Forgets())
 
-    def test_names_the_first_parameter_and_both_norms(self):
+    def test_the_error_names_the_first_parameter_and_both_norms(self):
         class Halves(Forgets):
             def forward(self, x):
                 found = self.last(x)
@@ -90,7 +90,7 @@ class TestADifference:
         ):
             one_step(Halves())
 
-    def test_leaves_everything_as_it_was(self):
+    def test_the_error_leaves_the_training_unchanged(self):
         module = Forgets()
         before = copy.deepcopy(module.last.state_dict())
         with pytest.raises(StrategyError, match="the step was not applied"):
@@ -266,7 +266,7 @@ def drawn_linear():
 class TestNoSideEffects:
     """Side effects of the comparison pass of plain PyTorch: none, so the bits are those of a training without it."""
 
-    def test_in_trained_parameters(self):
+    def test_trained_parameters_are_unchanged(self):
         found = []
         for steps in (0, 1):
             torch.manual_seed(0)
@@ -277,7 +277,7 @@ class TestNoSideEffects:
             found.append(strategies.fingerprint([one.numpy() for one in module.state_dict().values()]))
         assert found[0] == found[1]
 
-    def test_in_generators(self):
+    def test_generators_are_unchanged(self):
         own, array = torch.Generator().manual_seed(1), np.random.default_rng(2)
 
         def loss(module, batch):
@@ -298,7 +298,7 @@ class TestNoSideEffects:
         assert after(1) == one
         torch.set_rng_state(before)
 
-    def test_in_gradients_and_batches(self):
+    def test_gradients_and_batches_are_unchanged(self):
         def loss(module, batch):
             batch["x"].mul_(2)
             return classify(module, batch)
@@ -309,7 +309,7 @@ class TestNoSideEffects:
         trainer.step(batch)
         assert torch.equal(batch["x"], expected)
 
-    def test_in_objects_that_the_loss_function_and_hooks_reach(self):
+    def test_objects_that_the_loss_function_and_hooks_reach_are_unchanged(self):
         seen, counts, center = [], collections.Counter(), torch.zeros(3)
         calls = 0
 
@@ -325,7 +325,7 @@ class TestNoSideEffects:
         one_step(module, loss, replicas=1)
         assert (calls, counts["calls"], len(seen), center.tolist()) == (1, 1, 1, [1.0, 1.0, 1.0])
 
-    def test_in_global_variables_and_objects_of_the_program(self):
+    def test_global_variables_and_objects_of_the_program_are_unchanged(self):
         kept = Kept()
         one_step(mlp(), kept.loss, replicas=1)
         assert (kept.calls, TOLD, CALLS) == (1, [1], 1)
@@ -337,7 +337,7 @@ class TestNoSideEffects:
         )
         assert metrics["number"] == 1
 
-    def test_in_the_attributes_of_a_module(self):
+    def test_attributes_of_a_module_are_unchanged(self):
         class Remembers(nn.Linear):
             def __init__(self):
                 super().__init__(FEATURES, 3)
@@ -364,7 +364,7 @@ class TestNoSideEffects:
         assert torch.equal(module.bias, bias)
         assert module.weight.grad is None
 
-    def test_in_the_sign_of_zero(self):
+    def test_the_sign_of_zero_is_unchanged(self):
         module = Apply(lambda self, x: self.zero.neg_() + x, zero=nn.Parameter(torch.zeros(3)))
         with undone(module, classify), torch.no_grad():
             module(torch.ones(3))

@@ -602,7 +602,7 @@ class TestCopies:
         assert zero == one
         assert zero[0] == zero[1]
 
-    def test_in_files_are_refused(self):
+    def test_saving_a_model_to_a_file_is_refused(self):
         _, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
             with pytest.raises(StrategyError, match=r"cannot be written to a file; save model\.module, or "):

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("word", "is_there"), [("auto", False), ("host", False), ("compiled", True)])
-def test_modules_on_a_cpu_have_a_path_if_they_ask_for_it(on_instances, monkeypatch, word, is_there) -> None:
+def test_modules_on_a_cpu_have_a_path_on_request(on_instances, monkeypatch, word, is_there) -> None:
     monkeypatch.setenv("POPDIST_EXCHANGE", word)
 
     def run(strategy):

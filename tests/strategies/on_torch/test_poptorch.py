@@ -283,7 +283,7 @@ class TestInference:
 
 
 class TestDataLoader:
-    def test_gives_each_element_once(self, on_instances):
+    def test_a_loader_gives_each_element_once(self, on_instances):
         def read(strategy):
             options = new_options(strategy, 4, 2, 1)
             loader = poptorch.DataLoader(options, torch.arange(43), batch_size=2, shuffle=True)

@@ -145,7 +145,7 @@ class TestOptimizers:
         )
         assert str(training.trainer.state.loss_scale) == "64"
 
-    def test_exclude_options_by_the_names_of_programs(self, model):
+    def test_excluded_options_are_named_as_in_programs(self, model):
         checked = new_options()
         checked.Precision.enableFloatingPointExceptions(True)
         scaled = poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=8.0)
@@ -169,7 +169,7 @@ class TestOptions:
             options.device_iterations = 4
         assert options.device_iterations == 1
 
-    def test_seed_the_modules_that_are_made_afterwards(self):
+    def test_random_seed_applies_to_modules_made_afterwards(self):
         made = []
         for _ in range(2):
             torch.rand(1)
@@ -332,7 +332,7 @@ class TestOperators:
         assert poptorch.dynamic_update(whole, torch.ones(2, 2), 1, start, 2).tolist() == [[0, 0, 1, 1]] * 2
         assert not whole.any()
 
-    def test_take_their_arguments_by_name(self, capsys):
+    def test_operators_take_their_arguments_by_name(self, capsys):
         x = torch.arange(2.0)
         assert poptorch.cond(torch.tensor(True), then_body=abs, then_inps=[x], else_body=abs, else_inps=[x]) is not x
         poptorch.ipu_print_tensor(x, title="x", digits=3, print_gradient=False)

@@ -48,7 +48,7 @@ class TestOptionsInAFile:
             "deviceIterations(" + "(" * 3000 + "1" + ")" * 3000 + ")",
         ],
     )
-    def test_run_nothing(self, line, tmp_path, was_run):
+    def test_a_file_runs_no_code(self, line, tmp_path, was_run):
         with pytest.raises(poptorch.ConfigFileError, match="line 1 of .*; write it as in a program"):
             loaded(tmp_path, line.format(path=str(was_run)) if "{" in line else line)
         assert not was_run.exists()
@@ -155,7 +155,7 @@ class TestModelsInAFile:
         assert (optimizer.loss_scaling, optimizer.max_grad_norm) == (8.0, 0.5)
 
     @pytest.mark.parametrize("place", ["model", "options", "optimizer", "state", "other"])
-    def test_run_nothing(self, place, tmp_path, was_run):
+    def test_a_file_runs_no_code(self, place, tmp_path, was_run):
         saved(tmp_path)
         content = torch.load(tmp_path / "model", weights_only=False)
         if place == "model":
@@ -177,7 +177,7 @@ class TestModelsInAFile:
             poptorch.load(tmp_path / "model")
         assert poptorch.load(tmp_path / "model", is_trusted=True).model.activation is saved
 
-    def test_import_nothing(self, tmp_path):
+    def test_a_file_imports_no_module(self, tmp_path):
         (tmp_path / "stranger.py").write_text("import torch\nclass Net(torch.nn.Module): pass\n")
         program = (
             "import sys, torch; sys.path.insert(0, sys.argv[1]); import stranger; "

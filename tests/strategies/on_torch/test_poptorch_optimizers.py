@@ -160,7 +160,7 @@ class TestNumbersThatChange:
         norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
         assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
-    def test_a_limit_is_refused_where_gradients_are_parts(self, model):
+    def test_a_limit_is_refused_if_gradients_are_parts(self, model):
         training = poptorch.trainingModel(model, sharding(), poptorch.optim.SGD(model.parameters(), 0.1))
         with pytest.raises(StrategyError, match=r"max_grad_norm is 1\.0, .* useReplicatedTensorSharding"):
             training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, max_grad_norm=1.0))

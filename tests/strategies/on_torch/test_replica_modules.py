@@ -186,7 +186,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_has_the_bits_of_plain_pytorch_whatever_it_is_made_of(kind):
+def test_every_kind_of_module_has_the_bits_of_plain_pytorch(kind):
     found, expected = by_trainer(KINDS[kind]()), by_plain_pytorch(KINDS[kind]())
     assert all(map(torch.equal, found, expected))
 
@@ -484,7 +484,7 @@ def test_private_numbers_of_pytorch_are_not_compared():
 
 class TestCompiledModules:
     @pytest.mark.parametrize("compiled", [torch.compile, nn.Module.compile], ids=["wrapped", "in place"])
-    def test_share_one_compilation_among_replicas(self, compiled):
+    def test_replicas_share_one_compilation(self, compiled):
         made = []
 
         def backend(graph, inputs):

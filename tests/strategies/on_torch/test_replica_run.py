@@ -45,7 +45,7 @@ class Sums(nn.Module):
         return self.third.sum() * late
 
 
-def test_a_bucket_is_ready_when_its_last_gradient_has_come():
+def test_a_bucket_is_ready_after_its_last_gradient():
     ready = []
     module = Sums(lambda: ready.append(run.finished[0].is_set()))
     options = TorchOptions(stream_gradients=True)
@@ -65,7 +65,7 @@ def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     assert sum(array.size for array in run.contribution.arrays(0)) == ROWS
 
 
-def test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before():
+def test_a_parameter_without_a_gradient_adds_no_old_gradient():
     """Another replica may have a gradient, so the buffer travels; the parameter is alone in it or has a neighbour."""
     for shapes in ([(3,)], [(3,), (2,)]):
         parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))

@@ -149,7 +149,7 @@ def products_in(function):
     return counted.calls[torch.ops.aten.mm]
 
 
-def test_products_are_made_in_the_part_that_needs_them_and_once():
+def test_products_are_computed_once_in_the_part_that_needs_them():
     split, _ = split_of(
         [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)], torch.ones(4, 8)
     )

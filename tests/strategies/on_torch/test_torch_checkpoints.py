@@ -189,7 +189,7 @@ def test_the_loss_scale_continues_from_the_checkpoint(tmp_path):
     assert other.step(data())["loss_scale"] == 2.0**14
 
 
-def test_a_learning_rate_that_is_a_tensor_is_put_back_into_it():
+def test_a_tensor_learning_rate_is_restored_in_place():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], torch.tensor(0.25))
     rate, numbers = optimizer.param_groups[0]["lr"], numbers_of_groups(optimizer)
     rate.fill_(1.0)

@@ -72,7 +72,7 @@ def test_evaluation_and_predictions_match_plain_pytorch_on_all_rows(module, alon
     assert np.array_equal(predicted["odd"], rows()["y"] % 2 == 1)
 
 
-def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
+def test_own_batches_of_the_program_can_end_with_a_shorter_one(module):
     own = copy.deepcopy(module)
     strategy = strategies.IPUStrategy(2)
     trainer = sgd_trainer(strategy, own)
@@ -83,7 +83,7 @@ def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
     assert found["loss"] == pytest.approx(loss_fn(own, rows())[0].item(), abs=1e-6)
 
 
-def test_threads_end_when_the_trainer_is_closed_and_begin_anew(module):
+def test_threads_end_when_the_trainer_is_closed_and_restart(module):
     trainer = sgd_trainer(strategies.IPUStrategy(2), copy.deepcopy(module))
 
     def of_replicas() -> set[threading.Thread]:
@@ -117,7 +117,7 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"loss is of shape \[3, 5\]; return a scalar"):
             trainer.evaluate(padded, lambda module, batch: module(batch["x"]))
 
-    def test_predictions_of_shuffled_rows_and_of_nothing(self, trainer):
+    def test_predictions_of_shuffled_rows_and_without_outputs(self, trainer):
         with pytest.raises(ValueError, match="shuffle=False"):
             trainer.predict(self.dataset(trainer, remainder="pad"))
         in_order = self.dataset(trainer, remainder="pad", shuffle=False)

@@ -190,7 +190,7 @@ def by_plain_pytorch(module, x, most):
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, everywhere):
+def test_stages_of_a_module_with_a_frozen_layer_are_mapped(schedule, everywhere):
     x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
 
     torch.manual_seed(2)
@@ -263,7 +263,7 @@ class TestPopTorch:
     @pytest.mark.parametrize(
         ("kind", "strategy", "divisor"), [("Sum", "Post", 1), ("Mean", "Post", 8), ("Mean", "Running", 8)]
     )
-    def test_maps_gradients_as_the_loss_has_them(self, kind, strategy, divisor):
+    def test_gradients_are_mapped_before_any_division(self, kind, strategy, divisor):
         _, found = self.train(kind, strategy=strategy, map_gradient=clipped)
         assert found == pytest.approx(-CLIPPED.sum().item() / divisor)
 
@@ -275,7 +275,7 @@ class TestPopTorch:
         expected = -CLIPPED.sum().item() * factor / 16 / divisor
         assert self.train(kind, register)[1] == pytest.approx(expected)
 
-    def test_refuses_to_save_a_model_without_its_function(self, tmp_path):
+    def test_saving_a_model_without_its_function_is_refused(self, tmp_path):
         training, _ = self.train("Mean", map_gradient=clipped)
         with pytest.raises(StrategyError, match="a file has no functions"):
             training.save(tmp_path / "model.pt")

@@ -162,7 +162,7 @@ def noisy_batch():
     return x, torch.randint(0, 3, (len(x),), generator=generator)
 
 
-def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instances):
+def test_random_numbers_and_moving_means_match_a_model_without_a_pipeline(on_instances):
     torch.manual_seed(2)
     module = Noisy()
 
@@ -183,7 +183,7 @@ def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instanc
     assert all(each == found[0] for each in found)
 
 
-def test_stages_run_at_once_in_the_order_of_the_timetable(network):
+def test_stages_run_concurrently_in_the_order_of_the_timetable(network):
     """A stage waits in the forward pass of the second micro-batch until the next stage has the first one."""
     met, barrier = [], threading.Barrier(2, timeout=100)
 
@@ -281,7 +281,7 @@ def test_gradients_leave_while_stages_still_compute(schedule, on_instances):
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward", "zero_bubble"])
-def test_inference_goes_through_the_stages_too(schedule, network):
+def test_inference_runs_in_the_stages(schedule, network):
     """The first call learns the stages; outputs equal those without a pipeline."""
     execution = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
     inference = poptorch.inferenceModel(network, new_options(execution, 2, 1, 5))
@@ -322,7 +322,7 @@ class TestTheTutorialAtItsFullSize:
         training.destroy()
         return torch.cat(found), losses_of_plain(copy.deepcopy(network).to(dtype), x, y, by_hand, self.CALLS)
 
-    def test_losses_are_those_of_plain_pytorch_to_the_bit(self, network):
+    def test_losses_have_the_bits_of_plain_pytorch(self, network):
         found, by_hand = self.losses(network, 4, torch.float32, 4)
         assert torch.equal(found, by_hand)
 

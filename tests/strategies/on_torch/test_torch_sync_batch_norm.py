@@ -153,7 +153,7 @@ def test_each_micro_batch_has_its_own_statistics(on_instances):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layers_may_be_computed_again_in_the_backward_pass(use_reentrant, on_instances):
+def test_layers_can_be_recomputed_in_the_backward_pass(use_reentrant, on_instances):
     module, batch = new(Checkpointed, use_reentrant), rows(4)
     one = trained(strategies.IPUStrategy(4), synchronised(module), batch)
     assert_close(one, trained_plainly(module, batch))
@@ -313,7 +313,7 @@ def test_one_replica_has_the_bits_of_batch_norm():
     assert same_bits(found, trained_plainly(module, batch))
 
 
-def test_compiled_modules_leave_the_layer_as_it_is():
+def test_compiled_modules_leave_the_layer_unchanged():
     module, batch = synchronised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5))), rows(2)
     strategy = strategies.IPUStrategy(2)
     found = trained(strategy, torch.compile(module, backend="eager"), batch)
@@ -365,7 +365,7 @@ def test_stages_of_all_replicas_exchange_statistics_in_each_micro_batch(schedule
         assert same_bits(found, one)
 
 
-def test_a_stage_that_fails_ends_those_of_all_replicas():
+def test_a_failing_stage_ends_the_stages_of_all_replicas():
     class Failing(Staged):
         calls = 0
 
@@ -488,12 +488,12 @@ def astray(strategy, what, **options):
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_replica_that_goes_astray_ends_the_others(what, error, text, streams):
+def test_a_diverging_replica_ends_the_others(what, error, text, streams):
     with pytest.raises(error, match=text):
         astray(strategies.IPUStrategy(3), what, stream_gradients=streams)
 
 
-def test_a_step_after_one_that_has_failed_is_as_any_other():
+def test_a_step_after_a_failed_one_has_the_same_bits():
     module, batch = synchronised(new()), rows(3)
     calls = []
 
@@ -519,7 +519,7 @@ def test_a_step_after_one_that_has_failed_is_as_any_other():
         ("skips the last", LayoutMismatchError, "SyncBatchNorm 'second'"),
     ],
 )
-def test_an_instance_that_goes_astray_ends_the_others(what, error, text, on_instances):
+def test_a_diverging_instance_ends_the_others(what, error, text, on_instances):
     with pytest.raises(error, match=text):
         on_instances(3, 3, lambda strategy: astray(strategy, what))
 
@@ -537,7 +537,7 @@ def test_join_is_refused_by_name(on_instances):
 
 
 @pytest.mark.parametrize("fault", ["kill:instance=1,step=1,phase=all_reduce", "cut:instance=0,step=1,phase=forward"])
-def test_the_others_carry_on_with_the_same_bits(fault):
+def test_survivors_carry_on_with_the_same_bits(fault):
     module = synchronised(new())
 
     def train(strategy):
@@ -575,7 +575,7 @@ def test_a_layer_that_is_converted_later_takes_part(on_instances):
         assert all(map(torch.equal, found[1].values(), wanted[1].values()))
 
 
-def test_a_copy_of_a_loops_model_takes_part_too(on_instances):
+def test_a_copy_of_a_loops_model_takes_part(on_instances):
     module, batch = synchronised(new()), rows(2)
 
     def loop(strategy, copies):

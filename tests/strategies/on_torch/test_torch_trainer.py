@@ -122,7 +122,7 @@ class TestBits:
 
 class TestSharding:
     @pytest.mark.parametrize("optimizer", first_of(["Adam", "SGD", "RMSprop"]))
-    def test_gives_the_same_parameters(self, optimizer, everywhere):
+    def test_sharding_gives_the_same_parameters(self, optimizer, everywhere):
         module, kind = new_module("mlp"), getattr(torch.optim, optimizer)
         options = {"momentum": 0.9, "weight_decay": 0.1} if optimizer == "SGD" else {}
         make = functools.partial(kind, **options)
@@ -142,7 +142,7 @@ class TestSharding:
         sharded = functools.partial(function, replicated_optimizer_state_sharding=True)
         assert [one[:2] for one in on_instances(3, 3, sharded)] == [whole[:2]] * 3
 
-    def test_needs_an_optimizer_that_looks_at_elements_alone(self):
+    def test_sharding_needs_an_elementwise_optimizer(self):
         module = new_module("mlp")
         optimizer = torch.optim.Adafactor(module.parameters())
         with pytest.raises(StrategyError, match=r"Adafactor is not known to .*; use one of ASGD, "):
@@ -150,7 +150,7 @@ class TestSharding:
                 strategies.IPUStrategy(2), module, loss_fn, optimizer, replicated_optimizer_state_sharding=True
             )
 
-    def test_needs_an_optimizer_whose_bits_do_not_depend_on_where_arrays_end(self):
+    def test_sharding_needs_an_optimizer_whose_bits_do_not_depend_on_array_ends(self):
         torch.manual_seed(0)
         first, gradient = torch.randn(1003), torch.randn(1003)
 
@@ -284,7 +284,7 @@ class TestTheModule:
         module = Tied()
         check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
-    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, everywhere):
+    def test_the_optimizer_leaves_a_parameter_without_gradient_alone(self, everywhere):
         module = new_module("mlp")
         module.unused = nn.Linear(3, 3)
 

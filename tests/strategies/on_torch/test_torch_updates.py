@@ -119,7 +119,7 @@ def test_a_whole_update_takes_no_gradient_of_the_step_before():
     assert torch.equal(module.weight, before)
 
 
-def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
+def test_gradients_that_before_update_replaces_are_applied():
     """Replacements include None and a gradient for an unused layer; a layer frozen there keeps its values."""
 
     def replace(module):
@@ -140,7 +140,7 @@ def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
     assert torch.equal(module.third.weight, before["third.weight"] - 1)
 
 
-def test_a_loss_scale_is_taken_off_in_32_bits_where_gradients_travel_in_16():
+def test_a_loss_scale_is_removed_in_32_bits_if_gradients_travel_in_16():
     """Float16 would round the gradients of 3e-7 by a tenth."""
     module = nn.Linear(1, 1, bias=False)
     strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 1.0)
@@ -152,7 +152,7 @@ def test_a_loss_scale_is_taken_off_in_32_bits_where_gradients_travel_in_16():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_loss_may_have_axes_of_one_element(shape):
+def test_a_loss_can_have_axes_of_one_element(shape):
     module = nn.Linear(2, 1)
     strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 1.0)
     trainer = strategies.torch.Trainer(strategy, module, lambda one, x: one(x).sum().reshape(shape), optimizer)

@@ -43,7 +43,7 @@ def test_a_replica_spans_one_device_at_least(number, error):
         strategies.IPUStrategy(1, ipus_per_replica=number)
 
 
-def test_on_cpus_all_columns_share_one_device_and_each_has_threads_of_its_own():
+def test_columns_on_a_cpu_share_one_device_and_have_their_own_threads():
     grid = choose_grid(range(2), ipus_per_replica=2)
     assert {device for column in grid.columns for device in column.devices} == {jax.local_devices()[0]}
     meet = threading.Barrier(4, timeout=60)  # opens only if all four run at once
@@ -66,7 +66,7 @@ def test_on_cpus_all_columns_share_one_device_and_each_has_threads_of_its_own():
         (range(1), 0, 5, [[0], [1], [2], [3], [0]]),  # one of four serves twice
     ],
 )
-def test_accelerators_of_a_replica_lie_beside_each_other(replicas, local_index, ipus, columns, monkeypatch):
+def test_accelerators_of_a_replica_are_adjacent(replicas, local_index, ipus, columns, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
     assert devices_of(choose_grid(replicas, local_index, ipus_per_replica=ipus)) == columns
 

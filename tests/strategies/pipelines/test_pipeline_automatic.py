@@ -104,7 +104,7 @@ def trained_with_losses(strategy):
     "name",
     ["times of the stages of a pipeline", "digests of options and programs"],
 )
-def test_an_instance_is_lost_when_some_others_have_their_plan_and_some_have_not(name):
+def test_survivors_agree_on_a_plan_that_only_some_had_at_the_loss(name):
     """The message of the lost instance reaches only one other instance, so the survivors are not equally far."""
     fault = OnMessage(0, 1)
     found = run_instances(
@@ -129,7 +129,7 @@ def test_stages_that_call_collectives_run_one_after_another(said):
     assert said() == ["sequential was chosen, because stages of the pipeline call collectives"]
 
 
-def test_times_and_bytes_are_those_of_the_stages():
+def test_times_and_bytes_match_the_stages():
     pipeline = strategies.Pipelining([0, 1], "sequential")
     strategy = one_instance()
     trainer = strategies.Trainer(

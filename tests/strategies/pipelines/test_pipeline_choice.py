@@ -25,13 +25,13 @@ def table_of(name, mapping=FOUR, count=24):
     return schedule_named(name).timetable(mapping, count, True)
 
 
-def test_the_bytes_of_a_stage_are_those_of_its_micro_batches():
+def test_the_bytes_of_a_stage_are_the_sum_over_its_micro_batches():
     for name, expected in (("grouped", (7, 5, 3, 1)), ("interleaved", (4, 3, 2, 1)), ("sequential", (1, 1, 1, 1))):
         assert STASH.greatest(table_of(name), False) == tuple(40 * MIB * number for number in expected)
         assert STASH.greatest(table_of(name), True) == tuple((2 * number + 40) * MIB for number in expected)
 
 
-def test_a_device_keeps_what_all_of_its_stages_keep_at_one_time():
+def test_the_memory_of_a_device_is_the_simultaneous_stash_of_its_stages():
     stash = StashBytes((1, 10, 100), (0, 0, 0))
     made = schedule_named("sequential").timetable(placed([0, 1, 0]), 4, True)
     assert stash.greatest(made, False) == (101, 10)

@@ -59,12 +59,12 @@ def test_an_action_begins_after_all_its_dependencies(timetable):
         assert [span.action for span in drive.spans if span.device == device] == list(actions)
 
 
-def test_a_single_device_waits_for_nobody():
+def test_a_single_device_never_waits():
     course = Course.of(SCHEDULES["grouped"].timetable(placed([0, 0]), 4, True))
     assert course.signals == 0
 
 
-def test_times_are_those_of_the_clock_since_the_begin():
+def test_times_are_measured_by_the_clock_from_the_start():
     timetable = SCHEDULES["sequential"].timetable(placed([0, 0]), 1, False)
     drive = Drive(Course.of(timetable), 10.0, itertools.count(11).__next__)
     drive.follow(0, lambda device, action: None)

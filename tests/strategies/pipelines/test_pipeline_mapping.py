@@ -118,7 +118,7 @@ def test_iterations_of_a_stage_are_counted_from_one(iterations, error):
 
 
 @pytest.mark.parametrize("name", [PipelineSchedule.Grouped, PipelineSchedule.Interleaved])
-def test_micro_batches_fill_what_is_in_the_pipeline_at_once(name):
+def test_the_number_of_micro_batches_is_a_multiple_of_those_in_flight(name):
     schedule = schedule_named(name)
     assert checked_count(12, schedule, placed([0, 1, 2]), training=False) == 12
     with pytest.raises(
@@ -128,7 +128,7 @@ def test_micro_batches_fill_what_is_in_the_pipeline_at_once(name):
         checked_count(10, schedule, placed([0, 1, 2]), training=False)
 
 
-def test_fewer_than_are_in_the_pipeline_at_once_are_too_few():
+def test_fewer_micro_batches_than_in_flight_are_refused():
     with pytest.raises(strategies.FailedPreconditionError, match=r"multiple of 6: .* is 5; use 6 \("):
         checked_count(5, schedule_named("grouped"), placed([0, 1, 2]))
 

@@ -46,7 +46,7 @@ def test_stages_compute_the_result_of_the_whole_function():
     np.testing.assert_allclose(run(stages, arguments), marked(*arguments), rtol=1e-6)
 
 
-def test_a_jitted_function_is_cut_at_the_marks_around_it_and_in_it():
+def test_a_jitted_function_is_cut_at_marks_around_and_inside_the_function():
     inner = jax.jit(lambda h, v: jnp.exp(h) @ v)
 
     def around(w, v, x):

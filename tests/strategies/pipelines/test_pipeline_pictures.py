@@ -42,7 +42,7 @@ def test_dots_are_bubbles():
     assert draw_text(panel("grouped", [0, 1], 4)) == GROUPED
 
 
-def test_a_device_has_a_line_for_each_of_its_stages_and_is_not_idle_in_one_of_them():
+def test_a_device_has_a_line_for_each_of_its_stages_without_false_bubbles():
     assert draw_text(panel("sequential", [0, [0, 1], 0], 2, factor=0.004)) == SEQUENTIAL
 
 

@@ -71,7 +71,7 @@ def test_the_stash_depends_on_later_stages_and_not_on_their_devices(mapping):
 
 @pytest.mark.parametrize("name", ["grouped", "interleaved", "one_forward_one_backward"])
 @pytest.mark.parametrize("stages", range(2, 6))
-def test_bubbles_are_those_of_filling_and_emptying_the_pipeline(name, stages):
+def test_bubbles_come_from_filling_and_emptying_the_pipeline(name, stages):
     """Each device works 3 for a micro-batch and 1 for the update; the first and the last device wait for each other."""
     made = timetable(name, range(stages), 20)
     assert made.length() == (20 + stages - 1) * 3 + 1
@@ -165,7 +165,7 @@ def test_the_enum_extends_that_of_the_original():
 
 
 @pytest.mark.parametrize("name", ["ZeroBubble", "zero_bubble", PipelineSchedule.ZeroBubble])
-def test_a_schedule_has_one_name_however_it_is_written(name):
+def test_spellings_of_a_schedule_have_one_name(name):
     assert schedule_named(name) is SCHEDULES["zero_bubble"]
 
 

@@ -87,7 +87,7 @@ def test_unmeasured_stages_are_named():
         measured_times([[of(0, F, 1, 0, 0, 1)]])
 
 
-def test_equal_stages_are_those_of_timetables_without_durations():
+def test_timetables_without_durations_have_equal_stages():
     assert equal_times(2).durations() == {
         (F, 0): 1, (B, 0): 2, (BI, 0): 1, (BW, 0): 1, (U, 0): 1,
         (F, 1): 1, (B, 1): 2, (BI, 1): 1, (BW, 1): 1, (U, 1): 1,

@@ -22,7 +22,7 @@ def table(*devices, mapping=None, micro_batches=1, training=True, **more):
     return Timetable(tuple(map(actions, devices)), mapping, micro_batches, training, **more)
 
 
-def test_actions_are_said_in_words():
+def test_actions_have_descriptions():
     assert str(StageAction(F, 2, 3)) == "forward of stage 2 for micro-batch 3"
     assert str(StageAction(BW, 0, 1)) == "backward of weights of stage 0 for micro-batch 1"
     assert str(StageAction(U, 1, None)) == "update of stage 1"
@@ -86,7 +86,7 @@ def test_dependencies_are_the_neighbours_and_the_own_forward_pass():
         (["F0.0 I0.0 W0.0 F0.1 I0.1 W0.1 U0", "F1.0 I1.0 W1.0 F1.1 I1.1 W1.1 U1"], ["W0.0", "W1.0"]),
     ],
 )
-def test_in_turn_a_micro_batch_waits_for_the_one_before(devices, last):
+def test_micro_batches_in_turn_wait_for_the_one_before(devices, last):
     made = table(*devices, micro_batches=2, training=len(last) > 1 or last[0][0] == "B", in_turn=True)
     assert made.dependencies(StageAction(F, 0, 1)) == actions(" ".join(last))
     free = table(*devices, micro_batches=2, training=made.training)

@@ -49,27 +49,27 @@ def test_a_part_of_an_update_is_refused():
 
 
 @pytest.mark.parametrize("replicas", [{}, {0: ()}])
-def test_a_trace_of_nothing_is_refused(replicas):
+def test_an_empty_trace_is_refused(replicas):
     with pytest.raises(ValueError, match="a trace needs actions"):
         Trace(replicas)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
-def test_times_are_those_of_the_stages(schedule, recompute):
+def test_times_are_means_per_stage(schedule, recompute):
     found = trace(schedule, recompute=recompute, replicas=(2, 5)).times
     for name in ("forward", "backward", "update"):
         assert getattr(found, name) == pytest.approx(getattr(TIMES, name))
 
 
-def test_length_and_bubbles_are_those_of_the_replicas():
+def test_length_and_bubbles_follow_from_the_replicas():
     made = plan(3, 6, times=TIMES)
     seen = trace(replicas=(0, 3))
     assert seen.length_s == pytest.approx(made.length)
     assert seen.bubble_share == pytest.approx(made.bubble_share)
 
 
-def test_advice_names_the_slowest_stage_what_an_even_cut_would_gain_and_how_to_move_the_cuts():
+def test_advice_names_the_slowest_stage_the_gain_of_an_even_cut_and_how_to_move_the_cuts():
     assert trace().advice() == (
         "stage 2 is the slowest: 80 ms for a micro-batch; the mean is 46.7 ms. With equal work on all devices an "
         "update would take 374 ms instead of 541 ms (both simulated): move the first 56% of stage 1 (16.7 ms) to stage "

@@ -174,7 +174,7 @@ def test_an_update_without_accumulation_is_one_micro_batch():
 # ---- what happens when
 
 
-def test_gradients_of_a_stage_leave_while_others_run():
+def test_gradients_of_a_stage_leave_while_other_stages_run():
     """The first stage cannot go back until the gradients of the last one have left."""
     has_left, waited = threading.Event(), []
 
@@ -235,7 +235,7 @@ def test_a_batch_is_freed_after_its_step():
     assert is_there() is None
 
 
-def test_no_more_devices_recompute_at_once_than_there_are_cores(monkeypatch):
+def test_at_most_as_many_devices_as_cores_recompute_concurrently(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     seen = []
     pipeline = strategies.Pipelining([0, 1], "grouped", recompute=True, watch=seen.append)

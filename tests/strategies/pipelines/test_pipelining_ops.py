@@ -470,7 +470,7 @@ def test_invalid_arguments_are_refused_at_once(arguments, error, words):
 
 
 @pytest.mark.parametrize("optimizer_function", [None, sgd()])
-def test_a_pipeline_runs_its_stages_itself(optimizer_function):
+def test_a_pipeline_inside_strategy_run_is_refused(optimizer_function):
     """Programs of the original call a pipeline in `strategy.run`; here it must be outside."""
     net = pipeline(TWO, 4, infeed_queue=numbers(), outfeed_queue=OutfeedQueue(), optimizer_function=optimizer_function)
     strategy, state = strategies.IPUStrategy(), net.init(START)
@@ -512,7 +512,7 @@ def test_capturing_tensors_of_other_programs_is_refused():
 
 
 @pytest.mark.parametrize(("stages", "number"), [([lambda v, x: None, lambda v: 1.0], 0), ([first, lambda v, x: []], 1)])
-def test_a_stage_that_returns_nothing_is_refused(stages, number):
+def test_a_stage_without_results_is_refused(stages, number):
     with pytest.raises(ValueError, match=f"stage {number} of the pipeline returns nothing"):
         pipeline(stages, 4, **ONLY_RUN).init(START)
 

@@ -292,7 +292,7 @@ def test_values_that_callbacks_read_and_change_are_no_constants(alone, name):
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_large_array_is_compared_by_elements_all_over_it(size):
+def test_arrays_of_every_size_are_compared_by_elements(size):
     array = np.zeros(size, np.float32)
     reads = Reads(lambda x: x + array)
     assert reads.is_same()
