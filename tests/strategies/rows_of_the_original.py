@@ -6,8 +6,8 @@ import pytest
 class RowsOfTheOriginal:
     """The expected results of `strategy_program.py rows`.
 
-    Subclasses have the parameter `variables`, "on_host" or "on_device", and the fixture `rows`: for each row what the
-    two instances found.
+    Subclasses have the parameter `variables`, "on_host" or "on_device", and the fixture `rows`: the results of the two
+    instances for each row.
     """
 
     @pytest.fixture

@@ -30,10 +30,10 @@ class Job:
     """The instances of a job on threads.
 
     Attributes:
-        hub: where they meet.
-        survives: whether the others go on when one is lost.
-        settled: the instances that have ended, or stand still.
-        all_have_joined: none is lost before that.
+        hub: The hub that connects the instances.
+        survives: Whether the others carry on after a loss.
+        settled: The instances that have ended or stand still.
+        all_have_joined: The barrier before which no instance is lost.
     """
 
     hub: ThreadHub
@@ -63,10 +63,10 @@ class Threads(Membership):
     """Membership of instances on threads, some of which may be lost.
 
     Args:
-        instance: this one.
-        settings: of its communicators.
-        job: who else is there.
-        defaults: of the strategy; None for those of the process.
+        instance: The instance of this thread.
+        settings: Settings of its communicators.
+        job: The job with the other instances.
+        defaults: Defaults of the strategy; None for those of the process.
     """
 
     def __init__(self, instance: Instance, settings: Settings, job: Job, defaults: Defaults | None = None) -> None:
@@ -99,10 +99,10 @@ class SurvivingStrategy(strategies.Strategy):
     """Strategy of instances on threads that may be lost, as `PopDistStrategy` under poprun.
 
     Args:
-        instance: this one.
-        settings: of its communicators.
-        job: who else is there.
-        defaults: what it leaves open.
+        instance: The instance of this thread.
+        settings: Settings of its communicators.
+        job: The job with the other instances.
+        defaults: Defaults of the strategy; None for those of the process.
     """
 
     def __init__(self, instance: Instance, settings: Settings, job: Job, defaults: Defaults | None = None) -> None:
@@ -113,9 +113,9 @@ class SurvivingStrategy(strategies.Strategy):
 class ThreadFault(Fault):
     """A fault of `poprun --inject` that happens to a thread.
 
-    `kill` and `exit` end it; `raise` raises what it raises in a process; `cut` has the others lose it while it lives,
-    and its messages fail (shared memory cannot be cut: use a ring); `stop` has the others lose it too, and it stands
-    still until all of them have ended, when it goes on with what it was about to do; `delay` delays nothing.
+    `kill` and `exit` end the thread. `raise` raises the same error as in a process. `cut` makes the others lose the
+    instance while it lives, and its messages fail (shared memory cannot be cut: use a ring). `stop` makes the others
+    lose it too; it stands still until all of them have ended, and then continues. `delay` delays nothing.
     """
 
     job: Job | None = None
@@ -171,15 +171,15 @@ def run_instances(
     """Run `function(strategy)` on `count` instances, and return the results in order; a lost instance gives None.
 
     Args:
-        count: the instances.
-        replicas: of all of them.
-        function: what each does.
-        faults: as `poprun --inject` takes them, or hooks.
-        mechanism: how the instances exchange arrays.
-        survives: whether the others go on.
-        hub: where they meet; default: a new one.
-        instruments: by instance, what else sees what it does.
-        defaults: of the strategies; None for those of the process.
+        count: The number of instances.
+        replicas: The number of replicas of all instances.
+        function: The function that each instance runs.
+        faults: Faults in the form of `poprun --inject`, or hooks.
+        mechanism: The mechanism by which instances exchange arrays.
+        survives: Whether the others carry on after a loss.
+        hub: The hub that connects the instances; a new one by default.
+        instruments: Further instruments, by instance.
+        defaults: Defaults of the strategies; None for those of the process.
     """
     job = Job(hub or ThreadHub(count), survives)
     due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]

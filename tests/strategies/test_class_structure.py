@@ -21,9 +21,9 @@ from strategies.jax.replicas.membership import Membership
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "popdist", "strategies", "poprun")
 COMMANDS = {"poprun.__main__", "strategies.dataset_benchmark"}
-"""Importing them starts them."""
+"""Modules that start a command when they are imported."""
 NEEDS = {"horovod", "torch"}
-"""Of one transport, and not installed everywhere."""
+"""Libraries of one transport, which are not installed everywhere."""
 
 
 def classes_of(package: str) -> Iterator[type]:
@@ -51,7 +51,7 @@ def defined_in(owner: object, module: str) -> Iterator[type]:
 
 
 MIRRORED = "strategies.compat.poptorch"
-"""Its classes are those of PopTorch's interface, which programs make others from, as they do there."""
+"""The package of PopTorch's interface, whose classes programs may subclass as in PopTorch."""
 
 
 def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]:
@@ -135,7 +135,7 @@ IN_TWO_FILES = {
 }
 """Names of classes that two files of one package define. New ones get a name of their own."""
 MOST_NAMES_IN_TWO_FILES = 4
-"""Of all packages together, whichever they are in."""
+"""Limit for all packages together."""
 
 
 def test_a_name_of_a_class_stands_in_one_file_of_its_package() -> None:

@@ -1,6 +1,6 @@
 """Collectives as equations of JAX, without a strategy: their kinds and the number of calls of Python.
 
-That their derivatives are right: `test_derivatives_of_collectives.py`.
+`test_derivatives_of_collectives.py` checks their derivatives.
 """
 
 import jax

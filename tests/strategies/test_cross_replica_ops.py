@@ -1,6 +1,6 @@
 """Collectives between replicas in one process: the original's tests, gradients and errors.
 
-Over several instances: tests/jobs/test_promises.py.
+tests/jobs/test_promises.py covers several instances.
 """
 
 import jax

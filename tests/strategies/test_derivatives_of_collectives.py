@@ -1,7 +1,7 @@
 """Derivatives of any order through collectives between replicas, for every spread over instances.
 
-What is compared with: the same functions of the values of all replicas, stacked, in plain JAX. A replica's gradient is
-that of the sum of what all replicas compute.
+The reference is the same function of the stacked values of all replicas in plain JAX. The gradient of a replica is that
+of the sum over all replicas.
 """
 
 import jax
@@ -125,9 +125,9 @@ def on_all(on_instances, instances, program, values):
 HALVES = ("first", "third", "jvp", "vmap", "hessian"), ("second", "jvp of the second", "linearize", "checkpoint")
 EVERY = HALVES[0] + HALVES[1]
 QUICK = {"mean across": 0, "gather": 1}
-"""Which half is taken of which: of one that adds, and of one that only moves."""
+"""The half of the derivatives for each kind: one kind adds, the other one only moves values."""
 WHOLLY = ("sum of pairs", "gather", "exchange", "scattered squares")
-"""Of what has a derivative of its own kind: one that adds, moves, exchanges, and is not linear."""
+"""Kinds with a derivative of their own: one adds, one moves, one exchanges, and one is not linear."""
 IN_PART = {
     "all_reduce sum": 0,
     "all_reduce mean": 1,
@@ -138,7 +138,7 @@ IN_PART = {
     "scattered mean": 1,
     "local": 0,
 }
-"""Which half is taken of those that are much like one of these: `sum` and `mean` together have both."""
+"""The half of the derivatives for kinds similar to those above: `sum` and `mean` together have both halves."""
 
 
 def test_all_kinds_are_tested():

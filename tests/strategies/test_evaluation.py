@@ -67,7 +67,7 @@ KINDS = {
     "list": listed,
     "stream": lambda rows: Unsized(listed(rows)),
 }
-"""Sources that have their rows in one order."""
+"""Sources with a fixed order of rows."""
 
 
 def cut(rows, start, stop):

@@ -22,10 +22,10 @@ LIMIT_S = 300.0
 STEPS = 10
 MODELS = ("cnn", "mlp")
 TOLERANCE = 5e-4
-"""How far a variable may be from that of `PopDistStrategy` after so many steps of Adam; variables are up to 1.4.
+"""Tolerance of a variable against that of `PopDistStrategy` after the steps of Adam; variables are up to 1.4.
 
-Measured after 50 steps: 2e-6, and where a rounding error has turned a relu on or chosen another maximum, up to 2e-4.
-A micro-batch that is lost in the last step makes 8e-4 to 2e-3.
+Measured after 50 steps: 2e-6, and up to 2e-4 if a rounding error has switched a relu or chosen another maximum. A
+micro-batch lost in the last step makes 8e-4 to 2e-3.
 """
 
 pytestmark = [needs_horovod, pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 30)]

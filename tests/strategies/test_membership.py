@@ -1,6 +1,6 @@
 """Collective calls with other instances on threads, some of which are lost meanwhile.
 
-Whole trainings are in `test_surviving.py`.
+`test_surviving.py` tests whole trainings.
 """
 
 import numpy as np
@@ -32,9 +32,9 @@ class Attempts:
     """Attempts that add up the indices of all replicas, with a record of the calls.
 
     Args:
-        strategy: of this instance.
-        disturb: called with the number of the attempt, from 0, before each.
-        caught_up: called with the number of the call; what `catch_up` returns.
+        strategy: The strategy of this instance.
+        disturb: Called before each attempt with its number, from 0.
+        caught_up: Called with the number of the call; returns the result of `catch_up`.
     """
 
     def __init__(self, strategy, disturb=lambda number: None, caught_up=lambda number: None):

@@ -18,7 +18,7 @@ from strategies.jax.memory.plan import DEVICE, HOST, SHARED, MemoryPlan, bytes_t
 from strategies.pipelines.timetable import ActionKind
 
 WIDTH = 700
-"""So that a gradient is more than 1 MiB, and has a buffer alone."""
+"""Width at which a gradient takes more than 1 MiB, and so has its own buffer."""
 REPLICAS = 4
 
 
@@ -109,7 +109,7 @@ OPTIONS = {
 
 FEW = ("sharded",)
 ALONE = ("accumulated", "sharded", "of 8 bits")
-"""On one instance too, whose gradients are not exchanged; what is plain is compared with others there."""
+"""Options that one instance plans too, where gradients are not exchanged; other tests cover plain options there."""
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ class Cluster:
     """The addresses of the tasks of a job, in the order of their ranks.
 
     Attributes:
-        addresses: of all of them.
-        chiefs: how many of them, from the beginning, are no workers; 0 or 1.
-        environ: more variables for all of them.
+        addresses: The addresses of all tasks.
+        chiefs: The number of leading tasks that are chiefs instead of workers; 0 or 1.
+        environ: Further environment variables for all tasks.
     """
 
     addresses: list[str]
@@ -225,9 +225,9 @@ def assert_equal_to_one_process(result, model, instances, replicas):
 @pytest.mark.complete
 @pytest.mark.cores(2)
 class TestTheMainJob:
-    """`popdist.examples.digits --strategy multi-worker` gives the bits of `--strategy ipu`.
+    """Main job: `popdist.examples.digits --strategy multi-worker` gives the bits of `--strategy ipu`.
 
-    So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP.
+    `--strategy popdist` under poprun gives them too, as `tests/jobs/test_promises.py` shows for the same MLP.
     """
 
     def test_workers_that_start_together_have_the_bits_of_one_process(self):

@@ -85,7 +85,7 @@ PECULIAR = {
     "schedule_free",
     "skip_not_finite",
 }
-"""Rows of the default tier: those that wrap others, or take extra arguments."""
+"""Rows of the default tier: optimizers that wrap others or take extra arguments."""
 
 REFUSED = {
     "lbfgs": (optax.lbfgs(), "zoom_linesearch .* value_fn"),

@@ -231,7 +231,7 @@ ACROSS_ELEMENTS = {
     ),
 }
 FEW_ACROSS = ("lamb",)
-"""What looks at norms, keys, places, single elements and sizes, and has a state of another shape."""
+"""Optimizers that use norms, keys, places, single elements or sizes, or have a state of another shape."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`PopDistStrategy` without a launcher in a process of its own, since a process joins once, and `IPUStrategy`.
 
-With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `tests/jobs/test_survival_jobs.py`.
+`tests/jobs/test_promises.py` covers launchers, and `tests/jobs/test_survival_jobs.py` the loss of an instance.
 """
 
 import json

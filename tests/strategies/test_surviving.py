@@ -1,7 +1,7 @@
 """Loss of instances on threads at exact points of a training; the survivors continue to the same bits.
 
-What is the same for all engines is in `engines/test_losing_an_instance.py`: one is lost, at any point of a step.
-What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival_jobs.py`.
+Tests for all engines, with a loss at any point of a step, are in `engines/test_losing_an_instance.py`. Tests that need
+processes, and a supervisor that reports a loss, are in `tests/jobs/test_survival_jobs.py`.
 """
 
 from __future__ import annotations

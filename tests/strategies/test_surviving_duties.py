@@ -1,6 +1,6 @@
 """Loss of instances while some are in a duty of the chief and others in a step, before or after it.
 
-Instances are threads here, which are lost instead of a message.
+Instances are threads here, and are lost in place of a message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loss of instances during evaluation and prediction: the survivors find the same bits.
 
-Instances are threads here, which are lost instead of a message.
+Instances are threads here, and are lost in place of a message.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lose_at_message(number):
 def test_survivors_find_the_same_if_some_are_a_batch_ahead():
     """Either the first message of a batch, which only some instances have received, or the second one is missing.
 
-    What all instances get is in `engines/test_losing_an_instance.py`.
+    `engines/test_losing_an_instance.py` tests predictions that all instances get.
     """
     assert all(lose_at_message(number) for number in (5, 6))
 

@@ -25,11 +25,11 @@ SPREADS = [  # instances, training and state: all pairs
     (4, "accumulation", "sharded"),
 ]
 FEW = ("loops", "attention", "cnn")
-"""Those of the default tier, each with another training: layers by the data, softmax, windows. `batch_norm` is trained
-on a single core, 16-bit floats in `test_precision.py`."""
+"""Models of the default tier, each with another training: data-dependent layers, softmax, windows. `batch_norm` is
+trained on a single core, and `test_precision.py` has 16-bit floats."""
 ON_ONE_CORE = ["batch_norm"]
 OTHERS = [name for name in MODELS if name not in ON_ONE_CORE]
-"""In the complete tier."""
+"""Models of the complete tier."""
 ON_CORES = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))

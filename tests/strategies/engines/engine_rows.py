@@ -38,10 +38,10 @@ class Training:
     """A running training of an engine.
 
     Attributes:
-        loop: that of the engine.
-        state: the newest one.
-        evaluate: (state, data set) -> means over its rows.
-        predict: (state, data set) -> the outputs for its batches.
+        loop: The loop of the engine.
+        state: The newest state.
+        evaluate: (state, data set) -> means over the rows of the data set.
+        predict: (state, data set) -> the outputs for the batches of the data set.
     """
 
     loop: StepLoop[Any, Any]
@@ -71,14 +71,14 @@ class Row:
     """The row of an engine.
 
     Attributes:
-        name: of the framework.
-        training: begins a training of a strategy, given what is to be called before the loss is computed, and options
-            with the names that they have in `StepOptions`; a collective call.
-        transfers: the dtypes in which its gradients may travel.
-        library: which has to be installed.
-        defaults: of the strategy where instances are threads that nobody kills.
-        survives: whether the others go on with these defaults too if an instance is lost.
-        is_long: whether its tests are of the complete tier: they compile for several devices.
+        name: Name of the framework.
+        training: Begins a training, given the strategy, a function called before the loss is computed, and options
+            named as in `StepOptions`; a collective call.
+        transfers: Dtypes in which gradients may travel.
+        library: The library that must be installed.
+        defaults: Defaults of the strategy for instances on threads that are never lost.
+        survives: Whether instances with these defaults carry on after a loss.
+        is_long: Whether the tests belong to the complete tier, since they compile for several devices.
     """
 
     name: str
@@ -203,7 +203,7 @@ ROWS = (
 )
 EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
 ALWAYS = pytest.mark.parametrize("row", [replace(row, is_long=False).as_parameter for row in ROWS])
-"""Every row, in the default tier: for a test that no other one repeats."""
+"""Every row, in the default tier: for tests whose coverage no other test repeats."""
 
 
 def batches(strategy: strategies.Strategy) -> Iterator[Batch]:

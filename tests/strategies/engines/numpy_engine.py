@@ -24,7 +24,7 @@ from strategies.train_state import TrainState
 
 RATE, MOMENTUM = 0.05, 0.9
 TAIL = 2
-"""Behind the last bucket: the loss, and whether the instance was given a notice."""
+"""Values after the last bucket: the loss, and whether the instance was given a notice."""
 
 NAMES = ("b", "w")
 """The biases and the weights, in the order in which their gradients leave."""

@@ -1,6 +1,6 @@
 """Conformance tests of all engines; a new engine is a row of `engine_rows`.
 
-See also `test_losing_an_instance.py`.
+`test_losing_an_instance.py` tests the loss of an instance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from strategies.loss_scaling import LossScaling
 
 COUNTS = (1, 2, 3)
 SPOILT = 4
-"""The replica whose rows have a number that is not finite."""
+"""The replica whose rows contain a number that is not finite."""
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ CHANGING = (
     {"replicated_optimizer_state_sharding": True},
     {"loss_scaling": LossScaling(2.0**10, 2.0, 2), "digest_every": 1},
 )
-"""Options that change what is computed."""
+"""Options that change the computation."""
 
 
 @pytest.mark.parametrize("options", CHANGING, ids=lambda options: "-".join(options) or "plain")

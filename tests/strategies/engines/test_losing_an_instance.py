@@ -1,6 +1,6 @@
 """Loss of an instance in a step of any engine: the survivors end with the bits of an undisturbed training.
 
-An instance is lost at each event that instruments see of it, and instead of each of its messages.
+An instance is lost at each event that its instruments see, and in place of each of its messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collectives.instruments import RECOVERY
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 LONG_BEFORE, BEFORE = -2, -1
-"""The numbers of steps before the first one: what instances do to meet, and to begin with the same state."""
+"""Step numbers before the first step, in which instances meet and agree on the first state."""
 
 
 @final
@@ -31,14 +31,14 @@ class Events:
     """An instrument that counts the events of an instance in one step, and loses the instance at one of them.
 
     Args:
-        instance: the one that it sees.
-        step: in which it counts, until the next one begins.
-        last: the number of the event at which the instance is lost; None to count all of them.
-        in_recovery: whether it counts only while the instance recovers from the loss of another one, in this step or
+        instance: The observed instance.
+        step: The step in which events are counted, until the next step begins.
+        last: The number of the event at which the instance is lost; None to count all events.
+        in_recovery: Whether only events during the recovery from the loss of another instance count, in this step or
             a later one.
 
     Attributes:
-        seen: the names of the events.
+        seen: The names of the events.
     """
 
     def __init__(self, instance: int, step: int, last: int | None = None, in_recovery: bool = False) -> None:

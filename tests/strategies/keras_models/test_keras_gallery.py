@@ -1,7 +1,7 @@
 """Examples of `keras_gallery`: equal bits on one, two and four instances, stock Keras's numbers, and files of models.
 
-Twenty steps of 32 rows each, which four replicas share. Where a model draws random numbers, or takes statistics of a
-batch, replicas do so for themselves; one replica is compared with stock Keras then.
+A training has twenty steps of 32 rows each, which four replicas share. If a model draws random numbers or takes
+statistics of a batch, each replica does so by itself; then one replica is compared with stock Keras.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLOSE = 1e-5
 SAVED = ("residual_net", "text_classification", "sequence_to_sequence", "siamese", "autoencoder", "tabular")
 """Statistics of batches, layers and a model of their own, recurrence, a shared tower, several inputs and outputs."""
 _one_builds = threading.Lock()
-"""Names and first weights follow from random states that all threads of a process have in common."""
+"""Names and first weights follow from random states that all threads of a process share."""
 
 
 @pytest.fixture(scope="module", params=GALLERY)
@@ -69,11 +69,11 @@ class Trained:
     """The results of an instance after a training.
 
     Attributes:
-        bits: of all variables.
-        history: what `fit` said of each epoch.
-        evaluated: of all rows.
-        predicted: for all rows.
-        model: what has been trained, which is not compared.
+        bits: The bits of all variables.
+        history: The metrics that `fit` reported for each epoch.
+        evaluated: The metrics of all rows.
+        predicted: The predictions for all rows.
+        model: The trained model, which is not compared.
     """
 
     bits: str

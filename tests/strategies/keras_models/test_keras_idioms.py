@@ -1,9 +1,9 @@
 # ruff: noqa: E501 - each idiom is one row
 """Idioms of Keras programs, one row each: compared with stock Keras on one replica, and over instances on four.
 
-A row is a model and what is done with it. On one replica it has the values of stock Keras, up to rounding: the update is a
-program of its own. On four replicas it has the same bits for one instance and for two. What replicas cannot do is refused, and the
-row says how.
+A row is a model and its use. One replica has the values of stock Keras up to rounding, since the update is a program of its own.
+Four replicas have the same bits on one and two instances. If replicas cannot support an idiom, it is refused, and the row gives
+the message.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,13 @@ class Idiom:
     """A model with data and the calls of a program.
 
     Attributes:
-        model: makes the model, which is not compiled.
-        data: to train with.
-        compiled: arguments of `compile`, made anew each time; "mse" and SGD where they say nothing else.
-        fit: arguments of `fit`, made anew each time.
-        use: what is done with the compiled model; None: `fit`.
-        tolerance: of values on one replica, relative to the largest.
-        refused: how the message begins.
+        model: Makes the model, which is not compiled.
+        data: The training data.
+        compiled: Makes the arguments of `compile` anew; the defaults are "mse" and SGD.
+        fit: Makes the arguments of `fit` anew.
+        use: The function that uses the compiled model; None for `fit`.
+        tolerance: Tolerance of values on one replica, relative to the largest.
+        refused: The beginning of the error message.
     """
 
     model: Callable[[], Any]

@@ -50,7 +50,7 @@ def test_a_model_with_state_has_the_same_bits_however_replicas_are_spread(in_sco
 
 
 def many_ways():
-    """Make a model of two inputs and outputs, a shared layer, a regularizer, an added loss, all optimizer options."""
+    """Make a model of two inputs and outputs, a shared layer, regularizer, added loss, and all optimizer options."""
     left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
     shared = dense(4, 1, activation="tanh", kernel_regularizer="l2")
     joined = AddsLoss()(layers.Concatenate()([shared(left), shared(right)]))

@@ -19,8 +19,8 @@ STEPS, ROWS = 3, 2  # of a replica
 CLASSES, FEATURES, WORDS, LENGTH = 3, 8, 10, 4
 
 Program = Callable[[nn.Module, torch.optim.Optimizer], Generator[None, float, None]]
-"""What a program does around its steps: code before the first `yield` runs before the first step, which gives back its
-loss; code behind the last one runs after that step."""
+"""Code of a program around its steps: the part before the first `yield` runs before the first step, each `yield` returns
+the loss of a step, and the part after the last `yield` runs after that step."""
 
 _building = threading.Lock()  # instances are threads, and draw first parameters from the generator of the process
 
@@ -73,18 +73,18 @@ class Idiom:
     """A row of the tables; a new row needs a name and the part that it tests.
 
     Attributes:
-        name: of the row.
-        module: makes it; first parameters come from the generator of the process.
-        loss: see `strategies.torch.Trainer`.
-        optimizer: makes it.
-        program: see `Program`.
-        options: of `Trainer`; plain PyTorch and loops know `before_update` only, and `plain` besides.
-        refused: a pattern that is found in the message of the error that `Trainer` raises; empty: it trains.
-        refused_from: with so many replicas on.
-        loops: whether a loop with a `DistributedModel` has the bits of a `Trainer`.
-        is_plain: whether one replica has the bits of plain PyTorch.
-        tolerance: relative, of what one replica may differ from plain PyTorch; 0 for the same bits.
-        waiting: why the row is left out, for now.
+        name: Name of the row.
+        module: Makes the module; its parameters come from the generator of the process.
+        loss: The loss function, as for `strategies.torch.Trainer`.
+        optimizer: Makes the optimizer.
+        program: The code around the steps, a `Program`.
+        options: Options of `Trainer`; plain PyTorch and loops support only `before_update` and `plain`.
+        refused: A pattern in the message of the error that `Trainer` raises; empty if the idiom trains.
+        refused_from: The smallest number of replicas at which the idiom is refused.
+        loops: Whether a loop with a `DistributedModel` has the bits of a `Trainer`.
+        is_plain: Whether one replica has the bits of plain PyTorch.
+        tolerance: Relative tolerance of one replica against plain PyTorch; 0 for the same bits.
+        waiting: The reason why the row is left out for now.
     """
 
     name: str

@@ -55,17 +55,17 @@ class Idiom:
     """A training program beside its equivalent in plain PyTorch.
 
     Attributes:
-        model: makes it, from the seed.
-        options: sets them.
-        own: the optimizer of the program.
-        plain: that of plain PyTorch.
-        after: (executor, call) -> None: what the program does after each call.
-        plain_after: (optimizer, call) -> None: what is the same in plain PyTorch.
-        before_step: (module) -> None: what plain PyTorch does with gradients.
-        weight: of the loss in plain PyTorch.
-        tolerance: 0 for the same bits.
-        same_dtypes: whether outputs have the dtypes of plain PyTorch.
-        refused: the text of the error; None where it runs.
+        model: Makes the model after the seed is set.
+        options: Sets the options.
+        own: Makes the optimizer of the program.
+        plain: Makes the optimizer of plain PyTorch.
+        after: (executor, call) -> None: the code of the program after each call.
+        plain_after: (optimizer, call) -> None: the equivalent code in plain PyTorch.
+        before_step: (module) -> None: changes of gradients in plain PyTorch.
+        weight: Weight of the loss in plain PyTorch.
+        tolerance: Tolerance of the comparison; 0 for the same bits.
+        same_dtypes: Whether outputs have the dtypes of plain PyTorch.
+        refused: The text of the error; None if the idiom runs.
     """
 
     model: Callable[[], nn.Module] = Net

@@ -1,6 +1,6 @@
 """Steps whose gradients stay on the replicas' device: reads of the device, and features with the bits of the host.
 
-The CPU is the device here; `ReplicaMemory.reads` counts what a GPU would be waited for.
+The CPU acts as the device; `ReplicaMemory.reads` counts the reads for which a GPU would be waited for.
 """
 
 from __future__ import annotations

@@ -38,11 +38,11 @@ for _ in range(13):
 print(json.dumps(statistics.median(counts[4:])))
 """
 ACTIVATIONS = 2048 * 8 * 26 * 26 * 4 // os.sysconf("SC_PAGE_SIZE")
-"""Pages that what a step keeps for its backward pass takes.
+"""Number of pages that the values kept for a backward pass take.
 
-glibc maps blocks of more than 32 MiB by themselves, so each step gets them anew unless it is told otherwise; whether it
-does with smaller ones depends on what lies behind them. Where it is told, one step or another may still get some: where
-what the step before had is not yet free.
+By default glibc maps blocks of more than 32 MiB one by one, so each step gets new pages; for smaller blocks this
+depends on the memory after them. With the settings of `keep_freed_memory` a step may still get some pages, if the
+memory of the step before is not free yet.
 """
 
 

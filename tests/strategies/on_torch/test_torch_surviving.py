@@ -1,6 +1,6 @@
 """Loss of instances during the training of a module with buffers and random numbers, and in a loop of the program.
 
-What is the same for all engines is in `../engines/test_losing_an_instance.py`.
+Tests for all engines are in `../engines/test_losing_an_instance.py`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class TestMultiWorker:
     def test_two_workers_have_the_losses_of_one_with_the_whole_batch(self, on_instances):
         """Losses of two workers with batches of 2 equal those of one with batches of 4, and fall.
 
-        The learning rate is an input that the stages hand through to the optimizer.
+        The learning rate is an input that the stages pass through to the optimizer.
         """
         variables = dense(np.random.default_rng(42), 20, 256, 128, 10)
 

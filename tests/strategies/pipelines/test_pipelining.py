@@ -67,7 +67,7 @@ def every_case():
 
 
 IN_TURN = [*itertools.product((1, 2, 4), (False, True))]
-"""How many instances, and whether stages are computed again: the bits of one replica do not depend on the others."""
+"""Pairs of a number of instances and whether stages recompute; replicas do not affect each other's bits."""
 
 
 @pytest.mark.complete

@@ -2,9 +2,9 @@
 
     every_collective.py FOLDER
 
-The first is that of `popdist/examples/sync_batch_norm.py`, which says how well it went.
+The first training is that of `popdist/examples/sync_batch_norm.py`, which reports its own result.
 
-Each instance writes what its replicas got to FOLDER/INSTANCE.npz, under "replica/path".
+Each instance writes the results of its replicas to FOLDER/INSTANCE.npz, under "replica/path".
 """
 
 import sys

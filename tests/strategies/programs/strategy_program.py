@@ -1,15 +1,15 @@
 """An instance of a test job: `strategy_program.py STRATEGY TASK on_host|on_device LOCAL_REPLICAS [ARGUMENTS]`.
 
-STRATEGY is multi-worker or horovod. Each task ends with one line of JSON. Several are given as TASK,TASK,... with a
-place of the variables for each, on_host,on_device,...; the arguments are those of the last one.
+STRATEGY is multi-worker or horovod. Each task ends with one line of JSON. Several tasks are given as TASK,TASK,... with
+a place of the variables for each, on_host,on_device,...; the arguments are those of the last task.
 
-rows               what the rows of the original's strategy found
-everything         who is there, what each replica reads, how training ends
+rows               the results of the tests of the original's strategy
+everything         the roles, the elements that each replica reads, and the end of a training
 steps [STEPS [RANK]]
-                   trains for STEPS, or without them until something goes wrong: how far it came; a rank
-                   that is given waits for a line on standard input after the step of which all of them say so
-beside             makes the strategy of Horovod again and another one, and uses them in turn
-digits STEPS FILE  trains the models of the main job; the first instance writes their variables into the file
+                   train for STEPS, or without STEPS until an error, and print the last step; the instance RANK waits
+                   for a line on standard input after the step that all instances announce
+beside             make the strategy of Horovod again and another one, and use them in turn
+digits STEPS FILE  train the models of the main job; the first instance writes their variables into FILE
 """
 
 import itertools

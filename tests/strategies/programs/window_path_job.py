@@ -1,7 +1,7 @@
 """A rank of an MPI job that compares means through windows with those of the host.
 
-It is called `window_path_job.py FOLDER LIBRARY...`, and prints a line for each library: the spreads of replicas, each
-with what differs.
+Call `window_path_job.py FOLDER LIBRARY...`: it prints a line for each library with the spreads of replicas and the
+differences of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OF_FRAMEWORKS = ((3, 2), (1, 1, 1))
 FLOAT32, BFLOAT16, FLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 BUFFERS = ((3, FLOAT32), (0, FLOAT32), (70_001, FLOAT32), (1001, BFLOAT16), (0, FLOAT16), (64, BFLOAT16), (5, FLOAT16))
 ONLY = ((128, FLOAT32),)
-"""All of a bucket in one buffer without a gap."""
+"""A bucket that is one buffer without a gap."""
 
 
 class NumpyViews:
