@@ -69,7 +69,7 @@ def test_squares_are_summed_over_two_instances(on_instances):
 
 def test_losses_are_averaged_after_or_before_the_outfeed(on_instances):
     """Losses averaged on the host, on the devices, and by one replica with all rows agree to four places."""
-    batches = np.random.default_rng(1).standard_normal((12, 5, 3)).astype(np.float32)  # of 3 iterations, 4 replicas
+    batches = np.random.default_rng(1).standard_normal((12, 5, 3)).astype(np.float32)  # 3 iterations of 4 replicas
 
     def measured(rows):
         error = rows @ np.float32([1, -2, 3]) - 1

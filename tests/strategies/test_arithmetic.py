@@ -23,7 +23,7 @@ def test_the_share_of_numbers_rounded_up_equals_the_distance(name, sign):
     step = float(np.finfo(dtype).eps if name == "float16" else 2.0**-7)  # between 1 and the next number
     quarter = sign * (1 + step / 4)
     below, above = (sign * np.float32(number) for number in (1, 1 + step))
-    exact = 3 << 30  # of 2**32 random numbers, the first that rounds a quarter up
+    exact = 3 << 30  # the first of 2**32 random numbers that rounds a quarter up
     assert rounded(quarter, dtype, exact - 1) == below
     assert rounded(quarter, dtype, exact) == above
     assert rounded(quarter, dtype, 0xFFFFFFFF) == above
@@ -62,7 +62,7 @@ def test_variables_of_16_bits_are_rounded_by_chance_and_others_to_the_nearest():
 # ---- clipping by the norm of all gradients, which the caller gives
 
 
-GRADIENTS = {"a": jnp.array([3.0, 0.0]), "b": jnp.array(-4.0, jnp.bfloat16)}  # of norm 5
+GRADIENTS = {"a": jnp.array([3.0, 0.0]), "b": jnp.array(-4.0, jnp.bfloat16)}  # their norm is 5
 
 
 @pytest.mark.parametrize(("most", "factor"), [(10.0, 1.0), (5.0, 1.0), (2.5, 0.5)])

@@ -107,7 +107,7 @@ def test_unfinished_checkpoints_are_removed(folder, caplog):
     for name in ("step_00000004.incomplete", "step_00000002.removed"):
         (folder.path / name).mkdir()
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="is intact, but this version"):
-        folder.read_newest()  # what was pretended cannot be read
+        folder.read_newest()  # the made-up checkpoint cannot be read
     assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000003"]
     assert "is incomplete, because its writer died; it was removed; using step 3" in caplog.text
 

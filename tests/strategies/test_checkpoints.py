@@ -246,7 +246,7 @@ class TestSaving:
         """The memory is free, though the writer has not begun."""
         training, disk = Training(strategy), threading.Event()
         training.run(1)
-        state = jax.block_until_ready(jax.tree.map(jnp.array, training.state))  # which no device has read
+        state = jax.block_until_ready(jax.tree.map(jnp.array, training.state))  # no device has read it
         with training.checkpoints(tmp_path) as checkpoints:
             checkpoints._thread.submit(disk.wait, 60)
             checkpoints.save(state)

@@ -137,7 +137,7 @@ class TestFolderPermissions:
 
     @needs_root
     def test_a_read_only_folder_of_root_serves_all_users(self, caplog):
-        with tempfile.TemporaryDirectory(dir="/tmp") as named:  # the folders of tests are closed to others
+        with tempfile.TemporaryDirectory(dir="/tmp") as named:  # test folders are closed to others
             folder = self.use(named)
             for path in (folder, folder.parent):
                 path.chmod(0o755)
@@ -166,7 +166,7 @@ class TestFolderPermissions:
 def leads_into(descriptor, folder):
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder))
-    except OSError:  # it was open for that list only
+    except OSError:  # the file was open for that list only
         return False
 
 

@@ -139,10 +139,10 @@ class TestContradictions:
         [
             Defaults(),
             Defaults(select([9], [])),
-            Defaults(select([12], [])),  # as powers of two
-            Defaults(select([18], [])),  # of all instances
+            Defaults(select([12], [])),  # IPUs as a power of two
+            Defaults(select([18], [])),  # IPUs of all instances
             Defaults(select([24], [])),
-            Defaults(select([], [0])),  # the name of a device, which says nothing of the launcher's
+            Defaults(select([], [0])),  # a device name, unrelated to the launcher
             Defaults(process_index=1, process_count=2),
         ],
     )

@@ -27,20 +27,20 @@ def test_sums_match_the_original():
         inner = ops.cross_replica_sum([jnp.float32(1) * 2, jnp.int32(1) * 2 + 1])
         sliced = jax.lax.dynamic_slice(jnp.float32([2, 4]), (ops.replication_index(),), (1,))
         return {
-            "X-01": ops.cross_replica_sum(jnp.float32(1) + 1),
-            "X-03": inner,
-            "X-04": ops.cross_replica_sum(variable + variable),
-            "X-08": ops.cross_replica_sum(variable * ops.cross_replica_sum(inner[0] + inner[1] + 2)),
-            "X-10": ops.cross_replica_sum(sliced),
+            "a constant": ops.cross_replica_sum(jnp.float32(1) + 1),
+            "a list": inner,
+            "a variable": ops.cross_replica_sum(variable + variable),
+            "nested sums": ops.cross_replica_sum(variable * ops.cross_replica_sum(inner[0] + inner[1] + 2)),
+            "a slice": ops.cross_replica_sum(sliced),
         }
 
     for result in on_replicas(2, program, [0, 0]):
         assert jax.tree.map(lambda x: x.tolist(), result) == {
-            "X-01": 4,
-            "X-03": [4, 6],
-            "X-04": 40,
-            "X-08": 480,
-            "X-10": [6],
+            "a constant": 4,
+            "a list": [4, 6],
+            "a variable": 40,
+            "nested sums": 480,
+            "a slice": [6],
         }
     assert on_replicas(1, ops.cross_replica_sum, [np.float32(3)]) == [3]
 

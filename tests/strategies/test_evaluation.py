@@ -170,7 +170,7 @@ class TestEveryRowCountsOnce:
         found = evaluated(strategy, source)
         together = joined([rows_of(length) for length in (4, 3, 2, 1)])
         assert dict(found) == expected_of(together)
-        assert np.isnan(evaluated(strategy, rows)["loss"])  # where it counts it does so
+        assert np.isnan(evaluated(strategy, rows)["loss"])  # a NaN that counts shows
 
     def test_sums_are_as_good_as_float64(self, strategy):
         """Float32 would lose the fours beside 2**28."""
@@ -261,7 +261,7 @@ class TestMetricsOfBatches:
         rows = rows_of(63)
         largest = evaluated(strategy, rows, metrics_fn=metrics_fn)["largest"]
         assert largest.score == np.abs(rows["x"] @ VARIABLES["w"] - rows["y"]).max()
-        assert largest.parts == 4 * 6  # of each replica, for each of six batches
+        assert largest.parts == 4 * 6  # for each replica and each of six batches
 
     def test_metrics_can_have_weights(self, strategy):
         rows = rows_of(5)

@@ -196,7 +196,7 @@ class TestCollecting:
             outer.put(self.put, [jnp.float32(2)])
             with outer.collecting(False):
                 assert outer.collected_arrays == []
-                assert outer.collected is None  # nor does the loop around it
+                assert outer.collected is None  # the outer loop has none either
         assert [enqueued.arrays for enqueued in of_outer] == [[2]]
         assert outer.collected is None
         assert outer.collected_arrays == []
@@ -207,7 +207,7 @@ class TestTheCurrentProgram:
         found = current_program()
         assert not is_in_program()
         assert (found.replica, found.replication, found.is_ordered) == (0, ONE, True)
-        assert current_program() is not found  # tokens of two of them have nothing to do with each other
+        assert current_program() is not found  # their tokens are unrelated
         with pytest.raises(KeyError):
             found.report(KeyError())
 

@@ -117,7 +117,7 @@ def trained_alone(model):
     ("model", "instances"),
     [
         ("mlp", 2),
-        ("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
+        ("nested", 2),  # in parts its gradients would be the same, and its loss would not
         *(also(*case) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
     ],
 )
@@ -216,7 +216,7 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
         state = trainer.init(start)
         for _ in range(3):
             state, _ = trainer.step(state, np.ones((2 * BATCH, INPUTS), np.float32))
-            may_go_on.clear()  # but for the first step, before which programs are compared
+            may_go_on.clear()  # except in the first step, which compares programs
         (step,) = trainer._programs._steps.values()
         return len(step.gradients.buckets), waited
 

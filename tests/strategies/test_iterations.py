@@ -87,7 +87,7 @@ class TestVisibility:
     """Visibility of values in another thread."""
 
     def test_slow_iterations_deliver_values_one_by_one(self, monkeypatch):
-        monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
+        monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer
         outfeed, seen = OutfeedQueue(), []
 
         def look(v):

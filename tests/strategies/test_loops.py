@@ -114,7 +114,7 @@ class TestIterations:
     def test_bodies_and_conditions_that_are_no_functions_are_refused(self):
         with pytest.raises(TypeError, match="the body of the loop is None, a NoneType; use a function"):
             loops.repeat(1, None, [0])
-        with pytest.raises(TypeError, match="the condition of the loop is None"):  # and no loop without an end
+        with pytest.raises(TypeError, match="the condition of the loop is None"):  # an endless loop must not start
             loops.while_loop(None, lambda v: v + 1, [0])
 
     def test_iterations_end_with_the_condition_or_the_maximum(self, place):

@@ -150,7 +150,7 @@ def test_a_plan_of_a_pipeline_lists_the_stash_of_its_stages():
     strategy = strategies.IPUStrategy(2, ipus_per_replica=2)
     pipelining = strategies.Pipelining([0, 1], "grouped")
     plan = check_plan(strategy, in_stages, pipeline=pipelining, gradient_accumulation_count=4)
-    hidden = 1 * WIDTH * 4  # of a micro-batch of one row
+    hidden = 1 * WIDTH * 4  # for a micro-batch of one row
     assert [each.stage for each in plan.kept] == [0, 1]
     assert [each.micro_batches for each in plan.kept] == [3, 1]
     assert hidden <= plan.kept[0].nbytes <= 3 * hidden

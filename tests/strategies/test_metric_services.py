@@ -61,7 +61,7 @@ class TestTensorBoard:
     def test_repeated_steps_are_shown_once(self, tmp_path):
         self.written(tmp_path, train(1, 2, 3, 4))
         self.written(tmp_path, train(3, loss=9.0), train(4, loss=10.0))
-        assert len(list(tmp_path.iterdir())) == 2  # though in the same second
+        assert len(list(tmp_path.iterdir())) == 2  # even in the same second
         assert self.shown(tmp_path)["loss"] == [(1, 0.25), (2, 0.5), (3, 9), (4, 10)]
 
     def test_an_evaluation_before_the_repeated_step_leaves_the_step_in_place(self, tmp_path):
@@ -170,7 +170,7 @@ class TestPrometheus:
                         assert threading.active_count() <= threads + MOST_CLIENTS
                 for client in clients:
                     with contextlib.suppress(ConnectionError):
-                        while client.recv(1 << 16):  # a client that is cut off while it asks is told so
+                        while client.recv(1 << 16):  # a client cut off while asking gets an error
                             pass
                 assert ("popdist_step",) not in self.answers(sink)
         finally:
@@ -181,7 +181,7 @@ class TestPrometheus:
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
-            with socket.create_connection(sink.address):  # which asks for nothing
+            with socket.create_connection(sink.address):  # asks for nothing
                 sink.write(train(1))
                 assert self.answers(sink)["popdist_step",] == 1
         finally:
@@ -243,7 +243,7 @@ class TestWandb:
         sink.open(goes_on=False)
         sink.write([*train(1, loss=0.5), said(1, **{"evaluation/loss": math.nan}), *train(2, loss=0.25)])
         sink.close()
-        wandb.teardown()  # ends its process, as the end of a program does
+        wandb.teardown()  # ends its process, like the end of a program
         [file] = tmp_path.glob("wandb/offline-run-*-job1/*.wandb")
         rows = list(history_of(file.read_bytes()))
         assert [(row.get("step"), row.get("loss")) for row in rows] == [("1", "0.5"), ("1", None), ("2", "0.25")]
@@ -254,7 +254,7 @@ def history_of(data):
     """Yield the rows in the file of an offline run: LevelDB log records, none longer than a block here."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    position = 7  # behind the heading
+    position = 7  # after the heading
     while position + 7 <= len(data):
         length, kind = struct.unpack_from("<HB", data, position + 4)
         assert kind == 1

@@ -158,7 +158,7 @@ def test_the_next_instance_continues_the_file_when_the_first_is_lost(
     kind, instances, replicas, phase, written, tmp_path, monkeypatch
 ):
     """Each step is in the file once, whatever the first instance had written."""
-    monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # what is written before the end a test says
+    monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # only explicit calls write before the end
     path = tmp_path / f"run.{kind}"
 
     def train(strategy):
@@ -173,7 +173,7 @@ def test_the_next_instance_continues_the_file_when_the_first_is_lost(
                 told.append({"step": state.step, **metrics})
                 if strategy.replicas.first_index == 0 and written != "nothing":
                     sinks._deliveries[0].deliver()
-        except Lost:  # its threads end as those of a process do: without writing anything more
+        except Lost:  # like threads of a killed process, they write no more
             sinks._deliveries[0]._rows.clear()
             if "part" in written:
                 with path.open("ab") as file:
@@ -208,7 +208,7 @@ def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     state = trainer.init(np.ones(3, np.float32))
     with strategies.metrics.open(sink, strategy=strategy):
-        for _ in range(40):  # more than are made in parts
+        for _ in range(40):  # more steps than are made in parts
             state, _ = trainer.step(state, {"x": ROWS["x"][:2]})
         may_read.set()
     assert [step for step, _, _ in sink.rows] == list(range(1, 41))

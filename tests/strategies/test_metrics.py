@@ -15,7 +15,7 @@ from strategies.jax.engine import rows_of
 
 @pytest.fixture
 def metrics():
-    return Metrics(("loss", "accuracy"), np.array([0.5, 0.25, 99], np.float32))  # more may lie behind the means
+    return Metrics(("loss", "accuracy"), np.array([0.5, 0.25, 99], np.float32))  # further values may follow the means
 
 
 def test_means_are_found_under_their_names(metrics):

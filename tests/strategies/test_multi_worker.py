@@ -295,7 +295,7 @@ def test_a_worker_that_is_stopped_for_8_s_is_named_and_changes_nothing():
             workers[1].stop()
             workers[1].tell("go on")
             names = "worker 0 at", " s for worker 1 at", "'gradients/"
-            waits = workers[0].wait_for(*names, count=4, limit_s=END_LIMIT_S)  # one every 2 s
+            waits = workers[0].wait_for(*names, count=4, limit_s=END_LIMIT_S)  # one message every 2 s
             [waited_s] = re.findall(rf"{addresses[0]} has waited ([\d.]+) s for worker 1 at {addresses[1]} ", waits)
             assert float(waited_s) >= 8
             workers[1].resume()

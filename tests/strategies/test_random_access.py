@@ -37,7 +37,7 @@ def test_only_the_elements_of_local_replicas_are_read():
 def test_steps_are_counted_from_the_first_epoch_and_each_epoch_has_its_order():
     made = steps(shuffle=True)
     assert made.per_epoch == 2
-    for number in (0, 1, 5):  # of epochs 0, 0 and 2
+    for number in (0, 1, 5):  # steps of epochs 0, 0 and 2
         order = epoch_order(13, 4, number // 2)[6 * (number % 2) :][2:6]
         assert made.read(number).tolist() == (order**2).tolist()
 

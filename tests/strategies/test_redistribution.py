@@ -7,7 +7,7 @@ from strategies import StrategyError
 from strategies.data.datasets import DistributedDataset
 
 REPLICAS = 4
-ROWS = 3  # of each replica in a step
+ROWS = 3  # per replica and step
 STEPS = 5
 
 

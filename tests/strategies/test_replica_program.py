@@ -254,7 +254,7 @@ class TestTransferredGradients:
         _, (payload, *lost) = run(program, residuals=[np.zeros(1, np.float32), np.zeros(3, np.float32)])
         assert [shapes_of(payload)] == program.results
         assert payload.shape == (program.quantised.payload_size,)
-        assert [leaf.shape for leaf in lost] == [(1,), (3,)]  # a scalar's has a row too: one for each replica
+        assert [leaf.shape for leaf in lost] == [(1,), (3,)]  # a scalar has a row per replica too
         shifted = [np.float32([0.25]), np.float32([1, 2, 3])]
         _, (payload, *_) = run(program, residuals=shifted)
         exact, again = [2, *BATCH["x"].mean(0)], np.concatenate(shifted)

@@ -311,7 +311,7 @@ class TestCheckpoints:
                 instances, 4, lambda each, steps=steps: self.run(each, tmp_path / "other", steps, **options, **SHARDED)
             )
             assert {begin for begin, *_ in found} == {first}
-        assert self.run(strategy, tmp_path / "other", last + 1, **options) == (last, *wanted[1:])  # and without it
+        assert self.run(strategy, tmp_path / "other", last + 1, **options) == (last, *wanted[1:])  # unsharded too
 
     def test_other_numbers_of_replicas_are_refused_unless_asked_for(self, tmp_path, strategy):
         trainer, state = trained(strategy, **SHARDED)

@@ -120,7 +120,7 @@ def test_the_update_reads_the_sums_in_place(recorded):
 def test_memory_does_not_grow_with_the_steps(strategy):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9))
     state = trainer.init(start())
-    others = jax.live_arrays()  # held, so that none of another test goes between two counts
+    others = jax.live_arrays()  # held, so that no array of another test is freed between two counts
     counts = []
     for _ in range(4):
         for _ in range(3):

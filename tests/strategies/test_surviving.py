@@ -29,9 +29,9 @@ from strategies import DivergenceError, StrategyError, Trainer, cross_replica_op
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs" / "programs"))
 from surviving_training import Training, count, train  # noqa: E402
 
-STEPS = 2  # of each of two epochs
+STEPS = 2  # in each of two epochs
 TRAINING = Training(STEPS)
-WIDE = Training(STEPS, width=2200)  # gradients that do not travel with the comparison of the calls
+WIDE = Training(STEPS, width=2200)  # gradients travel apart from the comparison of calls
 REPLICAS = {1: 8, 2: 8, 3: 6, 4: 8}  # by the number of instances
 SHARES = {(2, 1): [8], (3, 2): [3, 3], (3, 1): [6], (4, 3): [3, 3, 2], (4, 2): [4, 4], (4, 1): [8]}
 
@@ -160,7 +160,7 @@ def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
     assert [each and each["step"] for each in found] == [None, 3, 3]
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] == "step_00000003"
     [resumed] = trained(1, training=Training(STEPS, folder=str(tmp_path)), replicas=6)
-    assert len(resumed["losses"]) == 1  # of the last step, the only one that it has made
+    assert len(resumed["losses"]) == 1  # the last step is the only one made
     assert resumed["fingerprint"] == alone(6)["fingerprint"]
 
 
@@ -373,7 +373,7 @@ def test_a_completed_duty_is_not_repeated_by_instances_that_missed_its_end():
     first_lost = threading.Event()
 
     def function(strategy):
-        if strategy.replicas.first_index == 2:  # as if its barrier had failed where that of the others had not
+        if strategy.replicas.first_index == 2:  # as if only its own barrier had failed
             strategy.on_chief(lambda: None)
             first_lost.wait(GUARD_S)
             strategy.replicas.done_so_far.done = 0

@@ -130,7 +130,7 @@ class TestOneUpdate:
             np.testing.assert_array_equal(np.asarray(state.variables["w"], np.float32).reshape(-1), [0.5] * 4)
 
 
-SPREADS = {(6, 3, "ring"), (6, 2, "window"), (8, 8, "window")}  # in every run; the others in the complete tier
+SPREADS = {(6, 3, "ring"), (6, 2, "window"), (8, 8, "window")}  # in every run; other spreads in the complete tier
 
 
 class TestTheSameBitsForEveryNumberOfInstances:

@@ -146,9 +146,9 @@ def sums_of_steps(gradients_of, steps):
 def test_the_sum_of_all_steps_arrives_except_for_the_residual():
     largest = 0.0
     for transferred, sums, kept in zip(*sums_of_steps(lambda step: gradients(0, step), 100), strict=True):
-        np.testing.assert_allclose(transferred + kept, sums, rtol=0, atol=0.01)  # of values up to 1000, in float32
+        np.testing.assert_allclose(transferred + kept, sums, rtol=0, atol=0.01)  # for values up to 1000, in float32
         largest = max(largest, *abs(transferred - sums).reshape(-1), 0)
-    assert 0.02 < largest < 32  # what one step loses
+    assert 0.02 < largest < 32  # the residual of one step
 
 
 def test_gradients_below_half_a_unit_arrive_in_the_end():

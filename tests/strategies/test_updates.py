@@ -21,7 +21,7 @@ def alone():
 
 def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **settings):
     update = WholeStateUpdate(strategy.replicas, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
-    placed = jax.tree.map(jnp.array, variables)  # a copy, which is used up
+    placed = jax.tree.map(jnp.array, variables)  # a copy, since the update uses it up
     after, state = update.apply(placed, update.init(placed), means, control_words(step, False, scale))
     update.wait()
     return after, state

@@ -132,7 +132,7 @@ def test_a_replica_reads_the_current_value(strategy):
         for _ in range(2):
             assert [float(x) for x in strategy.run(double)] == [2 * value] * 4
             strategy.run(listed)
-    assert len(traced) == 2  # compiled anew only where it has changed
+    assert len(traced) == 2  # compiled again only after a change
 
 
 def test_a_cached_loop_reads_the_current_value(strategy):

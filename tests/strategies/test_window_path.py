@@ -60,7 +60,7 @@ def test_a_window_that_cannot_grow_is_not_used_any_more(tmp_path: Path) -> None:
     def means(communicator: Communicator) -> None:
         path = WindowPath(Spread.together([1]), communicator, HostMemory(folder), NumpyArithmetic(), NumpyViews())
         folder.rmdir()
-        for size in (1 << 20, 5):  # the second one would have had room
+        for size in (1 << 20, 5):  # the second size would have had room
             with pytest.raises(MappingError, match="cannot share memory"):
                 path.means("all", [[np.zeros(size, np.float32)]], [FLOAT32])
         path.close()

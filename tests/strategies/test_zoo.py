@@ -81,7 +81,7 @@ def test_an_optimizer_has_the_same_bits_with_whole_and_sharded_state(on_instance
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("optimizer", ["clipped_adamw", "adafactor"])  # which look at more than one element
+@pytest.mark.parametrize("optimizer", ["clipped_adamw", "adafactor"])  # both use more than one element
 def test_an_optimizer_of_several_layers_has_the_same_bits(on_instances, optimizer):
     def on_one(strategy):
         is_sharded = optimizer in ELEMENTWISE
@@ -97,7 +97,7 @@ def test_an_optimizer_of_several_layers_has_the_same_bits(on_instances, optimize
     [
         ("momentum", ON_ONE_CORE),
         *(pytest.param("momentum", OTHERS[half::2], marks=pytest.mark.complete) for half in (0, 1)),
-        pytest.param("adafactor", ["mlp"], marks=pytest.mark.complete),  # the one that adds up in its update
+        pytest.param("adafactor", ["mlp"], marks=pytest.mark.complete),  # its update adds up elements
     ],
 )
 def test_a_single_core_gives_the_same_bits(subtests, in_new_process, pytestconfig, optimizer, names):

@@ -61,7 +61,7 @@ def test_steps_of_an_execution_change_no_bit(alone):
 def test_files_are_written_once_by_the_chief(in_scopes, tmp_path):
     def program(strategy):
         model = regression()
-        folder = tmp_path / str(strategy.instance_index)  # so that it shows who writes
+        folder = tmp_path / str(strategy.instance_index)  # shows the writing instance
         folder.mkdir()
         best = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
         written = [best, keras.callbacks.CSVLogger(folder / "log.csv")]

@@ -85,7 +85,7 @@ class Adversaries(keras.Model):
         self.critic = keras.Sequential([keras.Input((6,)), dense(3, 2, activation="tanh"), dense(1, 3)])
         self.of_critic = keras.optimizers.Adam(0.02)
         self.of_critic.build(self.critic.trainable_variables)
-        self.kept = self.of_critic.variables  # among the variables of the model that are not trained
+        self.kept = self.of_critic.variables  # non-trainable variables of the model
         generators = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0), initial_scale=1.0)
         generators.build(self.generator.trainable_variables)
         self.compile(generators)

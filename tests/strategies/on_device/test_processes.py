@@ -36,7 +36,7 @@ def test_processes_can_be_connected_unless_jax_has_started(states, why):
 
 
 def test_a_single_process_starts_without_others():
-    assert jax.process_count() == 1  # which starts JAX
+    assert jax.process_count() == 1  # starts JAX
     assert runtime_state(2) == ALONE
     assert own_process() is None
 

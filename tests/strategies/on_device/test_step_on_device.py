@@ -130,7 +130,7 @@ def test_each_replica_has_a_device_and_sums_begin_when_both_halves_are_ready(mon
     dataset = strategy.distribute_dataset(rows(), batch_size=4, seed=0)
     trainer.step(trainer.init(variables()), next(iter(dataset.epoch(0))))
     pairs = [((0, 1), (1, 2)), ((2, 3), (3, 4)), ((0, 2), (2, 4)), ((4, 5), (5, 6)), ((6, 7), (7, 8)), ((4, 6), (6, 8))]
-    assert made == pairs  # the last two are added where they are divided
+    assert made == pairs  # the division adds the last two
 
 
 def test_a_step_reads_no_array_and_waits_for_none(monkeypatch):
@@ -144,7 +144,7 @@ def test_a_step_reads_no_array_and_waits_for_none(monkeypatch):
         raise AssertionError("a value was read, or waited for")
 
     def ready(array):
-        assert array.is_ready(), "an array was waited for"  # only a failure is looked for
+        assert array.is_ready(), "an array was waited for"  # only failures are looked for
         return array
 
     kind = type(state.variables["w"])
@@ -199,7 +199,7 @@ def test_a_failure_on_the_device_names_its_step():
     words = f"step 7 has failed on the device, and step {6 + MOST} was the last one begun: no such number"
     with pytest.raises(StrategyError, match=words):
         queue.await_room()
-    queue.await_room()  # those behind it have failed with it
+    queue.await_room()  # later steps have failed with it
 
 
 class Interrupted(Unfinished):

@@ -15,7 +15,7 @@ from strategies.defaults import Defaults
 
 STEPS = 4
 ROWS = 3
-WIDE = 33_000  # so that one leaf has a buffer of its own
+WIDE = 33_000  # one leaf has its own buffer
 
 
 def main(folder: str) -> None:

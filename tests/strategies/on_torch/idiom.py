@@ -15,12 +15,12 @@ from torch import nn
 import strategies
 import strategies.torch
 
-STEPS, ROWS = 3, 2  # of a replica
+STEPS, ROWS = 3, 2  # per replica
 CLASSES, FEATURES, WORDS, LENGTH = 3, 8, 10, 4
 
 Program = Callable[[nn.Module, torch.optim.Optimizer], Generator[None, float, None]]
-"""Code of a program around its steps: the part before the first `yield` runs before the first step, each `yield` returns
-the loss of a step, and the part after the last `yield` runs after that step."""
+"""Code of a program around its steps: the part before the first `yield` runs before the first step, each `yield`
+returns the loss of a step, and the part after the last `yield` runs after that step."""
 
 _building = threading.Lock()  # instances are threads, and draw first parameters from the generator of the process
 

@@ -221,7 +221,7 @@ class TestAutogradGrad:
             for _ in range(2):
                 torch.func.grad(loss)(others)
             square(model, rows(strategy)).backward()
-            torch.autograd.grad(square(model, rows(strategy)), [own[1].weight])  # is another thing to warn of
+            torch.autograd.grad(square(model, rows(strategy)), [own[1].weight])  # warns separately
             return own[1].weight.grad
 
         with warnings.catch_warnings(record=True) as caught:
@@ -272,7 +272,7 @@ class TestCheckpointing:
             own, model = distributed(strategy, module, **options)
             own.use_reentrant = use_reentrant
             for step in range(2):
-                with drawing_by(torch.Generator()):  # threads share that of the process
+                with drawing_by(torch.Generator()):  # threads share the generator of the process
                     square(model, rows(strategy, step)).backward()
             return [one.grad.clone() for one in own.parameters()]
 
@@ -677,7 +677,7 @@ class TestMemory:
 
         def freed():
             held, threads = run()
-            for thread in threads:  # each may be about to let go of what it has computed
+            for thread in threads:  # each may still hold a result for a moment
                 thread.join(60)
             return [one() for one in held]
 

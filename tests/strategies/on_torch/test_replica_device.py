@@ -139,7 +139,7 @@ class TestTheDevice:
 
     def test_pytorch_counts_the_devices(self):
         assert count_of("cpu") == 1
-        assert count_of("hpu") == 0  # of which this PyTorch knows the name only
+        assert count_of("hpu") == 0  # this PyTorch knows only the name
         assert count_of("cuda") == torch.cuda.device_count()
 
     @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ class TestTheDevice:
         move_state(optimizer, META)
         state = optimizer.state[module.weight]
         assert {name: value.device.type for name, value in state.items()} == {
-            "step": "cpu",  # where PyTorch keeps it
+            "step": "cpu",  # PyTorch keeps it there
             "exp_avg": "meta",
             "exp_avg_sq": "meta",
         }

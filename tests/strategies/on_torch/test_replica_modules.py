@@ -232,7 +232,7 @@ class TestHooksOfParameters:
         trainer = new_trainer(module, replicas=1)
         hook = module.first.register_forward_hook(lambda *_: seen.append("first"))
         trainer.step(rows())
-        module.first._forward_hooks = OrderedDict()  # as programs do to be rid of all of them
+        module.first._forward_hooks = OrderedDict()  # programs remove all hooks like this
         trainer.step(rows())
         module.first._forward_hooks[hook.id] = lambda *_: seen.append("second")
         trainer.step(rows())
@@ -435,7 +435,7 @@ class TestParametrizations:
         trainer = new_trainer(module, self.cached_loss, replicas=1)
         computed.clear()
         trainer.step(rows())
-        assert len(computed) == 2  # for the replica, and for the pass of plain PyTorch with which it is compared
+        assert len(computed) == 2  # for the replica, and for the comparison with plain PyTorch
 
     def test_copies_of_a_module_share_a_cache_as_in_pytorch(self, everywhere):
         """The copy that is asked first computes the weight of both."""

@@ -61,7 +61,7 @@ def steps(trainer, dataset, count=5):
 
 def begun(strategy, name="convolutions", **options):
     module = new_module(name)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)  # others count steps on the host, and read these counters
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)  # others read counters of steps on the host
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, replica_device="cpu", **options)
     return trainer, strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
 

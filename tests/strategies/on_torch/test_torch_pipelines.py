@@ -304,8 +304,8 @@ class TestTheTutorialAtItsFullSize:
     """The tutorial at its full size: 40 rows x 10 micro-batches x 10 updates in a call, on four stages.
 
     Four replicas have 10 of the 40 rows each. Rounding then differs from that of 40 rows, and AdamW amplifies it to
-    9e-4 within a call; plain PyTorch with micro-batches of 1, 4 or 5 rows does the same. Therefore float64 shows that four
-    replicas compute the same as one.
+    9e-4 within a call; plain PyTorch with micro-batches of 1, 4 or 5 rows does the same. Therefore float64 shows that
+    four replicas compute the same as one.
     """
 
     CALLS = 2

@@ -355,7 +355,7 @@ def test_stages_of_all_replicas_exchange_statistics_in_each_micro_batch(schedule
         training = poptorch.trainingModel(own, options, poptorch.optim.SGD(own.parameters(), lr=0.1))
         for _ in range(3):
             mine = strategy.local_replicas
-            own_rows = slice(mine.start, mine.stop)  # of each micro-batch
+            own_rows = slice(mine.start, mine.stop)  # the instance's rows of each micro-batch
             training(*(each.unflatten(0, (4, 3, 4))[:, own_rows].flatten(0, 2) for each in (x, labels)))
         training.destroy()
         return [0.0], state_of(own)

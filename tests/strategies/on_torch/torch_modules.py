@@ -129,7 +129,7 @@ def sgd_trainer(strategy, module, loss_fn=loss_fn, *, lr=0.1, momentum=0.0, **op
     strategy = strategies.IPUStrategy(strategy) if isinstance(strategy, int) else strategy
     optimizer = torch.optim.SGD(module.parameters(), lr, momentum)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
-    _trainers.append(trainer)  # by the threads of several instances
+    _trainers.append(trainer)  # threads of several instances append
     return trainer
 
 

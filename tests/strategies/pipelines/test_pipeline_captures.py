@@ -92,7 +92,7 @@ def test_without_accumulation_the_optimizer_gets_gradients_of_each_micro_batch(m
         np.testing.assert_allclose(context.captured_gradients[f"tanh_grad_stage_{number}"], expected, rtol=1e-6)
 
 
-WIDTH = 300  # so that its state is cut
+WIDTH = 300  # makes the state sharded
 
 
 def wide(variables, x):

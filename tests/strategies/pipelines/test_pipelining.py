@@ -145,7 +145,7 @@ def test_other_options_of_the_step_work_in_a_pipeline(name, on_instances):
 
     [one] = on_instances(1, REPLICAS, lambda strategy: made(strategy, SEQUENTIAL))
     assert on_instances(2, REPLICAS, lambda strategy: made(strategy, GROUPED), ipus_per_replica=2) == [one] * 2
-    if name in ("sum", "loss scaling in bfloat16"):  # the others would only compile more
+    if name in ("sum", "loss scaling in bfloat16"):  # other options would only compile more
         _, metrics = steps(one_instance(1), **options)
         np.testing.assert_allclose(metrics["loss"], one[1]["loss"], rtol=1e-5 if name == "sum" else 0.05)
         assert set(metrics) == set(one[1])

@@ -279,8 +279,8 @@ def test_the_interleaved_schedule_matches_a_loop_on_the_host(method):
 
 
 CASES = {
-    "PL-46 batch serialization": (TIED, 8, {"batch_serialization_iterations": 4}),
-    "PL-48 recomputation": (DEEP, 8, {"recomputation_mode": RecomputationMode.Auto}),
+    "batch serialization": (TIED, 8, {"batch_serialization_iterations": 4}),
+    "recomputation": (DEEP, 8, {"recomputation_mode": RecomputationMode.Auto}),
     "offloaded": (
         DEEP,
         8,
@@ -411,38 +411,38 @@ UNSHARDED = {"replicated_optimizer_state_sharding": True, "offload_weight_update
 OPTIONS = [PipelineStageOptions()]
 
 REFUSED = {
-    "PL-09 interleaved": (
+    "interleaved count": (
         runs(count=10, pipeline_schedule="interleaved"), FailedPreconditionError, "must be a multiple of 3"
     ),
-    "PL-09 grouped": (runs(count=10), FailedPreconditionError, "must be a multiple of 3"),
-    "PL-10": (learns(**UNSHARDED), ValueError, "optimizer state must be offloaded"),
-    "PL-11 type": (runs(device_mapping=1), TypeError, "device_mapping"),
-    "PL-11 long": (runs(device_mapping=range(4)), ValueError, "Each stage must be mapped"),
-    "PL-11 short": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
+    "grouped count": (runs(count=10), FailedPreconditionError, "must be a multiple of 3"),
+    "sharded without offloading": (learns(**UNSHARDED), ValueError, "optimizer state must be offloaded"),
+    "mapping type": (runs(device_mapping=1), TypeError, "device_mapping"),
+    "long mapping": (runs(device_mapping=range(4)), ValueError, "Each stage must be mapped"),
+    "short mapping": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
     "no list of stages": (runs(same, 2), TypeError, "computational_stages is .* must be a list of functions"),
-    "PL-16": (runs([same], 2), ValueError, "at least two"),
-    "PL-22": (learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"),
-    "PL-23 few": (learns(forward_propagation_stages_poplar_options=OPTIONS), ValueError, "2 stages"),
-    "PL-23 kind": (learns(weight_update_poplar_options=OPTIONS), TypeError, "must be one"),
-    "PL-24 loss alone": (runs(TWO, outfeed_loss=True), ValueError, "An optimizer_function must be provided"),
-    "PL-24 mask alone": (runs(TWO, outfeed_mask=[True]), ValueError, "An optimizer_function must be provided"),
-    "PL-24 no outfeed": (learns(outfeed_queue=None), ValueError, "An outfeed_queue must be provided"),
-    "PL-24 no outfeed for a mask": (
+    "one stage": (runs([same], 2), ValueError, "at least two"),
+    "interleaved concurrent stages": (learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"),
+    "few stage options": (learns(forward_propagation_stages_poplar_options=OPTIONS), ValueError, "2 stages"),
+    "kind of stage options": (learns(weight_update_poplar_options=OPTIONS), TypeError, "must be one"),
+    "loss alone": (runs(TWO, outfeed_loss=True), ValueError, "An optimizer_function must be provided"),
+    "mask alone": (runs(TWO, outfeed_mask=[True]), ValueError, "An optimizer_function must be provided"),
+    "no outfeed": (learns(outfeed_queue=None), ValueError, "An outfeed_queue must be provided"),
+    "no outfeed for a mask": (
         learns(outfeed_queue=None, outfeed_loss=False, outfeed_mask=[False]),
         ValueError,
         "no outfeed_queue has been provided",
     ),
-    "PL-24 both": (learns(outfeed_mask=[True]), ValueError, "only one of them"),
+    "loss and mask": (learns(outfeed_mask=[True]), ValueError, "only one of them"),
     "a mask that is no list": (learns(outfeed_loss=False, outfeed_mask=True), TypeError, "list of bools"),
     "a mask of numbers": (learns(outfeed_loss=False, outfeed_mask=[1]), TypeError, "list of bools"),
-    "PL-33": (learns(outfeed_queue=LAST, accumulate_outfeed=True), ValueError, "use OutfeedMode.ALL"),
-    "PL-41 None": (learns(reduction_method=None), ValueError, "Cannot parse None"),
-    "PL-41 a number": (learns(reduction_method=10), ValueError, "Cannot parse 10"),
-    "PL-41": (learns(reduction_method="Exp"), ValueError, "Cannot parse 'Exp'"),
-    "PL-45 mapping": (learns([same] * 3, **SERIAL, device_mapping=[0, 1, 0]), NotImplementedError, "one"),
-    "PL-45 schedule": (learns(**SERIAL, pipeline_schedule="grouped"), NotImplementedError, "Sequential"),
+    "accumulated last output": (learns(outfeed_queue=LAST, accumulate_outfeed=True), ValueError, "use OutfeedMode.ALL"),
+    "reduction method None": (learns(reduction_method=None), ValueError, "Cannot parse None"),
+    "reduction method as a number": (learns(reduction_method=10), ValueError, "Cannot parse 10"),
+    "unknown reduction method": (learns(reduction_method="Exp"), ValueError, "Cannot parse 'Exp'"),
+    "batch serialization on two devices": (learns([same] * 3, **SERIAL, device_mapping=[0, 1, 0]), NotImplementedError, "one"),
+    "batch serialization in another schedule": (learns(**SERIAL, pipeline_schedule="grouped"), NotImplementedError, "Sequential"),
     "batch serialization with means": (learns(**SERIAL, reduction_method="mean"), ValueError, "use SUM"),
-    "PL-50": (
+    "interleaved on a shared device": (
         learns([same] * 4, 8, pipeline_schedule="interleaved", device_mapping=[0, 1, 2, 0]),
         NotImplementedError,
         "The pipelining",
