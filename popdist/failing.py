@@ -23,7 +23,7 @@ def notice_failure(note: Callable[[int], None], is_ended_soon: Callable[[], bool
 
     Args:
         note: Function to call with the exit status, in the main thread, before the exception is shown.
-        is_ended_soon: Whether a supervisor ends this process after another instance has ended too early.
+        is_ended_soon: Function that returns whether a supervisor ends this process if another instance ends too early.
     """
     previous_hook, previous_exit = sys.excepthook, sys.exit
 
@@ -88,7 +88,8 @@ class LastThreads:
     """
 
     def __init__(self, has_failed: Callable[[], bool], abandon: Callable[[], None]) -> None:
-        # It waits for its threads before handlers that are registered later run. poprun must start without this import.
+        # The last registered handler runs first. This module's own handler waits for the module's threads, so the
+        # module must be imported before ours is registered. It is imported here because poprun must start without it.
         import concurrent.futures.thread  # noqa: F401
 
         self._has_failed = has_failed
@@ -98,7 +99,7 @@ class LastThreads:
         threading._register_atexit(self._is_waiting.set)  # type: ignore[attr-defined]
 
     def watch(self, status: int) -> None:
-        """Begin to watch when the main thread fails, in a new thread: at its end Python starts no threads.
+        """Start the watching thread as soon as the main thread fails; later, Python starts no threads any more.
 
         Args:
             status: Exit status of this process in that case.

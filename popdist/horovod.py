@@ -150,7 +150,8 @@ def _end_without_horovod() -> None:
     """Make this failed process end at once, so that the launcher sees which process failed and ends the others.
 
     Horovod's exit handler and a destructor of its library would make the others fail too, and wait for them. Horovod's
-    thread needs the interpreter to release the last collective's tensors; without it, it would abort the process.
+    thread needs the interpreter to release the last collective's tensors. Without it, the thread would abort this
+    process.
     """
     if is_initialized():
         import ctypes

@@ -33,7 +33,7 @@ def can_carry_on() -> bool:
 
 
 def is_to_carry_on() -> bool:
-    """Return whether the user started the job to continue after losses, whether or not it can."""
+    """Return whether the user wants the job to continue after losses, even if it cannot."""
     return SHRINKS_VARIABLE in os.environ
 
 
@@ -127,8 +127,8 @@ def disconnect() -> None:
 def _end_with_who_is_left() -> None:
     """Wait until all surviving instances finalise, also after losses. MPI itself is not finalized.
 
-    One instance may complete the last collective while the others abandon it because of a loss.
-    They then wait for all survivors, so each instance checks for losses before it leaves.
+    If an instance is lost during the last collective, some survivors may complete it while others abandon it. The
+    others then wait for all survivors. So each instance checks for losses before it leaves.
     """
     from collectives import BrokenError, PeerLostError
 
@@ -180,7 +180,7 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
     """
     process.at_end, process.at_failure = at_end, at_failure
     if process.watches_exit:
-        atexit.unregister(_leave)  # exit handlers run in reverse order: leave first
+        atexit.unregister(_leave)  # exit handlers run in reverse order: `_leave` must run first
         atexit.register(_leave)
 
 

@@ -41,13 +41,13 @@ class Process:
     cluster: Cluster | None = None  # given by the program instead of its environment
     instance: Instance | None = None
     communicator: Communicator | None = None
-    others: list[Communicator] = field(default_factory=list)  # of the same instances, over other transports
-    with_leavers: Communicator | None = None  # of the working and the finished survivors
+    others: list[Communicator] = field(default_factory=list)  # connect the same instances over other transports
+    with_leavers: Communicator | None = None  # connects working and finished survivors
     chief: Chief = Chief.AT_WORK
     has_chief_left: bool = False  # whether the chief has finished while this instance continues
     is_first_left: bool = True  # whether this instance is the first survivor
     at_end: Callable[[], None] | None = None  # ends other users of MPI
-    at_failure: Callable[[], None] | None = None  # lets this process end without them
+    at_failure: Callable[[], None] | None = None  # lets a failed process end without waiting
     progress: Progress = NoProgress()
     attached: Sequence[Instrument] = ()  # instruments that observe this instance
     timeline: Timeline | None = None  # the recording, if the job is recorded

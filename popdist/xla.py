@@ -18,7 +18,7 @@ WITHOUT_SUMS = f"{FUSIONS}=-reduce"
 
 FIRST_WRONG = "0.10.2"
 LAST_MEASURED = "0.12.0.1"
-"""The newest jaxlib that was measured; it is wrong. Newer versions are assumed to be wrong while they know the flag."""
+"""The newest jaxlib that was measured; it sums wrongly. Newer versions are assumed to do so if they know the flag."""
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
 SHARDED_AUTOTUNING = "--xla_gpu_shard_autotuning"
@@ -165,7 +165,7 @@ def _may_use_cpu(environ: Mapping[str, str]) -> bool:
 
 
 def _gives_sums_away(flags: str) -> bool:
-    """Return whether XLA passes sums to YNNPACK; each flag modifies or replaces the set of operations so far."""
+    """Return whether XLA passes sums to YNNPACK. Each flag changes or replaces the choice of the flags before it."""
     gives = True
     for wanted in _choices(flags):
         if f"-{_SUMS}" in wanted:

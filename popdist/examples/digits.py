@@ -37,7 +37,7 @@ from popdist.examples.digits_models import MODELS, Model
 
 TEST_BATCH_SIZE = 512
 
-# 95.0 to 97.5 % of the test set for ten seeds of the CNN with 4 replicas; 92.8 to 98.3 % for three with 1 and with 8.
+# The CNN gets 95.0 to 97.5 % of the test set right with 4 replicas (ten seeds); 92.8 to 98.3 % with 1 and 8 (three).
 DEFAULT_EPOCHS = {"cnn": 50, "mlp": 10}
 DEFAULT_LEARNING_RATE = {"cnn": 0.01, "mlp": 0.001}
 DEFAULT_CHECKPOINT_EVERY = 100
@@ -384,7 +384,7 @@ def test_set(strategy: strategies.Strategy, data: Digits) -> strategies.Distribu
 
 
 def accuracy_of(model: Model) -> Callable[[Any, Any, jax.Array, jax.Array], dict[str, strategies.Mean]]:
-    """Return a function that computes the accuracy without padding."""
+    """Return a function that computes the accuracy of all rows except padding."""
 
     def metrics_fn(variables: Any, batch: Any, mask: jax.Array, key: jax.Array) -> dict[str, strategies.Mean]:
         is_right = model.apply(variables, batch["image"]).argmax(-1) == batch["label"]

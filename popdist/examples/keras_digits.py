@@ -45,7 +45,7 @@ def make_strategy(name: str, replicas: int | None) -> strategies.Strategy:
 
 
 def make_model(digits: Digits) -> keras.Model:
-    """A network with batch normalisation and dropout, compiled."""
+    """Make a network with batch normalisation and dropout, and compile it."""
     model = keras.Sequential(
         [
             keras.Input(digits.image_shape),

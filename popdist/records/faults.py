@@ -78,7 +78,7 @@ class Fault:
 def break_connections() -> None:
     """Shut down all TCP sockets of this process, also listening ones, so that the peers see a broken connection."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of this listing is closed by now; other sockets may be unconnected
+        with suppress(OSError):  # the listing's own descriptor is closed by now; a socket may be unconnected
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 _break_connection(int(name))
 

@@ -60,7 +60,7 @@ def fault_of(folder: Path) -> str:
 def fault_of_entries(folder: Path) -> str:
     """Return who else can change the entries of a folder, with advice; "" if only this user and root can.
 
-    Entries may be older than the folder's present rights.
+    Other users may have made entries before the folder got its present rights.
 
     Raises:
         OSError: The folder cannot be examined.
@@ -159,7 +159,7 @@ def open_recording(path: Path) -> BinaryIO:
     """Open an empty, unbuffered file that only this process writes until it closes the file or ends.
 
     Args:
-        path: Path of the file. If another process writes to it, this process's number is added to the name.
+        path: Path of the file. If another process writes to it, this process's id is added to the name.
 
     Raises:
         OSError: The file cannot be made.

@@ -111,7 +111,7 @@ class ProgressRecord:
         since_s: Begin of that activity, on the host's `time.monotonic` clock.
         waiting_for: Instances for which it has waited long.
         grace_s: Time that it may take to end after SIGTERM, because it has something to save.
-        heeded: Latest release from waiting by the supervisor that the instance has seen; 0: none.
+        heeded: Number of lost instances in the supervisor's last release that the instance has seen; 0: none.
         phase: Phase of the step, one of `PHASES`.
         made: Steps made, and their results.
         fault: Reason why the page is invalid, or "".
@@ -191,7 +191,7 @@ class Progress(ABC):
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that `lost` instances are lost and the others continue without them."""
+        """Note that the others continue without `lost` lost instances in all."""
 
     @abstractmethod
     def cut_off(self) -> bool:
@@ -348,7 +348,7 @@ class ProgressPage(Progress):
 
     @property
     def is_released(self) -> bool:
-        """Whether the supervisor counts more lost instances than those without which the others already continue."""
+        """Whether the supervisor counts more lost instances than the last call of `carry_on`."""
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released

@@ -32,7 +32,7 @@ PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT = "process", "layout", "step
 """The kinds of lines."""
 
 LOSS, OPTIMIZER, ELSEWHERE = "loss", "optimizer", ""
-"""The asking code: the loss function or the optimizer during compilation, or other code."""
+"""The values of `Question.where`: the loss function or the optimizer asked while it was compiled, or other code did."""
 
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("collectives", "popdist", "strategies"))

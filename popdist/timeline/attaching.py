@@ -77,7 +77,7 @@ class Timeline:
         self._answering: Answering | None = None
         self._asking: Asking | None = None
         self._recording.start()
-        atexit.register(self.close)  # registered before the handler that waits for the others, so it runs after that
+        atexit.register(self.close)  # runs after the handler that waits for the others, which is registered later
 
     @property
     def instruments(self) -> tuple[Instrument, ...]:

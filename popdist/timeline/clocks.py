@@ -103,7 +103,7 @@ class Alignment:
 
 
 def _nearest(when_ns: np.ndarray, highest_ns: np.ndarray) -> np.ndarray:
-    """Lower each upper bound as far as any other bound plus the drift up to it allows."""
+    """Lower each upper bound to the least of all other bounds plus the largest drift between both times."""
     if not len(when_ns):
         return highest_ns
     drifted = DRIFT * (when_ns - when_ns[0])

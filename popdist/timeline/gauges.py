@@ -1,9 +1,9 @@
 """The resources that a process uses on its host and on its network connections, as the kernel counts them. Linux only.
 
-Host: memory, CPU time, and waits for a core, with the interval of readings. Connections: all TCP connections to other
-hosts, whichever library has opened them. The program counts nothing itself, so a step costs nothing. TCP_INFO (tcp(7),
-linux/tcp.h) has the acknowledged bytes, the time during which any were in transit, and the round-trip time. Connections
-within a host and networks other than TCP are not seen.
+On the host: memory, CPU time, waits for a core, and load. On the network: all TCP connections to other hosts, whichever
+library has opened them. The program counts nothing itself, so a step costs nothing. TCP_INFO (tcp(7), linux/tcp.h) has
+the acknowledged bytes, the time during which any were in transit, and the round-trip time. Connections within a host
+and networks other than TCP are not seen.
 """
 
 from __future__ import annotations

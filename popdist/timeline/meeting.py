@@ -88,7 +88,7 @@ def this_clock() -> HostClock:
 
 
 def asks(cards: Sequence[Card], index: int) -> bool:
-    """Return whether an instance asks instance 0 for the time: it is the first one with its clock, and that differs."""
+    """Return whether an instance asks instance 0 for the time: for each other clock, its first instance does."""
     clocks = [card.clock for card in cards]
     return clocks[index] != clocks[0] and clocks.index(clocks[index]) == index
 

@@ -19,7 +19,7 @@ from popdist.errors import EnvironmentMismatchError
 logger = logging.getLogger(__name__)
 
 MARKER = "popdist marker"
-_AT_ENDS = 3  # because the first marker takes long
+_AT_ENDS = 3  # number of markers at each end; one is not enough, because the first one takes long
 
 JAX, TORCH = "jax", "torch"
 PROFILERS = (JAX, TORCH)

@@ -51,8 +51,9 @@ class RingBuffer:
     """A ring buffer of events: several threads append, one thread takes.
 
     Drawing a number, filling a slot, and copying slots are one C call each, during which no other thread runs. (NumPy's
-    indexing would release the interpreter lock.) So a slot always holds a complete record. If a
-    thread has drawn a number but not filled its slot, `take` waits one call long: an exception may have stopped it.
+    indexing would release the interpreter lock.) So a slot always holds a complete record. If a thread has drawn a
+    number but not filled its slot, `take` leaves the record to its next call. If it is still missing then, it counts
+    as lost: an exception may have stopped the thread.
 
     Args:
         slots: Number of slots, a power of two; more records than that between two calls of `take` are lost.
@@ -65,7 +66,7 @@ class RingBuffer:
         self._memory = bytearray(slots << _SHIFT)
         self._size = slots
         self._taken = 0
-        self._hole = 0  # the number of a record that was missing at the end of the last call, before later records
+        self._hole = 0  # the number of the missing record at which the last call stopped
         self.append = self._appender(slots - 1, now_ns)
 
     def _appender(self, mask: int, now_ns: Callable[[], int]) -> Append:

@@ -64,7 +64,7 @@ class TimelineFile:
     Args:
         path: Path of the file. An existing file is replaced; if another process writes to it, a new name is chosen.
         header: Content of the first block.
-        limit_bytes: Size limit; steps are left out to stay below it, at the end all of them.
+        limit_bytes: Size limit. The closer the file comes to it, the more steps are left out, finally all of them.
         now_ns: Clock of the events.
 
     Attributes:
@@ -92,7 +92,7 @@ class TimelineFile:
         self._lost = 0  # number of events without room in the file
         self._lock = threading.Lock()
         self._is_closed = False
-        self._running = threading.Lock()  # held until the end; waiting for a lock is one call, for an event it is many
+        self._running = threading.Lock()  # held until `close`; unlike an Event, a lock is awaited in one call
         self._running.acquire()
         self._file: BinaryIO | None = None
         self.path = path
@@ -115,11 +115,11 @@ class TimelineFile:
             self._write(json_block(kind, value))
 
     def align_by(self, take_exchanges: Callable[[], Sequence[Exchange]]) -> None:
-        """From now on write the exchanges that `take_exchanges` returns at each call."""
+        """Begin to write the exchanges that `take_exchanges` returns at each call."""
         self._take_exchanges = take_exchanges
 
     def measure(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """From now on measure what `read` returns as well: every half second, or more rarely if it takes long."""
+        """Begin to record the numbers that `read` returns: every half second, or more rarely if it takes long."""
         self._gauges.append(Gauge(read))
 
     def spill(self, is_last: bool = False) -> None:
@@ -134,7 +134,7 @@ class TimelineFile:
             data += block(EVENTS, pack_events(events)) if len(events) else b""
             data += block(CLOCKS, pack_exchanges(exchanges)) if exchanges else b""
             if self._lost or self.written_bytes + len(data) > self._limit_bytes - _LAST_WORDS:
-                self._lost += len(events)  # and all later events, whose names may have had no room
+                self._lost += len(events)  # all later events are lost too: their names may have had no room
                 return
             self._write(data)
 
@@ -199,9 +199,9 @@ def _note_of_loss(following: np.ndarray, lost: int, when_ns: int = 0) -> np.ndar
 def stride_of(written_bytes: int, limit_bytes: int) -> int:
     """Return n if every n-th step is recorded, given the present size of the file.
 
-    Half of the limit is for all steps, a quarter for every second step, and so on: each part lasts as long as the one
-    before. Strides are powers of two, so instances with smaller strides have all steps of an instance with a larger
-    one.
+    Half of the limit is for all steps, a quarter for every second step, and so on, so each part covers the same number
+    of steps. Strides are powers of two, so an instance with a smaller stride has all steps of an instance with a
+    larger one.
 
     Returns:
         A power of two, or 0 if no further steps are recorded.

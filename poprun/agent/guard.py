@@ -40,7 +40,9 @@ STACK_VARIABLE = "POPRUN_STACK"
 NOTICING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "noticing")
 """The folder with the warnings about libraries that do not know the other instances."""
 ALONE_VARIABLE = "POPDIST_ALONE"
-"""A variable meant for poprun's parent process only. popdist defines it, but takes too long to load here."""
+"""The name of popdist's variable for processes outside of a job; programs of this job must not inherit it. It is
+repeated here, because popdist takes too long to load.
+"""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
@@ -80,7 +82,7 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     parent = os.getpid()
 
     def prepare() -> None:
-        os.setpgid(0, 0)  # outside of the process group to which mpirun sends signals
+        os.setpgid(0, 0)  # mpirun's signals to its process group must not reach the program
         die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(127)
@@ -106,7 +108,8 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
     Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed)).run()
     if link.is_cut and parent_of(os.getppid()) == daemon:
-        # The daemon has told mpirun of our instance. Keepalive does not end a connection with unconfirmed data.
+        # The daemon's report about our instance is still unconfirmed, and keepalive does not end a connection with
+        # unconfirmed data. So the daemon would not end by itself.
         send(daemon, signal.SIGTERM)
     return 0
 
@@ -270,7 +273,7 @@ class Guard:
         page = b""
         if self._page >= 0:
             page, again = os.pread(self._page, PAGE_BYTES, 0), b""
-            for _ in range(3):  # the program may be writing
+            for _ in range(3):  # the program may write meanwhile
                 again = os.pread(self._page, PAGE_BYTES, 0)
                 if again == page:
                     break

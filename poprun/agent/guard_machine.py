@@ -14,7 +14,7 @@ ABORT_GRACE_S = 0.15
 """The wait after mpirun's signal to stop. In this time an instance that called MPI_Abort ends by itself, with its
 status. If a host is cut off, a wait of twice the length would let daemons kill the agent before it reports this."""
 LINGER_S = 0.1
-"""The wait after the end of the program, in which helpers such as Python's resource tracker clean up and end."""
+"""The wait after the end of the program, so that helper processes (Python's resource tracker) can clean up and end."""
 SWEEP_S = 0.003
 STACK_S = 0.1
 """The interval between looks at a stack that a program writes; the stack is complete if it has stopped growing."""
@@ -28,7 +28,7 @@ _NEVER = float("inf")
 
 
 class Do(Enum):
-    """An action of the agent; if the action has a number, it is named here, and otherwise it is 0."""
+    """An action of the agent. Each text says what the action's number is; otherwise the number is 0."""
 
     SEND = "send the program this signal"
     SWEEP = "kill all remaining descendants of the agent"

@@ -62,7 +62,7 @@ class ControlLink:
 
 def _connect(address: str) -> socket.socket:
     """Connect to poprun."""
-    import socket  # late, so that it does not delay the program, which runs by now
+    import socket  # imported here, because the program runs by now and is not delayed
 
     scheme, _, place = address.partition(":")
     if scheme == "unix":

@@ -16,7 +16,7 @@ class Activity:
     """The state and the CPU time of the processes below the process `pid`, which the agent has started.
 
     A command such as `sh -c` or `numactl` may start the actual program. So the worker is the process that keeps the
-    progress record. Before there is a record, the worker is the end of the chain of only children.
+    progress record. Before there is a record, and if no process has several children, it is the last descendant.
     """
 
     def __init__(self, pid: int) -> None:

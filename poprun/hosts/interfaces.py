@@ -67,7 +67,7 @@ def choose_network(
         ours: The addresses of this machine.
         hosts: The addresses of each other host, beginning with the one by which the host is known.
         host_subnet: The user's choice: the name of an interface, or an address mask. None: follow the routes.
-        route: Function that returns this machine's address from which a packet to another address leaves.
+        route: Function that returns the address from which this machine sends packets to another address.
 
     Raises:
         UsageError: This machine has no interface or network `host_subnet`.

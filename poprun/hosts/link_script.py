@@ -22,7 +22,7 @@ MARK = "poprun-link "
 ROUND_TRIPS = 40
 _NAMES_LIMIT_S = 1.0
 _ECHO, _SINK = b"e", b"s"
-_WARM_UP = 0.3  # share of the duration: TCP's slow start, and the bucket of a traffic shaper
+_WARM_UP = 0.3  # unmeasured share of the duration: TCP's slow start, and a traffic shaper's bucket
 _RESULT = struct.Struct("!Qd")
 _BLOCK_BYTES = 1 << 16
 
@@ -160,7 +160,7 @@ def _serve_one(connection: socket.socket) -> None:
                 connection.sendall(data)
         elif kind == _SINK:
             connection.sendall(_RESULT.pack(*_receive_for(connection)))
-            while connection.recv(_BLOCK_BYTES):  # an earlier close could overtake the result
+            while connection.recv(_BLOCK_BYTES):  # closing with unread data could discard the result
                 pass
 
 

@@ -34,7 +34,7 @@ _BOOTSTRAP = (
     "such as a start-up file of the shell'); exec(text)"
 )
 
-_CHANGED = "identification has changed"  # stands long before the last line, which is the same as for an unknown key
+_CHANGED = "identification has changed"  # ssh's last line does not say this
 _WAYS_OUT = {
     _CHANGED: "if {host} was set up anew: `ssh-keygen -R {host}`, then `ssh {host}` once by hand",
     "could not resolve": "check the spelling in --host, or give the name an address (/etc/hosts, DNS, ~/.ssh/config)",
@@ -137,7 +137,7 @@ def program_words(python: str, program: bytes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """A command that runs on this machine; the command for another host is an ssh.
+    """A command to run on this machine; a command for another host begins with ssh.
 
     Attributes:
         words: The words of the command.

@@ -43,7 +43,8 @@ def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: 
         return []
     found = [*sessions, *segments]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        # A process has its file open or mapped from the creation on, so the file is in one of the two lists.
+        # A process has its file open or mapped from the creation on. The files were listed before the processes are,
+        # so a file that is in use is found here.
         used = _used_by(pid)
         found = [path for path in found if not any(each == path or each.startswith(f"{path}/") for each in used)]
         if not found:

@@ -68,7 +68,7 @@ def probing_times(silence_s: float, first_s: int = 0) -> tuple[int, int, int]:
     """Return the parameters of TCP keepalive: seconds until the first probe, seconds between probes, number of probes.
 
     Together they take `silence_s`, rounded up to whole seconds that the kernel can represent, and at least 2. The last
-    word of a quiet host may be up to `first_s` old when the host falls silent. Then the host is given up earlier.
+    message of a quiet host may be up to `first_s` old when the host fails. Then the host is given up earlier.
 
     Args:
         silence_s: Seconds of silence after which a host is given up.

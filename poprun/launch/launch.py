@@ -109,7 +109,7 @@ def build_command(launch: Launch) -> list[str]:
 
 
 def _moved_exports(launch: Launch) -> tuple[str, ...]:
-    """Return the names of the exports that stand in the contexts instead of the general options.
+    """Return the general exports that move into the contexts, because poprun or one instance sets them again there.
 
     If two `-x` name the same variable, mpirun (5.0.11) takes the first.
     """

@@ -55,7 +55,7 @@ def plan_launch(
     is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
-    if any(is_here):  # the program on another host is another file
+    if any(is_here):  # other hosts have their own copy of the program
         check_program(settings.program[0], environ)
     devices = _devices(settings)
     cores: dict[str, Sequence[Core]] = dict.fromkeys((host.name for host in hosts), usable_cores())

@@ -126,7 +126,7 @@ class Reception:
 
     Attributes:
         is_open: Whether the socket still listens.
-        shortage: The kernel's text about the resource that has run out; "" if the last call was accepted.
+        shortage: The kernel's text about the resource that has run out; "" if the last caller was accepted.
 
     Args:
         interface: The address at which other hosts reach this one; "" if there are no other hosts.
@@ -161,7 +161,7 @@ class Reception:
         return self._socket.fileno()
 
     def is_ready(self, now_s: float) -> bool:
-        """Return whether to poll the socket; right after a shortage, poll would return at once again and again."""
+        """Return whether to poll the socket. Right after a shortage, do not: poll would return at once each time."""
         return self.is_open and now_s >= self._pause_until_s
 
     def accept(self, now_s: float) -> Member | None:

@@ -175,7 +175,7 @@ def list_instances(indices: Sequence[int]) -> str:
 
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
-    """Return the instances that have not reached their exit handlers, if all of them are in `still`; else nothing."""
+    """Return the instances that have not reached their exit handlers; none if one of them is not in `still`."""
     here = [each for each in facts if each.ending is None and not each.record.is_leaving]
     here = [each for each in here if each.record.state is not State.FINISHED]
     return here if all(each.index in still for each in here) else []
@@ -221,7 +221,7 @@ def _blame_daemon(host: str, facts: Sequence[Facts]) -> Verdict:
 
 
 def _orphaned_host(facts: Sequence[Facts], here: str) -> str:
-    """Return the host whose daemon ended first; "" if mpirun ended first, since the daemons follow it."""
+    """Return the host whose daemon ended first; "" if mpirun ended first, because all daemons end after mpirun."""
     orphans = sorted((each.orphaned_at_s, each.host) for each in facts if each.orphaned_at_s)
     others = (host for at_s, host in orphans if at_s <= orphans[0][0] + SAME_MOMENT_S and host != here)
     return next(others, "")
@@ -253,7 +253,7 @@ def _mpirun_was_gone(facts: Sequence[Facts], victim: Facts, here: str) -> bool:
 def _host_without_daemon(facts: Sequence[Facts], victim: Facts) -> str:
     """Return the host whose instances were all told to stop before the victim failed in a collective; "" if none.
 
-    When a host's daemon ends, Open MPI makes instances on other hosts fail before it tells those to stop.
+    When a host's daemon ends, instances on other hosts fail before Open MPI tells them to stop.
     """
     ending = victim.ending
     if ending is None or not _is_victim(victim):
@@ -317,7 +317,7 @@ def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
     if not blamed.is_gone:
         place = _describe_place(blamed)
         if place and blamed.ending is not None and blamed.ending.kind is EndKind.LOST:
-            place = f"; last heard of {place.lstrip(', ')}"  # it may have come further since
+            place = f"; last heard of {place.lstrip(', ')}"  # the last report may be old
         return f"{blamed.name} {how}{place}"
     waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
     return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"

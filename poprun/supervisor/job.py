@@ -82,7 +82,7 @@ def _run_once(
 
 
 def end_standard_input() -> None:
-    """Connect standard input to /dev/null: an earlier attempt has read some of it, or all runs must read the same."""
+    """Connect standard input to /dev/null: an earlier attempt has read some of it, or all runs need equal input."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

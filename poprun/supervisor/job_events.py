@@ -19,15 +19,15 @@ END_SIGNAL = signal.SIGHUP
 LOOK_S = 0.2
 """The interval at which instances are asked for their progress."""
 QUICK_LOOK_S = 0.08
-"""The same interval after an instance has ended or begun to leave."""
+"""The shorter interval of these questions after an instance has ended or begun to leave."""
 SETTLE_S = 0.06
-"""The wait after the first failure for reports under way, before an instance is blamed."""
+"""The wait between the first failure and the choice of the instance to blame; other reports may be under way."""
 SETTLE_LIMIT_S = 0.5
-"""The same wait if an instance has not answered yet, as on a machine with too few cores."""
+"""The limit of this wait if an instance has not answered yet, for example on a machine with too few cores."""
 LOST_HOST_SETTLE_S = 0.5
-"""The same wait if mpirun has ended before its instances: instances on a host without a daemon end one by one."""
+"""The length of this wait if mpirun has ended first: instances on a host without a daemon end one by one."""
 EXAMINE_S = 5.0
-"""The time limit for a stuck instance to show its stack; its agent waits for it less long."""
+"""The time limit for a stuck instance to show its stack; its agent gives up earlier."""
 LEAVE_S = 0.5
 """The time limit for a blamed instance to obey its release, if it runs its exit handlers."""
 LEAVE_LIMIT_S = 3.0
@@ -93,7 +93,7 @@ class InstanceEnded:
 
 
 class InstanceChange(Enum):
-    """Changes of an instance that are described by a name, or by a name and a text."""
+    """Kinds of changes in `InstanceChanged`; EXAMINED and LOST come with a text."""
 
     TOLD = "Open MPI has told its agent to stop"
     ORPHANED = "the agent's parent, mpirun or its daemon, is gone"

@@ -187,7 +187,7 @@ class JobMachine:
     def _await_the_rest(self, now_s: float) -> None:
         """Wait until all processes of all instances are gone; wait only briefly for instances that were given up.
 
-        A given-up instance may not hear its agent any more.
+        An instance that was given up may not obey its agent any more.
         """
         if self._around.is_behind or self._tidy_limit_s == _NEVER:
             self._tidy_limit_s = now_s + self._stuck_timeout_s
@@ -242,7 +242,7 @@ class JobMachine:
         return bool(actions)
 
     def _was_told(self, ending: Ending) -> bool:
-        """Return whether a passed-on signal ended an instance, or it ended by itself after an interrupt."""
+        """Return whether an instance ended by a signal that poprun has passed on, or by itself after an interrupt."""
         is_own_end = ending.kind is EndKind.EXIT and ending.at_s >= self._interrupted_at_s
         return is_own_end or ending.exit_status - 128 in {*self._passed_on, self._exit_status - 128}
 
@@ -288,7 +288,7 @@ class JobMachine:
             self._conclude(now_s)
 
     def _see_out(self, now_s: float, released: Facts) -> None:
-        """Wait for the exit status of a released instance; wait longer if it has obeyed the release."""
+        """Wait for the exit status of a released instance. If the instance has noticed the release, wait longer."""
         if released.ending is not None or now_s >= self._deadline_s:
             self._conclude(now_s)
         elif now_s >= self._next_look_s:
@@ -323,7 +323,7 @@ class JobMachine:
         self._verdict = Verdict(None, 128 + number, (line,))
         self._show_withheld()
         self._actions += self._members.pass_on(number)
-        self._actions += self._members.ask()  # how long they need to save
+        self._actions += self._members.ask()  # the answer says how long they need to save
         self._interrupted_at_s = now_s
         self._deadline_s = now_s + INTERRUPT_GRACE_S
         self._next_look_s = _NEVER
@@ -339,7 +339,7 @@ class JobMachine:
             self._deadline_s = min(self._deadline_s, now_s + INTERRUPT_GRACE_S)
         elif self._exit_status == 128 + signal.SIGTERM:
             grace_s = max([INTERRUPT_GRACE_S, *(each.record.grace_s for each in facts)])
-            if self._members.are_asked:  # on a machine with too few cores, an instance may be about to ask for more
+            if self._members.are_asked:  # with too few cores, a request for more time may come late
                 grace_s = max(grace_s, GRACE_ANSWER_LIMIT_S)
             self._deadline_s = self._interrupted_at_s + grace_s
 

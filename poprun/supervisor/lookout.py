@@ -24,11 +24,13 @@ from poprun.supervisor.job_events import Action, Say
 from poprun.supervisor.members import JobMembers
 
 BLIND_S = 5.0
-"""A pause between two looks, as after poprun was stopped, after which waits count anew; at most half the limit."""
+"""The longest usual pause between two looks, at most half the limit. After a longer pause, as when poprun was stopped,
+waits are counted anew.
+"""
 
 
 class Lookout:
-    """The comparison of each look at the instances with the looks before it.
+    """A detector that compares each look at the instances with the look before it.
 
     Args:
         stuck_timeout_s: The seconds for which an awaited instance may do nothing; 0 for no limit.
@@ -36,7 +38,7 @@ class Lookout:
         begin_s: The time at which the job began.
 
     Attributes:
-        in_vain: The waits for instances that have left, as seen by two looks in a row.
+        in_vain: The waits for instances that have left, if two looks in a row have seen them.
         stuck: The index of the stuck instance; None while there is none.
         halt: The verdict on a job that does not progress although no instance is known to be stuck; None while it
             progresses.
@@ -53,7 +55,7 @@ class Lookout:
 
     @property
     def useless(self) -> set[int]:
-        """The indices of instances for which others wait in vain: left, or stuck."""
+        """The indices of the instances for which others wait in vain, because they have left or are stuck."""
         return {gone for _, gone, _ in self.in_vain} | ({self.stuck} if self.stuck is not None else set())
 
     def look(self, facts: Sequence[Facts], now_s: float, is_behind: bool, is_mpirun_stopped: bool = False) -> None:
@@ -84,7 +86,7 @@ class Lookout:
         limit_s = self._stuck_timeout_s
         for find in (find_stopped, find_stuck, find_absent):
             stuck = find(facts, now_s, limit_s)
-            if stuck is not None and now_s - facts[stuck].answered_at_s <= blind_s:  # else it may have gone on since
+            if stuck is not None and now_s - facts[stuck].answered_at_s <= blind_s:  # else it may have moved on
                 return stuck
         return None
 
@@ -107,7 +109,7 @@ class Lookout:
 
 
 BUSY_FACTOR = 10
-"""The factor by which a working instance may exceed the limit before `popdist.init`: it imports, or prepares data."""
+"""The factor of the limit before `popdist.init` for an instance that uses CPU time: it imports, or prepares data."""
 
 LEAST_S = 10.0
 """The least limit for a silent agent, and for an idle program before `popdist.init`; a busy machine delays both."""

@@ -18,7 +18,7 @@ from poprun.supervisor.job_events import (
 )
 
 MOST_QUESTIONS = 8
-"""The most unanswered questions: a stopped agent reads none, so that writing more would block poprun in the end."""
+"""The largest number of unanswered questions to one agent. A stopped agent reads none, and more could block poprun."""
 
 
 class JobMembers:
@@ -126,7 +126,8 @@ class JobMembers:
         """Mark as lost every instance that was stopped alone; mpirun stops all of them together.
 
         Args:
-            before_s: The time before which an agent must have been told to stop to count as told alone.
+            before_s: A time long enough ago. If an agent was told to stop before it, and another one has not been told
+                until now, the first one was told alone.
         """
         if all(each.told_at_s or each.ending is not None for each in self.facts):
             return

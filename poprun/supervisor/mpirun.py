@@ -30,7 +30,7 @@ The total stays below the 2 s that the documentation promises.
 _KEPT_BYTES = 1 << 16
 
 GONE = signal.SIGRTMIN
-"""The signal of the kernel to the tether when poprun is gone."""
+"""The signal that the kernel sends to the tether when poprun is gone."""
 LOOK_S = 0.02
 KILL_LIMIT_S = 2.0
 TOGETHER_S = 0.2
@@ -117,7 +117,7 @@ def start_tethered(
     farewell: Sequence[tuple[int, float]],
     at_the_end: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Start a program that ends with this process; the processes that it has started on this machine end too.
+    """Start a program. If this process ends, end the program and its descendants on this machine.
 
     A tether process between this one and the program has a process group of its own. So no signal to our group reaches
     it, not even SIGKILL. It ends when the program ends, with the same exit status.
@@ -126,8 +126,8 @@ def start_tethered(
         words: The program, looked up in PATH, and its arguments.
         environ: The environment of the program.
         prepare: Called in the program's process before the program is executed.
-        farewell: Signals for the program after we are gone, each with the seconds in which all processes may end; after
-            the last one they are killed.
+        farewell: Pairs of a signal and a time limit in seconds. After we are gone, the program gets each signal in
+            turn, and all processes have that time to end. After the last pair, they are killed.
         at_the_end: Called with the program's pid after both we and the program are gone.
 
     Returns:
@@ -159,8 +159,8 @@ def start_tethered(
 def _join(group: int, mask: set[int | signal.Signals], prepare: Callable[[], None]) -> None:
     """Give a process the process group and the signal mask that it would have without the tether, then prepare it."""
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if not ignores_hangup():  # else a terminal's signals to our group would end a program that must survive them
-        with contextlib.suppress(OSError):  # the group is gone, and so are we soon
+    if not ignores_hangup():  # under nohup, the program stays out of reach of the terminal's signals to our group
+        with contextlib.suppress(OSError):  # the group is gone, so poprun has ended, and we end soon
             os.setpgid(0, group)
     prepare()
 
@@ -180,13 +180,13 @@ def _let_go_of_files() -> None:
 def _hold(
     program: int, parent: int, farewell: Sequence[tuple[int, float]], at_the_end: Callable[[int], None]
 ) -> NoReturn:
-    """Wait for the end of the program or of the parent, then end accordingly."""
+    """Wait until the program or the parent ends. Then exit with the program's status, or end the program."""
     ended: dict[int, int] = {}
     while program not in ended and os.getppid() == parent:
         signal.sigwaitinfo((signal.SIGCHLD, GONE))
         ended = reap()
     if os.WIFSIGNALED(ended.get(program, 0)) and os.getppid() == parent:
-        signal.sigtimedwait((GONE,), TOGETHER_S)  # SIGKILL for a group ends its processes one after another
+        signal.sigtimedwait((GONE,), TOGETHER_S)  # SIGKILL for a group ends one process after another
     if os.getppid() != parent:
         for number, limit_s in farewell:
             if program not in ended:

@@ -77,9 +77,10 @@ class Restarts:
         for left_out in (silent | failing, silent):
             found = found or fit(settings, [host for host in hosts if host.name not in left_out])
         if found is None:
+            too_few = f"{_list_hosts(silent)} not answer, and the other hosts" if silent else "the hosts"
             self._log.error(
-                f"cannot restart: {_list_hosts(silent)} not answer, and the other hosts have no room for "
-                f"{settings.min_instances} or more of the instances (--min-instances)"
+                f"cannot restart: {too_few} have no room for {settings.min_instances} or more of the instances "
+                "(--min-instances)"
             )
             return None
         instances, chosen = found

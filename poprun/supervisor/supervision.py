@@ -44,7 +44,7 @@ from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, Job
 from poprun.supervisor.mpirun import Mpirun
 
 DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
-"""The options by which the user tells mpirun the working directory of instances."""
+"""The options of mpirun that set the working directory of instances."""
 END_LIMIT_S = 1.0
 """The time limit for killed processes to be gone."""
 LAST_WORDS_LIMIT_S = 0.2

@@ -50,7 +50,7 @@ def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[Instan
 
 
 def to_be_judged(recordings: Sequence[InstanceRecording]) -> RecordedJob:
-    """Return the part of a job that a report covers: the longest time of the last attempt with the same instances."""
+    """Return the part of a job that a report covers: the last attempt's period with most steps and no loss."""
     chosen, said = of_longest_membership(with_first_numbers(recordings))
     job = put_together(chosen, recordings)
     return replace(job, warnings=[*said, *job.warnings])
@@ -95,13 +95,13 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
 
 
 def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
-    """Return recordings whose events name instances by their first numbers, even if a loss has renumbered them."""
+    """Return the recordings; their events name instances by their numbers before any loss."""
     of_attempt = {each.attempt: [other for other in recordings if other.attempt == each.attempt] for each in recordings}
     return [_with_first_numbers(each, of_attempt[each.attempt]) for each in recordings]
 
 
 def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
-    """Return the last attempt's longest part with the same instances, measured in steps, and remarks on the rest."""
+    """Return the last attempt's period with most steps and no loss, and remarks on the other periods."""
     attempt = max(each.attempt for each in recordings)
     own = [each for each in recordings if each.attempt == attempt]
     losses = max(len(_renumbered(each)) for each in own)
@@ -112,12 +112,16 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
     best = int(np.argmax(steps))
     chosen = [replace(each, events=each.events[_bounds(each, best)]) for each in periods[best]]
     lost = sorted({each.instance for each in own} - {each.instance for each in periods[-1]})
-    said = (
-        f"instances {', '.join(map(str, lost))} were lost, and the others carried on; this report covers the "
-        f"{steps[best]} of {sum(steps)} steps that instances {', '.join(str(each.instance) for each in chosen)} began "
-        "together"
-    )
+    gone = f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} lost"
+    began = f"{_listed([each.instance for each in chosen])} began{' together' if len(chosen) > 1 else ''}"
+    said = f"{gone}, and the others carried on; this report covers the {steps[best]} of {sum(steps)} steps that {began}"
     return chosen, [said]
+
+
+def _listed(instances: Sequence[int]) -> str:
+    if not instances:
+        return "some instances"
+    return f"{'instance' if len(instances) == 1 else 'instances'} {', '.join(map(str, instances))}"
 
 
 def _renumbered(recording: InstanceRecording) -> np.ndarray:
@@ -149,5 +153,5 @@ def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceR
 
 
 def _number_in(recording: InstanceRecording, period: int) -> int:
-    """Return the number of an instance in a period after losses."""
+    """Return the number that an instance has in a period after the first loss."""
     return int(recording.events["value"][_renumbered(recording)[period - 1]]) >> 32

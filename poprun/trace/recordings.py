@@ -76,7 +76,7 @@ class InstanceRecording:
 
     @property
     def title(self) -> str:
-        """The name of the recording among several."""
+        """A name that distinguishes the recording from the others of the job."""
         again = f", attempt {self.attempt}" if self.attempt else ""
         return f"instance {self.instance} ({self.host}{again})"
 
@@ -205,7 +205,9 @@ def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
         if absent:
             listed = cut_off(", ".join(map(str, absent)))
             warnings.append(
-                f"instances {listed} have no recording here; if they ran on other hosts, copy their files here"
+                f"instance {listed} has no recording here; if it ran on another host, copy its file here"
+                if len(absent) == 1
+                else f"instances {listed} have no recording here; if they ran on other hosts, copy their files here"
             )
         warnings += [
             f"{each.title} did not come to its end: its last events may be missing"

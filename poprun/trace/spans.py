@@ -23,8 +23,8 @@ SPAN = np.dtype(
         ("failed", "?"),
     ]
 )
-"""The dtype of spans. `value` is a step's number of rows, an operation's number, or a replica's part. `name` is that of
-the events.
+"""The dtype of spans. `value` is a step's number of rows, an operation's number, or a replica's part. `name` is the
+number of a name, as in events.
 """
 
 COMPILE, DATA = "compile", "data"
@@ -33,7 +33,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Sort(IntEnum):
-    """Sorts of spans."""
+    """Kinds of spans."""
 
     STEP = 0
     BETWEEN_STEPS = 1
@@ -159,7 +159,7 @@ def _steps(events: np.ndarray) -> np.ndarray:
 def _operations(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
     chosen = _among(events, EventKind.OPERATION_BEGINS, EventKind.OPERATION_ENDS)
     ended = events.copy()
-    is_end = events["kind"] == EventKind.OPERATION_ENDS  # ends have no name; they get that of the begin before
+    is_end = events["kind"] == EventKind.OPERATION_ENDS  # these get the name of the begin before
     begins = np.flatnonzero(events["kind"] == EventKind.OPERATION_BEGINS)
     if not len(begins):
         return _empty(0)

@@ -132,7 +132,7 @@ def _write_spans(writer: Writer, process: int, aligned: Aligned, spans: Spans, b
 
 
 def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], str]:
-    """Return a function that gives the beginning of a span's text for its name or thread."""
+    """Return a function from a span's name or thread to the beginning of the span's JSON text."""
     if sort is Sort.REPLICA:
         return lambda thread: f'{head}{thread},"name":"compute","cat":"replica"'
     if sort in (Sort.STEP, Sort.BETWEEN_STEPS):
@@ -234,7 +234,7 @@ class Writer:
         self.text("".join(f"{json.dumps(event)},\n" for event in events))
 
     def table(self, form: str, columns: Sequence[Sequence[object] | np.ndarray]) -> None:
-        """Write many events: format `form`, which has one `%` for each column, once for each row."""
+        """Write one event for each row of the columns; the format `form` has one `%` for each column."""
         count = len(columns[0])
         for start in range(0, count, _CHUNK):
             parts = [each[start : start + _CHUNK] for each in columns]

@@ -94,7 +94,7 @@ def first_of_metrics(one: Record, other: Record) -> RunDifference | None:
 
 
 def are_same(one: Record, other: Record, until: StepPlace) -> bool:
-    """Return whether two runs of one kind were the same up to a step; their instances may differ in the same way."""
+    """Return whether two runs of one kind had the same digests up to a step, no matter which instance had which."""
 
     def digests(record: Record) -> dict[tuple[StepPlace, str, str], list[str]]:
         return {
@@ -119,7 +119,7 @@ def _inside(step: RecordedStep, place: StepPlace, part: str) -> RunDifference | 
 
 def _between(one: RecordedStep, other: RecordedStep, place: StepPlace, part: str) -> RunDifference | None:
     mine, theirs = one.parts.get(part, {}), other.parts.get(part, {})
-    if not mine or not theirs:  # a step after a restart of the run has no values from the step before
+    if not mine or not theirs:  # the first step after a restart lacks values from the step before
         return None
     names = tuple(name for name in {**mine, **theirs} if not _agree(mine, theirs, name))
     if not names:

@@ -153,7 +153,7 @@ def read_words(words: Sequence[str]) -> VerifyRequest | None:
 
 
 def _with_replicas(line: CommandLine, spreads: tuple[int, ...]) -> CommandLine:
-    """Return the line; if it lacks a number of replicas, set one replica for each instance of the largest spread."""
+    """Return the line with a number of replicas; by default, one for each instance of the largest spread."""
     if not spreads or "num-replicas" in line.values:
         return line
     return CommandLine(line.values | {"num-replicas": max(spreads)}, line.program)

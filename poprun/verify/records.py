@@ -225,7 +225,7 @@ def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: l
 
 
 def _with_instance(lines: list[JsonObject]) -> list[tuple[int, JsonObject]]:
-    """Return each line with the first index of its process."""
+    """Return each line with the index that its instance had at first; 0 if unknown."""
     instance = next((line["instance"] for line in lines if line["kind"] == recording.PROCESS), 0)
     return [(instance, line) for line in lines]
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # some start several processes, one after
 MAKE_THE_STRATEGY = "import strategies\nstrategies.IPUStrategy(2)\n"
 USE_JAX = "import jax\njax.device_put(1.0)\n"
 
-# What jaxlib 0.10.2 to 0.12.0.1 computed wrongly: bits.md says which did what.
+# Programs that jaxlib 0.10.2 to 0.12.0.1 computed wrongly; decisions_bits.md has a table of them.
 SUMS = """\
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
@@ -95,7 +95,7 @@ def test_capturing_before_a_strategy_adds_up_right_and_allows_a_strategy_later(r
 @pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
 def test_sums_are_wrong_without_the_flag(run):
-    """A failure means that jaxlib is fixed: update `popdist.xla` and bits.md."""
+    """A failure means that jaxlib is repaired: update `popdist.xla` and decisions_bits.md."""
     finished = run(
         "import logging\nlogging.basicConfig()\n" + MAKE_THE_STRATEGY * 2 + SUMS, POPDIST_ALLOW_WRONG_SUMS="1"
     )

@@ -160,7 +160,7 @@ class Change:
 
 
 _SURPRISE = 4.0
-"""The standard deviations by which a culprit must be the last one more often than by chance."""
+"""A culprit is the last one more often than chance explains, by at least this number of standard deviations."""
 _EXPLAINED = 0.5
 """The least share of the lateness that a named cause must explain."""
 
@@ -242,7 +242,9 @@ def _core_wait_ns(spans: Spans) -> float:
 
 
 _OF_MEDIAN, _DEVIATIONS, _OF_ALL = 1.0, 5.0, 0.01
-"""The least excess of an outlier in parts of the median, in standard deviations, and in parts of all steps."""
+"""The three limits that an outlier's excess over the median must exceed: in parts of the median, in standard
+deviations, and in parts of the time of all settled steps.
+"""
 _MOST_OUTLIERS = 5
 
 

@@ -54,7 +54,7 @@ _CARRIES = 0.1
 """The least share of the busiest link's bytes that a link needs to be judged: small messages mostly wait for receipts.
 """
 _MUCH = 0.3
-"""The least share of time with data in transit that is reported if all links are alike."""
+"""If all links are alike, the busiest one is reported only if data are in transit for this share of the time."""
 
 
 def traffic_of(hosts: Sequence[str], spans: Sequence[Spans], begin_ns: int, end_ns: int) -> list[LinkTraffic]:

@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
+from poprun.cli.wording import count
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import PathSegment
 from poprun.trace.report.step_table import CATEGORIES, last_attempt
@@ -73,7 +74,7 @@ def _wide(drawn: str) -> str:
 
 
 def _draw_steps(verdict: TimelineReport) -> str:
-    """Draw the duration of each step and each instance's own work, up to the longest settled step."""
+    """Draw the duration of each step and each instance's own work; the longest settled step sets the scale."""
     table = verdict.table
     own = table.own_work_ns() + table.of["input"]
     curves = {
@@ -85,7 +86,7 @@ def _draw_steps(verdict: TimelineReport) -> str:
     top = float(lasted[table.is_settled].max())
     higher = np.flatnonzero(lasted > top)
     said = f" Step {table.steps[lasted.argmax()]}, which took {time_text(lasted.max() / 1e9)}," if len(higher) else ""
-    also = f" and {len(higher) - 1} others" if len(higher) > 1 else ""
+    also = f" and {count(len(higher) - 1, 'other')}" if len(higher) > 1 else ""
     said += (
         f"{also} {'are' if also else 'is'} higher than the picture: steps that compile, and the first two."
         if said
@@ -178,7 +179,7 @@ def draw_path(path: Sequence[tuple[str, str, float]]) -> str:
 def draw_curves(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray]], unit: str, across: str, most: float | None = None
 ) -> str:
-    """Draw curves over a common axis; each group of points that are too close to be told apart becomes its largest.
+    """Draw curves over a common axis. If points are too close to be told apart, only the highest of them is drawn.
 
     Args:
         curves: x and y of each curve, by name; both have one dimension.

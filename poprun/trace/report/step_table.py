@@ -35,7 +35,8 @@ class StepTable:
 
     Attributes:
         steps: The numbers of the steps, increasing.
-        begin_ns: The begin of each step, by instance and step: the end of the step before, or the reading of data.
+        begin_ns: The begin of each step, by instance and step. It is the end of the step before; if an evaluation or
+            other code came between, it is the first phase of the step.
         end_ns: The end of each step, by instance and step.
         of: For each of `CATEGORIES`, the time in ns, by instance and step.
     """
@@ -137,7 +138,7 @@ def _lasted(spans: Spans, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 
 
 def categories_of(spans: Spans, recording: InstanceRecording) -> dict[str, np.ndarray]:
-    """Return the spans of an instance by category, without those that follow from others: between and rest."""
+    """Return the spans of an instance by category, without "between" and "rest": their times are computed later."""
     phases = spans.of(Sort.PHASE)
     found = {WAITING: spans.of(Sort.WAIT), EXCHANGE: spans.of(Sort.TRANSFER, Sort.OPERATION)}
     for number, said in recording.names.items():
