@@ -421,7 +421,9 @@ REFUSED = {
     "short mapping": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
     "no list of stages": (runs(same, 2), TypeError, "computational_stages is .* must be a list of functions"),
     "one stage": (runs([same], 2), ValueError, "at least two"),
-    "interleaved branches": (learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"),
+    "interleaved branches": (
+        learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"
+    ),
     "few stage options": (learns(forward_propagation_stages_poplar_options=OPTIONS), ValueError, "2 stages"),
     "kind of stage options": (learns(weight_update_poplar_options=OPTIONS), TypeError, "must be one"),
     "loss alone": (runs(TWO, outfeed_loss=True), ValueError, "An optimizer_function must be provided"),
