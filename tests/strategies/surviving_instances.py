@@ -179,7 +179,7 @@ def run_instances(
         survives: Whether the others carry on after a loss.
         hub: The hub that connects the instances; a new one by default.
         instruments: Further instruments, by instance.
-        defaults: Defaults of the strategies; None for those of the process.
+        defaults: Defaults of the strategies; None for the defaults of the process.
     """
     job = Job(hub or ThreadHub(count), survives)
     due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]

@@ -22,7 +22,7 @@ X = jnp.float32([1, 2, 4])
 
 
 class Meeting:
-    """A meeting of replicas 0 and 1; the values of the other one are ten times those of the first."""
+    """A meeting of replicas 0 and 1; the other replica has ten times the values of the first."""
 
     def __init__(self):
         self.came = []

@@ -215,7 +215,7 @@ class TestBatchesOfOthers:
         assert rows_of(strategy.run(lambda b: b["y"], args=(theirs,))) == expected()
 
     def test_batches_from_before_a_loss_are_refused(self):
-        """Survivors drive twice as many replicas, and earlier batches have half of the rows."""
+        """Survivors drive twice the replicas, so earlier batches have half of the rows."""
 
         def on_one(strategy):
             kept, own = first_batch(strategy), strategy.per_replica(float)

@@ -227,7 +227,7 @@ class TestTheBits:
         assert on_instances(2, REPLICAS, found) == [found(strategy)] * 2
 
     def test_bits_do_not_depend_on_concurrent_batches(self, strategy):
-        """Three batches run at once, and the order of the sums is that of the data."""
+        """Three batches run concurrently, and sums follow the order of the data."""
         trainer, state = trainer_of(strategy, variables=DRAWN)
         once, again = (trainer.evaluate(state, distributed(strategy, self.ROWS, 1)) for _ in range(2))
         assert bits_of(once) == bits_of(again)

@@ -140,7 +140,7 @@ def test_nothing_is_compiled_after_the_first_step(on_instances, caplog, instance
 
 
 def test_a_loss_function_enqueues_each_value_once(strategy):
-    """Feeds call Python, so their steps are neither compared nor fused into one program."""
+    """Feeds call Python, so steps with feeds run one by one without a comparison."""
 
     def outfed(length, **options):
         queue = strategies.OutfeedQueue()

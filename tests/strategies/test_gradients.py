@@ -1,4 +1,4 @@
-"""Gradients that are sent during the backward pass: cut where they are finished, with the same bits."""
+"""Streaming of gradients during the backward pass: the program is cut as they finish, with the same bits."""
 
 import functools
 import threading

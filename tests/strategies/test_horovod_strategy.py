@@ -76,7 +76,7 @@ class TestTheRowsOfTheOriginal(RowsOfTheOriginal):
 
 @functools.cache
 def alone(replicas, model):
-    """Return the variables of a model trained in one process, which equal those of `PopDistStrategy`."""
+    """Return the variables of a model trained in one process, as with `PopDistStrategy`."""
     return program.digits_trained(strategies.IPUStrategy(replicas), model, STEPS)[0]
 
 

@@ -299,7 +299,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("kind", [EndOfDataError, FileNotFoundError])
     def test_the_end_is_the_same_error_if_python_asks_for_more(self, kind):
-        """An error of the data set is raised unchanged; neither breaks later calls."""
+        """An error of the data set is raised unchanged; later calls work after both."""
 
         def elements():
             yield from np.arange(2, dtype=np.float32)

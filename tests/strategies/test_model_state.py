@@ -362,7 +362,7 @@ def test_one_aggregation_can_stand_for_a_tree():
     }
 
 
-# ---- sums, what is alike, and what stays
+# ---- sums, equal values and constants
 
 
 OTHERS = {"seen": np.int32(5), "total": np.float32(0.5), "turn": np.uint32([7, 0]), "fixed": np.ones(3, np.float32)}
@@ -417,7 +417,7 @@ def test_a_sum_of_values_that_are_no_numbers_is_refused():
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_a_state_trained_elsewhere_is_taken_over(on_instances, instances):
-    """The state is that of instance 0, with its optimizer state and step number."""
+    """All instances get the state of instance 0, with its optimizer state and step number."""
 
     def function(strategy):
         trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)

@@ -261,7 +261,7 @@ class TestAWorkerThatIsLost:
         [(2, 0, "on_device"), (3, 1, "on_host")],
     )
     def test_a_lost_worker_ends_all_others_between_two_updates(self, tasks, victim, variables):
-        """They name the lost worker, its place and the operation; the state is that of a whole step."""
+        """The others name the lost worker, its place and the operation; their state is that of a whole step."""
         with (
             socket_addresses(tasks) as addresses,
             running(Cluster(addresses), *OURS, "steps", variables, 1, 0) as all_,

@@ -241,7 +241,7 @@ def test_small_updates_count_with_stochastic_rounding(strategy):
 
 
 def test_rounding_and_replicas_use_different_random_bits(strategy):
-    """The key of replica 2 at step 5, from which a loss function may draw, is not that of variable 2."""
+    """A loss function may draw from the key of replica 2 at step 5, which differs from that of variable 2."""
     own = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 5), 2)
     update = WholeStateUpdate(strategy.replicas, optax.sgd(0.1), UpdateSettings(rounds_stochastically=True))
     bits = update._bits(2, (64,), control_words(5, False, 1.0))

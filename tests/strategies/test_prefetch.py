@@ -58,7 +58,7 @@ def test_at_most_depth_items_are_prepared_ahead(depth):
     for number in range(20 - depth):
         asked += 1
         assert next(items) == number
-        for _ in range(1 + depth if number == 0 else 1):  # and as many are
+        for _ in range(1 + depth if number == 0 else 1):  # the expected number
             assert made.acquire(timeout=LIMIT_S)
     items.close()
 

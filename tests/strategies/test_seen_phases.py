@@ -17,7 +17,7 @@ ROWS = {"x": np.arange(48, dtype=np.float32).reshape(16, 3)}
 
 
 class Eyes:
-    """An observer of each thread, where each thread is an instance."""
+    """An observer of threads; each thread is an instance."""
 
     def __init__(self):
         self._of_threads = {}

@@ -10,7 +10,7 @@ def segment(takes=(), gives=(), inputs=(0,), parts=1):
 
 
 CHAIN = [segment(gives=(0, 1)), segment(takes=(1,), gives=(2,)), segment(takes=(0, 2), inputs=())]
-"""A pass in three segments, the last of which reads the residual of the first."""
+"""A pass in three segments; the last one reads the residual of the first."""
 
 
 def test_segments_get_their_inputs_and_residuals_of_others():

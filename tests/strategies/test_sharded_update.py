@@ -239,7 +239,7 @@ FEW_ACROSS = ("lamb",)
     [pytest.param(name, marks=() if name in FEW_ACROSS else pytest.mark.complete) for name in ACROSS_ELEMENTS],
 )
 def test_the_state_of_optimizers_across_elements_is_gathered_for_updates(strategy, name):
-    """The bits are those of whole state, gathered for the optimizer; between updates the state is in parts."""
+    """Updates gather the state and have the bits of whole state; between updates it is in parts."""
 
     def made(**options):
         trainer = Trainer(strategy, loss_fn, ACROSS_ELEMENTS[name], **options)
@@ -332,7 +332,7 @@ class TestCheckpoints:
 
     @pytest.mark.complete
     def test_residuals_of_other_numbers_of_replicas_are_not_taken_over(self, tmp_path, strategy):
-        """Each replica has its own; those of another number of replicas begin at zero."""
+        """Each replica has its own residuals; with another number of replicas they begin at zero."""
         for replicas, options in ((4, {}), (2, {"other_replicas": True})):
             trainer = Trainer(strategies.IPUStrategy(replicas), loss_fn, optax.sgd(0.1), gradient_transfer_dtype="int8")
             with Checkpoints(tmp_path, trainer) as checkpoints:

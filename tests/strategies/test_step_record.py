@@ -34,7 +34,7 @@ def loss_fn(variables, batch, key):
 
 
 def train(strategy, folder=None, steps=3, between=lambda state: state, **options):
-    """Train some steps; the record goes to the given folder, or to that of the environment."""
+    """Train some steps with a record in the given folder, or in the folder of the environment."""
     wanted = {name: options.pop(name) for name in ("steps_wanted", "values_at", "leave_at") if name in options}
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), **options)
     if folder is not None:

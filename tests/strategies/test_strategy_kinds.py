@@ -36,7 +36,7 @@ def test_a_popdist_strategy_without_a_launcher_has_every_role(in_new_process):
         "    strategy.carry_on()\n"
         "assert strategy.communicator is popdist.communicator()\n"
     )
-    # As under `poprun --on-failure shrink`: who is alone has nobody who could go on.
+    # Under `poprun --on-failure shrink` a single instance has no survivors.
     assert json.loads(in_new_process(HEAD + program, POPDIST_SHRINKS="1")) == {
         "leads": [True, True],
         "joined": True,

@@ -189,7 +189,7 @@ class TestAFlippedBit:
 
 
 def coupled(variables, batch, key):
-    """Compute a loss in which the results of replicas depend on each other, forward and backward."""
+    """Compute a loss that couples the results of replicas, forward and backward."""
     context = strategies.get_replica_context()
     hidden = jnp.tanh(batch @ variables["w"])
     centred = hidden - context.all_reduce("mean", hidden.mean(axis=0)) + 0.01 * jax.random.normal(key, hidden.shape)

@@ -31,7 +31,7 @@ def by_index(table, indices):
 def test_rows_and_gradients_match_jax(shape, indices, dtype):
     indices = np.array(indices, np.int32)
     table = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    # Whole numbers, of which every sum is exact.
+    # Sums of whole numbers are exact.
     weights = jnp.arange(1, 1 + indices.size * int(np.prod(shape[1:])), dtype=jnp.float32)
     weights = weights.reshape(*indices.shape, *shape[1:])
     assert jnp.array_equal(strategies.take_rows(table, indices), table[indices])

@@ -1,4 +1,4 @@
-"""Frozen variables: they keep their bits, and cost neither gradients nor optimizer state."""
+"""Frozen variables: they keep their bits, without gradients and optimizer state."""
 
 from __future__ import annotations
 

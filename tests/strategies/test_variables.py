@@ -1,4 +1,4 @@
-"""Variables without a trainer: mirrored ones, and those that are reduced when they are read."""
+"""Variables without a trainer: mirrored variables, and variables reduced on reading."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Means through windows that the instances of a host map: the bits of the exchange on the host."""
+"""Means through windows mapped by the instances of a host: the bits of the exchange on the host."""
 
 from __future__ import annotations
 

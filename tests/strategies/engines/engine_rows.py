@@ -215,7 +215,7 @@ def copied(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def evaluated(strategy: strategies.Strategy, training: Training) -> tuple[object, ...]:
-    """Return the evaluation and the predictions of rows that neither replicas nor batches divide evenly."""
+    """Return the evaluation and the predictions of rows that replicas and batches divide unevenly."""
     dataset = strategy.distribute_dataset(rows(ROWS_OF_TEST), BATCH_SIZE, shuffle=False, remainder="pad")
     found = dict(training.evaluate(training.state, dataset))
     return found, np.concatenate(list(training.predict(training.state, dataset))).tobytes()

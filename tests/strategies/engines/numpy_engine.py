@@ -85,7 +85,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         self._options.before_loss()
         count, scale = len(self._replicas.local_replicas), _scale_of(state)
         inputs, wanted = ([part.copy() for part in np.split(np.asarray(batch[name]), count)] for name in ("x", "y"))
-        with np.errstate(all="ignore"):  # `arrived` looks for what is not finite
+        with np.errstate(all="ignore"):  # `arrived` finds values that are not finite
             errors = [x @ state.variables["w"] + state.variables["b"] - y for x, y in zip(inputs, wanted, strict=True)]
             to_outputs = [error * (2 * scale / np.float32(error.size)) for error in errors]
             tails = [(np.mean(error**2), float(notice)) for error in errors]

@@ -82,7 +82,7 @@ class Events:
 
 
 def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates: bool = False) -> list[object]:
-    """Return the results of each instance of a training in which events happen."""
+    """Return the results of each instance after a training with the given events."""
     of_instances = {events.instance: events for events in all_events}
 
     def function(strategy):

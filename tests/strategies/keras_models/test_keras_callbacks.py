@@ -1,4 +1,4 @@
-"""Callbacks: those that write files run once, and decisions of one reach all instances."""
+"""Callbacks: one instance writes files, and a decision of one instance reaches all."""
 
 import csv
 from functools import partial

@@ -225,7 +225,7 @@ IDIOMS = {
     "accumulation of Keras": Idiom(mlp, compiled=lambda: {"optimizer": ADAM(0.01, gradient_accumulation_steps=2)}),
     "loss scale": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=8.0)}),
     "loss scale that overflows": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=2.0**127)}, refused="the loss scale is"),
-    # ---- what is compiled
+    # ---- arguments of compile
     "accuracy": Idiom(classes, (X, LABELS), lambda: KINDS | {"metrics": ["accuracy"]}, use=asked),
     "metrics with a state": Idiom(mlp, compiled=lambda: {"metrics": [keras.metrics.R2Score(), "mae"], "weighted_metrics": ["mse"]}, fit=lambda: {"sample_weight": WEIGHTS}),
     "a curve": Idiom(lambda: mlp(activation="sigmoid"), (X, (TARGETS > 0) * 1.0), lambda: {"loss": "binary_crossentropy", "metrics": [keras.metrics.AUC()]}),
@@ -269,7 +269,7 @@ IDIOMS = {
     "early stopping": Idiom(mlp, fit=callbacks(lambda: EarlyStopping("loss", min_delta=9.0, patience=1, restore_best_weights=True))),
     "swapped averages": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, use_ema=True)}, fit=callbacks(lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True))),
     "functions as callbacks": Idiom(mlp, fit=callbacks(lambda: LambdaCallback(on_train_batch_end=lambda batch, logs: None), keras.callbacks.TerminateOnNaN)),
-    # ---- what is done between
+    # ---- actions between calls
     "frozen between": Idiom(mlp, use=frozen_between),
     "thawed between": Idiom(mlp, use=thawed_between),
     "written between": Idiom(mlp, use=written_between),

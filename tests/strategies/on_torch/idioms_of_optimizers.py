@@ -49,7 +49,7 @@ class Signs(torch.optim.Optimizer):
             for one in group["params"]:
                 if one.grad is not None:
                     state = self.state[one]
-                    state["seen"] = {"steps"}  # neither tensor nor number
+                    state["seen"] = {"steps"}  # a state that is no tensor
                     state["mean"] = state.get("mean", torch.zeros_like(one)).lerp(one.grad, 0.5)
                     one.sub_(state["mean"].sign(), alpha=group["lr"])
 

@@ -264,7 +264,7 @@ def drawn_linear():
 
 
 class TestNoSideEffects:
-    """Side effects of the comparison pass of plain PyTorch: none, so the bits are those of a training without it."""
+    """Absence of side effects of the comparison: a training has the same bits with and without it."""
 
     def test_trained_parameters_are_unchanged(self):
         found = []

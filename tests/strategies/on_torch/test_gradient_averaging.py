@@ -546,7 +546,7 @@ class TestSeveralModels:
         assert on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, stream_gradients=True)) == plain
 
     def test_models_used_in_different_orders_are_an_error(self, on_instances):
-        """Gradients of one model are never taken for those of another one with the same shapes."""
+        """Gradients of two models with the same shapes are never confused."""
         module = nn.Linear(8, 8)
 
         def run(strategy):

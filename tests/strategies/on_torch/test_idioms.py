@@ -1,4 +1,4 @@
-"""Idioms of PyTorch: one replica has the bits of plain PyTorch, several those of every number of instances."""
+"""Idioms of PyTorch: one replica has the bits of plain PyTorch, and several have the same bits on all instances."""
 
 from __future__ import annotations
 

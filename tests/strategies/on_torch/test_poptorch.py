@@ -188,7 +188,7 @@ class TestOutputs:
         ],
     )
     def test_outputs_are_rows_of_the_batch(self, training, mode, period, rows, model):
-        """With two replicas the last rows are those of the last micro-batch as well."""
+        """The last rows of two replicas come from the last micro-batch as well."""
         options = new_options(replicas=2, iterations=3, accumulation=2)
         options.outputMode(mode, period)
         if training:

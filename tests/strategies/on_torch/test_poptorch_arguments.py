@@ -43,7 +43,7 @@ def descent(parameters):
 
 class TestMeans:
     def test_running_means_are_updated_by_each_micro_batch(self, model):
-        """Each gradient is divided by the number of micro-batches so far, which rounds unlike one division."""
+        """Each micro-batch divides by the number so far, which rounds differently from a single division."""
         options = new_options(accumulation=3)
         options.Training.setMeanAccumulationAndReplicationReductionStrategy(Running)
         plain, (x, y) = copy.deepcopy(model), rows(12)

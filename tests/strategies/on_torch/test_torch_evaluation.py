@@ -20,7 +20,7 @@ from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_memory import ReplicaMemory
 
 REPLICAS = 4
-ROWS = 43  # neither a multiple of the replicas nor of a batch
+ROWS = 43  # divisible by neither replicas nor batches
 
 
 def rows():

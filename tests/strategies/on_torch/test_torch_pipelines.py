@@ -311,7 +311,7 @@ class TestTheTutorialAtItsFullSize:
     CALLS = 2
 
     def losses(self, network, replicas, dtype, by_hand):
-        """Return the losses of two calls, and of plain PyTorch with as many replicas by hand."""
+        """Return the losses of two calls, and those of plain PyTorch with the same number of replicas."""
         generator = torch.Generator().manual_seed(4)
         y = torch.randint(0, 10, (4000,), generator=generator)
         x = torch.randn(10, 1, 28, 28, generator=generator)[y] + torch.randn(4000, 1, 28, 28, generator=generator)

@@ -411,7 +411,7 @@ def test_an_evaluation_refuses_layers_in_training_mode():
         trainer.evaluate(dataset, lambda module, batch: loss_fn(module.train(), batch))
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_a_group_of_processes_is_refused_by_name():

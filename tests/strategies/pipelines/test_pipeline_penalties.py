@@ -1,4 +1,4 @@
-"""Penalties on weights that a loss function adds after its stages: the stage that has the weights computes them."""
+"""Penalties on weights added after the stages of a loss function: the stage with the weights computes them."""
 
 import jax
 import jax.numpy as jnp

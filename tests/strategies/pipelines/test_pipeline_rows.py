@@ -69,7 +69,7 @@ class TestMultiWorker:
 
     @pytest.mark.complete
     def test_two_workers_have_the_losses_of_one_with_the_whole_batch(self, on_instances):
-        """Losses of two workers with batches of 2 equal those of one with batches of 4, and fall.
+        """Two workers with batches of 2 have the falling losses of one worker with batches of 4.
 
         The learning rate is an input that the stages pass through to the optimizer.
         """

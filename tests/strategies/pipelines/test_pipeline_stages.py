@@ -33,7 +33,7 @@ def variables(seed=0):
 
 
 def loss_of(values, x, total):
-    """Compute three stages: one variable is in the first and the last, and a value passes by the one between."""
+    """Compute three stages: the first and last share a variable, and a value skips the second."""
     with pipeline_stage(0):
         first = jnp.tanh(x @ values["tied"]) * values["scale"]
     with pipeline_stage(1):

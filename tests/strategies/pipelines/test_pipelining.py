@@ -171,7 +171,7 @@ def test_an_update_without_accumulation_is_one_micro_batch():
     assert strategies.fingerprint(alone[0].variables) == strategies.fingerprint(apart[0].variables)
 
 
-# ---- what happens when
+# ---- order and failures
 
 
 def test_gradients_of_a_stage_leave_while_other_stages_run():
@@ -408,7 +408,7 @@ def test_a_checkpoint_continues_with_another_schedule_mapping_and_spread(optimiz
     assert trained_until(4, "by four", SEQUENTIAL, 1, instances=4, **sharded) == [(2, straight)] * 4
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def unmarked(variables, batch, key):

@@ -51,7 +51,7 @@ def made(net, variables=START, model_state=None):
     return net._outfeed.queue.dequeue(), state
 
 
-# ---- what comes in and goes out
+# ---- inputs and outputs
 
 
 @pytest.mark.parametrize("count", [12, np.int32(12), np.asarray(12)])
@@ -362,7 +362,7 @@ def test_concurrent_stages_have_the_bits_of_sequential_ones(stages, mapping):
     assert losses[-1] != losses[0]
 
 
-# ---- what is refused
+# ---- refusals
 
 
 LOSS = jnp.float32(1)

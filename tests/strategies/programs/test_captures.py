@@ -212,7 +212,7 @@ def test_an_unchanged_function_is_not_compiled_again(alone):
 
 
 def refused():
-    """Yield functions that would bake in a value that differs at each read, and the messages."""
+    """Yield functions whose reads differ each time and would become constants, with the messages."""
     elements, pairs = iter([1.0, 2.0]), [iter([1.0])]
     numbers, own = itertools.count(), random.Random(0)
     generator, counts, queue = np.random.default_rng(0), {"calls": 0}, [2.0, 1.0]
