@@ -90,7 +90,7 @@ class FitCheckpoints(keras.callbacks.Callback):
 
 
 def given_to(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that the user gave: one, a nested list of them, or a list of Keras."""
+    """Return the user's callbacks as a flat list, from one callback, a nested list, or Keras's `CallbackList`."""
     return list(tree.flatten(getattr(callbacks, "callbacks", callbacks)))
 
 
@@ -150,7 +150,10 @@ class SavedFit:
             return False
 
     def skip(self, steps: int) -> int:
-        """Return how many of the next steps were made earlier; all of them after the last step of an epoch."""
+        """Return the number of the next `steps` that were made earlier.
+
+        The last execution of an epoch may have fewer steps. If it was made earlier, the result is `steps` all the same.
+        """
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
         return steps if skipped and self._is_at_end else skipped

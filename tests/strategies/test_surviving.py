@@ -255,8 +255,8 @@ def test_batches_without_a_data_set_cannot_be_read_again_and_the_job_warns_at_it
     with caplog.at_level(logging.WARNING):
         ends(function, "its part of this batch cannot be read again", "strategy.distribute", error=StrategyError)
     assert {record.message for record in caplog.records} == {
-        "no instance can read another one's part of batches that are of no strategy.distribute_dataset: if one is "
-        "lost the job ends; to go on from a checkpoint use poprun --on-failure restart"
+        "the batches do not come from strategy.distribute_dataset, so no instance can read the part of a lost one: "
+        "if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart"
     }
 
 
@@ -267,7 +267,7 @@ def test_streams_cannot_be_read_again_and_the_job_warns(caplog):
 
     with caplog.at_level(logging.WARNING):
         ends(function, "only of data sets of arrays", error=StrategyError)
-    assert "another one's part of a data set that is only read in order: if one is lost the job ends" in caplog.text
+    assert "only be read in order, so no instance can read the part of a lost one: if an instance is" in caplog.text
 
 
 def test_trainings_that_can_carry_on_give_no_warning(caplog):
@@ -290,7 +290,7 @@ def test_a_strategy_that_cannot_carry_on_warns_once_in_a_surviving_job(caplog, m
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, lambda strategy: strategy.num_replicas_in_sync, survives=False)
     [warning] = caplog.records
-    assert "cannot go on without an instance, as --on-failure shrink wants it" in warning.message
+    assert "cannot go on without a lost instance, as --on-failure shrink asks" in warning.message
 
 
 def test_feeds_cannot_be_carried_on_and_the_job_warns(caplog):
@@ -307,7 +307,7 @@ def test_feeds_cannot_be_carried_on_and_the_job_warns(caplog):
 
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, function)
-    assert "the queues of feeds belong to the replicas that an instance had from the beginning: if" in caplog.text
+    assert "the queues of feeds stay with the replicas that an instance drives at the start: if" in caplog.text
 
 
 # ---- duties of the chief

@@ -93,7 +93,7 @@ def test_a_model_made_outside_the_scope_of_another_thread_is_a_warning(alone, ca
         thread = threading.Thread(target=regression)
         thread.start()
         thread.join()
-    said = {each for each in caplog.messages if "a thread that is in no scope" in each}
+    said = {each for each in caplog.messages if "a thread without an open scope" in each}
     assert len(said) == 1  # a Sequential makes a Functional
 
 

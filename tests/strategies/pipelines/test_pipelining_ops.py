@@ -204,7 +204,7 @@ def test_an_optimizer_made_of_computed_values_is_refused():
         passing(lambda rate: 2 * rate), 4, inputs=[0.5], infeed_queue=numbers(), outfeed_queue=OutfeedQueue(),
         optimizer_function=with_rate,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="the optimizer of the optimizer_function is made of what a stage computes"):
+    with pytest.raises(ValueError, match="the optimizer of the optimizer_function depends on a stage's result"):
         net.init({"w": np.float32(1)})
 
 
@@ -415,7 +415,7 @@ REFUSED = {
         runs(count=10, pipeline_schedule="interleaved"), FailedPreconditionError, "must be a multiple of 3"
     ),
     "grouped count": (runs(count=10), FailedPreconditionError, "must be a multiple of 3"),
-    "sharded without offloading": (learns(**UNSHARDED), ValueError, "optimizer state must be offloaded"),
+    "sharded without offloading": (learns(**UNSHARDED), ValueError, "only offloaded optimizer state can be sharded"),
     "mapping type": (runs(device_mapping=1), TypeError, "device_mapping"),
     "long mapping": (runs(device_mapping=range(4)), ValueError, "Each stage must be mapped"),
     "short mapping": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
@@ -521,7 +521,7 @@ def test_a_stage_without_results_is_refused(stages, number):
 
 def test_wrong_masks_and_results_of_optimizer_functions_are_refused():
     net = pipeline(TWO, 4, **LEARNS | {"outfeed_loss": False, "outfeed_mask": [True, False]})
-    with pytest.raises(ValueError, match="outfeed_mask has 2 entries, and the last stage 1 outputs"):
+    with pytest.raises(ValueError, match="outfeed_mask has 2 entries, but the last stage has 1 outputs"):
         net.init(START)
     net = pipeline(TWO, 4, **LEARNS | {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"})
     with pytest.raises(ValueError, match="accumulate_outfeed_dtype is 'wide' for an output of shape"):
