@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sync_batch_norm import EPSILON, batch_norm
 
 import strategies
+from popdist.examples.sync_batch_norm import EPSILON, batch_norm
 
 REPLICAS, GROUP, BATCH, CHANNELS = 8, 2, 4, 3
 

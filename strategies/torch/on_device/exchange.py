@@ -61,7 +61,7 @@ class DeviceExchange:
 
     @property
     def changed(self) -> list[Sequence[Told]]:
-        """For each local replica and buffer, whether the step has changed it; see `ToldByReplica.has_changed`."""
+        """Return whether the step has changed each buffer of each local replica (`ToldByReplica.has_changed`)."""
         return [one.has_changed for one in self._told]
 
     def let_go(self) -> None:

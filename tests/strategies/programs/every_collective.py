@@ -95,8 +95,7 @@ def found(strategy):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
-    import sync_batch_norm
+    from popdist.examples import sync_batch_norm
 
     sync_batch_norm.main(["--epochs=1"])
     this = strategies.PopDistStrategy()
