@@ -77,7 +77,8 @@ def _marks_of(value: object, known: Collection[int]) -> Iterator[object]:
 
     Args:
         value: The value of an attribute; it is not changed.
-        known: The ids of modules, parameters and buffers, which are followed by other means.
+        known: The ids of modules, parameters and buffers. Their contents are not searched: `ModuleParts` and others
+            watch them.
     """
     waiting, passed = [value], set[int]()
     for _ in range(_MOST_VALUES):

@@ -41,7 +41,7 @@ class DistributedModel(torch.nn.Module):
     passes.
 
     The constructor is a collective call: all instances begin with the parameters and buffers of instance 0. Backward
-    passes are collective calls, except in `no_sync`. The loss of an instance ends the job.
+    passes are collective calls, except in `no_sync`. If an instance is lost, the job ends.
 
     Args:
         module: The module, on the CPU or on one GPU. Its gradients stay on the GPU if the exchange of the job can use
@@ -140,7 +140,7 @@ class DistributedModel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add gradients on this instance, in the backward passes of this context.
+        """Accumulate gradients locally, without an exchange, in the backward passes of this context.
 
         Use it for all micro-batches but the last:
 

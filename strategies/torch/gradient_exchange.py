@@ -162,7 +162,7 @@ class TorchGradientPlan:
         return Bucket.of(f"{self.title}/{number}", layout, allocate, parts, given)
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """Return a gradient's mean in that memory. If the mean is sharded, return this instance's shard, flat."""
+        """Return a gradient's mean as a view of the buckets. If it is sharded, return this instance's flat shard."""
         if self.quantised is not None:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]
@@ -214,10 +214,10 @@ def refuse_gradients_of_some(
     Args:
         plan: The plan of the gradients.
         shares: For each parameter, the share of the replicas in which it has a gradient.
-        seen: Returns for a parameter's number, for each local replica, whether it has the gradient.
+        seen: Given a parameter's number, returns for each local replica whether it has a gradient.
         members: The instances.
         active: The share of the replicas that make the step.
-        more: The end of the message.
+        more: More text for the end of the error message.
 
     Raises:
         StrategyError: On all instances.

@@ -21,7 +21,7 @@ class Told:
 
     Attributes:
         flags: The flags that travel in place of metrics.
-        settings: The word for the settings, see `StepSettings.word`.
+        settings: The hash of the settings, see `StepSettings.word`.
         has_gradient: For each parameter, whether it has a gradient.
         has_changed: For each buffer, whether it has changed.
     """

@@ -86,7 +86,7 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
 def drawing_by(generator: torch.Generator) -> Iterator[None]:
     """Make this thread draw all random numbers of PyTorch on the CPU from a generator, whose state advances."""
     _install()
-    torch._functorch.config.check_custom_op_aliasing = False  # for this thread; if True, compiled code skips `_KEY`
+    torch._functorch.config.check_custom_op_aliasing = False  # per thread; if it is True, compiled code skips `_KEY`
     was_included = _generator.now is not None
     with _generator.being(generator):
         _include(_KEY, True)
@@ -112,10 +112,10 @@ def _install() -> None:
 
 
 class _GeneratorOfThread:
-    """The generator of the thread, or else of the process, for `torch.get_rng_state` and similar functions.
+    """A stand-in for the default generator: the thread's generator if it has one, else that of the process.
 
-    `torch.utils.checkpoint` saves and restores the state with them, so that a recomputed forward pass draws the same
-    numbers.
+    `torch.get_rng_state` and similar functions use it. `torch.utils.checkpoint` saves and restores the state with them,
+    so that a recomputed forward pass draws the same numbers.
     """
 
     def __init__(self, of_process: object) -> None:
@@ -151,7 +151,7 @@ def _drawing(name: str) -> Callable[..., Any]:
     argument = operator._schema.arguments[place].name
 
     def draw(*arguments: object, **named: object) -> object:
-        _include(_KEY, False)  # let the kernels behind this one draw from the given generator
+        _include(_KEY, False)  # inner kernels must draw from the given generator, not come back here
         try:
             given = arguments[place] if len(arguments) > place else named.get(argument)
             if isinstance(given, torch.Generator):
