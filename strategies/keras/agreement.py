@@ -1,4 +1,4 @@
-"""Agreement of instances, between steps and despite losses, on everything that programs and callbacks may change."""
+"""Agreement of instances, between steps, on everything that programs and callbacks may change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WAY_OUT = (
     "strategies.keras.OnChief"
 )
 _FEW = 4  # variables of at most so many elements are shown in messages
-_OWN = ("name", "learning_rate")  # names have numbers of the process, and instance 0's rate is broadcast
+_OWN = ("name", "learning_rate")  # names contain counters of the process; instance 0's rate is broadcast
 
 T = TypeVar("T")
 
@@ -118,7 +118,8 @@ class VariableWatch:
         model: Model of Keras.
 
     Attributes:
-        is_changed: Whether the present step began with other arrays than the last step left, or instances agreed on.
+        is_changed: Whether code outside of steps has changed a variable: the present step began with an array that
+            neither the last step nor an agreement of the instances has left.
     """
 
     def __init__(self, model: ModelLike) -> None:
@@ -213,7 +214,7 @@ def terms_of_model(model: ModelLike, hook: str) -> Terms:
     rates = {f"{variable.name} after {hook},": _value(variable.value) for variable in scalars}
     pairs = enumerate(_variables(model))
     values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
-    return [_flags(model), rates, values]  # in this order: other variables follow from rates
+    return [_flags(model), rates, values]  # rates first: if they differ, they are the cause of other differences
 
 
 def _flags(model: ModelLike) -> dict[str, str]:
@@ -228,7 +229,7 @@ def _of_optimizer(model: ModelLike) -> dict[str, str]:
 
 
 def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
-    """Return the values of a nested configuration by their paths, without names and rates, which may differ."""
+    """Return the values of a nested configuration by their paths. Names and rates, which may differ, are left out."""
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

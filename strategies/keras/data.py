@@ -181,8 +181,8 @@ def open_feed(
         given: Data arguments of Keras.
         strategy: Strategy whose replicas use the feed.
         trains: Whether the batches are for training; if not, every row comes once, with its number.
-        shuffle: Order of rows or batches, as Keras takes it; 1 counts as True. "batch" does not shuffle arrays, because
-            a replica's rows have no order.
+        shuffle: Order of rows or batches, as Keras takes it; 1 counts as True. "batch", which shuffles the rows of
+            arrays within each batch, changes nothing: the order of a replica's rows does not matter.
         seed: Seed of the order in each epoch.
         accumulated: Micro-batches of a step.
         prefetch: Number of batches prepared ahead.
@@ -349,7 +349,7 @@ def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[
 
 
 def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
-    """Return a stream that goes on with these batches at each start, and the first batch.
+    """Return the first batch, and a stream that starts with it and then goes on where the last start has stopped.
 
     Raises:
         ValueError: If there is no batch.

@@ -169,7 +169,7 @@ class Extensions:
 
     @property
     def devices(self) -> int:
-        """The number of devices that a replica spans, as far as the model determines it now."""
+        """The number of devices of a replica: those of `device_mapping`, else one per assigned stage, else one."""
         mapping = (self.options.pipelining or {}).get("device_mapping")
         if mapping is not None:
             return 1 + max(tree.flatten(mapping), default=0)
@@ -365,7 +365,7 @@ METHODS = [name for name, value in vars(Extensions).items() if isinstance(value,
 
 
 def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
-    """Call a method of the model's class, if it has one; the model's own attribute is that of `Extensions`."""
+    """Call the method of the model's class, if it has one. The model's attribute is the method of `Extensions`."""
     getattr(type(model), name, lambda model, folder: None)(model, folder)
 
 
@@ -374,7 +374,7 @@ def _as_tuples(stages: Tree) -> Tree:
 
 
 def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:
-    """Return options under the names that they have here.
+    """Translate the original's option names into the names of this library.
 
     Raises:
         TypeError: If an option is unknown.

@@ -171,10 +171,10 @@ class Assignments:
 
     @property
     def functional(self) -> keras.Function:
-        """The functional model that computes it.
+        """The functional model that computes the outputs of the model.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If the model has no functional model: it has its own `call`, or is not built.
         """
         if not isinstance(self._computed, keras.Function):
             raise RuntimeError(

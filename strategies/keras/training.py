@@ -74,7 +74,7 @@ class TrainFunction:
         self._names: tuple[str, ...] = ()  # of logs without a metric, as of an own `compute_metrics`
         self._is_adopted = False
         self._skipped: Number = 0
-        self._then: tuple[Values, TrainState] | None = None  # a restored state within the epoch that begins
+        self._then: tuple[Values, TrainState] | None = None  # a state restored in mid-epoch
         self._parts: list[Array] | None = None  # this instance's parts of the optimizer state
 
     def unite(self) -> None:
@@ -120,7 +120,7 @@ class TrainFunction:
             begun, metrics = self.trainer.step(begun, each)
             if self.saved is not None:
                 self.saved.after_step(begun)
-        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others may be unfinished
+        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # without waiting for others
 
     def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
         """Continue from the newest checkpoint, and give its state to Keras. Collective.

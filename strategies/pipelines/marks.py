@@ -217,7 +217,7 @@ def _homes_of_penalties(
     which would have to read the weights of all stages.
     """
     needed = _needed(graph, homes, last)
-    behind: dict[Variable, Place] = {  # the latest of the stages in which a weight behind this value is first used
+    behind: dict[Variable, Place] = {  # of a weight the first stage that reads it, of other values the latest of these
         graph.arguments[number]: min(needed[graph.arguments[number]])
         for number in weights
         if needed[graph.arguments[number]]

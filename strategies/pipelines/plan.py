@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def stash(self) -> tuple[int, ...]:
-        """The most micro-batches of which each stage keeps values for the backward pass.
+        """The largest number of micro-batches for which each stage keeps values at once.
 
         With recomputation the values are the stage's inputs, otherwise all that the backward pass needs.
         """

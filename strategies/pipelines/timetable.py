@@ -129,9 +129,9 @@ class Timetable:
         return (StageAction(ActionKind.FORWARD, stage, number), *behind)
 
     def stash(self, stage: int) -> int:
-        """Return the most micro-batches of which a device keeps the values for a stage's backward pass.
+        """Return the largest number of micro-batches for which a device keeps a stage's values at once.
 
-        They are kept from the forward pass until the end of the backward pass, or of its part for the weights.
+        The values are kept from the forward pass until the end of the backward pass, or of its part for the weights.
         """
         if not self.training:
             return 0
@@ -145,7 +145,7 @@ class Timetable:
         return greatest
 
     def timed(self, durations: Durations | None = None) -> tuple[Timed, ...]:
-        """Return the timed actions of all devices, if each begins as soon as it can, sorted by their begins.
+        """Return the timed actions of all devices, if each begins as soon as it can, sorted by begin time.
 
         Args:
             durations: The durations of actions. Missing ones are 1, or 2 for a whole backward pass.
@@ -220,7 +220,7 @@ def _refuse_overtaking(device: int, actions: Sequence[StageAction]) -> None:
 
 
 def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
-    """Return the timed actions of all devices, if each begins as soon as it can, sorted by their begins.
+    """Return the timed actions of all devices, if each begins as soon as it can, sorted by begin time.
 
     Raises:
         ValueError: If devices would wait for each other forever; the message names the actions.
@@ -256,7 +256,7 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
 
 
 def in_order(spans: Iterable[Timed]) -> list[Timed]:
-    """Return actions sorted by their begins, and then by their devices."""
+    """Return actions sorted by begin time, and then by device."""
     return sorted(spans, key=lambda span: (span.begin_s, span.device, span.end_s))
 
 

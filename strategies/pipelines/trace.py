@@ -18,8 +18,8 @@ class Trace:
     """The actions of one update, or one round of micro-batches, of a pipeline; `str` of a trace is a table.
 
     Attributes:
-        replicas: For each watched replica, by its global index, the timed actions of its devices, in seconds from one
-            moment that all replicas share.
+        replicas: For each watched replica, by its global index, the timed actions of its devices. Times are in seconds
+            from a start that all replicas share.
         recompute: Whether backward passes recomputed forward passes.
 
     Raises:

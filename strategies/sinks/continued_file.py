@@ -75,9 +75,9 @@ class ContinuedFile:
             left = left[os.write(self._file, left) :]
 
     def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> bool:
-        """Cut off, in the first call only, the lines that this job writes again: from the first row's place on.
+        """In the first call, cut off the lines that this job will write again: from the place of `first` on.
 
-        If these are all lines of a file that this job did not begin, the file is renamed and kept.
+        If no line would remain of a file that an earlier job began, the file is renamed instead.
 
         Args:
             first: First row that is about to be written.
@@ -127,7 +127,7 @@ class ContinuedFile:
             raise ValueError(f"the file exists and does not begin with {start.decode()}; name another file")
 
     def _place_of(self, first: Row, said_by: SaidBy, heading: int) -> tuple[int, bool]:
-        """Return the byte where the first row belongs, and whether all lines but headings lie behind it."""
+        """Return the byte where the first row belongs, and whether all lines but headings come after it."""
         position, kept = 0, 0
         for number, line in enumerate(self.lines()):
             said = said_by(line) if number >= heading else None

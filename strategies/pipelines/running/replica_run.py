@@ -24,8 +24,9 @@ class StepArguments:
 
     Attributes:
         lasting: The arguments that are the same for all micro-batches, by their numbers.
-        of_each: The arguments that each micro-batch has for itself, by their numbers, one value per micro-batch.
-        first: The arguments of the first micro-batch that each micro-batch makes for the next one, by their numbers.
+        of_each: The arguments that differ between micro-batches, by their numbers, with one value per micro-batch.
+        first: The carried arguments, by their numbers, with their values for the first micro-batch. Each micro-batch
+            computes their values for the next one.
     """
 
     lasting: Mapping[int, StageArray]

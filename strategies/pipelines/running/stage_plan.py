@@ -30,7 +30,7 @@ class StageBucket:
     Attributes:
         segment: The number of the segment.
         leaves: The numbers of the gradients.
-        sums: For each gradient, the accumulators to be added: segments, and places among their weights.
+        sums: For each gradient, the accumulators to be added, each as (segment, place among the segment's weights).
         layout: The layout of the gradients in buffers.
     """
 
