@@ -105,7 +105,7 @@ def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> lis
 def offsets(mapping: Places, training: bool) -> list[int]:
     """Return the slots of a round in which a micro-batch begins.
 
-    An offset is taken if its visits, and those of the offsets taken before, never meet on one device.
+    An offset is chosen if its micro-batch never meets, on one device, a micro-batch of an offset chosen before.
     """
     there = visits(mapping, training)
     taken: list[int] = []
@@ -154,7 +154,7 @@ def _sequential(mapping: Places, num_micro_batches: int, training: bool) -> list
 def serialized(mapping: Places, num_micro_batches: int, training: bool, iterations: int) -> Timetable:
     """Return the timetable of stages that take `iterations` micro-batches one after another in their turn.
 
-    Each stage keeps as many micro-batches. Semantics: the original's `batch_serialization_iterations`.
+    Each stage keeps `iterations` micro-batches. Semantics: the original's `batch_serialization_iterations`.
 
     Raises:
         NotImplementedError: If the stages are on several devices.
@@ -190,7 +190,7 @@ def _through_all(mapping: Places, num_micro_batches: int, iterations: int, train
 
 
 def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Order actions by 1F1B: a stage runs no more forward passes ahead than it must, then backward and forward in turn.
+    """Order actions by 1F1B: a stage runs as few forward passes ahead as possible, then backward and forward in turn.
 
     It needs as little memory as Interleaved, and works for any number of stages on a device and of micro-batches. With
     one stage on each device its order is that of Interleaved. Source: PipeDream-flush, Narayanan et al.,

@@ -79,8 +79,8 @@ class Timetable:
         in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
 
     Raises:
-        ValueError: If an action is missing, twice or on a wrong device; if an update is not last; or if devices would
-            wait for each other forever. Also if micro-batches overtake each other, which would reorder sums.
+        ValueError: If an action is missing, twice or on a wrong device. If an update is not last, or devices would wait
+            for each other forever. If micro-batches overtake each other, which would reorder sums.
     """
 
     devices: tuple[tuple[StageAction, ...], ...]

@@ -1,4 +1,4 @@
-"""A file of lines that a restarted job continues: the lines of steps that are made again are replaced."""
+"""A file of lines that a restarted job continues. It replaces the lines of steps that it makes again."""
 
 from __future__ import annotations
 

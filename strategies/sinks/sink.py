@@ -123,7 +123,7 @@ def _checked(name: object) -> str:
 
 
 def _held(name: str, value: Any) -> Any:
-    """Return a number, or an array of JAX that may still be computed, because such an array never changes."""
+    """Return a number, or a JAX array, which never changes, to be read when it has been computed."""
     if isinstance(value, int | float):
         return _number(value)
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)

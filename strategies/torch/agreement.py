@@ -23,7 +23,7 @@ from strategies.torch.replica_groups import groups_of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WORDS = 64
-"""Number of words. Squares are below 2**12: float32 sums over 4,096 replicas are exact, so equal means equal."""
+"""Number of hashes. As squares are below 2**12, float32 sums of 4,096 replicas are exact, and so is a variance of 0."""
 _DIFFERENT = 1e-4
 
 

@@ -17,9 +17,9 @@ from strategies.jax.programs.users_code import is_users_module
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _MOST_VALUES = 500
-"""Limit for the values that are looked at in one attribute of a module."""
+"""The most values that are compared in one attribute of a module."""
 _SAMPLED = 1 << 16
-"""Elements of a tensor that are compared, spread over it. Versions do not help: they also count a write undone."""
+"""Number of a tensor's elements that are compared, evenly spaced. Its version also counts writes undone later."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _COMPARED = (torch.Tensor, np.ndarray, dict, *_CONTAINERS)
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)

@@ -66,7 +66,7 @@ class OutputsOfRows(EvaluationTask):
     """The outputs for each row.
 
     Attributes:
-        function: A function that returns the outputs, or the loss function, whose third result they are.
+        function: A function that returns the outputs, or the loss function, which returns them as its third result.
         is_loss: Whether `function` is the loss function.
     """
 

@@ -40,7 +40,7 @@ from strategies.torch.training import received_tensors, refuse_modules, take_ove
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
-"""Flags that travel with gradients: the replica is in its loop; it has other parameters to average than planned."""
+"""The flags that travel with gradients: whether the replica is still in its loop, and whether it needs a new plan."""
 
 _GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
 

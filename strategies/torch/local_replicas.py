@@ -130,7 +130,7 @@ class LocalReplicas:
         self.runs = []
 
     def fits(self, replicas: Replicas) -> bool:
-        """Return whether replicas, instances and trained parameters are still those that this object was made for."""
+        """Return whether replicas, instances and trained parameters are the same as when this object was made."""
         is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
         return is_here and bool(self.runs) and self.runs[0].is_of_these
 

@@ -52,7 +52,7 @@ class LoopExchange(ABC):
 
     @abstractmethod
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Take one gradient while the backward pass runs, None for zeros. It must not be changed from here on."""
+        """Take one gradient while the backward pass runs, None for zeros. The caller must not change it any more."""
 
     @abstractmethod
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -41,7 +41,7 @@ class ModelBuffers:
         declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
         moving: The numbers of the slots that a step has changed, from the first change on.
         words: For each slot, the way of agreement.
-        own: Slots with a value for each replica, by number; the first axis is that of all replicas.
+        own: The values of slots that each replica keeps for itself, by number; the first axis is that of all replicas.
 
     Raises:
         ValueError: If no buffer or frozen parameter has a given name, or "mean" is given for one without a mean.

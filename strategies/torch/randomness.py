@@ -28,7 +28,7 @@ from strategies.torch.threads import ThreadValue
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
-"""Operators that draw seeds in compiled code. Its first call runs in a dispatch mode, where keys have no effect."""
+"""Operators that draw seeds in compiled code. The first call runs in a dispatch mode, which ignores `_KEY`."""
 
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,

@@ -242,7 +242,7 @@ class ReplicaModule:
         seen.update(now)
 
     def _follow_hooks(self) -> None:
-        """Take over hooks that were added to modules, and remove those that were removed."""
+        """Add the hooks to the copy that the program has added to modules, and remove the hooks that it has removed."""
         for of_module in self._hooks:
             for now, own, known in of_module:
                 if not now and not known:

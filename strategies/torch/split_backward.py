@@ -110,7 +110,7 @@ class _Graph:
     """Autograd's graph: a trunk, along which gradients flow to earlier stages, and branches with parameters.
 
     Attributes:
-        trunk: The nodes from which a node of an earlier stage is reached.
+        trunk: The nodes from which autograd reaches a node of an earlier stage.
         early: Nodes that several nodes of the trunk in their own stage lead to. Their parameters get sums whose terms
             come in turn from the trunk and from these nodes, so these nodes run with the trunk.
     """

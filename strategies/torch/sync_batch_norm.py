@@ -103,7 +103,7 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
     """Return the layers of a module that need sums over replicas, by name.
 
     Raises:
-        StrategyError: If such a layer cannot be supported.
+        StrategyError: If such a layer has a `process_group`, or is inside a traced or scripted module.
     """
     found = {}
     for name, layer in module.named_modules():

@@ -126,7 +126,7 @@ class TorchTraining:
         return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` for every array of which this instance has only a part."""
+        """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
         update, optimizer = self.update, state.optimizer_state
         if isinstance(update, ShardedTorchUpdate):
             whole = {

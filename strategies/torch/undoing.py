@@ -16,7 +16,7 @@ import torch
 from strategies.torch.tensors import have_same_bits
 
 MOST_BYTES, MOST_OBJECTS = 64 << 20, 200_000
-"""Limits: bytes of arrays outside of the module that are copied, and number of objects that are searched."""
+"""Limits of a search: the bytes of copied arrays outside of the module, and the number of objects."""
 
 _LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
 

@@ -50,7 +50,7 @@ class TorchUpdate(ABC):
     @property
     @abstractmethod
     def shards(self) -> Shards | None:
-        """The cut of mean gradients, of which this instance gets its shard; None if it gets whole means."""
+        """The cut of mean gradients into shards, one per instance; None if every instance gets whole means."""
 
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
@@ -244,7 +244,7 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
-    """Raise if the optimizer, or the way in which gradients travel, would mix the rows of groups of replicas."""
+    """Raise if the optimizer, or the dtype in which gradients travel, would mix the rows of groups of replicas."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
     if not grouped:
         return

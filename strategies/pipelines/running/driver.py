@@ -104,7 +104,7 @@ class Course:
 
 
 def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
-    """Yield each part with the parts that it waits for: the makers of its data, and the one before it on its device."""
+    """Yield each part with the parts that it waits for: the makers of its data, and the part before on its device."""
     for device, actions in enumerate(timetable.devices):
         for before, action in zip([None, *actions], actions, strict=False):
             by_data = [

@@ -29,7 +29,7 @@ from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
 from strategies.typing import Function
 
-PASSES = ("forward", "backward for what goes in", "backward for weights")
+PASSES = ("forward", "backward for inputs", "backward for weights")
 """The names of the passes of a stage, in the order of their programs."""
 
 FORWARD, INPUTS, WEIGHTS = range(len(PASSES))
