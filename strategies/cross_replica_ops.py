@@ -170,7 +170,7 @@ class _ReplicaGroup:
         return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)
 
     def exchange(self, x: Tree, split: int, concat: int) -> jax.Array:
-        """Return the blocks that all replicas of the group have for this one, concatenated."""
+        """Return the blocks that all replicas of the group send to this one, concatenated."""
         shape = jnp.shape(x)
         for dimension in (split, concat):
             if not 0 <= at_least(0, "a dimension of all_to_all", dimension) < len(shape):

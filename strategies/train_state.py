@@ -49,6 +49,6 @@ _alive: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictiona
 
 
 def is_trained(leaf: Leaf) -> bool:
-    """Return whether an array belongs to a state that the program still holds: a variable or a moving mean, say."""
+    """Return whether an array is part of a state that the program still holds, such as a variable or a moving mean."""
     trees = [(state.variables, state.optimizer_state, state.model_state) for state in list(_alive.values())]
     return any(leaf is other for other in jax.tree.leaves(trees))

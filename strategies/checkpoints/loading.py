@@ -33,8 +33,7 @@ def load_variables(
         variables = strategies.load_variables("digits.checkpoints", best=strategies.Best("accuracy"))
 
     Args:
-        path: Folder of checkpoints, of which the newest intact one is read; or one checkpoint
-            (`.../step_00000040`).
+        path: Folder of checkpoints, to read the newest intact one; or one checkpoint (`.../step_00000040`).
         like: Pytree of arrays, or of shapes and dtypes as `jax.eval_shape` returns them. The variables get its
             structure and are compared with it. None for nested dictionaries and lists; an object with attributes
             becomes a dictionary.

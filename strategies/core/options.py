@@ -36,7 +36,7 @@ class GradientAccumulationReductionMethod(Enum):
 
     Micro-batch n of N, from 0, changes the accumulator `acc` by its gradient `g`. SUM adds `g`, and MEAN adds
     `g * (1 / N)`. RUNNING_MEAN sets `acc * n / (n + 1) + g / (n + 1)`. The last two are equal up to rounding, and
-    neither leaves the range of float16: for 16-bit accumulators each step is computed in float32, clipped to the
+    neither leaves the range of float16. With 16-bit accumulators each step is computed in float32, clipped to the
     largest number, and rounded.
     """
 

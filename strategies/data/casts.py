@@ -18,7 +18,7 @@ from strategies.typing import Batch, Function, Numbers, Tree, Variables
 DTypes: TypeAlias = Any
 """One dtype (or `Cast`) for all leaves, or one for each entry of the batch, in a mapping or tuple like the batch.
 
-An entry that the mapping lacks, or whose value is None, stays as it is.
+If the mapping lacks an entry, or has None for it, the entry stays as it is.
 """
 
 _Change = Callable[[DTypes, str, Numbers], Numbers]

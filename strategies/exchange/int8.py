@@ -176,7 +176,7 @@ def _quantise(leaf: Leaf, residual: Leaf, library: ArrayLibrary) -> tuple[Leaf, 
     xp = library.functions
     exact = xp.asarray(leaf, dtype=xp.float32) + residual
     blocks = _in_blocks(exact, library)
-    largest = xp.amax(abs(blocks), axis=1)  # NaN propagates; of floats, because XLA takes far longer for integers
+    largest = xp.amax(abs(blocks), axis=1)  # propagates NaN; over floats, because XLA takes far longer over integers
     exponents = largest.view(xp.int32) >> _MANTISSA_BITS & NOT_FINITE
     is_finite = exponents < NOT_FINITE
     scales = xp.where(is_finite, (exponents - _SHIFT).clip(1, None), NOT_FINITE)

@@ -167,7 +167,7 @@ class _OfStrategy(keras.callbacks.LambdaCallback):
 
 
 def _first(running: Running, unites_batches: bool) -> _OfStrategy:
-    """Return the callback before all others; `unites_batches` if these need the whole state within an epoch."""
+    """Return the callback before all others. With `unites_batches` these get the whole state after each batch too."""
 
     def unite(number: int, logs: Logs | None = None) -> None:
         running.unite()
@@ -193,7 +193,7 @@ def _teller(running: Running) -> _OfStrategy:
 
 
 def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
-    """Return the callback after all others; `looks_at_batches` if these may change something within an epoch."""
+    """Return the callback after all others. With `looks_at_batches` instances agree after each batch too."""
 
     def agree(hook: str) -> Callable[..., None]:
         return lambda number, logs=None: running.agree(hook)

@@ -90,7 +90,7 @@ class FitCheckpoints(keras.callbacks.Callback):
 
 
 def given_to(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
-    """Return the user's callbacks as a flat list. The user gives one, a nested list, or Keras's `CallbackList`."""
+    """Return the user's callbacks as a flat list, from one callback, a nested list, or Keras's `CallbackList`."""
     return list(tree.flatten(getattr(callbacks, "callbacks", callbacks)))
 
 
@@ -150,9 +150,9 @@ class SavedFit:
             return False
 
     def skip(self, steps: int) -> int:
-        """Return how many of the next `steps` steps were made before the job was resumed.
+        """Return the number of the next `steps` that were made earlier.
 
-        If these are the last of their epoch, return `steps`: the epoch may end with a shorter execution.
+        The last execution of an epoch may have fewer steps. If it was made earlier, the result is `steps` all the same.
         """
         skipped = min(self.skipped, steps)
         self.skipped -= skipped

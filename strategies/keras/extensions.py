@@ -137,7 +137,7 @@ class ModelOptions:
 
 @keras.saving.register_keras_serializable(package="strategies")
 class RecomputationCheckpoint(keras.layers.Layer):
-    """A layer that keeps its input for the backward pass of a recomputing stage, which then recomputes from there.
+    """A layer that keeps its input; the backward pass of a recomputing stage recomputes from there.
 
     It returns its input unchanged. It only has an effect in stages with the `recomputation_mode`
     `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`. Semantics: the original's
@@ -361,11 +361,11 @@ class Extensions:
 
 
 METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
-"""The methods that models get besides those of Keras; Keras calls two of them to save and load more than weights."""
+"""The methods that a strategy adds to models. Keras calls two of them to save and load more than weights."""
 
 
 def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
-    """Call the method of the model's class, if it has one. The model's attribute is the method of `Extensions`."""
+    """Call a method of the model's class, if it has one; `Extensions` replaces only the attribute of the model."""
     getattr(type(model), name, lambda model, folder: None)(model, folder)
 
 

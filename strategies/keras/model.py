@@ -84,7 +84,7 @@ class ReplicatedModel:
         self._feeds: dict[str, KerasFeed] = {}
         self._said: int | None = None  # steps per execution set by the user, while Keras uses another number
         self._watch = VariableWatch(model)
-        self._strategies: dict[int, Strategy] = {}  # by the number of devices per replica
+        self._strategies: dict[int, Strategy] = {}  # strategies by the number of devices per replica
 
     @property
     def strategy(self) -> Strategy:
@@ -200,7 +200,7 @@ class ReplicatedModel:
 
         `batch_size` is for one replica, and `global_batch_size` for all of them.
         """
-        if self._running is not None and named.get("_use_cached_eval_dataset"):  # fit validates
+        if self._running is not None and named.get("_use_cached_eval_dataset"):  # called by fit, for validation
             with self._executing(training=False):
                 return self.stock.evaluate(
                     self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named

@@ -119,5 +119,5 @@ def call_in_one_thread(callbacks: keras.callbacks.CallbackList) -> None:
 def back_up_with(
     callback: keras.callbacks.BackupAndRestore, save: Callable[[], None], load: Callable[[], None]
 ) -> None:
-    """Replace the functions with which a `BackupAndRestore` saves and loads: Keras has no public way to do so."""
+    """Replace the functions with which a `BackupAndRestore` saves and loads: Keras has no option for this."""
     vars(callback).update(_save_model=save, _load_model=load)

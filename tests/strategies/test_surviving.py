@@ -255,8 +255,8 @@ def test_batches_that_no_data_set_has_given_cannot_be_read_again_and_the_job_say
     with caplog.at_level(logging.WARNING):
         ends(function, "its part of this batch cannot be read again", "strategy.distribute", error=StrategyError)
     assert {record.message for record in caplog.records} == {
-        "no instance can read another one's part of batches that are of no strategy.distribute_dataset: if one is "
-        "lost the job ends; to go on from a checkpoint use poprun --on-failure restart"
+        "the batches do not come from strategy.distribute_dataset, so no instance can read the part of a lost one: "
+        "if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart"
     }
 
 
@@ -267,7 +267,7 @@ def test_nor_can_streams(caplog):
 
     with caplog.at_level(logging.WARNING):
         ends(function, "only of data sets of arrays", error=StrategyError)
-    assert "another one's part of a data set that is only read in order: if one is lost the job ends" in caplog.text
+    assert "only be read in order, so no instance can read the part of a lost one: if an instance is" in caplog.text
 
 
 def test_what_can_be_carried_on_is_not_warned_of(caplog):
@@ -290,7 +290,7 @@ def test_a_strategy_that_cannot_go_on_says_so_once_where_it_is_to(caplog, monkey
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, lambda strategy: strategy.num_replicas_in_sync, survives=False)
     [warning] = caplog.records
-    assert "cannot go on without an instance, as --on-failure shrink wants it" in warning.message
+    assert "cannot go on without a lost instance, as --on-failure shrink asks" in warning.message
 
 
 def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplog):
@@ -307,7 +307,7 @@ def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplo
 
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, function)
-    assert "the queues of feeds belong to the replicas that an instance had from the beginning: if" in caplog.text
+    assert "the queues of feeds stay with the replicas that an instance drives at the start: if" in caplog.text
 
 
 # ---- what the chief does

@@ -22,7 +22,7 @@ MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "e
 def cut_in_buckets(
     closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece_bytes: int
 ) -> list[ProgramSegment]:
-    """Cut a function at some of its results, in the order in which these can be finished.
+    """Cut a function at some of its results, in the order in which they can be finished.
 
     Args:
         closed: Traced function without effects.
@@ -30,7 +30,7 @@ def cut_in_buckets(
         bucket_bytes: Least size of the results that are finished together, in bytes.
         piece_bytes: Least size of a piece in bytes. The last of the large results, if it is the product of two
             matrices, is finished in pieces, because nothing is left to be computed while it travels. The others stay
-            whole, because a product in pieces takes longer: a fifth longer, for three of them.
+            whole, because a product in pieces takes longer (measured for three pieces: a fifth longer).
     """
     graph = Graph.of(closed)
     ordered = sorted(early, key=lambda number: graph.place(graph.results[number]))

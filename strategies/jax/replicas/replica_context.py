@@ -29,13 +29,13 @@ from strategies.typing import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):
-    """The interface of objects, such as outfeeds, that are told when a program that used them has ended.
+    """The interface of objects, such as outfeeds, that are told of the end of each program with them.
 
     `CrossReplicaReducer.end` calls it once, after all local replicas have ended the program, also if they have failed.
     """
 
     def end_program(self) -> None:
-        """Check that all local replicas have used the object alike, and drop values that only some have enqueued.
+        """Check that all local replicas have used the object alike; drop values from only some of them.
 
         Raises:
             FeedError: The replicas have used it differently.
@@ -214,7 +214,7 @@ class CrossReplicaReducer:
                 self._outfeeds.add(outfeed)
 
     def end(self) -> None:
-        """End the program; drop values that only some local replicas have enqueued, and note that as an error."""
+        """End the program; drop values enqueued by only some local replicas, and note this as an error."""
         if not self._outfeeds:
             return
         with self._lock:

@@ -93,7 +93,7 @@ def test_a_model_that_a_thread_makes_outside_of_the_scope_of_another_is_warned_o
         thread = threading.Thread(target=regression)
         thread.start()
         thread.join()
-    said = {each for each in caplog.messages if "a thread that is in no scope" in each}
+    said = {each for each in caplog.messages if "a thread without an open scope" in each}
     assert len(said) == 1  # a Sequential makes a Functional
 
 

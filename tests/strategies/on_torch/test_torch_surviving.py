@@ -81,4 +81,4 @@ def test_a_loop_of_ones_own_says_that_it_ends_with_an_instance(module, caplog):
     with pytest.raises(PeerLostError):
         run_instances(2, 2, train, ["kill:instance=1,step=2,phase=all_reduce"])
     assert sorted(steps) == [0, 0, 1, 1], "a step has all micro-batches until instances wait for each other"
-    assert "can take over the replica of a lost one: if one is lost the job ends" in caplog.text
+    assert "can take over the replica of a lost one: if an instance is lost, the job ends" in caplog.text
