@@ -1,4 +1,4 @@
-"""The sum that all replicas together have to have, in plain operations."""
+"""The ordered sum that all replicas must have, in plain operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def added(parts: Sequence[Any]) -> Any:
-    """The sum of those before the largest power of two below their number, and of the others: so for each of these."""
+    """Return the sum of the parts, split at the largest power of two below their number, recursively."""
     if len(parts) == 1:
         return parts[0]
     middle = 1

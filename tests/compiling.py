@@ -1,4 +1,4 @@
-"""What the instances on the threads of a test compile: the same programs, at the same time, again and again."""
+"""Shared compilation of the programs that instances on threads of a test compile at the same time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax._src import cache_key, compiler
 
 @functools.cache
 def compile_one_after_another() -> None:
-    """Have threads of this process compile in turn: who is second finds in JAX's cache what the first has compiled.
+    """Let threads of this process compile in turn, so that later ones find earlier results in JAX's cache.
 
-    All of them would compile the same programs at once, each for itself. Where JAX has no such function, they do.
+    Otherwise all of them would compile the same programs at once, as happens if this version of JAX lacks the function.
     """
     compile_or_find = getattr(compiler, "compile_or_get_cached", None)
     if compile_or_find is None:
@@ -34,10 +34,10 @@ def compile_one_after_another() -> None:
 
 @functools.cache
 def compile_what_calls_python_once() -> None:
-    """Have programs with collectives or feeds be kept, which JAX's own cache leaves out, beside what it keeps.
+    """Keep programs with collectives or feeds, which JAX's own cache omits, beside its files.
 
-    What is compiled knows the functions that it calls by their numbers only; each program that is loaded from it has
-    its own. Where JAX has no such functions, all programs are compiled.
+    A compiled program refers to the functions that it calls by numbers only; each loaded copy has its own functions.
+    If this version of JAX lacks the functions used here, all programs are compiled.
     """
     compile_and_load = getattr(compiler, "backend_compile_and_load", None)
     canonical, ignored = getattr(cache_key, "_canonicalize_ir", None), getattr(cache_key, "IgnoreCallbacks", None)
@@ -62,22 +62,22 @@ def compile_what_calls_python_once() -> None:
 
 
 class Kept:
-    """Compiled programs by their keys, in this process, and for others in the folder of JAX's own cache."""
+    """Compiled programs by their keys, in this process, and for other processes in the folder of JAX's own cache."""
 
     def __init__(self) -> None:
         self._here: dict[str, bytes] = {}
 
     def get(self, key: str) -> bytes | None:
-        """The program, None where there is none."""
+        """Return the program, or None if there is none."""
         if key not in self._here:
             with suppress(OSError):
                 self._here[key] = _file_of(key).read_bytes()
         return self._here.get(key)
 
     def put(self, key: str, program: bytes) -> None:
-        """Keep a program; others see all of it, or nothing."""
+        """Keep a program; other processes see all of it, or nothing."""
         self._here[key] = program
-        with suppress(OSError):  # a disk that is full
+        with suppress(OSError):  # a full disk
             file = _file_of(key)
             file.parent.mkdir(parents=True, exist_ok=True)
             mine = file.with_name(f"{key}.{os.getpid()}")
@@ -86,5 +86,7 @@ class Kept:
 
 
 def _file_of(key: str) -> Path:
-    """Where a program lies, or would lie if the processes of the tests shared a folder; pytest has set it by now."""
+    """Return the path of a program, which exists if the processes of the tests share a folder; pytest has set it by
+    now.
+    """
     return Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", os.devnull), "calling-python", key)

@@ -1,10 +1,10 @@
-"""The parts of the complete tier: their tests, the code that each is for, and whether it has changed since they passed.
+"""The parts of the complete tier: their tests, their code, and its changes since they passed.
 
     python tests/complete_tier.py due                      the parts that are due, separated by commas
     python tests/complete_tier.py state                    a line for each part: its name and the digest of its code
     python tests/complete_tier.py passed PARTS STATE       notes in .ci/complete-at that parts, or all, passed
 
-A part is due if the code that it is for differs from the code with which it passed. Docstrings and comments do not
+A part is due if its code has changed since it passed. Docstrings and comments do not
 count. The digest depends on the version of Python, as its syntax trees do; CI uses one version.
 """
 
@@ -167,14 +167,14 @@ def state() -> dict[str, str]:
 
 
 def passed() -> dict[str, str]:
-    """Return the digests with which parts passed."""
+    """Return the digests of parts when they passed."""
     if not PASSED.exists():
         return {}
     return dict(line.split() for line in PASSED.read_text(encoding="utf-8").splitlines())
 
 
 def due() -> list[str]:
-    """Return the parts whose code differs from the code with which they passed."""
+    """Return the parts whose code has changed since they passed."""
     before = passed()
     return [name for name, now in state().items() if now not in ("-", before.get(name))]
 

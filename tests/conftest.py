@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Options, hooks and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOKOUT = pytest.StashKey[Lookout]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What the tests take from the command line."""
+    """Add the command-line options of the tests."""
     parser.addoption(
         "--parts", default="", help="run the tests marked `complete` of these parts too, as hosts,jobs; or all"
     )
@@ -39,13 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """With which seed a run can be repeated."""
+    """Return the header with the seed, which allows to repeat a run."""
     return f"seed of random tests: {config.getoption('--seed')} (--seed N)"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only the complete tier runs, unless a test is named on the command line."""
+    """Deselect tests that only the complete tier runs, unless a test is named on the command line."""
     if not any("::" in argument for argument in config.args):
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []
@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Have Python's garbage collector leave alone what is there as long as the tests are: all of them, and JAX.
+    """Freeze JAX and all tests for Python's garbage collector, because they live until the end.
 
-    And look less often at what comes: tracing makes many small objects, and few cycles of them.
+    Raise its thresholds, too: tracing makes many small objects, and few cycles of them.
     """
     gc.collect()
     gc.freeze()
@@ -71,7 +71,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesOfTheDead | None:
-    """Have a run whose worker is killed go on to its end."""
+    """Let a run continue to its end after a worker is killed."""
     if config.getvalue("dist") != "loadfile":
         return None
     from handing_out import FilesOfTheDead
@@ -81,9 +81,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesOf
 
 
 def mixed(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The items of files that keep several cores busy evenly among those of the others, each file in one piece.
+    """Return items with files that keep several cores busy spread evenly among the others, each file in one piece.
 
-    Long files come first, so that at the end no worker has one of them left while the others have nothing.
+    Long files come first, so that at the end no worker still has a long file while the others have nothing.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -97,14 +97,14 @@ def mixed(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(scope="session")
 def seed(pytestconfig: pytest.Config) -> int:
-    """What random tests draw from; pytest's header says which it is, `--seed` changes it."""
+    """Return the seed of random tests; pytest's header shows it, `--seed` changes it."""
     number: int = pytestconfig.getoption("--seed")
     return number
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test when the cores are free that it keeps busy; its own limit of time does not count that."""
+    """Run a test once its cores are free; its own time limit excludes the wait."""
     mark = item.get_closest_marker("cores")
     with cores_of(os.environ[SERVER_VARIABLE], mark.args[0] if mark else 1):
         return (yield)
@@ -112,7 +112,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
-    """No process, shared memory or temporary file outlives its test."""
+    """Check that no process, shared memory or temporary file outlives its test."""
     lookout = pytestconfig.stash[LOOKOUT]
     before = lookout.present()
     yield
@@ -122,7 +122,7 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def joins_no_job() -> Iterator[None]:
-    """A job that a test joins in the process of all tests makes an instance of it for those of other files, too."""
+    """Check that no test joins a job in this process, which would stay an instance in the tests of other files."""
     before = process.instance, process.cluster, process.num_replicas
     yield
     after = process.instance, process.cluster, process.num_replicas
@@ -136,18 +136,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare what the tests of this process, and its workers, share."""
-    if SERVER_VARIABLE not in os.environ:  # or a worker of pytest-xdist, which inherits it
+    """Prepare the resources that the tests of this process and its workers share."""
+    if SERVER_VARIABLE not in os.environ:  # a worker of pytest-xdist inherits the variable
         os.environ[SERVER_VARIABLE] = TokenServer(3 * len(os.sched_getaffinity(0))).address  # jobs mostly wait
     take_signals_as_in_a_terminal()
-    os.environ.setdefault("KERAS_BACKEND", "jax")  # whichever test is the first to load it
+    os.environ.setdefault("KERAS_BACKEND", "jax")  # for the first test that loads Keras
     os.environ.pop("COLUMNS", None)  # pytest-xdist tells its workers how wide its own page is
     config.stash[LOOKOUT] = Lookout()
     share_compiled_programs(config)
 
 
 def take_signals_as_in_a_terminal() -> None:
-    """Have programs that tests start end by signals which nohup, or a shell in the background, has us ignore."""
+    """Restore signals ignored by nohup or a background shell, so that they end programs started by tests."""
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -156,16 +156,16 @@ def take_signals_as_in_a_terminal() -> None:
 
 
 def share_compiled_programs(config: pytest.Config) -> None:
-    """Have the programs that tests start, hundreds of JAX processes, compile the same thing once.
+    """Let the hundreds of JAX processes that tests start share compiled programs.
 
-    All workers of pytest-xdist share the folder, and runs after this one. JAX writes its files in place; a process that
-    finds a half-written one compiles it by itself, and does not say so: what it writes is often part of a test.
+    All workers of pytest-xdist and later runs share the folder. JAX writes its files in place; a process that finds a
+    half-written file compiles the program itself, silently, because its output is often part of a test.
     """
     if (cache := getattr(config, "cache", None)) is not None and JAX_KEEPS not in os.environ:  # -p no:cacheprovider
         try:
             os.environ[JAX_KEEPS] = str(kept_programs(os.environ))
             remove_unused(os.environ)
-        except OSError:  # a home that nobody may write
+        except OSError:  # a read-only home
             os.environ[JAX_KEEPS] = str(cache.mkdir("jax"))
     half_written = [f"ignore:Error {verb} persistent compilation cache:UserWarning" for verb in ("reading", "writing")]
     os.environ.setdefault("PYTHONWARNINGS", ",".join(half_written))

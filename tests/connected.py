@@ -1,4 +1,4 @@
-"""A strategy of instances that something else has connected: threads, or a transport of a test's own choice."""
+"""A strategy of instances already connected by threads or by a transport that a test selects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from strategies.jax.replicas.membership import Membership
 
 @final
 class Connected(Membership):
-    """Instances that are connected already.
+    """Instances that are already connected.
 
     Args:
-        instance: this one.
-        communicator: connects them.
-        defaults: see `Membership`.
+        instance: This instance.
+        communicator: The connection of all instances.
+        defaults: See `Membership`.
     """
 
     members = "instances of a test"
@@ -29,20 +29,20 @@ class Connected(Membership):
         super().__init__(defaults=defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
-        """What was given."""
+        """Return the given instance and communicator."""
         return self._joined
 
 
 @final
 class ConnectedStrategy(strategies.Strategy):
-    """Their replicas.
+    """A strategy of connected instances.
 
     Args:
-        instance: see `Connected`.
-        communicator: see `Connected`.
-        progress: see `strategies.Strategy`.
-        defaults: see there.
-        options: of `strategies.Strategy`.
+        instance: See `Connected`.
+        communicator: See `Connected`.
+        progress: See `strategies.Strategy`.
+        defaults: See `strategies.Strategy`.
+        options: Options of `strategies.Strategy`.
     """
 
     def __init__(

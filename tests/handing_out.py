@@ -1,8 +1,8 @@
-"""Which files the workers of pytest-xdist run, also when one of them is killed.
+"""Distribution of test files to the workers of pytest-xdist, even after one of them is killed.
 
-What xdist 3.8 does by itself when a worker dies can hang: the files that the worker had done go back into the queue, in
-front of those that it had not; the new worker is given one file, one of these perhaps, and is given the next when it
-has completed a test, which it never does. A worker also begins a test only when it has been given the next one.
+When a worker dies, xdist 3.8 may hang: it puts the worker's completed files back at the head of the queue. The new
+worker may be given one of them, and gets the next file only after it has completed a test, which never happens. A
+worker also begins a test only when it has been given the next one.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 ROUNDS = 3
-"""Each gives a worker a file if it has less than three tests: so it has two, or the queue is empty, after as many."""
+"""Each round gives a file to a worker with less than three tests, which then has two or more, or the queue is empty."""
 
 
 @final
 class FilesOfTheDead:
-    """Hands out files as `--dist loadfile` does; others do what a dead worker had not done, but the test it died of.
+    """A scheduler like `--dist loadfile`; other workers run a dead worker's remaining tests, but not the one it died
+    of.
 
     Args:
-        by_file: hands out the files.
+        by_file: The scheduler that hands out the files.
     """
 
     def __init__(self, by_file: LoadFileScheduling) -> None:
         self._by_file = by_file
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Put back what a worker has left; the test that it died of, None where it had nothing to do any more."""
+        """Put a worker's remaining files back; return the test that it died of, or None if it had nothing left to
+        do.
+        """
         work = self._by_file.assigned_work[node]
         died_of = next((test for tests in work.values() for test, is_done in tests.items() if not is_done), None)
         self._by_file.assigned_work[node] = _left(work, died_of)
@@ -37,11 +40,11 @@ class FilesOfTheDead:
         return died_of
 
     def schedule(self) -> None:
-        """Give all who have little to do more."""
+        """Give more files to all workers with few tests."""
         for _ in range(ROUNDS):
             self._by_file.schedule()
 
-    # ---- what xdist does well by itself
+    # ---- members that xdist itself implements well
 
     @property
     def nodes(self) -> list[WorkerController]:
@@ -76,7 +79,7 @@ class FilesOfTheDead:
 
 
 def _left(work: dict[str, dict[str, bool]], died_of: str | None) -> dict[str, dict[str, bool]]:
-    """The files of which something is to be done, and that."""
+    """Return the files with tests still to be run, and these tests."""
     left = {
         file: {test: False for test, is_done in tests.items() if not is_done and test != died_of}
         for file, tests in work.items()

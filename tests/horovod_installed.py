@@ -1,4 +1,4 @@
-"""Tests of Horovod run where it is installed; where it has to be, its absence is a failure."""
+"""A mark for tests of Horovod; they are skipped if it is not installed, or fail if it is required."""
 
 from __future__ import annotations
 

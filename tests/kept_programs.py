@@ -1,4 +1,4 @@
-"""A folder in which compiled programs outlive a run of the tests: one for each kind of machine and version of JAX."""
+"""A folder that keeps compiled programs after a run of the tests, for each kind of machine and version of JAX."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 UNUSED_S = 14 * 24 * 3600.0
-"""What nobody has read for as long as this is removed."""
+"""Removal of files that were not read for this long."""
 
 
 def kept_programs(environ: Mapping[str, str]) -> Path:
-    """The folder for this machine, which only its user may write: what lies there is run.
+    """Return the folder for this machine, which only its user may write, because programs in it are run.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The folder cannot be made.
     """
     folder = _root(environ) / _kind_of_machine()
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def kept_programs(environ: Mapping[str, str]) -> Path:
 
 
 def remove_unused(environ: Mapping[str, str], now_s: float | None = None) -> None:
-    """Remove what has not been read for long, also of other versions, and what was killed before it had written."""
+    """Remove files that were not read for long, for all versions, and empty files of killed writers."""
     oldest_s = (time.time() if now_s is None else now_s) - UNUSED_S
     for path in _root(environ).rglob("*"):
         with suppress(OSError):  # another run removes it too
@@ -37,13 +37,13 @@ def remove_unused(environ: Mapping[str, str], now_s: float | None = None) -> Non
 
 
 def _root(environ: Mapping[str, str]) -> Path:
-    """Beside the wheels of Horovod that install_horovod.sh keeps."""
+    """Return the folder, beside the wheels of Horovod that install_horovod.sh keeps."""
     caches = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "~", ".cache").expanduser()
     return Path(environ.get("POPDIST_CACHE") or Path(caches, "popdist-everywhere"), "compiled")
 
 
 def _kind_of_machine() -> str:
-    """What a compiled program depends on beside its text: instructions, cores, libraries."""
+    """Return a digest of all that a compiled program depends on besides its text: instructions, cores, libraries."""
     instructions = {line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features", "model name"))}
     versions = [version(name) for name in ("jax", "jaxlib")]
     cores = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What tests leave behind: processes, shared memory, temporary files."""
+"""Search for processes, shared memory and temporary files that tests leave behind."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "TESTED_BY"
-"""A variable that all descendants of a worker of pytest inherit, unless they are given another environment."""
+"""A variable that all descendants of a worker of pytest inherit, unless they get another environment."""
 SHARED_MEMORY = Path("/dev/shm")
 GUARD_S = 30.0
-"""What has been told to end, or is about to remove its files, may take as long as this on a machine that is busy."""
+"""Time for processes to end and to remove their files on a busy machine."""
 LOOK_S = 0.01
 OF_PYTHON = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
-"""Python's own helpers, which end with the process that has started them."""
+"""Python's own helper processes, which end with the process that started them."""
 
 
 @dataclass(frozen=True)
 class Present:
-    """What there is at a moment.
+    """The processes and files at one moment.
 
     Attributes:
-        processes: the numbers of all.
-        shared: the names in shared memory.
-        files: the names in the temporary folder.
+        processes: The numbers of all processes.
+        shared: The names in shared memory.
+        files: The names in the temporary folder.
     """
 
     processes: frozenset[str]
@@ -38,27 +38,27 @@ class Present:
 
 
 class Lookout:
-    """Looks for what the tests of this process leave behind.
+    """A search for leftovers of this process's tests.
 
-    Gives this process a mark that its descendants inherit, and a temporary folder of its own.
+    Marks this process, so that its descendants inherit the mark, and gives it a separate temporary folder.
 
     Attributes:
-        folder: the temporary folder of this process and its descendants.
+        folder: The temporary folder of this process and its descendants.
     """
 
     def __init__(self) -> None:
         self._mark = f"{MARK}={os.getpid()}-{secrets.token_hex(8)}".encode()
         os.environ[MARK] = self._mark.decode().partition("=")[2]
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps folders of its own
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # the folder of pytest's own folders
         self.folder = Path(tempfile.mkdtemp(prefix="tests-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"]))
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
 
     def present(self) -> Present:
-        """What there is now."""
+        """Return the present processes and files."""
         return Present(_names(Path("/proc"), str.isdigit), _names(SHARED_MEMORY), _names(self.folder))
 
     def left_since(self, before: Present) -> list[str]:
-        """What is there that was not, and does not go away by itself."""
+        """Return new processes and files that do not disappear by themselves."""
         give_up_s = time.monotonic() + GUARD_S
         while left := self._new_since(before):
             if time.monotonic() > give_up_s:
@@ -77,12 +77,12 @@ class Lookout:
         ]
 
     def _describe(self, pid: str) -> str:
-        """A living process that has our mark; "" for all others."""
+        """Describe a living process with our mark; return "" for all others."""
         try:
             if pid == str(os.getpid()) or self._mark not in Path("/proc", pid, "environ").read_bytes().split(b"\0"):
                 return ""
             words = Path("/proc", pid, "cmdline").read_bytes()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return ""
         if not words or any(name in words for name in OF_PYTHON):
             return ""
@@ -101,12 +101,12 @@ def _names(folder: Path, condition: Callable[[str], bool] = bool) -> frozenset[s
 
 
 def _holds_a_file(path: Path) -> bool:
-    """Whether there is more than folders: Open MPI leaves some where no launcher has started the process."""
+    """Return whether a path is or contains a file: Open MPI leaves empty folders without a launcher."""
     return not path.is_dir() or any(not each.is_dir() for each in path.rglob("*"))
 
 
 def _unused(names: Iterable[str]) -> list[str]:
-    """Those files of shared memory that no process has open or mapped."""
+    """Return the files of shared memory that no process has open or mapped."""
     left = set(names)
     for process in Path("/proc").glob("[0-9]*") if left else ():
         used = _files_used_by(process)
@@ -120,6 +120,6 @@ def _files_used_by(process: Path) -> str:
         used.append((process / "maps").read_text(errors="replace"))
     with suppress(OSError):
         for link in (process / "fd").iterdir():
-            with suppress(OSError):  # that of the folder itself, for one
+            with suppress(OSError):  # such as the link to the folder itself
                 used.append(os.readlink(link))
     return "\n".join(used)

@@ -1,10 +1,10 @@
-"""The program that runs the code of documentation pages: the blocks of each page one after another.
+"""Program that runs the code of documentation pages: the blocks of each page one after another.
 
 python -W error running_pages.py [DEVICES] < pages.json
 
-Without DEVICES each page has a process of its own, in which nothing of the project is imported before. With DEVICES all
-pages share this process, and JAX has so many devices. Input: for each page its blocks. Output: for each page what its
-blocks print, or the traceback.
+Without DEVICES each page has a separate process, in which nothing of the project is imported before. With DEVICES all
+pages share this process, and JAX has this number of devices. The input maps pages to blocks, the output maps pages to
+printed texts or tracebacks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def run_page(name: str, blocks: list[str]) -> dict[str, Any]:
-    """Return what the blocks of a page print, in one namespace, and the traceback of the block that fails."""
+    """Run the blocks of a page in one namespace; return their output, and the traceback of a failing block."""
     names: dict[str, Any] = {"__name__": "__main__"}
     environ = dict(os.environ)
     printed: list[str] = []
@@ -37,7 +37,7 @@ def run_page(name: str, blocks: list[str]) -> dict[str, Any]:
 
 
 def run_alone(name: str, blocks: list[str]) -> dict[str, Any]:
-    """Run a page in a process of its own."""
+    """Run a page in a separate process."""
     read, write = os.pipe()
     if child := os.fork():
         os.close(write)

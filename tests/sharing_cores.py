@@ -1,9 +1,9 @@
-"""A server of tokens, one per core, by which the processes of a test run let in only what fits on the machine.
+"""Server of tokens that limits the tests running at the same time to the cores of the machine.
 
-A test takes as many tokens as it keeps cores busy (`@pytest.mark.cores(2)`), and returns them by closing its
-connection, so one that is killed returns them too. There are three times as many tokens as cores, because jobs of two
-or three processes keep 0.7 of a core busy on the average: they wait, for each other and for what is to happen to them.
-Who does not fit is overtaken by those who do, a few times, and then no more.
+A test takes a token for each core that it keeps busy (`@pytest.mark.cores(2)`). It returns the tokens by closing its
+connection, so that a killed test returns them, too. There are three times as many tokens as cores: jobs of two or
+three processes keep 0.7 of a core busy on average, because they wait for each other and for faults. Tests that need
+fewer tokens may overtake a waiting one a few times.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 SERVER_VARIABLE = "TESTS_SHARE_CORES_AT"
-"""Tells the workers of pytest-xdist where the server is."""
+"""Tells the workers of pytest-xdist the address of the server."""
 
 ALL = 255
-"""More than there are tokens: of who measures time, which nothing beside it may take."""
+"""More than all tokens, for a test that measures time with nothing beside it."""
 
 PATIENCE = 8
-"""How often one who waits may be overtaken."""
+"""The number of times that a waiting test may be overtaken."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """Somebody who waits."""
+    """A waiting client."""
 
     count: int
     patience: int = PATIENCE
 
 
 class TokenServer:
-    """Gives out tokens until its process ends.
+    """A server that gives out tokens until its process ends.
 
     Args:
-        tokens: how many there are; who asks for more gets them all.
+        tokens: The number of tokens; a client that asks for more gets them all.
 
     Attributes:
-        address: of its socket, which has no file.
+        address: The address of the server's abstract socket.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -56,7 +56,7 @@ class TokenServer:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for tokens."""
+        """Return whether a client waits for tokens."""
         return bool(self._waiting)
 
     def _listen(self) -> None:
@@ -80,7 +80,7 @@ class TokenServer:
                 self._changed.notify_all()
             try:
                 client.sendall(b"\1")
-                client.recv(1)  # nothing comes but the end
+                client.recv(1)  # returns when the client closes the connection
             except OSError:
                 pass
             finally:
@@ -95,7 +95,7 @@ class TokenServer:
 
 @contextmanager
 def cores_of(address: str, count: int) -> Iterator[None]:
-    """Hold `count` tokens of the server at this address, from when they are free."""
+    """Wait for `count` tokens of the server at this address, and hold them."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.connect(f"\0{address}")
         server.sendall(bytes([count]))

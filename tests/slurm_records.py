@@ -1,4 +1,4 @@
-"""What Slurm 22.05 really set, recorded on four hosts h0..h3 of two cores; only what nobody reads is left out."""
+"""Variables set by Slurm 22.05, recorded on four hosts h0..h3 with two cores each, without unused ones."""
 
 JOB_OF_3 = {
     "SLURM_JOBID": "6",
@@ -89,7 +89,7 @@ PMIX = {
     "SLURM_MPI_TYPE": "pmix",
     "SLURM_PMIX_MAPPING_SERV": "(vector,(0,1,2),(1,1,1))",
 }
-"""What `--mpi=pmix` adds; nothing of Open MPI's, also where its wheel is used."""
+"""Variables added by `--mpi=pmix`; Open MPI adds none, even from its wheel."""
 
 PMIX_TASK = TASK | PMIX
 

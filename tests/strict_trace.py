@@ -1,6 +1,6 @@
-"""Reads a trace as Perfetto and chrome://tracing do, and insists on what they only hope for.
+"""Reader of traces that checks all assumptions of Perfetto and chrome://tracing.
 
-Perfetto's own reader is a program that its package fetches from the network, which tests do not do.
+Perfetto's own reader is fetched by its package from the network, which tests must not use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 
 def read_strictly(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, once all that Perfetto and chrome://tracing insist on is found to be true."""
+    """Return the events of a trace, after checking all requirements of Perfetto and chrome://tracing."""
     data = path.read_bytes()
     text = gzip.decompress(data) if path.suffix == ".gz" else data
     trace = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
@@ -52,7 +52,7 @@ def read_strictly(path: Path) -> list[dict[str, Any]]:
 
 
 def assert_they_nest(slices: list[tuple[float, float]]) -> None:
-    """Slices of a thread lie one after another or one inside of another."""
+    """Check that slices of a thread follow each other or are nested."""
     open_until: list[float] = []
     for begin, end in slices:
         while open_until and open_until[-1] <= begin + 1e-3:

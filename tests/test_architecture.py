@@ -1,4 +1,4 @@
-"""The rooms of the packages, as architecture.md shows them."""
+"""The rooms of the packages, compared with architecture.md."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGES = [package for column in draw_rooms.COLUMNS for package in column]
 
 
 def file_of(frame: FrameType) -> str:
-    """The file of the project in which a frame is; "" if it is in none."""
+    """Return the file of the project that a frame belongs to, or "" if there is none."""
     path = Path(frame.f_code.co_filename)
     is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
     return str(path.relative_to(ROOT)) if is_ours else ""
 
 
 def files_to(frame: FrameType | None) -> tuple[str, ...]:
-    """The files of the project that are entered on the way to a frame, one after another."""
+    """Return the files of the project that are entered on the way to a frame, in order."""
     files: list[str] = []
     while frame is not None:
         if (file := file_of(frame)) and files[-1:] != [file]:
@@ -37,20 +37,20 @@ def files_to(frame: FrameType | None) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_rooms_import_only_from_those_below(package: str) -> None:
-    """Rooms of which each needs the other have no order: the sorter raises CycleError, and names them."""
+def test_rooms_import_only_from_rooms_below(package: str) -> None:
+    """The sorter raises CycleError for rooms that need each other, and names them."""
     levels = draw_rooms.levels_of(draw_rooms.rooms_of(package))
     assert draw_rooms.USED_BY_ALL in levels[-1]
     folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")} - {"examples"}
     assert {room for level in levels for room in level} == folders | {package, draw_rooms.USED_BY_ALL}
 
 
-def test_the_picture_shows_the_rooms_that_there_are() -> None:
+def test_the_picture_shows_the_existing_rooms() -> None:
     assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.draw(), "run python docs/draw_rooms.py"
 
 
 def jax_step():
-    """A step of two replicas on JAX, which was made once before."""
+    """Return a function that makes a step of two replicas on JAX, after a first step."""
     strategy = strategies.IPUStrategy(2)
     trainer = strategies.Trainer(strategy, lambda variables, batch, key: (variables * batch).mean(), optax.sgd(0.1))
     batch = np.ones((4, 3), np.float32)
@@ -59,7 +59,7 @@ def jax_step():
 
 
 def torch_step():
-    """A step of two replicas on PyTorch, which was made once before."""
+    """Return a function that makes a step of two replicas on PyTorch, after a first step."""
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
@@ -75,10 +75,10 @@ WAYS = {"JAX": (jax_step, draw_rooms.GRADIENT), "PyTorch": (torch_step, draw_roo
 
 
 @pytest.mark.parametrize("framework", WAYS)
-def test_a_gradient_goes_through_the_files_that_are_named_in_their_order(framework: str) -> None:
-    """On one instance: what several do in `collectives/shared_memory/transport.py`, one does alone.
+def test_a_gradient_passes_through_the_documented_files_in_order(framework: str) -> None:
+    """One instance does alone what several do in `collectives/shared_memory/transport.py`.
 
-    No other file is entered on the way to any of them, and none is left and entered again.
+    No other file is entered between these files, and none is entered twice.
     """
     prepare, way = WAYS[framework]
     make_step = prepare()
@@ -101,7 +101,7 @@ def test_a_gradient_goes_through_the_files_that_are_named_in_their_order(framewo
         assert files == tuple(sorted(set(files), key=expected.index)), "a file is entered twice, or not in order"
 
 
-def test_the_page_names_the_same_files() -> None:
+def test_the_architecture_page_names_the_same_files() -> None:
     text = page_text("architecture.md")
     named = re.findall(r"^\d+\. `([^`]+)`", text, flags=re.MULTILINE)
     assert named == [*draw_rooms.GRADIENT, *draw_rooms.TORCH_GRADIENT]

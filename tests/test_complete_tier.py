@@ -1,4 +1,4 @@
-"""The parts of the complete tier, and when a change makes them due."""
+"""The parts of the complete tier, and the changes that make them due."""
 
 import re
 
@@ -9,7 +9,7 @@ from complete_tier import PARTS, ROOT, Part, digest, due, note_passed, part_of, 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A small project with one part, which has passed."""
+    """Return a small project with one part that has passed."""
     monkeypatch.setattr(complete_tier, "ROOT", tmp_path)
     monkeypatch.setattr(complete_tier, "PASSED", tmp_path / "complete-at")
     monkeypatch.setattr(complete_tier, "PARTS", {"hosts": Part("several hosts", ("code",)), "more": Part("more", ())})
@@ -24,22 +24,22 @@ def test_a_part_names_files_and_folders_that_exist(part):
     assert [path for path in (*PARTS[part].code, *PARTS[part].tests) if not (ROOT / path).exists()] == []
 
 
-def test_every_file_of_tests_belongs_to_the_part_that_names_it_most_closely():
+def test_a_test_file_belongs_to_the_part_with_the_longest_matching_path():
     assert part_of(ROOT / "tests" / "jobs" / "test_promises.py") == "jobs"
     assert part_of(ROOT / "tests" / "jobs" / "test_verify.py") == "reports"
     assert part_of(ROOT / "tests" / "test_installed.py") == "packaging"
 
 
-def test_an_unknown_part_is_refused_with_those_that_exist():
+def test_an_unknown_part_is_refused_with_the_existing_ones():
     with pytest.raises(ValueError, match=r"no part of the complete tier: zebra; there are transports, hosts, "):
         parts_named("hosts,zebra")
 
 
-def test_a_part_that_passed_is_not_due(project):
+def test_a_passed_part_is_not_due(project):
     assert due() == []
 
 
-def test_docstrings_and_comments_make_no_part_due(project):
+def test_changed_docstrings_and_comments_make_no_part_due(project):
     (project / "code" / "ssh.py").write_text('"""Another word."""\n\nPORT = 22  # IANA\n"""The port of ssh."""\n')
     assert due() == []
 
@@ -58,7 +58,7 @@ def test_code_changed_during_a_run_is_not_noted_as_passed(project):
     assert due() == ["hosts"]
 
 
-def test_the_digest_of_a_part_without_code_says_that_it_is_never_due():
+def test_a_part_without_code_has_a_digest_that_is_never_due():
     assert digest(PARTS["training"]) == "-"
 
 

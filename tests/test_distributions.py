@@ -1,4 +1,4 @@
-"""A wheel and a source distribution, each in an empty environment: the programs of README.md run there."""
+"""Programs of README.md with a wheel and a source distribution, each in an empty environment."""
 
 import os
 import re
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.long, pytest.ma
 
 
 def run(*command, cwd, **environ):
-    """Run a command that knows of the project only what is installed; return its standard output."""
+    """Run a command that finds the project only if it is installed; return its standard output."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
     clean = {name: value for name, value in os.environ.items() if name not in hidden} | environ
     done = subprocess.run(
@@ -29,7 +29,7 @@ def run(*command, cwd, **environ):
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
-    """The source distribution, and the wheel that is built from it, by their endings."""
+    """Return the source distribution and the wheel built from it, by their endings."""
     folder = tmp_path_factory.mktemp("dist")
     checkout = folder / "checkout"
     run("git", "clone", "--quiet", ROOT, checkout, cwd=folder)
@@ -39,7 +39,7 @@ def distributions(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def empty_environment(tmp_path_factory):
-    """The folder of programs of a new environment, which has pip and nothing else."""
+    """Return the programs' folder of a new environment, which contains only pip."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=True)
     return folder / "bin"
@@ -47,7 +47,7 @@ def empty_environment(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[".whl", ".gz"], ids=["wheel", "sdist"])
 def environment(request, distributions, empty_environment):
-    """The same with a distribution of the project; the second one takes the place of the first."""
+    """Return the environment with a distribution of the project; the second replaces the first."""
     script = (ROOT / "launch_scripts" / "install_horovod.sh").read_text(encoding="utf-8")
     torch_without_cuda = re.search(r"^torch_without_cuda=(\S+)", script, re.MULTILINE)[1]
     if request.param == ".whl":
@@ -70,7 +70,7 @@ def poprun(environment, instances, *words, cwd):
     return start(environment, "poprun", f"--num-instances={instances}", "--num-replicas=4", *root, *words, cwd=cwd)
 
 
-def test_the_programs_of_the_readme_have_the_same_bits_on_one_instance_and_on_two(environment, tmp_path):
+def test_programs_of_the_readme_have_the_same_bits_on_one_and_two_instances(environment, tmp_path):
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(programs) == 2
     for number, program in enumerate(programs):
@@ -86,5 +86,5 @@ def test_the_example_runs(environment, tmp_path):
     assert re.search(r"variables [0-9a-f]{64}", printed)
 
 
-def test_the_launcher_says_its_version(environment, tmp_path):
+def test_the_launcher_prints_its_version(environment, tmp_path):
     assert start(environment, "poprun", "--version", cwd=tmp_path) == f"poprun {__version__}\n"

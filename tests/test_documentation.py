@@ -1,4 +1,4 @@
-"""The pages of the documentation: how they hang together, and the programs in them that other tests do not run."""
+"""Links and names in the documentation, and programs in it that other tests do not run."""
 
 import importlib.util
 import inspect
@@ -22,25 +22,25 @@ def text_of(page):
 
 
 def prose_of(page):
-    """The page without its blocks of code."""
+    """Return the page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def links_of(page):
-    """The targets of its links into this project: a path, and the part of a page behind #."""
+    """Return the targets of a page's links into this project: a path, and the heading after #."""
     targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
     return [target.partition("#")[::2] for target in targets if "://" not in target]
 
 
 def anchors_of(page):
-    """The names that GitHub gives its headings."""
+    """Return the anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "")) for heading in headings]
     return {words.lower().replace(" ", "-") for words in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_its_links_lead_to_pages_and_headings_that_exist(page):
+def test_links_of_pages_lead_to_existing_pages_and_headings(page):
     broken = []
     for path, anchor in links_of(page):
         target = (page.parent / path) if path else page
@@ -51,7 +51,7 @@ def test_its_links_lead_to_pages_and_headings_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_ranges_of_hosts_are_quoted_where_a_shell_reads_them(page):
-    """Bare brackets are a pattern for the shell: it may put the name of a file in their place, or (zsh) refuse them."""
+    """Bare brackets are a pattern for the shell: it may replace them by the name of a file, or (zsh) refuse them."""
     assert re.findall(r"^(?!usage: ).*(?:--host|-H)[ =][\w,.-]*\[.*$", text_of(page), flags=re.MULTILINE) == []
 
 
@@ -62,10 +62,10 @@ OWNERS = {
     "strategy": strategies.Strategy,
     "trainer": strategies.Trainer,
 }
-OF_OTHER_LIBRARIES = {  # migrate.md says what takes their place
+OF_OTHER_LIBRARIES = {  # migrate.md names their replacements
     *("popdist.popart", "popdist.poptorch", "strategy.experimental_local_results"),
 }
-OF_TORCH = re.compile(r"trainer\.\w+")  # on the pages on PyTorch: tests/strategies/on_torch look whether they exist
+OF_TORCH = re.compile(r"trainer\.\w+")  # tests/strategies/on_torch checks the pages on PyTorch
 
 
 def exists(owner, name):
@@ -74,7 +74,7 @@ def exists(owner, name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_names_of_ours_that_it_mentions_exist(page):
+def test_names_of_ours_on_pages_exist(page):
     mentioned = set(re.findall(rf"\b({'|'.join(OWNERS)})\.(?!md\b|py\b)([A-Za-z_]\w*)", text_of(page)))
     missing = {f"{owner}.{name}" for owner, name in mentioned if not exists(owner, name)}
     if page.name.startswith("torch"):
@@ -82,7 +82,7 @@ def test_the_names_of_ours_that_it_mentions_exist(page):
     assert missing <= OF_OTHER_LIBRARIES
 
 
-def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours():
+def test_documented_replacements_of_other_libraries_arguments_exist():
     rows = re.findall(r"^\|.*\|(.*)\|$", page_text("migrate.md"), flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"\b(\w+)=", row)}
     functions = [
@@ -98,7 +98,7 @@ def test_what_takes_the_place_of_other_libraries_arguments_are_arguments_of_ours
 @pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.cores(2)
-def test_a_training_loop_of_ones_own_has_the_same_bits_on_several_instances(tmp_path):
+def test_a_custom_training_loop_has_the_same_bits_on_several_instances(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(page_programs("migrate.md")[0])
     words = ("--num-replicas=4", sys.executable, str(program))

@@ -1,4 +1,4 @@
-"""A worker of pytest that is killed costs the run one test, and no other."""
+"""A killed worker of pytest, which costs the run only one test."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_that_may_kill(number):
 
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("killed_by", [0, *(pytest.param(number, marks=pytest.mark.complete) for number in (2, 3))])
-def test_the_others_are_run_once_each_and_the_run_ends(tmp_path, killed_by):
-    """Near the end of the run, where the other worker has been told already that nothing more comes."""
+def test_other_tests_run_once_each_and_the_run_ends_after_a_worker_is_killed(tmp_path, killed_by):
+    """The worker dies near the end of the run, after the other worker has learnt that no files are left."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for number in range(5):
         (tmp_path / f"test_{number}.py").write_text(DIES.format(number=killed_by if number == 4 else -1))
@@ -57,5 +57,5 @@ def test_the_others_are_run_once_each_and_the_run_ends(tmp_path, killed_by):
 
 
 def _without_workers_variables() -> dict[str, str]:
-    """The environment, without what tells a worker of pytest-xdist that it is one."""
+    """Return the environment without the variables of a worker of pytest-xdist."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}

@@ -1,4 +1,4 @@
-"""Which package may import which: the layers of the project."""
+"""Layers of the project: the packages that each package may import."""
 
 from __future__ import annotations
 
@@ -68,22 +68,22 @@ DOORS = {
     "popdist/compat.py": "looks the original's names up in a table when a program asks for one",
     "popdist/poptorch.py": "is the original's name of a module; a program that imports it asks for PopTorch",
 }
-"""The files that import a module of ours by its name, or one that only the user knows, and the reason."""
+"""The files that import modules by name, chosen here or by the user, and their reasons."""
 PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}
 
 
 EXAMPLES = "popdist/examples"
-"""A package inside of another one, but above all of them: programs."""
+"""A package inside of another, but above all packages: programs."""
 
 
 def modules_of(package: str) -> list[Path]:
-    """Return the modules of a package, those of the examples only if they are asked for."""
+    """Return the modules of a package, and those of the examples only for the examples."""
     modules = sorted((ROOT / package).rglob("*.py"))
     return [path for path in modules if package == EXAMPLES or ROOT / EXAMPLES not in path.parents]
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The full names of what a module imports, wherever in the module; also by name, where it is no door."""
+    """Yield the full names of all imports in a module, including imports by name unless the file is a door."""
     tree = ast.parse(path.read_text())
     yield from [] if path.relative_to(ROOT).as_posix() in DOORS else draw_rooms.imported_by_name(tree)
     for node in ast.walk(tree):
@@ -95,7 +95,7 @@ def imports_of(path: Path) -> Iterator[str]:
             yield node.module
 
 
-def test_modules_of_ours_are_imported_by_name_in_no_file_but_a_door() -> None:
+def test_only_doors_import_our_modules_by_name() -> None:
     found = {
         path.relative_to(ROOT).as_posix()
         for package in OURS
@@ -107,13 +107,13 @@ def test_modules_of_ours_are_imported_by_name_in_no_file_but_a_door() -> None:
 
 
 def test_no_package_imports_a_door() -> None:
-    """So that no circle goes through one."""
+    """Therefore no circle contains a door."""
     doors = {path.removesuffix(".py").replace("/", ".") for path in DOORS if not path.endswith("__init__.py")}
     assert [path for package in OURS for path in modules_of(package) if doors & set(imports_of(path))] == []
 
 
 def allowed_in(path: Path) -> set[str]:
-    """What a file may import besides what its package may: a transport, or the library of its room."""
+    """Return the modules that a file may import besides its package's: a transport, or its room's library."""
     file = path.relative_to(ROOT).as_posix()
     rooms = [libraries for room, libraries in LIBRARIES.items() if file.startswith(f"{room}/")]
     return TRANSPORTS.get(file, set()).union(*rooms)
@@ -137,7 +137,7 @@ def test_a_package_imports_only_the_layers_below(package: str) -> None:
     assert forbidden == []
 
 
-def test_poprun_knows_only_what_describes_an_instance() -> None:
+def test_poprun_imports_only_descriptions_of_instances() -> None:
     forbidden = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in modules_of("poprun")
@@ -158,8 +158,8 @@ def test_examples_use_only_the_public_interface() -> None:
     assert forbidden == []
 
 
-def test_a_backend_is_loaded_only_by_name() -> None:
-    """So its library is needed only by those who use it; threads need none."""
+def test_a_backend_is_loaded_only_by_its_name() -> None:
+    """Only its users need its library; threads need none."""
     importers = [
         path.relative_to(ROOT).as_posix()
         for package in ("collectives", "popdist", "strategies")
@@ -171,7 +171,7 @@ def test_a_backend_is_loaded_only_by_name() -> None:
 
 
 def loaded_by(module: str) -> set[str]:
-    """The top-level modules that importing `module` loads in a fresh interpreter."""
+    """Return the top-level modules that importing `module` loads in a fresh interpreter."""
     program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ended = subprocess.run(
@@ -185,7 +185,7 @@ HEAVY = {"numpy", "jax", "jaxlib", "mpi4py", "ml_dtypes", "optax"}
 
 
 @pytest.mark.parametrize("module", ["poprun.__main__", "poprun.agent.guard", "popdist", "popdist.environments"])
-def test_what_starts_instances_loads_no_numeric_library(module: str) -> None:
+def test_launchers_load_no_numeric_library(module: str) -> None:
     assert loaded_by(module) & HEAVY == set()
 
 
@@ -197,14 +197,14 @@ def test_strategies_load_no_launcher_and_no_transport() -> None:
     assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "tensorboard", "torch"} == set()
 
 
-def test_no_other_packages_are_imported_by_name() -> None:
-    """Every package of the project has a rule above."""
+def test_every_package_of_the_project_has_a_rule() -> None:
+    """The rules are above."""
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages <= OURS
 
 
-def test_equations_are_looked_through_by_the_programs_room_alone() -> None:
-    """Whoever else has a question about a traced program asks `strategies/jax/programs/jaxpr.py`."""
+def test_only_the_room_of_programs_walks_through_equations() -> None:
+    """Other rooms ask `strategies/jax/programs/jaxpr.py` about traced programs."""
     looking = {
         path.parent.relative_to(ROOT).as_posix()
         for path in modules_of("strategies")
@@ -215,12 +215,12 @@ def test_equations_are_looked_through_by_the_programs_room_alone() -> None:
 
 
 FREE_OF_FRAMEWORKS = ("strategies/core", "strategies/exchange")
-"""The rooms that know NumPy and protocols only, so that any engine may use them."""
+"""The rooms that use only NumPy and protocols, so that any engine may use them."""
 FRAMEWORKS = {"jax", "jaxlib", "keras", "optax", "torch"}
 
 
 class RunTimeImports(ast.NodeVisitor):
-    """The names that a module imports, wherever in it, but for types only."""
+    """The names that a module imports at run time, anywhere in it."""
 
     def __init__(self, path: Path) -> None:
         self.names: set[str] = set()
@@ -237,7 +237,7 @@ class RunTimeImports(ast.NodeVisitor):
         self.names.update([str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)])
 
 
-def test_the_order_of_a_step_and_what_travels_know_no_framework_and_use_nothing_that_does() -> None:
+def test_core_and_exchange_use_no_framework_even_indirectly() -> None:
     files = {draw_rooms.name_of(path): path for package in OURS for path in modules_of(package)}
     left = [path for room in FREE_OF_FRAMEWORKS for path in modules_of(room)]
     used: dict[Path, set[str]] = {}
@@ -255,8 +255,8 @@ def test_the_order_of_a_step_and_what_travels_know_no_framework_and_use_nothing_
     assert forbidden == set()
 
 
-def test_so_they_load_none() -> None:
-    """The package is put in place by hand: its own `__init__` loads all that users need."""
+def test_core_and_exchange_load_no_framework() -> None:
+    """The package is built by hand, because its own `__init__` loads all that users need."""
     names = [draw_rooms.name_of(path) for room in FREE_OF_FRAMEWORKS for path in modules_of(room)]
     empty = f"types; empty = types.ModuleType('strategies'); empty.__path__ = [{str(ROOT / 'strategies')!r}]"
     loaded = loaded_by("; import ".join([f"{empty}; sys.modules['strategies'] = empty", *names]))
@@ -265,6 +265,6 @@ def test_so_they_load_none() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(ALLOWED))
-def test_no_files_import_each_other_in_a_circle(package: str) -> None:
-    """For types only, or inside of a function, is in a circle too: neither file can be understood without the other."""
+def test_files_do_not_import_each_other_in_a_circle(package: str) -> None:
+    """Imports for types or within functions count, too: neither file could be understood without the other."""
     TopologicalSorter(draw_rooms.imported_by(package)).prepare()

@@ -1,4 +1,4 @@
-"""What a project that is installed tells type checkers and editors, from a wheel and from `pip install -e`."""
+"""Types of an installed project for type checkers and editors, from a wheel and from `pip install -e`."""
 
 import json
 import os
@@ -32,23 +32,23 @@ WRONG = {number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.e
 pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.long, pytest.mark.timeout(2 * LIMIT_S)]
 
 
-NOT_COMPILED = ("install", "--no-compile")  # what is imported once, if at all, needs no bytecode
+NOT_COMPILED = ("install", "--no-compile")  # modules that are imported once at most need no bytecode
 
 
 def finished(*command, cwd=None):
-    """A command that knows of the project only what is installed."""
+    """Run a command that finds the project only if it is installed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=clean, cwd=cwd, check=False)
 
 
 def pip(environment, *words, cwd=None):
-    """This interpreter's pip, for an environment that has none."""
+    """Run this interpreter's pip for an environment without pip."""
     quiet = ("--quiet", "--disable-pip-version-check")
     return finished(sys.executable, "-m", "pip", *quiet, "--python", str(environment), *words, cwd=cwd)
 
 
 def copy_project(place):
-    """What an installation needs of it, so that none of the files that pip makes lie in the original."""
+    """Copy all files needed for an installation, so that pip does not write into the original."""
     for name in PACKAGES:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
@@ -57,7 +57,7 @@ def copy_project(place):
 
 @pytest.fixture(scope="module", params=["wheel", "editable"])
 def python(request, tmp_path_factory):
-    """The interpreter of a new environment in which nothing but the project is installed."""
+    """Return the interpreter of a new environment that contains only the project."""
     folder = tmp_path_factory.mktemp(request.param)
     project = folder / "project"
     copy_project(project)
@@ -78,7 +78,7 @@ def program(tmp_path):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Of mypy, for all environments: the standard library is the same."""
+    """Return the folder of mypy's cache for all environments, which share the standard library."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -92,7 +92,7 @@ def test_mypy_knows_the_types(python, program, cache):
 
 @pytest.fixture(scope="module")
 def pyright(tmp_path_factory):
-    """basedpyright, which unlike pyright needs no npm."""
+    """Return the path of basedpyright, which unlike pyright needs no npm."""
     environment = tmp_path_factory.mktemp("pyright")
     venv.create(environment)
     done = pip(environment, *NOT_COMPILED, "basedpyright")
@@ -109,14 +109,14 @@ def test_pyright_knows_the_types(pyright, python, program):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_marker_of_typed_packages_is_installed(python, package):
-    """Without it checkers take all types of the package for Any."""
+    """Without the marker checkers treat all types of the package as Any."""
     code = f"import importlib.util, os; print(os.path.dirname(importlib.util.find_spec({package!r}).origin))"
     done = finished(str(python), "-I", "-c", code)
     assert (Path(done.stdout.strip()) / "py.typed").is_file(), done.stderr
 
 
-def test_with_the_constraints_every_version_is_one_of_theirs(tmp_path):
-    """Of what is required indirectly too: nothing is left to the day on which somebody installs."""
+def test_the_constraints_pin_every_installed_package(tmp_path):
+    """Indirect requirements are pinned, too, so that the versions do not depend on the day of installation."""
     copy_project(tmp_path / "project")
     venv.create(tmp_path / "environment")
     constraints = CONSTRAINTS.read_text(encoding="utf-8")

@@ -3,13 +3,13 @@ import os
 from kept_programs import UNUSED_S, kept_programs, remove_unused
 
 
-def test_they_lie_where_the_user_keeps_caches_and_nobody_else_may_write(tmp_path):
+def test_programs_are_kept_in_the_user_s_cache_folder_with_private_permissions(tmp_path):
     folder = kept_programs({"XDG_CACHE_HOME": str(tmp_path)})
     assert folder.parent == tmp_path / "popdist-everywhere/compiled"
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_folder_of_the_project_comes_before_that_of_the_user_and_home_is_the_last(tmp_path):
+def test_the_project_s_variable_precedes_the_user_s_cache_and_home_folders(tmp_path):
     environ = {"POPDIST_CACHE": str(tmp_path / "a"), "XDG_CACHE_HOME": str(tmp_path / "b"), "HOME": str(tmp_path / "c")}
     assert kept_programs(environ).is_relative_to(tmp_path / "a")
     del environ["POPDIST_CACHE"], environ["XDG_CACHE_HOME"]
@@ -21,7 +21,7 @@ def test_the_same_machine_has_the_same_folder(tmp_path):
     assert kept_programs(environ) == kept_programs(environ)
 
 
-def test_what_nobody_has_read_for_long_is_removed_and_what_is_empty_and_the_others_stay(tmp_path):
+def test_unread_and_empty_programs_are_removed_and_others_stay(tmp_path):
     environ = {"POPDIST_CACHE": str(tmp_path)}
     old, new, empty = (kept_programs(environ) / name for name in ("old", "new", "empty"))
     empty.touch()

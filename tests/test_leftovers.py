@@ -1,4 +1,4 @@
-"""What tests leave behind is found, and nothing else."""
+"""Search for leftovers of tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pytest
 from leftovers import SHARED_MEMORY, Lookout
 
 BEGUN = "import os; print(os.getpid(), flush=True); input()"
-"""Says that it has begun: a process has no environment yet when the one that starts it hears that it is there."""
+"""Prints a line once it runs: a new process has no environment yet when its parent learns its number."""
 
 
 @pytest.fixture
 def lookout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """One that does not wait, nor sees the windows of tests beside it; the environment is as before afterwards."""
+    """Provide a lookout without waits that ignores shared memory of parallel tests; restore the environment
+    afterwards.
+    """
     monkeypatch.setattr(leftovers, "GUARD_S", 0.0)
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
@@ -30,7 +32,7 @@ def lookout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     looking.close()
 
 
-def test_nothing_is_found_where_nothing_is_left(lookout: Lookout):
+def test_nothing_is_found_if_nothing_is_left(lookout: Lookout):
     before = lookout.present()
     subprocess.run([sys.executable, "-c", ""], check=True)
     with tempfile.TemporaryFile():
@@ -49,7 +51,7 @@ def test_a_process_is_found_until_it_has_ended(lookout: Lookout):
     assert lookout.left_since(before) == []
 
 
-def test_a_process_whose_parent_has_ended_is_found(lookout: Lookout):
+def test_a_process_with_a_dead_parent_is_found(lookout: Lookout):
     before = lookout.present()
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BEGUN!r}])"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -66,7 +68,7 @@ def test_a_temporary_file_is_found(lookout: Lookout):
     assert lookout.left_since(before) == [path]
 
 
-def test_folders_without_files_are_none(lookout: Lookout):
+def test_folders_without_files_do_not_count(lookout: Lookout):
     before = lookout.present()
     folder = Path(tempfile.mkdtemp()) / "session"
     folder.mkdir()
@@ -75,7 +77,7 @@ def test_folders_without_files_are_none(lookout: Lookout):
     assert lookout.left_since(before) == [str(folder.parent)]
 
 
-def test_shared_memory_is_found_when_nobody_uses_it_any_more(lookout: Lookout, monkeypatch: pytest.MonkeyPatch):
+def test_shared_memory_is_found_once_no_process_uses_it(lookout: Lookout, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(leftovers, "SHARED_MEMORY", SHARED_MEMORY)
     before = lookout.present()
     path = SHARED_MEMORY / f"left-by-a-test-of-{os.getpid()}"

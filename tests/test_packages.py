@@ -1,4 +1,4 @@
-"""What is installed, and in which versions it was tested."""
+"""Packages that are installed, and the versions used in tests."""
 
 import configparser
 import re
@@ -20,14 +20,14 @@ def setup():
 
 
 def requirements():
-    """What the project and all its extras require."""
+    """Return the requirements of the project and all its extras."""
     lists = [setup()["options"]["install_requires"], *setup()["options.extras_require"].values()]
     lines = {line for each in lists for line in each.splitlines() if line}
     return [Requirement(line) for line in sorted(lines)]
 
 
 def pins():
-    """The version of each package in the constraints."""
+    """Return the version of each package in the constraints."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(name): version for name, version in pairs}

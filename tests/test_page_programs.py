@@ -1,4 +1,4 @@
-"""The code on the pages runs: every block of Python, shells' blocks, and examples in docstrings."""
+"""Runs of the documentation's code: blocks of Python and of shells, and examples in docstrings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RUN_BY = {
 """Pages whose programs need several instances, or are a part of a larger one, and the tests that run them."""
 
 CONTINUES = {"torch_modules.md": "torch.md"}
-"""Pages that go on with the names of another page's programs, as their text says."""
+"""Pages that continue with the names of another page's programs, as their text says."""
 
 KERAS_WITH_NUMPY = "ignore:__array__ implementation:DeprecationWarning"
 
@@ -44,7 +44,7 @@ OPTIONAL = ("torch", "keras")
 
 
 def missing_library(programs):
-    """Return the name of a library that programs import, and that is not installed; empty if all are there."""
+    """Return the name of an imported library that is not installed; empty if all are installed."""
     text = "\n".join(programs)
     needed = [
         name for name in OPTIONAL if re.search(rf"^(?:import|from) (?:strategies\.)?{name}\b", text, re.MULTILINE)
@@ -66,7 +66,7 @@ def results_of(folder, *devices):
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-W", KERAS_WITH_NUMPY, str(ROOT / "tests" / "running_pages.py"), *devices],
         env=clean | places,
-        cwd=folder,  # the files that the programs make stay there
+        cwd=folder,  # files made by the programs stay there
         input=json.dumps({page: programs for page, programs in RUN_HERE.items() if not missing_library(programs)}),
         capture_output=True,
         text=True,
@@ -100,11 +100,11 @@ NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[+-]\d+)?")
 
 
 CLAIM = re.compile(r"[\[(\d-]|\w+$")
-"""The begin of a comment that says what is printed; other comments explain."""
+"""The beginning of a comment with the printed value; other comments explain."""
 
 
 def check_comments(program, output):
-    """A comment behind a call of print that begins like a value begins with what is printed, or has its numbers."""
+    """Check comments after calls of print: a comment like a value begins with the output, or has its numbers."""
     comments = re.findall(r"^print\(.*?\)(?:  # (.+))?$", program, flags=re.MULTILINE)
     lines = output.splitlines()
     if len(lines) != len(comments):
@@ -125,25 +125,25 @@ def rounded_as(text, example):
 
 @pytest.mark.job
 @pytest.mark.parametrize("page", RUN_HERE)
-def test_the_programs_of_a_page_run_one_after_another(page, in_one_process):
+def test_programs_of_a_page_run_one_after_another(page, in_one_process):
     check(page, in_one_process)
 
 
 @pytest.mark.complete
 @pytest.mark.job
 @pytest.mark.parametrize("page", RUN_HERE)
-def test_the_programs_of_a_page_run_in_a_process_of_their_own(page, each_alone):
+def test_programs_of_a_page_run_in_a_separate_process(page, each_alone):
     check(page, each_alone)
 
 
 @pytest.mark.parametrize("page", RUN_BY)
-def test_a_page_that_is_run_elsewhere_has_a_test(page):
+def test_a_page_run_elsewhere_has_a_test(page):
     assert PROGRAMS[page]
     assert page in (ROOT / RUN_BY[page]).read_text(encoding="utf-8")
 
 
-def test_every_block_of_python_begins_at_the_margin_and_is_called_python():
-    """Only such blocks are found, and run."""
+def test_every_block_of_python_begins_at_the_margin_and_is_labelled_python():
+    """Only these blocks are found and run."""
     others = re.compile(r"^(?:[ >]+```python|```(?:py|Python|python3|pycon)\b)", re.MULTILINE)
     assert [page.name for page in PAGES if others.search(page.read_text(encoding="utf-8"))] == []
 
@@ -180,10 +180,10 @@ def commands_on(page):
 
 
 def unknown_options(command):
-    """Return the options before the program that poprun, or its subcommand, does not have."""
+    """Return unknown options of poprun or its subcommand, before the program."""
     try:
         words = shlex.split(command.partition("poprun ")[2], comments=True)
-    except ValueError:  # a command that is cut off
+    except ValueError:  # a truncated command
         words = command.partition("poprun ")[2].split()
     if words[:1] == ["simulate"]:
         return unknown_to_argparse(words[1:])
@@ -237,8 +237,8 @@ sys.exit(any(failed or not tried for failed, tried in results.values()))
 
 
 @pytest.mark.job
-def test_examples_in_docstrings_print_what_they_say(tmp_path):
-    """In a process of their own: some call popdist.init."""
+def test_examples_in_docstrings_print_the_documented_results(tmp_path):
+    """They run in a separate process, because some call popdist.init."""
     names = [name for name in WITH_DOCTESTS if not name.startswith(UNLOADABLE)]
     command = [sys.executable, "-W", "error", "-c", DOCTESTS, *names]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""What the packages export is what the documentation lists."""
+"""Public names, compared with the documentation."""
 
 import importlib
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def listed(page):
-    """The names that begin a row of a table, in the chapter on public names where there is one."""
+    """Return the names that begin a table row, in the chapter on public names if the page has one."""
     return re.findall(r"^\| `(\w+)", page_text(page).split("## Public names")[-1], flags=re.MULTILINE)
 
 
@@ -26,7 +26,7 @@ def test_the_tables_list_every_public_name_once(package, page):
     assert sorted(listed(page)) == sorted(importlib.import_module(package).__all__)
 
 
-def test_no_page_has_marks_of_a_merge():
+def test_pages_have_no_marks_of_a_merge():
     assert not [
         page for page in ALL_PAGES if re.search(r"^(<{7}|={7}|>{7})", page.read_text(encoding="utf-8"), re.MULTILINE)
     ]

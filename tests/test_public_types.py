@@ -1,4 +1,4 @@
-"""What users give and get has types that say what it is for: no public signature has a bare `Any`."""
+"""Types of public signatures, which must not be a bare `Any`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_EVERY_CLASS = {"__init__", "__call__", "__iter__", "__next__", "__getitem__"}
 
 
 def public_values(package: str) -> Iterator[tuple[str, Any]]:
-    """What a package exports, and the functions of the modules that it exports."""
+    """Yield the exported values of a package, and the functions of exported modules."""
     module = importlib.import_module(package)
     for name in module.__all__:
         value = getattr(module, name)
@@ -30,7 +30,7 @@ def public_values(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def signatures(value: Any) -> Iterator[tuple[str, ast.expr]]:
-    """The name of what it belongs to, and each type in the public signatures of a function or class, with its bases."""
+    """Yield each type in the public signatures of a function, or a class with its bases, with its owner's name."""
     for part in inspect.getmro(value) if inspect.isclass(value) else [value]:
         if (inspect.isclass(part) or inspect.isfunction(part)) and part.__module__.split(".")[0] in OURS:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
@@ -55,7 +55,7 @@ def types_of(definition: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 @pytest.mark.parametrize("package", OURS)
-def test_no_public_signature_says_any(package: str) -> None:
+def test_no_public_signature_contains_any(package: str) -> None:
     found = {
         f"{name}: {where}: {ast.unparse(annotation)}"
         for name, value in public_values(package)
@@ -65,7 +65,7 @@ def test_no_public_signature_says_any(package: str) -> None:
     assert found == set()
 
 
-def test_types_are_found_wherever_a_signature_has_them() -> None:
+def test_types_are_found_at_every_place_of_a_signature() -> None:
     source = (
         "class A:\n field: Any\n def f(self, a: Any, *b: int, c: str, **d: list[Any]) -> Any: ...\n def _g(x: Any): ..."
     )

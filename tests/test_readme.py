@@ -1,4 +1,4 @@
-"""The programs in README.md run as README.md says."""
+"""Programs in README.md."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.job
 
 @pytest.fixture(scope="module", params=LIBRARIES)
 def program(request, tmp_path_factory):
-    """The words that start a program for one library."""
+    """Return the words that start a program for one library."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
     programs = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -33,7 +33,7 @@ def lines_on(instances, program):
 
 @pytest.fixture(scope="module")
 def on_one(program):
-    """The lines of one instance."""
+    """Return the lines of one instance."""
     return lines_on(1, program)
 
 

@@ -1,4 +1,4 @@
-"""The files that a release needs agree with each other and with the tools that they describe."""
+"""Files of a release, compared with each other and with the tools that they describe."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def test_the_release_in_the_changelog_is_at_most_60_lines():
     assert len(newest.splitlines()) <= 60
 
 
-def test_towncrier_can_make_the_next_release_of_all_changes():
+def test_towncrier_builds_the_next_release_from_all_changes():
     pytest.importorskip("towncrier", reason="towncrier is not installed")
     command = (sys.executable, "-m", "towncrier", "build", "--draft", "--version", "next")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -38,7 +38,7 @@ def test_towncrier_can_make_the_next_release_of_all_changes():
     )
 
 
-def test_the_hooks_of_pre_commit_are_the_linters_of_the_tests():
+def test_pre_commit_hooks_are_the_linters_of_the_tests():
     [local] = yaml.safe_load(text_of(".pre-commit-config.yaml"))["repos"]
     linters = re.findall(
         r"^check (ruff.*|codespell|shellcheck|mypy)\b", text_of("launch_scripts/test.sh"), re.MULTILINE

@@ -1,4 +1,4 @@
-"""The server of tokens that lets in as many tests as the machine has cores for."""
+"""The server of tokens, which limits simultaneous tests by the number of cores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LIMIT_S = 60.0
 
 
 def wait_until_awaited(server: TokenServer) -> None:
-    """Return when somebody has asked for more than is free; for ever if it is given more."""
+    """Return when a client has asked for more tokens than are free."""
     while not server.is_awaited:
         time.sleep(0.001)
 
 
 class Holder:
-    """Holds tokens in a thread of its own until it is told to return them."""
+    """A holder of tokens, which keeps them in a separate thread until it is told to return them."""
 
     def __init__(self, server: TokenServer, count: int, log: list[str], name: str) -> None:
         self.is_in, self._may_leave = threading.Event(), threading.Event()
@@ -37,7 +37,7 @@ class Holder:
         self._thread.join(LIMIT_S)
 
 
-def test_as_many_are_let_in_as_fit():
+def test_clients_are_admitted_while_tokens_last():
     server, log = TokenServer(3), []
     holders = [Holder(server, count, log, str(count)) for count in (1, 2)]
     assert all(holder.is_in.wait(LIMIT_S) for holder in holders)
@@ -50,7 +50,7 @@ def test_as_many_are_let_in_as_fit():
         holder.leave()
 
 
-def test_more_than_there_are_is_all_of_them():
+def test_a_request_for_too_many_tokens_gets_all():
     server, log = TokenServer(2), []
     greedy = Holder(server, 100, log, "greedy")
     assert greedy.is_in.wait(LIMIT_S)
@@ -62,7 +62,7 @@ def test_more_than_there_are_is_all_of_them():
     modest.leave()
 
 
-def test_one_who_waits_for_more_is_overtaken_a_few_times_and_then_no_more():
+def test_a_waiting_client_is_overtaken_only_a_few_times():
     server, log = TokenServer(2), []
     with cores_of(server.address, 1):
         waiting = Holder(server, 2, log, "two")

@@ -39,7 +39,7 @@ def test_every_page_is_listed_on_exactly_one_index_page():
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=lambda page: page.parent.name)
-def test_every_list_item_of_an_index_page_names_a_page_and_says_what_it_is_for(index):
+def test_every_list_item_of_an_index_page_names_a_page_and_its_purpose(index):
     items = re.findall(r"^[*-] .*$", index.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(items) == len(listed_on(index)) > 0
 
@@ -54,7 +54,7 @@ def test_file_names_of_pages_are_unique():
 
 
 @pytest.mark.parametrize("page", write_reference.pages(), ids=lambda page: page.name)
-def test_generated_parts_of_a_page_are_as_the_code_declares_them(page):
+def test_generated_parts_of_a_page_match_the_code(page):
     assert write_reference.written(page) == page.read_text(encoding="utf-8"), "run python docs/write_reference.py"
 
 
@@ -68,7 +68,7 @@ API = {page: re.findall(r"^.. automodule:: ([\w.]+)$", page.read_text("utf-8"), 
 
 @pytest.mark.parametrize("package", ["collectives", "popdist", "strategies"])
 def test_every_public_module_has_a_page_of_the_python_api(package):
-    """A module that a package exports has one too; the site build fails if a page names a module that is not there."""
+    """An exported module has one, too; the site build fails if a page names a missing module."""
     module = importlib.import_module(package)
     modules = {f"{package}.{name}" for name in module.__all__ if isinstance(getattr(module, name), ModuleType)}
     described = [name for names in API.values() for name in names]
@@ -96,7 +96,7 @@ def test_every_environment_variable_in_the_code_is_on_the_page():
     assert [name for name in sorted(write_reference.names_of_variables()) if f"`{name}`" not in page] == []
 
 
-def test_every_family_of_variables_that_poprun_hands_on_is_on_the_page():
+def test_every_family_of_forwarded_variables_is_on_the_page():
     page = page_text("environment.md")
     assert [name for name in (*FORWARDED_FAMILIES, *FORWARDED_NAMES) if f"`{name}`" not in page] == []
 
@@ -113,7 +113,7 @@ def test_every_public_error_is_in_the_catalogue(package):
     assert len(without_next_step) == 1, "only the base class of a tree needs no next step"
 
 
-def test_the_words_of_the_glossary_are_sorted_and_each_has_an_anchor_of_its_own():
+def test_words_of_the_glossary_are_sorted_and_have_anchors():
     words = re.findall(r"^## (.*)$", page_text("glossary.md"), re.MULTILINE)
     assert words == sorted(words, key=str.lower)
     assert len(words) == len(write_reference.anchors_of(page_named("glossary.md"))) - 1
@@ -128,8 +128,8 @@ def test_every_picture_has_a_dark_variant(picture):
 MOST_WORDS = 2500
 
 
-def test_no_page_is_longer_than_a_reader_has_patience_for():
-    """Tables that follow from the code, measurements and decisions may be longer."""
+def test_pages_have_at_most_the_allowed_length():
+    """Generated tables, measurements and decisions may be longer."""
     generated = {page.name for page in write_reference.pages()}
     read = [page for page in DOCS if page.name not in generated and page.parent.name != "project"]
     longer = {page.name for page in read if len(page.read_text(encoding="utf-8").split()) > MOST_WORDS}

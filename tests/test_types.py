@@ -1,4 +1,4 @@
-"""`Any` in the product: counted by the syntax tree, for each room. `python tests/test_types.py` prints the table."""
+"""Counts of `Any` in each room of the product, by the syntax tree. `python tests/test_types.py` prints the table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANY = {
     "strategies/sinks": 11,
     "strategies/torch": 8,
 }
-"""How often each room says `Any`; rooms that never do are left out."""
+"""Occurrences of `Any` in each room; rooms without any are left out."""
 
 
 def says_any(node: ast.AST) -> bool:
@@ -37,7 +37,7 @@ def says_any(node: ast.AST) -> bool:
 
 
 def room_of(path: Path) -> str:
-    """The folder of a package in which a file is, also in a folder of that one; the package for its own files."""
+    """Return the folder of a package that contains a file, even in a subfolder; for its own files the package."""
     return "/".join(path.relative_to(ROOT).parts[:-1][:2])
 
 
@@ -51,8 +51,8 @@ def counted(root: Path = ROOT) -> dict[str, int]:
     return {room: count for room, count in sorted(found.items()) if count}
 
 
-def test_no_room_says_any_more_often_than_it_did() -> None:
-    """Where one says it less often the table follows, so that the number only falls."""
+def test_no_room_contains_more_any_than_before() -> None:
+    """The table must follow a room that contains less, so that the number only falls."""
     found = counted()
     rooms = {*found, *ANY}
     more = {room: found[room] for room in rooms if found.get(room, 0) > ANY.get(room, 0)}
@@ -61,7 +61,7 @@ def test_no_room_says_any_more_often_than_it_did() -> None:
     assert fewer == {}, "well done: lower the table, see python tests/test_types.py"
 
 
-def test_any_is_counted_however_it_is_written() -> None:
+def test_any_is_counted_in_every_spelling() -> None:
     source = "import typing\nfrom typing import Any\nx: Any\ndef f(a: typing.Any) -> dict[str, Any]: ...\n# Any\n"
     assert sum(map(says_any, ast.walk(ast.parse(source)))) == 3
 

@@ -1,4 +1,4 @@
-"""The table of what tests reach is right about what coverage says; that it is measured is seen by running it."""
+"""The table of coverage; the measurement itself is tested by running it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FILES = {
 }
 
 
-def test_files_are_added_up_by_package():
+def test_counts_of_files_are_added_by_package():
     rows = {row.split(" | ")[0]: row for row in table(FILES).splitlines()}
     assert rows["| poprun"] == "| poprun | 10 | 90.0 % | 2 | 50.0 % |"
     assert rows["| popdist"] == "| popdist | 2 | 0.0 % | 0 | - |"
     assert rows["| all"] == "| all | 12 | 75.0 % | 2 | 50.0 % |"
 
 
-def test_what_is_not_reached_is_said_of_the_files_of_a_package():
+def test_unreached_lines_are_listed_for_the_files_of_a_package():
     assert missing(FILES, "poprun") == ["poprun/one.py: 7"]
     assert ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
 

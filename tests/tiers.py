@@ -1,4 +1,4 @@
-"""Which values of a parameter are of the default tier; the complete one takes all."""
+"""Selection of parameter values for the default tier; the complete tier takes all values."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 
 def first_of(values: Iterable[Any], default: int = 1) -> list[Any]:
-    """All values of a parameter, of which the default tier takes the first ones only."""
+    """Return all values of a parameter, all but the first ones marked for the complete tier."""
     values = list(values)
     return [*values[:default], *(also(value) for value in values[default:])]
 
 
 def only(few: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """All values of a parameter, of which the default tier takes only a few."""
+    """Return all values of a parameter, all but a few marked for the complete tier."""
     few = list(few)
     return [value if value in few else also(value) for value in values]
 
 
 def also(*values: Any) -> Any:
-    """A case of a test that only the complete tier runs: the value of its parameter, or those of several."""
+    """Return a test case that only the complete tier runs, with one parameter or several."""
     return pytest.param(*values, marks=pytest.mark.complete)

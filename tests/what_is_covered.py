@@ -1,14 +1,14 @@
-"""Which statements and branches of the packages the tests reach, in the processes that they start too.
+"""Measure which statements and branches of the packages the tests reach, even in processes that they start.
 
 python tests/what_is_covered.py [--tree FOLDER] [--missing PACKAGE ...] [arguments of pytest]
 
-Runs pytest with what it is given (nothing: the default tier), one worker more than there are cores where no number is
-said; pyproject.toml says what is measured. Prints a row for each package, and with `--missing` what no test reaches.
-It is a lower bound: not seen is what processes reach that are killed (SIGKILL) or run without installed packages (the
-agents of poprun), and what runs on threads that are not Python's (calls back from compiled programs). All is slower
-under it, so that limits of time are longer.
+Runs pytest with the given arguments (none: the default tier), with one worker more than there are cores unless a number
+is given; pyproject.toml says what is measured. Prints a row for each package, and with `--missing` the unreached lines.
+The figures are lower bounds: processes that are killed (SIGKILL) or run without installed packages (the agents of
+poprun), and threads that are not Python's (calls back from compiled programs), are not measured. Everything is slower
+when measured, so time limits are longer.
 
-With `--tree` the tests of another checkout are run, an earlier commit's say, and measured alike.
+With `--tree` the tests of another checkout are run and measured, such as those of an earlier commit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNTS = ("covered_lines", "num_statements", "covered_branches", "num_branches")
 
 
 def main() -> int:
-    """The exit status of pytest."""
+    """Measure the tests, print the tables, and return the exit status of pytest."""
     options, of_pytest = _options()
     with tempfile.TemporaryDirectory(prefix="covered-") as folder:
         status = _measure(options.tree, Path(folder), of_pytest)
@@ -71,10 +71,10 @@ def _coverage(tree: Path, folder: Path, action: str, *words: str) -> int:
 
 
 def table(files: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    """A row for each package, and one for all, in Markdown.
+    """Return a Markdown table with a row for each package, and one for all.
 
     Args:
-        files: what coverage says of each, by its path from the root of the project.
+        files: The report of coverage for each file, by its path from the root of the project.
     """
     rows = [(package, _sum(files, package)) for package in PACKAGES]
     rows.append(("all", sum((counts for _, counts in rows), Counter())))
@@ -100,7 +100,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def missing(files: Mapping[str, Mapping[str, Iterable[int]]], package: str) -> list[str]:
-    """Of each file of a package the lines that were not reached."""
+    """Return for each file of a package the lines that were not reached."""
     return [
         f"{path}: {ranges(found['missing_lines'])}"
         for path, found in sorted(files.items())
@@ -109,7 +109,7 @@ def missing(files: Mapping[str, Mapping[str, Iterable[int]]], package: str) -> l
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in their order as `1, 3-5`."""
+    """Return numbers in order as `1, 3-5`."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""Each benchmark runs, small, to its end; what it measures is not tested."""
+"""Small, complete runs of each benchmark; the measured figures are not tested."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CASES = [
 @pytest.mark.job
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize("words", [pytest.param(words, marks=marks) for words, marks in CASES])
-def test_it_runs_and_writes_its_figures(words, request, tmp_path):
+def test_benchmarks_run_and_write_their_figures(words, request, tmp_path):
     if request.node.get_closest_marker("cluster"):
         try:
             with hosts.hosts(2):
@@ -88,15 +88,15 @@ def test_it_runs_and_writes_its_figures(words, request, tmp_path):
     assert json.loads(figures.read_text())
 
 
-def test_each_has_a_case_and_a_line_in_the_documentation():
-    """But for soak.py, which the complete tier starts by itself."""
+def test_each_benchmark_has_a_case_and_a_line_in_the_documentation():
+    """soak.py is the exception: the complete tier starts it."""
     sources = {path.name: path.read_text() for path in BENCHMARKS.glob("*.py") if path.name != "timing.py"}
     there = {name for name, text in sources.items() if "ArgumentParser(" in text or "command_line(" in text}
     documented = set(re.findall(r"python benchmarks/(\w+\.py)", page_text("benchmarks.md")))
     assert there == {words.split()[0] for words, _ in CASES} | {"soak.py"} == documented
 
 
-def test_failures_of_the_complete_tier_are_of_every_kind_in_every_phase():
+def test_faults_of_the_complete_tier_have_every_kind_in_every_phase():
     script = (ROOT / "launch_scripts" / "test.sh").read_text()
     [(seed, count)] = re.findall(r"soak.py --seed (\d+) --count (\d+)", script)
     chance = random.Random(int(seed))

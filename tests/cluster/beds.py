@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("testbed")
 REQUIRED_VARIABLE = "POPDIST_REQUIRE_CLUSTER"
-"""Tests fail, rather than skip, where hosts cannot be made."""
+"""If this variable is set, tests fail rather than skip when hosts cannot be made."""
 
 _UP_LIMIT_S = 120.0
 _MISSING = 77
@@ -27,18 +27,18 @@ _DAEMONS = re.compile(r"(\S*/)?(sshd:?|munged|slurmctld|slurmd|: slurmscriptd)(\
 
 
 class Bed:
-    """Hosts that are up between `open` and `close`; `open_bed` calls both.
+    """Hosts that exist between `open` and `close`; `open_bed` calls both.
 
     Attributes:
-        names: of the hosts, `h0` and so on.
-        shared: a folder that all hosts see; their /tmp is their own otherwise.
-        ssh_arguments: with these `ssh h1` works inside any host.
-        environ: what commands on the hosts find, before the words of a single call.
+        names: The names of the hosts, `h0` and so on.
+        shared: A folder that all hosts see; otherwise each has its own /tmp.
+        ssh_arguments: Arguments with which `ssh h1` works inside any host.
+        environ: The environment of commands on the hosts, before the variables of a single call.
 
     Args:
-        folder: an empty one, for the state; it is what `shared` is.
-        count: how many hosts.
-        settings: variables of netns_up.sh.
+        folder: An empty folder for the state; it becomes `shared`.
+        count: The number of hosts.
+        settings: Variables of netns_up.sh.
     """
 
     def __init__(self, folder: Path, count: int, settings: dict[str, str]) -> None:
@@ -52,7 +52,7 @@ class Bed:
         self._lifeline = os.pipe()
         self._settings = {
             "N": str(count),
-            "BED": f"pd{os.getpid()}x{time.monotonic_ns()}",  # of no other run, nor of one before that had this pid
+            "BED": f"pd{os.getpid()}x{time.monotonic_ns()}",  # unique, even if an earlier run had this pid
             "SHARE": _hidden_folders(),
         } | settings
 
@@ -66,27 +66,27 @@ class Bed:
         }
 
     def open(self) -> None:
-        """Bring the hosts up; skips the test, with the reason, where that is not possible."""
+        """Start the hosts; skip the test with the reason if that is impossible."""
         self._script("netns_up.sh", **self._settings)
 
     def start(self, host: str, *command: str, environ: dict[str, str] | None = None, **options: Any) -> Any:
-        """Start a command inside a host; options are those of Popen. Signals sent to it reach the command."""
+        """Start a command inside a host, with options of Popen. Signals sent to the process reach the command."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         words = self.command(host, *command)
         return subprocess.Popen(words, env=self.environ | (environ or {}), **{"text": True} | pipes | options)
 
     def command(self, host: str, *command: str) -> list[str]:
-        """The command that runs a command inside a host; whoever starts it gives it `environ`."""
+        """Return the command that runs a command inside a host; the caller starts it with `environ`."""
         return [str(self._state / "on"), host, *command]
 
     def on(self, host: str, *command: str, limit_s: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside a host to its end.
 
         Args:
-            host: its name.
-            command: words; no shell looks at them.
-            limit_s: after which the test fails.
-            environ: variables for this command.
+            host: The name of the host.
+            command: The words of the command; no shell reads them.
+            limit_s: The time after which the test fails.
+            environ: Variables for this command.
         """
         with self.start(host, *command, environ=environ, errors="replace") as process:
             try:
@@ -98,7 +98,7 @@ class Bed:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def python(self, host: str, program: str, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a Python program, given as its text, inside a host."""
+        """Run the text of a Python program inside a host."""
         return self.on(host, sys.executable, "-c", program, *words, **options)
 
     def link(self, host: str, *shape: str) -> None:
@@ -110,17 +110,17 @@ class Bed:
         self._script("netns_link.sh", host, *shape)
 
     def restore(self) -> None:
-        """Bring all links back to what they were."""
+        """Restore all links."""
         if self._touched:
             self._touched = False
             self._script("netns_link.sh", "all", "clear")
 
     def sent_bytes(self, host: str) -> int:
-        """What a host has sent over its link so far."""
+        """Return the bytes that a host has sent over its link so far."""
         return int(self.on(host, "cat", "/sys/class/net/eth0/statistics/tx_bytes").stdout)
 
     def processes(self, host: str) -> dict[int, str]:
-        """What runs inside a host, by its process number out here, without process 1 and the daemons of the bed."""
+        """Return the processes inside a host by their pid outside, without process 1 and the daemons of the bed."""
         init = int((self._state / "run" / f"{host}.pid").read_text())
         space = os.readlink(f"/proc/{init}/ns/pid")
         found = {}
@@ -132,12 +132,12 @@ class Bed:
         return {pid: command for pid, command in found.items() if not _DAEMONS.match(command)}
 
     def start_slurm(self) -> str:
-        """Start a Slurm on the hosts; the value for SLURM_CONF."""
+        """Start a Slurm on the hosts, and return the value for SLURM_CONF."""
         said = self._script("slurm_up.sh", S=str(self._slurm))
         return said.partition("SLURM_CONF=")[2].strip()
 
     def close(self) -> None:
-        """End everything."""
+        """End all hosts and daemons."""
         if self._slurm.exists():
             self._script("slurm_down.sh", S=str(self._slurm))
         if self._state.exists():
@@ -146,7 +146,7 @@ class Bed:
             os.close(descriptor)
 
     def _script(self, name: str, *words: str, **environ: str) -> str:
-        """Run one of the scripts; the hosts, and what delays their frames, end when this process does."""
+        """Run one of the scripts; the hosts, and the process that delays their frames, end with this process."""
         reading = self._lifeline[0]
         done = subprocess.run(
             ["bash", str(SCRIPTS / name), *words],
@@ -166,12 +166,12 @@ class Bed:
 
 @contextlib.contextmanager
 def open_bed(folder: Path, count: int = 4, **settings: str) -> Iterator[Bed]:
-    """Hosts for the time of a `with`.
+    """Provide hosts for the time of a `with`.
 
     Args:
-        folder: an empty one, which all hosts will see.
-        count: how many hosts.
-        settings: variables of netns_up.sh, such as FAMILY="6" or SSH_USER.
+        folder: An empty folder, which all hosts will see.
+        count: The number of hosts.
+        settings: Variables of netns_up.sh, such as FAMILY="6" or SSH_USER.
     """
     for path in (ROOT, sys.prefix):
         if " " in str(path):  # Open MPI hands its own path to remote shells as it is, and Slurm's scripts begin with #!
@@ -186,7 +186,7 @@ def open_bed(folder: Path, count: int = 4, **settings: str) -> Iterator[Bed]:
 
 
 def sweep_dead_beds() -> None:
-    """Remove the namespaces of test runs that were killed; their processes have ended with them."""
+    """Remove the namespaces of killed test runs; their processes have ended with them."""
     with contextlib.suppress(OSError, ValueError):
         for path in Path("/run/netns").glob("pd*x*-*"):
             if not Path("/proc", str(int(path.name[2:].partition("x")[0]))).exists():
@@ -194,6 +194,6 @@ def sweep_dead_beds() -> None:
 
 
 def _hidden_folders() -> str:
-    """What the hosts need below /tmp, which is their own."""
+    """Return the folders below /tmp that the hosts need, because each has its own /tmp."""
     needed = {str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix)) if path.is_relative_to("/tmp")}
     return ":".join(sorted(needed))

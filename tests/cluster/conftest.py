@@ -10,19 +10,19 @@ from beds import Bed, open_bed
 
 @pytest.fixture(scope="session")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    """Four hosts, h0 to h3, that are there for the whole session; skips where they cannot be made."""
+    """Provide four hosts, h0 to h3, for the whole session; skip if they cannot be made."""
     with open_bed(tmp_path_factory.mktemp("bed")) as hosts:
         yield hosts
 
 
 @pytest.fixture
 def hosts(bed: Bed) -> Iterator[Bed]:
-    """The four hosts; what a test does to their links is undone after it."""
+    """Provide the four hosts; changes of links are undone after each test."""
     yield bed
     bed.restore()
 
 
 @pytest.fixture(scope="session")
 def slurm_conf(bed: Bed) -> str:
-    """A Slurm on the four hosts; the value of SLURM_CONF for its clients, to be run inside a host."""
+    """Start a Slurm on the four hosts, and provide the value of SLURM_CONF for its clients inside a host."""
     return bed.start_slurm()

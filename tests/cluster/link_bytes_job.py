@@ -1,8 +1,7 @@
-"""One instance of a job that adds up arrays: `link_bytes_job.py ELEMENTS`.
+"""One instance of a job that reduces arrays: `link_bytes_job.py ELEMENTS`.
 
-Prints what the link of its host has sent and received meanwhile, and in how many segments TCP has sent something again,
-by the kernel's counters, how it is connected, and whether the sum is right. Counters are read between two barriers of
-MPI; what these send counts.
+Prints the kernel's counts of bytes sent and received over the link of its host and of segments resent by TCP, the
+mechanism, and whether the sum is right. Counters are read between two MPI barriers, whose messages are counted, too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def carried() -> list[int]:
 
 
 def segments_sent_again() -> int:
-    """Of all connections of this host since it began, see proc(5) for /proc/net/snmp."""
+    """Return the number of segments resent on all connections of this host, see proc(5) for /proc/net/snmp."""
     lines = Path("/proc/net/snmp").read_text().splitlines()
     names, values = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(values[names.index("RetransSegs")])

@@ -1,4 +1,4 @@
-"""Jobs in the test bed whose instances reduce until something happens: how they end, and what is left of them."""
+"""Jobs in the test bed whose instances reduce until an event: their end and their remains."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from beds import Bed
 
 OVER_LIMIT_S = 100.0
-"""A guard against hanging: how soon jobs end is measured by benchmarks/ends.py."""
+"""A guard against hanging; benchmarks/ends.py measures how soon jobs end."""
 LOOK_S = 0.05
 
 POPRUN = [sys.executable, "-m", "poprun", "--process-placement", "disabled"]
-"""The beginning of a command that starts a job; simulated hosts all believe that they own every core."""
+"""The first words of a command that starts a job; each simulated host would claim every core."""
 if os.geteuid() == 0:
     POPRUN += ["--allow-run-as-root", "yes"]
 
@@ -48,7 +48,7 @@ Found = TypeVar("Found")
 
 
 def words(hosts: Sequence[str], instances: int, *options: str) -> list[str]:
-    """The beginning of a command that starts a job on some hosts, with a replica for each instance."""
+    """Return the first words of a command that starts a job on some hosts, with one replica per instance."""
     job = ["--host", ",".join(hosts), "--num-instances", str(instances), "--num-replicas", str(instances)]
     return [*POPRUN, *job, *options]
 
@@ -56,28 +56,28 @@ def words(hosts: Sequence[str], instances: int, *options: str) -> list[str]:
 def run(
     bed: Bed, hosts: Sequence[str], instances: int, *command: str, options: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end, started on h0."""
+    """Run a job, started on h0, to its end."""
     return bed.on("h0", *words(hosts, instances, *options), *command, limit_s=120.0, **environ)
 
 
 def looping(victim: int = -1, deed: str = "", count: int = -1) -> list[str]:
-    """The words of the program.
+    """Return the words of the program.
 
     Args:
-        victim: the instance that does something after 50 reductions.
-        deed: what it does: `raise`, `kill` or `exit`.
-        count: how many reductions there are; -1: they go on.
+        victim: The instance that acts after 50 reductions.
+        deed: Its action: `raise`, `kill` or `exit`.
+        count: The number of reductions; -1 for no end.
     """
     return [sys.executable, "-c", LOOP, str(victim), deed, str(count)]
 
 
 def own_lines(text: str) -> list[str]:
-    """poprun's own errors, without clock and process."""
+    """Return poprun's own errors, without clock and process."""
     return [line.partition(" POPRUN [E] ")[2] for line in text.splitlines() if " POPRUN [E] " in line]
 
 
 def await_value(look: Callable[[], Found], wanted: Callable[[Found], bool]) -> Found:
-    """The first value that is wanted, or the last one where it does not come."""
+    """Return the first wanted value, or the last value if none comes."""
     deadline_s = time.monotonic() + OVER_LIMIT_S
     while not wanted(found := look()) and time.monotonic() < deadline_s:
         time.sleep(LOOK_S)
@@ -85,14 +85,14 @@ def await_value(look: Callable[[], Found], wanted: Callable[[Found], bool]) -> F
 
 
 class Traces:
-    """What a job leaves on the hosts: processes that were not there when this was made."""
+    """The remains of a job on the hosts: processes that did not exist when this was made."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
         self._before = {host: set(bed.processes(host)) for host in bed.names}
 
     def find(self, hosts: Collection[str] = ()) -> set[tuple[str, str]]:
-        """Host and command of each that is there now; by default on all hosts."""
+        """Return host and command of each such process, by default on all hosts."""
         return {
             (host, command)
             for host in hosts or self._bed.names
@@ -101,17 +101,17 @@ class Traces:
         }
 
     def left(self, hosts: Collection[str] = ()) -> set[tuple[str, str]]:
-        """What does not go away."""
+        """Return host and command of each process that does not go away."""
         return await_value(lambda: self.find(hosts), lambda found: not found)
 
 
 class Looping:
-    """A job that runs.
+    """A running job.
 
     Args:
-        bed: the hosts.
-        command: the words that start it, on h0.
-        environ: variables for the command.
+        bed: The hosts.
+        command: The words that start the job, on h0.
+        environ: Variables for the command.
     """
 
     def __init__(self, bed: Bed, command: Sequence[str], **environ: str) -> None:
@@ -126,10 +126,10 @@ class Looping:
         pytest.fail(self.process.stderr.read())
 
     def end(self) -> tuple[int, list[str]]:
-        """Its exit status and what poprun said."""
+        """Return the exit status and poprun's messages."""
         _, error = self.process.communicate(timeout=OVER_LIMIT_S)
         return self.process.returncode, own_lines(error)
 
     def left(self, hosts: Collection[str] = ()) -> set[tuple[str, str]]:
-        """What of it does not go away; by default on all hosts."""
+        """Return the processes of the job that do not go away, by default on all hosts."""
         return self._traces.left(hosts)

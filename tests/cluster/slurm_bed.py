@@ -1,4 +1,4 @@
-"""A real Slurm on the hosts of a bed, as its users call it."""
+"""A real Slurm on the hosts of a bed, with the commands of its users."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _IDLE_LIMIT_S = 30.0
 
 
 class Slurm:
-    """The cluster; its commands run on h0.
+    """A Slurm cluster; its commands run on h0.
 
     Attributes:
-        bed: the hosts, each of which is a node of the same name with two processors.
-        folder: seen by all nodes.
-        environ: variables with which a command on a host finds the cluster.
+        bed: The hosts, each of which is a node of the same name with two processors.
+        folder: A folder that all nodes see.
+        environ: Variables with which a command on a host finds the cluster.
     """
 
     def __init__(self, bed: Bed, conf: str) -> None:
@@ -34,7 +34,7 @@ class Slurm:
         return self.bed.on("h0", *words, limit_s=limit_s, **self.environ, **environ)
 
     def script(self, program: str) -> Path:
-        """A Python program as a script that every node sees."""
+        """Write a Python program as a script that every node sees."""
         path = self.folder / "script"
         path.write_text(f"#!{sys.executable}\n{program}")
         return path
@@ -42,7 +42,7 @@ class Slurm:
     def submit(
         self, script: Path, *words: str, options: tuple[str, ...] = (), limit_s: float = 60.0, **environ: str
     ) -> subprocess.CompletedProcess[str]:
-        """Submit a script from the project's folder and wait for its end; `stdout` has all that the job wrote."""
+        """Submit a script from the project's folder and wait for its end; `stdout` has the output of the job."""
         output = self.folder / "output"
         output.write_text("")
         done = self.run(
@@ -53,7 +53,7 @@ class Slurm:
         return subprocess.CompletedProcess(done.args, done.returncode, output.read_text(), done.stderr)
 
     def require_pmix(self) -> None:
-        """Skip, or fail where a cluster is required, if srun cannot connect tasks through PMIx."""
+        """Skip, or fail if a cluster is required, unless srun can connect tasks through PMIx."""
         done = self.run("srun", "--mpi=pmix", "true")
         if done.returncode:
             reason = f"srun --mpi=pmix does not work (apt-get install libpmix-dev): {done.stderr.strip()}"
@@ -62,16 +62,16 @@ class Slurm:
     def free_all(self) -> None:
         """End every job, and wait until all nodes are idle: the next job then gets the first of them.
 
-        A node whose link another test has cut for long is down until somebody resumes it.
+        A node whose link another test has cut for long is down until it is resumed.
         """
         self.run("scancel", "--user=root")
         deadline_s = time.monotonic() + _IDLE_LIMIT_S
-        while set((states := self._states()).values()) != {"idle"}:  # each question takes long enough to be no burden
+        while set((states := self._states()).values()) != {"idle"}:  # each query takes long enough to be no burden
             assert time.monotonic() < deadline_s, f"not idle after {_IDLE_LIMIT_S} s:\n{self.run('sinfo').stdout}"
             if down := ",".join(node for node, state in states.items() if state.startswith("down")):
                 self.run("scontrol", "update", f"nodename={down}", "state=resume")
 
     def _states(self) -> dict[str, str]:
-        """By node; not by --states=idle, to which a node that is still completing a job belongs too."""
+        """Return the states by node; --states=idle would include nodes that are still completing a job."""
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %t").stdout.splitlines()
         return {node: state for node, state in map(str.split, lines)}

@@ -1,4 +1,4 @@
-"""The hosts that the other tests of this folder run on."""
+"""The hosts on which the other tests of this folder run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_hosts_reach_each_other_by_ssh(hosts):
 
 
 @pytest.mark.complete
-def test_hosts_see_the_shared_folder_and_have_a_tmp_of_their_own(hosts):
+def test_hosts_share_a_folder_and_have_separate_tmp_folders(hosts):
     (hosts.shared / "note").write_text("for all")
     assert hosts.on("h2", "cat", str(hosts.shared / "note")).stdout == "for all"
     hosts.on("h1", "touch", "/tmp/mine")
@@ -35,7 +35,7 @@ def test_hosts_see_the_shared_folder_and_have_a_tmp_of_their_own(hosts):
 
 
 @pytest.mark.complete
-def test_a_link_that_is_down_carries_nothing_and_comes_back(hosts):
+def test_a_link_that_is_down_carries_nothing_and_recovers(hosts):
     hosts.link("h1", "down")
     assert hosts.python("h0", CONNECT, "h1").returncode == 1
     hosts.link("h1", "up")
@@ -43,12 +43,12 @@ def test_a_link_that_is_down_carries_nothing_and_comes_back(hosts):
 
 
 @pytest.mark.complete
-def test_a_link_has_the_delay_that_it_was_given(hosts):
+def test_a_link_has_its_configured_delay(hosts):
     hosts.link("all", "delay=50ms")
     assert float(hosts.python("h0", CONNECT, "h1").stdout) >= 0.1  # there and back
 
 
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+def test_hosts_end_when_their_owner_is_killed(tmp_path):
     """The hosts hold one end of a pipe and end when the other one is closed."""
     program = (
         f"import sys, os, pathlib; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"

@@ -1,4 +1,4 @@
-"""Clocks of hosts that are off by seconds and drift apart, behind links that take their time: what is known of them."""
+"""The measurement of host clocks that are off by seconds and drift, over slow links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.complete, pytest.mark.cores(2), p
 
 SECOND, MS = 10**9, 10**6
 CLOCKS = ((0, 0), (5 * SECOND, 200_000), (-3 * SECOND, -300_000))
-"""Of each instance: by how much it is ahead of the clock of the machine, in ns, and how much faster it runs, in ppb."""
+"""For each instance: the lead over the machine's clock in ns, and the rate difference in ppb."""
 STEPS = 100
 PROGRAM = f"""
 import os, sys, time
@@ -50,12 +50,12 @@ communicator.barrier(name="all have asked")
 
 
 def at_home(own_ns: np.ndarray, instance: int, began_ns: int) -> np.ndarray:
-    """What the clock of instance 0 shows, which is the machine's, where this instance's shows that."""
+    """Convert times of an instance's clock to the clock of instance 0, which is the machine's."""
     ahead, faster = CLOCKS[instance]
     return began_ns + (own_ns - ahead - began_ns) / (1 + faster / SECOND)
 
 
-def test_are_known_to_a_millisecond_and_no_worse_than_is_said(hosts):
+def test_clock_differences_are_known_to_a_millisecond_and_within_the_reported_bounds(hosts):
     began_ns = time.monotonic_ns()
     folder = hosts.shared / "recordings"
     hosts.link("all", "delay=5ms")

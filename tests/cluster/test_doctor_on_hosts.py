@@ -20,7 +20,7 @@ def rows(report, check):
     return {each["host"]: each["fact"] for each in report["findings"] if each["check"] == check}
 
 
-def test_hosts_in_good_order_are_well(hosts):
+def test_hosts_in_good_order_have_no_faults(hosts):
     status, report = examine(hosts, "--host", ",".join(hosts.names))
     assert (status, report["ok"]) == (0, True), report
     assert report["network"]["cidr"] == "10.77.0.0/24"
@@ -36,7 +36,7 @@ def test_hosts_in_good_order_are_well(hosts):
 
 
 def test_hosts_that_cannot_connect_to_each_other_are_a_fault(hosts):
-    """Not only neighbours in the ring."""
+    """The check covers all pairs, not only neighbours in the ring."""
     hosts.on("h1", "ip", "route", "add", "blackhole", "10.77.0.13/32")
     try:
         status, report = examine(hosts, "--host", ",".join(hosts.names))
@@ -50,18 +50,18 @@ def test_hosts_that_cannot_connect_to_each_other_are_a_fault(hosts):
     }
 
 
-def test_the_slow_link_is_found(hosts):
-    """h1 sends and receives 100 Mbit/s with 20 ms of delay; the others are not limited."""
+def test_a_slow_link_is_found(hosts):
+    """h1 sends and receives 100 Mbit/s with 20 ms of delay; the other links are not limited."""
     hosts.link("h1", "rate=100mbit", "delay=20ms")
     status, report = examine(hosts, "--host", "h0,h1,h2,h3")
     assert status == 0
     rate = {each["source"]: each["bytes_per_s"] * 8e-6 for each in report["links"]}
     trip_s = {each["source"]: each["round_trip_s"] for each in report["links"]}
-    assert max(rate["h0"], rate["h1"]) < 110  # nothing is faster than its link
+    assert max(rate["h0"], rate["h1"]) < 110  # no connection is faster than its link
     assert min(trip_s["h0"], trip_s["h1"]) >= 0.02
 
 
-def test_names_that_a_host_does_not_know_are_reported(hosts):
+def test_host_names_that_a_host_does_not_know_are_reported(hosts):
     hosts.on("h1", "sh", "-c", "echo 127.0.0.1 localhost > /tmp/few; mount --bind /tmp/few /etc/hosts")
     try:
         status, report = examine(hosts, "--host", "h0,h1,h2")
@@ -72,7 +72,7 @@ def test_names_that_a_host_does_not_know_are_reported(hosts):
     assert rows(report, "name service")["h2"] == "knows all hosts"
 
 
-def test_a_host_that_cannot_be_reached_is_a_fault_and_the_rest_is_examined(hosts):
+def test_an_unreachable_host_is_a_fault_and_the_others_are_examined(hosts):
     hosts.link("h2", "down")
     status, report = examine(hosts, "--host", "h0,h1,h2")
     assert (status, report["ok"]) == (1, False)
@@ -81,6 +81,6 @@ def test_a_host_that_cannot_be_reached_is_a_fault_and_the_rest_is_examined(hosts
     assert [(each["source"], each["target"]) for each in report["links"]] == [("h0", "h1"), ("h1", "h0")]
 
 
-def test_nothing_is_left_on_the_hosts(hosts):
+def test_the_doctor_leaves_no_process_on_the_hosts(hosts):
     examine(hosts, "--host", ",".join(hosts.names))
     assert {host: hosts.processes(host) for host in hosts.names} == dict.fromkeys(hosts.names, {})

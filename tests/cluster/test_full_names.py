@@ -1,4 +1,4 @@
-"""Hosts whose names differ behind the first dot only, where Open MPI does not look by itself."""
+"""Hosts whose names differ only behind the first dot, which Open MPI ignores by default."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BOTH = ("n1.east", "n1.west")
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory):
-    """h0 is n1.east, h1 is n1.west, h2 is n2.east."""
+    """Provide three hosts: h0 is n1.east, h1 is n1.west, h2 is n2.east."""
     with open_bed(tmp_path_factory.mktemp("names"), 3, CALLED=f"{' '.join(BOTH)} n2.east") as hosts:
         yield hosts
 
 
 def run(bed, where, hosts, *options):
-    """Where instances say that they run, and what poprun says; the tags have the names that it knows."""
+    """Run a job whose instances print their host names; the tags show the names known to poprun."""
     return bed.on(where, *words(hosts, len(hosts), "--tag-host", *options), "hostname", limit_s=120.0)
 
 
@@ -28,7 +28,7 @@ def lines(*hosts):
 
 
 @pytest.mark.complete
-def test_each_instance_runs_on_the_host_that_is_named(bed):
+def test_each_instance_runs_on_the_named_host(bed):
     done = run(bed, "h0", BOTH)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*BOTH)), done.stderr
 
@@ -48,13 +48,13 @@ UNCHECKED = "--skip-checks"
         ("h2", BOTH, [UNCHECKED]),
     ],
 )
-def test_from_wherever_it_is_launched(bed, where, hosts, options):
+def test_jobs_run_on_the_named_hosts_from_any_host(bed, where, hosts, options):
     done = run(bed, where, hosts, *options)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, lines(*hosts)), done.stderr
 
 
 @pytest.mark.complete
-def test_a_full_name_is_not_taken_for_the_short_one_of_this_machine(bed):
+def test_a_full_name_is_not_taken_for_the_short_name_of_the_local_machine(bed):
     bed.on("h0", "hostname", "n1")
     try:
         done = run(bed, "h0", ["n1.west"])
@@ -63,8 +63,8 @@ def test_a_full_name_is_not_taken_for_the_short_one_of_this_machine(bed):
     assert (done.returncode, done.stdout.splitlines()) == (0, lines("n1.west")), done.stderr
 
 
-def test_an_instance_that_open_mpi_brings_to_another_host_does_not_run(bed):
-    """Where the user has it ignore domains, it takes one host for the other."""
+def test_an_instance_that_open_mpi_starts_on_a_wrong_host_does_not_run(bed):
+    """The user makes Open MPI ignore domains, so it confuses the two hosts."""
     done = run(bed, "h0", BOTH, "--mpi-global-args=--prtemca prte_keep_fqdn_hostnames 0")
     assert done.returncode == 1
     assert (

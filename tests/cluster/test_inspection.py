@@ -1,4 +1,4 @@
-"""What is checked before a launch, over real ssh."""
+"""The inspection of hosts before a launch, over real ssh."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ssh_with(bed, *words):
 
 @pytest.fixture
 def fresh(hosts, tmp_path_factory):
-    """The hosts, with nothing remembered about them."""
+    """Provide the hosts, with an empty cache."""
     before = hosts.environ["XDG_CACHE_HOME"]
     hosts.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield hosts
@@ -64,18 +64,18 @@ def test_hosts_in_good_order_are_described_and_their_network_is_found(fresh):
     assert found["network"] == {"cidr": "10.77.0.0/24", "address": "10.77.0.10", "interface": "eth0"}
 
 
-def test_the_machine_that_launches_need_not_take_part(fresh):
+def test_the_launching_machine_need_not_take_part(fresh):
     found = inspect(fresh, ["h2", "h1"])
     assert (found["lines"], found["names"]) == ([], ["h2", "h1"])
 
 
-def test_a_second_launch_does_not_wait_for_ssh(fresh):
+def test_a_second_launch_uses_the_cache_and_no_ssh(fresh):
     assert inspect(fresh, ["h0", "h1"])["cached"] == [False, False]
     fresh.link("h1", "down")
     assert inspect(fresh, ["h0", "h1"])["cached"] == [True, True]
 
 
-def test_what_is_remembered_never_refuses_a_launch(fresh):
+def test_cached_facts_never_refuse_a_launch(fresh):
     make = ("sh", "-c", "echo true > /tmp/late.sh; chmod +x /tmp/late.sh")
     fresh.on("h0", *make)
     assert len(inspect(fresh, ["h0", "h1"], program="/tmp/late.sh")["lines"]) == 1
@@ -83,8 +83,8 @@ def test_what_is_remembered_never_refuses_a_launch(fresh):
     assert inspect(fresh, ["h0", "h1"], program="/tmp/late.sh")["lines"] == []
 
 
-def test_a_wrong_host_name_is_refused_by_its_own_words_long_before_the_limit(fresh):
-    """Which is for longer than the test may take."""
+def test_a_wrong_host_name_is_refused_long_before_the_limit(fresh):
+    """The limit is longer than the test may take."""
     (line,) = inspect(fresh, ["h0", "h1", "hh"], {"POPRUN_CHECK_TIMEOUT_S": "1000"})["lines"]
     assert line.startswith("host hh: ")
     assert "hh" in line.removeprefix("host hh: ")
@@ -98,14 +98,14 @@ def test_a_wrong_host_name_is_refused_by_its_own_words_long_before_the_limit(fre
         (["-p", "2223"], "ssh: connect to host h1 port 2223: Connection refused", "start sshd there"),
     ],
 )
-def test_ssh_that_is_refused_is_explained_in_its_own_words(fresh, words, fact, way_out):
+def test_a_refusal_of_ssh_is_explained_in_its_own_words(fresh, words, fact, way_out):
     (line,) = inspect(fresh, ["h0", "h1"], ssh_with(fresh, *words))["lines"]
     assert line.startswith("host h1: ")
     assert fact in line
     assert way_out in line
 
 
-def test_a_host_whose_link_is_cut_is_named(fresh):
+def test_a_host_with_a_cut_link_is_named(fresh):
     fresh.link("h3", "down")
     (line,) = inspect(fresh, fresh.names)["lines"]
     assert line.startswith("host h3: ssh: connect to host h3 port 2222: ")
@@ -113,14 +113,14 @@ def test_a_host_whose_link_is_cut_is_named(fresh):
 
 @pytest.fixture
 def parted(fresh):
-    """Neither h1 nor h2 can connect to the other one; h0 reaches both."""
+    """Provide hosts of which h1 and h2 cannot connect to each other; h0 reaches both."""
     fresh.on("h1", "ip", "route", "add", "blackhole", "10.77.0.12/32")
     yield fresh
     fresh.on("h1", "ip", "route", "del", "blackhole", "10.77.0.12/32")
 
 
 def test_hosts_that_cannot_connect_to_each_other_are_named(parted):
-    """Also when they are asked again: what is remembered of hosts is remembered of those that can."""
+    """A second inspection finds them again, because only hosts that can connect are cached."""
     for _ in range(2):
         lines = inspect(parted, ["h0", "h1", "h2"])["lines"]
         assert [line.partition(" by TCP: ")[0] for line in lines] == [
@@ -131,15 +131,15 @@ def test_hosts_that_cannot_connect_to_each_other_are_named(parted):
     assert inspect(parted, ["h0", "h1", "h3"])["lines"] == []
 
 
-def test_an_interpreter_that_is_missing_on_a_host_is_named(fresh):
-    """/tmp is each host's own."""
+def test_an_interpreter_missing_on_a_host_is_named(fresh):
+    """Each host has its own /tmp."""
     fresh.on("h0", "ln", "-sf", sys.executable, "/tmp/python")
     lines = inspect(fresh, ["h0", "h1", "h2"], question={"python": "/tmp/python", "packages": []})["lines"]
     assert [line.partition(":")[0] for line in lines] == ["host h1", "host h2"]
     assert all("cannot start the interpreter /tmp/python: " in line for line in lines)
 
 
-def test_a_docker_bridge_with_the_same_address_everywhere_does_not_mislead(fresh):
+def test_docker_bridges_with_equal_addresses_do_not_mislead(fresh):
     for host in ("h0", "h1"):
         fresh.on(
             host,
@@ -155,7 +155,7 @@ def test_a_docker_bridge_with_the_same_address_everywhere_does_not_mislead(fresh
     assert found["network"]["cidr"] == "10.77.0.0/24"
 
 
-def test_hosts_with_ipv6_only_are_found(tmp_path):
+def test_hosts_with_only_ipv6_are_found(tmp_path):
     with open_bed(tmp_path, 2, FAMILY="6") as bed:
         found = inspect(bed, bed.names)
     assert found["lines"] == []
@@ -174,6 +174,6 @@ def test_without_checks_the_network_follows_from_names_and_ssh_aliases(fresh):
     assert "PopRunError: host nowhere has no address; check its spelling" in done.stderr
 
 
-def test_nothing_is_left_on_the_hosts(fresh):
+def test_the_inspection_leaves_no_process_on_the_hosts(fresh):
     inspect(fresh, [*fresh.names, "hh"])
     assert {host: fresh.processes(host) for host in fresh.names} == dict.fromkeys(fresh.names, {})

@@ -1,4 +1,4 @@
-"""Jobs on several hosts over ssh: what they find, how they end, and what they leave."""
+"""Jobs on several hosts over ssh: their environment, their end, and their remains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ popdist.synchronize()
 """
 
 
-def test_instances_are_spread_in_blocks_and_find_the_same_environment(hosts):
+def test_instances_are_placed_in_blocks_with_the_same_environment(hosts):
     environ = {"VIRTUAL_ENV": "/some/where", "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
     done = run(hosts, hosts.names, 8, sys.executable, "-c", WHO, **environ)
     assert done.returncode == 0, done.stderr
@@ -51,14 +51,14 @@ def test_instances_are_spread_in_blocks_and_find_the_same_environment(hosts):
     assert [each[:4] for each in found] == [[i, i % 2, i, f"h{i // 2}"] for i in range(8)]
     expected = environ | {"PYTHONPATH": hosts.environ["PYTHONPATH"]}
     for each in found:
-        flags = each[4]["XLA_FLAGS"].split()  # poprun may have added one of its own
+        flags = each[4]["XLA_FLAGS"].split()  # poprun may have added a flag
         assert each[4] | {"XLA_FLAGS": flags[0]} == expected
     assert {each[5] for each in found} == {os.getcwd()}
 
 
 @pytest.fixture(scope="module")
 def alone(bed):
-    """The digest of what one process trains."""
+    """Return the digest of the variables that a single process trains."""
     done = bed.on("h0", *TRAINING, "--strategy", "ipu", limit_s=100.0)
     return digest_in(done)
 
@@ -71,7 +71,7 @@ def digest_in(done):
 
 
 def by_slots(bed, slots):
-    """The beginning of a command that starts one instance for each slot of h0, h1 and so on."""
+    """Return the first words of a command that starts one instance for each slot of h0, h1 and so on."""
     file = bed.shared / "hostfile"
     file.write_text("".join(f"h{index} slots={number}\n" for index, number in enumerate(slots)))
     job = ["--hostfile", str(file), "--num-instances", str(sum(slots)), "--num-replicas", "6"]
@@ -85,17 +85,17 @@ def test_hosts_take_instances_by_their_slots(hosts, slots):
     assert [line.rpartition(":")[2] for line in sorted(who.stdout.splitlines())] == wanted, who.stderr
 
 
-def test_the_variables_are_those_of_one_process_where_one_host_has_more_instances(hosts, alone):
+def test_uneven_hosts_train_the_variables_of_a_single_process(hosts, alone):
     assert digest_in(hosts.on("h0", *by_slots(hosts, (2, 1)), *TRAINING, limit_s=120.0)) == alone
 
 
-def test_the_variables_are_those_of_one_process_over_slower_links(hosts, alone):
-    """Six replicas on three hosts, over links of 1 Gbit/s with 0.5 ms."""
+def test_slow_links_do_not_change_the_variables(hosts, alone):
+    """Six replicas run on three hosts, over links of 1 Gbit/s with 0.5 ms."""
     hosts.link("all", "rate=1gbit", "delay=0.5ms")
     assert digest_in(run(hosts, hosts.names[:3], 3, *TRAINING, options=("--num-replicas", "6"))) == alone
 
 
-def test_what_a_login_prints_is_no_output_of_the_job(hosts):
+def test_login_messages_are_not_part_of_the_jobs_output(hosts):
     hosts.on("h1", "mount", "-t", "tmpfs", "none", "/etc/ssh")
     try:
         hosts.on("h1", "sh", "-c", "echo 'echo Welcome to h1' > /etc/ssh/sshrc")
@@ -106,8 +106,8 @@ def test_what_a_login_prints_is_no_output_of_the_job(hosts):
     assert "Welcome to h1" in done.stderr.splitlines()
 
 
-def test_hosts_that_cannot_connect_to_each_other_end_a_job_with_the_words_of_open_mpi(hosts):
-    """Where nobody has looked before; each of them reaches h0."""
+def test_hosts_that_cannot_connect_to_each_other_end_a_job_with_the_message_of_open_mpi(hosts):
+    """No check has found that before; each host reaches h0."""
     program = "import popdist; popdist.init(); popdist.synchronize()"
     hosts.on("h1", "ip", "route", "add", "blackhole", "10.77.0.12/32")
     try:
@@ -116,7 +116,7 @@ def test_hosts_that_cannot_connect_to_each_other_end_a_job_with_the_words_of_ope
         hosts.on("h1", "ip", "route", "del", "blackhole", "10.77.0.12/32")
     assert done.returncode not in (0, 1)
     assert re.search(r"failed to TCP connect|Unable to connect to the peer", done.stderr), done.stderr
-    assert 'calling\n"abort"' in done.stderr  # what mpirun itself says
+    assert 'calling\n"abort"' in done.stderr  # the message of mpirun itself
 
 
 @pytest.mark.parametrize(
@@ -136,18 +136,18 @@ def test_an_instance_that_fails_on_another_host_ends_the_job_and_is_named(hosts,
     assert job.left() == set()
 
 
-def test_a_daemon_that_is_killed_ends_the_job_and_its_host_is_named(hosts):
+def test_a_killed_daemon_ends_the_job_and_its_host_is_named(hosts):
     job = looping_job(hosts, hosts.names[:3], 3)
     job.await_start()
     daemons = [pid for pid, command in hosts.processes("h1").items() if re.match(r"\S*prted ", command)]
-    os.kill(min(daemons), signal.SIGKILL)  # one of its own children has its name
+    os.kill(min(daemons), signal.SIGKILL)  # a child of the daemon has the same name
     status, lines = job.end()
     assert status != 0
     assert "h1" in "".join(lines), lines
     assert job.left() == set()
 
 
-def test_a_host_whose_link_is_cut_ends_the_job_and_cleans_itself_up(hosts):
+def test_a_host_with_a_cut_link_ends_the_job_and_cleans_itself_up(hosts):
     job = looping_job(hosts, hosts.names[:3], 3, "--host-timeout-s", str(SILENCE_S))
     job.await_start()
     hosts.link("h2", "down")
@@ -157,7 +157,7 @@ def test_a_host_whose_link_is_cut_ends_the_job_and_cleans_itself_up(hosts):
     assert job.left() == set()  # its link is still down
 
 
-def test_a_network_that_hiccups_for_two_seconds_ends_nothing(hosts):
+def test_a_network_failure_of_two_seconds_ends_nothing(hosts):
     job = looping_job(hosts, hosts.names[:2], 2, count=400)
     job.await_start()
     hosts.link("h1", "down")
@@ -168,7 +168,7 @@ def test_a_network_that_hiccups_for_two_seconds_ends_nothing(hosts):
     assert out.count("count 400") == 2
 
 
-def test_ctrl_c_leaves_nothing_on_any_host(hosts):
+def test_ctrl_c_leaves_no_process_on_any_host(hosts):
     job = looping_job(hosts, hosts.names, 4)
     job.await_start()
     job.process.send_signal(signal.SIGINT)
@@ -177,13 +177,13 @@ def test_ctrl_c_leaves_nothing_on_any_host(hosts):
     assert job.left() == set()
 
 
-def test_without_the_checks_the_network_is_found_all_the_same(hosts):
+def test_without_checks_the_network_is_found(hosts):
     done = run(hosts, hosts.names[1:3], 2, "hostname", options=("--skip-checks",))
     assert done.returncode == 0, done.stderr
     assert sorted(line.partition(":")[2] for line in done.stdout.splitlines()) == ["h1", "h2"]
 
 
-def test_words_of_mpiruns_reach_the_programs_on_other_hosts(hosts):
+def test_program_words_like_those_of_mpirun_reach_the_programs_on_other_hosts(hosts):
     given = [":", "--", "-np", "3", "@file", "--hostfile", "/none", "-x", "A=1", "--mca", "a", "b c", "", "--prtemca"]
     program = "import json, sys; print(json.dumps(sys.argv[1:]))"
     done = run(hosts, ["h0", "h1"], 2, sys.executable, "-c", program, *given)
@@ -221,8 +221,8 @@ for port in sys.argv[1:]:
 """
 
 
-def test_nobody_on_the_network_can_connect_to_a_job_of_one_host(hosts):
-    """But to the daemons of the host."""
+def test_other_hosts_cannot_connect_to_a_job_on_one_host(hosts):
+    """Daemons of the host itself stay reachable."""
     go_on = hosts.shared / "go-on"
     daemons = set(hosts.python("h0", f"{LISTENING}print(*listening())").stdout.split())
     command = [*words(["h0"], 2), sys.executable, "-c", PORTS, str(go_on)]
@@ -238,7 +238,7 @@ def test_nobody_on_the_network_can_connect_to_a_job_of_one_host(hosts):
 
 
 @pytest.mark.parametrize("moment", ["unchecked", "after a good check"])
-def test_nothing_runs_elsewhere_where_the_working_directory_is_missing(hosts, moment):
+def test_no_program_runs_on_a_host_without_the_working_directory(hosts, moment):
     folder = "/tmp/only here"
     unchecked = ["--skip-checks"] if moment == "unchecked" else []
     command = shlex.join([*words(["h0", "h1"], 2, *unchecked), "pwd"])

@@ -1,4 +1,4 @@
-"""What is left on hosts after SIGKILL of any process of a job, or when a host is cut off: no process and no file."""
+"""Remains on hosts after SIGKILL of any process of a job, or after a cut link: no process and no file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DAEMON, MPIRUN, POPRUN, AGENT = r"\S*prted ", r"\S*prterun ", r".* -m poprun ", 
 
 
 class Job:
-    """A job on all hosts, one instance each, whose programs have started what has a session of its own."""
+    """A job on all hosts, one instance each, whose programs have started processes in new sessions."""
 
     def __init__(self, bed: Bed, *program: str, options: tuple[str, ...] = ()) -> None:
         self._bed = bed
@@ -44,12 +44,12 @@ class Job:
         return {(host, pid) for host in self._bed.names for pid in self._bed.processes(host)}
 
     def await_start(self) -> None:
-        """Return when all instances have started what they start."""
+        """Return when all instances have started their processes."""
         for _ in self._bed.names:
             assert any("all are up" in line for line in self.process.stdout), self.process.stderr.read()
 
     def find(self, host: str, pattern: str) -> list[int]:
-        """The job's processes on a host whose command looks like that, the oldest first."""
+        """Return the job's processes on a host whose command matches the pattern, the oldest first."""
         found = self._bed.processes(host).items()
         return sorted(p for p, each in found if (host, p) not in self._before and re.match(pattern, each))
 
@@ -57,16 +57,16 @@ class Job:
         os.kill(self.find(host, pattern)[which], signal.SIGKILL)
 
     def end(self) -> list[str]:
-        """Wait for its end: poprun's own errors."""
+        """Wait for the end, and return poprun's own errors."""
         _, error = self.process.communicate(timeout=100)
         return own_lines(error)
 
     def left(self) -> list[str]:
-        """What is still there of it after a while, processes and files."""
+        """Return the processes and files that do not go away."""
         return await_value(self._left, lambda found: not found)
 
     def processes(self) -> list[str]:
-        """Those that are there now."""
+        """Return the processes that exist now."""
         return [
             f"{host}: {command}"
             for host in self._bed.names
@@ -83,7 +83,7 @@ class Job:
 
 
 def kill_daemon(job: Job) -> None:
-    job.kill("h1", DAEMON)  # one of its own children has its name
+    job.kill("h1", DAEMON)  # a child of the daemon has the same name
 
 
 def kill_mpirun(job: Job) -> None:
@@ -103,12 +103,12 @@ def kill_poprun(job: Job) -> None:
 
 
 def kill_group(job: Job) -> None:
-    """As `timeout -s KILL` does."""
+    """Kill the process group, as `timeout -s KILL` does."""
     os.killpg(os.getpgid(job.find("h0", POPRUN)[0]), signal.SIGKILL)
 
 
 def kill_group_beside_a_stopped_daemon(job: Job) -> None:
-    """Which is still there when its instance has ended, and then has to be killed."""
+    """Kill the group while a daemon is stopped, which outlives its instance and must be killed then."""
     for pid in job.find("h1", DAEMON):
         os.kill(pid, signal.SIGSTOP)
     kill_group(job)
@@ -118,7 +118,7 @@ DEEDS = [kill_daemon, kill_mpirun, kill_agent, kill_keeper, kill_poprun, kill_gr
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_after_sigkill_nothing_is_left_on_any_host(hosts: Bed, deed: Callable[[Job], None]) -> None:
+def test_sigkill_of_any_process_leaves_nothing_on_any_host(hosts: Bed, deed: Callable[[Job], None]) -> None:
     job = Job(hosts, sys.executable, "-c", FAMILY)
     job.await_start()
     deed(job)
@@ -126,11 +126,11 @@ def test_after_sigkill_nothing_is_left_on_any_host(hosts: Bed, deed: Callable[[J
     assert job.left() == []
 
 
-def test_a_host_is_lost_by_its_name_however_long_ago_its_daemon_has_said_something(hosts: Bed) -> None:
-    """Open MPI's keep-alive, if it came first, would only end mpirun, and leave the descendants of programs."""
+def test_a_lost_host_is_named_even_if_its_daemon_has_been_silent_for_long(hosts: Bed) -> None:
+    """Open MPI's keep-alive, if it came first, would only end mpirun and leave the descendants of programs."""
     job = Job(hosts, sys.executable, "-c", FAMILY)
     job.await_start()
-    hosts.on("h0", "sleep", "2.5")  # so that the daemons have long said their last word
+    hosts.on("h0", "sleep", "2.5")  # so that the last message of the daemons is long ago
     hosts.link("h2", "down")
     lines = job.end()
     assert re.match(r"instance 2 on host h2 \(pid \d+\) was lost: the connection to its host broke", lines[0]), lines
@@ -166,7 +166,7 @@ def a_program_has_started(job: Job) -> bool:
     ids=["mpirun", "ssh", "a daemon", "daemons", "a program"],
 )
 @pytest.mark.parametrize("whom", [kill_poprun, kill_group])
-def test_after_sigkill_of_poprun_while_it_starts_nothing_is_left(
+def test_sigkill_of_poprun_during_the_start_leaves_nothing(
     hosts: Bed, moment: Callable[[Job], bool], whom: Callable[[Job], None]
 ) -> None:
     job = Job(hosts, "sleep", "1000")
@@ -179,14 +179,14 @@ def test_after_sigkill_of_poprun_while_it_starts_nothing_is_left(
 
 @pytest.fixture
 def full_name(hosts: Bed) -> Iterator[str]:
-    """A name with a domain, which h0 has for the time of a test."""
+    """Give h0 a name with a domain for the time of a test."""
     assert hosts.on("h0", "hostname", "h0.cluster.example").returncode == 0
     yield "h0.cluster.example"
     hosts.on("h0", "hostname", "h0")
 
 
-def test_daemons_behind_a_firewall_are_ended_for_a_host_with_a_full_name(hosts: Bed, full_name: str) -> None:
-    """h0 drops everything but ssh, so daemons wait for an mpirun that they cannot reach; the next job tidies up."""
+def test_daemons_behind_a_firewall_are_ended_on_a_host_with_a_full_name(hosts: Bed, full_name: str) -> None:
+    """h0 drops everything but ssh, so daemons wait for an mpirun that they cannot reach; the next job cleans up."""
     if shutil.which("iptables") is None:
         (pytest.fail if os.environ.get(REQUIRED_VARIABLE) else pytest.skip)("no iptables (apt install iptables)")
     rules = [["INPUT", "-p", "tcp", "--sport", "2222"], ["INPUT", "-i", "lo"]]

@@ -1,4 +1,4 @@
-"""What the links of hosts carry for an all-reduce, by the kernel's counters."""
+"""The bytes that the links of hosts carry for an all-reduce, by the kernel's counters."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 
 
 def assert_carries_what_is_least(bed: Bed, hosts: int, instances: int, mechanism: str, elements: int) -> None:
-    """2 (h - 1) / h of the array each way, and 3 % for headers, comparisons, and barriers.
+    """Assert that a link carries 2 (h - 1) / h of the array each way, and at most 3 % for headers and barriers.
 
-    And what TCP sends again, as it does where the other side is late to answer because its machine is busy.
+    Segments that TCP resends, because a busy machine answers late, are allowed on top.
     """
     done = run(bed, bed.names[:hosts], instances, sys.executable, PROGRAM, str(elements))
     assert done.returncode == 0, done.stderr
@@ -47,12 +47,12 @@ def assert_carries_what_is_least(bed: Bed, hosts: int, instances: int, mechanism
 
 
 @pytest.mark.parametrize(("hosts", "elements"), [(3, 16 * MEBIBYTE), (4, MEBIBYTE), (8, 16 * MEBIBYTE)])
-def test_the_busiest_link_carries_what_is_least(eight: Bed, hosts: int, elements: int) -> None:
+def test_the_busiest_link_carries_the_minimum(eight: Bed, hosts: int, elements: int) -> None:
     assert_carries_what_is_least(eight, hosts, hosts, "ring", elements)
 
 
 @pytest.mark.parametrize(("hosts", "instances", "elements"), [(2, 4, 16 * MEBIBYTE), (4, 8, MEBIBYTE)])
-def test_it_carries_no_more_where_hosts_have_several_instances(
+def test_several_instances_per_host_do_not_increase_the_bytes_on_the_link(
     eight: Bed, hosts: int, instances: int, elements: int
 ) -> None:
     assert_carries_what_is_least(eight, hosts, instances, "window and ring", elements)

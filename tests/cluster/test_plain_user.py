@@ -1,4 +1,4 @@
-"""A job of somebody who is not root, on hosts that know that user."""
+"""A job of a user who is not root, on hosts that know the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ WHO = "import os, popdist; popdist.init(); print(os.getuid(), os.uname().nodenam
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
-    """Two hosts with one more user, in a folder that everybody may enter; the machine itself does not get the user."""
+    """Provide two hosts with an additional user, in a folder that everybody may enter; the machine itself does not
+    change.
+    """
     with tempfile.TemporaryDirectory(prefix="popdist-user-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -38,7 +40,7 @@ def bed() -> Iterator[Bed]:
             yield hosts
 
 
-def test_a_job_on_two_hosts(bed: Bed) -> None:
+def test_a_plain_user_can_run_a_job_on_two_hosts(bed: Bed) -> None:
     become = ["setpriv", f"--reuid={NUMBER}", f"--regid={NUMBER}", "--clear-groups"]
     job = ["--host", "h0,h1", "--num-instances", "2", "--num-replicas", "2", "--process-placement", "disabled"]
     environ = {"HOME": "/tmp", "XDG_CACHE_HOME": "/tmp/cache", "PYTHONDONTWRITEBYTECODE": "1"}

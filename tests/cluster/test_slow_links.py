@@ -1,4 +1,4 @@
-"""A host behind a narrow link, and links that are all alike: what a report says of real traffic."""
+"""Reports about real traffic: a host behind a narrow link, and equal links."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ for step in range(12):
     instruments.step_ends(1, 0.5)
 """
 LITTLE, MUCH = "1000", "10000000"
-"""What is computed in a step: next to nothing, and some tenths of a second."""
+"""The amounts of computation in a step: almost nothing, and some tenths of a second."""
 
 Start = Callable[..., None]
 
@@ -75,7 +75,7 @@ def over_grpc(bed: Bed, places: Sequence[str], recordings: Path, *command: str) 
 def verdict_of(
     bed: Bed, hosts: int, computes: str, folder: str, start: Start = under_poprun, on_each: int = 1
 ) -> TimelineReport:
-    """What the report says of a job with as many instances on each of the first hosts."""
+    """Return the report about a job with the same number of instances on each of the first hosts."""
     recordings = bed.shared / f"{folder}-{start.__name__}-{hosts}x{on_each}"
     places = [host for host in bed.names[:hosts] for _ in range(on_each)]
     start(bed, places, recordings, sys.executable, "-c", PROGRAM, computes)
@@ -92,9 +92,7 @@ def hosts(beds: Bed) -> Iterator[Bed]:
     ("start", "count", "on_each"),
     [(under_poprun, 4, 1), (over_grpc, 3, 2)],
 )
-def test_a_host_behind_a_narrow_link_is_named_with_what_it_carries(
-    hosts: Bed, start: Start, count: int, on_each: int
-) -> None:
+def test_a_host_behind_a_narrow_link_is_named_with_its_rate(hosts: Bed, start: Start, count: int, on_each: int) -> None:
     hosts.link("all", "rate=1000mbit")
     hosts.link("h1", "rate=50mbit")
     verdict = verdict_of(hosts, count, LITTLE, "narrow", start, on_each)
@@ -109,8 +107,8 @@ def test_a_host_behind_a_narrow_link_is_named_with_what_it_carries(
     assert any(each.startswith("The links of h1 to other hosts are slow") for each in findings(verdict))
 
 
-def test_the_only_link_is_named_as_busy_and_not_as_slow(hosts: Bed) -> None:
-    """Of two hosts both directions are as narrow."""
+def test_the_only_link_is_called_busy_and_not_slow(hosts: Bed) -> None:
+    """Between two hosts both directions are equally narrow."""
     hosts.link("h1", "rate=50mbit")
     verdict = verdict_of(hosts, 2, LITTLE, "narrow")
     traffic = verdict.traffic

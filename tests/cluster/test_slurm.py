@@ -57,7 +57,7 @@ def slurm(hosts, slurm_conf):
 
 @pytest.fixture
 def srun(slurm):
-    """Run a Python program with srun; the lines it wrote, in order of their beginnings."""
+    """Return a function that runs a Python program with srun and returns its sorted lines."""
 
     def call(*options, program=WHO, words=(), **environ):
         done = slurm.run("srun", "--quiet", *options, sys.executable, "-c", program, *words, **environ)
@@ -83,7 +83,7 @@ class TestSrun:
             "slurm 1 2 0 h1 3 4 5 sum 3",
         ]
 
-    def test_tasks_may_be_dealt_out_to_the_nodes(self, srun):
+    def test_tasks_may_be_distributed_cyclically(self, srun):
         assert [line.split()[1:5] for line in srun("--mpi=pmix", "-N2", "-n4", "-m", "cyclic")] == [
             ["0", "4", "0", "h0"],
             ["1", "4", "0", "h1"],
@@ -91,11 +91,11 @@ class TestSrun:
             ["3", "4", "1", "h1"],
         ]
 
-    def test_one_task_is_one_instance(self, srun):
+    def test_a_single_task_is_one_instance(self, srun):
         assert srun("-n1", words=["2"]) == ["slurm 0 1 0 h0 0 1 sum 1"]
 
     @pytest.mark.parametrize("mpi", ["none", "pmi2"])
-    def test_tasks_that_would_be_alone_are_refused(self, slurm, mpi):
+    def test_several_unconnected_tasks_are_refused(self, slurm, mpi):
         done = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", sys.executable, "-c", WHO)
         assert done.returncode == 1
         assert "srun started 2 tasks (SLURM_PROCID=" in done.stderr
@@ -109,13 +109,13 @@ class TestSrun:
             ("import os; os.kill(os.getpid(), 9)", "task 1: Killed"),
         ],
     )
-    def test_an_instance_that_fails_ends_those_that_wait_for_it(self, slurm, fails, blamed):
+    def test_a_failed_instance_ends_the_ones_that_wait_for_it(self, slurm, fails, blamed):
         program = [sys.executable, "-c", FAILS, fails, "waits"]
         done = slurm.run("srun", "--mpi=pmix", "-N2", "-n2", *program)
         assert done.returncode != 0
         assert blamed in done.stderr
 
-    def test_with_k1_it_also_ends_those_that_do_not(self, slurm):
+    def test_srun_kill_on_bad_exit_ends_all_other_instances(self, slurm):
         program = [sys.executable, "-c", FAILS, "sys.exit(3)", "sleeps"]
         done = slurm.run("srun", "-K1", "--mpi=pmix", "-N2", "-n2", *program)
         assert done.returncode != 0
@@ -126,7 +126,7 @@ class TestShells:
         done = slurm.run("salloc", "--quiet", "-N2", "-n3", sys.executable, "-c", WHO, "4")
         assert done.stdout == "single 0 1 0 h0 0 1 2 3 sum 1\n"
 
-    def test_so_is_the_script_of_a_job_of_several_tasks(self, slurm):
+    def test_the_script_of_a_job_with_several_tasks_is_one_instance(self, slurm):
         script = slurm.script(WHO)
         done = slurm.submit(script, "4", options=("-N2", "-n3"))
         assert done.stdout == "single 0 1 0 h0 0 1 2 3 sum 1\n"
@@ -142,7 +142,7 @@ class TestShells:
 
 
 class TestAllocations:
-    """What poprun reads is what Slurm says."""
+    """The allocations that poprun reads and Slurm states."""
 
     @pytest.mark.parametrize(
         ("options", "slots"),
@@ -155,7 +155,7 @@ class TestAllocations:
         ],
         ids=" ".join,
     )
-    def test_in_salloc_and_sbatch(self, options, slots, slurm):
+    def test_hosts_and_slots_are_read_in_salloc_and_sbatch(self, options, slots, slurm):
         shell = slurm.run("salloc", "--quiet", *options, sys.executable, "-c", ENVIRON)
         slurm.free_all()
         script = slurm.script(ENVIRON)
@@ -165,14 +165,14 @@ class TestAllocations:
             assert allocation is not None
             assert {host.name: host.slots for host in allocation.hosts} == slots
 
-    def test_in_a_step_of_a_larger_job(self, slurm):
+    def test_a_step_of_a_larger_job_has_the_hosts_of_the_step(self, slurm):
         step = ["srun", "--quiet", "-n1", sys.executable, "-c", ENVIRON]
         done = slurm.run("salloc", "--quiet", "-N3", *step)
         allocation = find_allocation(json.loads(done.stdout))
         assert allocation is not None
         assert [(host.name, host.slots) for host in allocation.hosts] == [("h0", 1)]
 
-    def test_in_a_job_that_a_step_has_submitted(self, slurm):
+    def test_a_job_submitted_by_a_step_has_its_own_hosts(self, slurm):
         script = slurm.script(ENVIRON)
         output = slurm.folder / "inner"
         words = ["sbatch", "--wait", "--quiet", "--output", str(output), "-w", "h3", "-n1", str(script)]
@@ -183,7 +183,7 @@ class TestAllocations:
         assert [(host.name, host.slots) for host in allocation.hosts] == [("h3", 1)]
 
     @pytest.mark.parametrize("names", ["h[0-3]", "n[08-11,20],login", "r[1-2]n[0-1],a"])
-    def test_lists_of_hosts_are_read_as_scontrol_reads_them(self, names, slurm):
+    def test_lists_of_hosts_are_read_as_by_scontrol(self, names, slurm):
         assert slurm.run("scontrol", "show", "hostnames", names).stdout.split() == list(expand_nodes(names))
 
 
@@ -191,19 +191,19 @@ POPRUN = [sys.executable, "-m", "poprun", "--allow-run-as-root", "yes"]
 
 
 def said_by(done):
-    """The lines of standard output without poprun's tags, in order."""
+    """Return the lines of standard output without poprun's tags, sorted."""
     return sorted(line.partition(":")[2] for line in done.stdout.splitlines())
 
 
 class TestPopRun:
-    def test_a_job_that_exports_nothing_runs_all_the_same(self, slurm):
+    def test_a_job_that_exports_nothing_runs(self, slurm):
         words = [*POPRUN, "--num-instances", "2", "--num-replicas", "2", "hostname"]
         script = slurm.folder / "exports_nothing"
         script.write_text(f"#!/bin/sh\nexport PYTHONPATH={shlex.quote(str(ROOT))}\nexec {shlex.join(words)}\n")
         job = slurm.submit(script, options=("-N2", "-n2", "--export=NONE"))
         assert said_by(job) == ["h0", "h1"], job.stdout
 
-    def test_doctor_asks_the_hosts_of_the_allocation_as_a_job_does(self, slurm):
+    def test_doctor_asks_the_hosts_of_the_allocation_without_ssh(self, slurm):
         doctor = [sys.executable, "-m", "poprun", "doctor", "--json"]
         done = slurm.run("salloc", "--quiet", "-N2", "-n2", *doctor, POPRUN_SSH_ARGS="-p 1")
         assert done.returncode == 0, done.stdout
@@ -211,8 +211,8 @@ class TestPopRun:
         assert {each["host"] for each in report["findings"] if each["check"] == "program"} == {"h0", "h1"}
         assert not [each for each in report["findings"] if each["check"].startswith("ssh ")]
 
-    def test_the_network_is_the_one_by_which_srun_comes(self, slurm):
-        """Not the first that the hosts have, which leads nowhere."""
+    def test_the_network_is_the_one_used_by_srun(self, slurm):
+        """The first network of the hosts leads nowhere."""
         hosts = {"h0": "192.168.5.10/24", "h1": "192.168.5.11/24"}
         for host, address in hosts.items():
             slurm.bed.on(host, "ip", "address", "add", address, "dev", "lo")
@@ -236,7 +236,7 @@ class TestPopRun:
             "poprun 3 4 1 h1 6 7 sum 10",
         ]
 
-    def test_more_instances_than_slots_are_refused_before_anything_starts(self, slurm):
+    def test_more_instances_than_slots_are_refused_before_the_start(self, slurm):
         done = slurm.run(
             "salloc", "--quiet", "-N2", "-n3", *POPRUN, *("--num-instances", "4", "--num-replicas", "4"), "true"
         )
@@ -245,7 +245,7 @@ class TestPopRun:
             r"4 instances do not fit on the 3 slots of Slurm job \d+ \(h0: 2, h1: 1\): use 2 ", done.stderr
         )
 
-    def test_it_is_not_started_by_every_task(self, slurm):
+    def test_poprun_started_by_every_task_is_refused(self, slurm):
         done = slurm.run("srun", "-N2", "-n2", *POPRUN, "true")
         assert done.returncode == 2
         assert "one of several tasks (SLURM_STEP_NUM_TASKS=2)" in done.stderr
@@ -259,7 +259,7 @@ class TestPopRun:
 
 
 def installed(slurm):
-    """An environment in which launch_scripts find nothing to install."""
+    """Make an environment in which the launch scripts find nothing to install."""
     environment = slurm.folder / "environment"
     (environment / "bin").mkdir(parents=True, exist_ok=True)
     for name, words in {"python": [sys.executable], "poprun": [sys.executable, "-m", "poprun"]}.items():
@@ -272,7 +272,7 @@ def installed(slurm):
 
 @pytest.mark.cores(2)
 def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
-    """launch_scripts/slurm.sbatch, submitted as its users do, and the same by srun alone."""
+    """launch_scripts/slurm.sbatch is submitted as users do, and the same program is started by srun alone."""
     program, words = str(ROOT / "popdist" / "examples" / "digits.py"), ["--epochs", "1"]
     alone = slurm.bed.on("h0", sys.executable, program, "--strategy", "ipu", "--replicas", "4", *words, limit_s=120)
     wanted = re.search(r"variables [0-9a-f]{64}", alone.stdout)
@@ -289,8 +289,8 @@ def test_the_main_job_has_the_same_bits_in_sbatch_and_srun_as_alone(slurm):
 
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("whom", [("--batch",), ()], ids=["the_script", "all_steps"])
-def test_the_warning_before_the_end_makes_the_main_job_save(whom, slurm):
-    """What `sbatch --signal=B:USR1@60` sends, and what it sends without `B:`, in the second epoch."""
+def test_a_warning_signal_before_the_time_limit_makes_the_main_job_save(whom, slurm):
+    """`sbatch --signal=USR1@60`, with and without `B:`, sends the signal, here in the second epoch."""
     pytest.importorskip("orbax.checkpoint")
     output, folder = slurm.folder / "output", slurm.folder / f"checkpoints{len(whom)}"
     script, environment = ROOT / "launch_scripts" / "slurm.sbatch", installed(slurm)

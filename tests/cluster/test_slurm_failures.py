@@ -1,4 +1,4 @@
-"""How jobs of poprun end inside of a job of a real Slurm: the same promises as over ssh (test_launch.py)."""
+"""Failures of poprun jobs in a real Slurm: the promises are the same as over ssh (test_launch.py)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SILENCE_S = 4
 
 COUNT = 3
 INSIDE = ("--nodes=3", "--ntasks-per-node=1")
-"""On h0 to h2, where poprun runs on one of its hosts, as in sbatch."""
+"""Options for h0 to h2, where poprun runs on one of the job's hosts, as in sbatch."""
 OUTSIDE = ("--nodelist=h[1-3]", "--ntasks-per-node=1")
-"""Where poprun runs on h0 as on a login node."""
+"""Options for h1 to h3, where poprun runs on h0 as on a login node."""
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def slurm(hosts, slurm_conf):
 
 
 def poprun(*options, **loop):
-    """The words of a job with one instance on each of three hosts."""
+    """Return the words of a job with one instance on each of three hosts."""
     job = ["--num-instances", str(COUNT), "--num-replicas", str(COUNT), "--process-placement", "disabled"]
     return [sys.executable, "-m", "poprun", *job, "--allow-run-as-root", "yes", *options, *looping(**loop)]
 
 
 def salloc(slurm, nodes, *options, **loop):
-    """A job in the shell of an allocation; instance 1 is on the second of its hosts."""
+    """Start a job in the shell of an allocation; instance 1 is on the second of its hosts."""
     job = Looping(slurm.bed, ["salloc", "--quiet", *nodes, *poprun(*options, **loop)], **slurm.environ)
     job.await_start()
     return job
@@ -55,7 +55,7 @@ def salloc(slurm, nodes, *options, **loop):
     ("deed", "status", "how"),
     [("raise", 1, "ended with exit status 1"), ("kill", 137, "was killed by SIGKILL")],
 )
-def test_an_instance_that_fails_ends_the_job_and_is_named(slurm, deed, status, how):
+def test_a_failed_instance_ends_the_job_and_is_named(slurm, deed, status, how):
     job = salloc(slurm, INSIDE, victim=1, deed=deed)
     found, lines = job.end()
     assert found == status
@@ -64,18 +64,18 @@ def test_an_instance_that_fails_ends_the_job_and_is_named(slurm, deed, status, h
 
 
 @pytest.mark.parametrize(("nodes", "host"), [(INSIDE, "h1"), (OUTSIDE, "h2")], ids=["inside", "outside"])
-def test_a_daemon_that_is_killed_ends_the_job_and_its_host_is_named(slurm, nodes, host):
+def test_a_killed_daemon_ends_the_job_and_its_host_is_named(slurm, nodes, host):
     """srun ends the other daemons at once, which are not to blame."""
     job = salloc(slurm, nodes)
     daemons = [pid for pid, command in slurm.bed.processes(host).items() if re.match(r"\S*prted ", command)]
-    os.kill(max(daemons), signal.SIGKILL)  # the other one is what srun waits for
+    os.kill(max(daemons), signal.SIGKILL)  # srun waits for the other one
     status, lines = job.end()
     assert status == 1
     assert lines[0] == f"host {host} has lost its daemon of Open MPI, and with it instance 1"
     assert job.left() == set()
 
 
-def test_a_host_whose_link_is_cut_cleans_itself_up_and_ends_the_job(slurm):
+def test_a_host_with_a_cut_link_cleans_itself_up_and_ends_the_job(slurm):
     job = salloc(slurm, INSIDE, "--host-timeout-s", str(SILENCE_S))
     slurm.bed.link("h2", "down")
     assert job.left(["h2"]) == set()
@@ -85,7 +85,7 @@ def test_a_host_whose_link_is_cut_cleans_itself_up_and_ends_the_job(slurm):
     assert job.left() == set()
 
 
-def test_an_allocation_that_is_revoked_ends_the_job_and_blames_no_instance(slurm):
+def test_a_revoked_allocation_ends_the_job_and_blames_no_instance(slurm):
     job = salloc(slurm, INSIDE)
     slurm.run("scancel", "--user=root")
     status, lines = job.end()
@@ -95,7 +95,7 @@ def test_an_allocation_that_is_revoked_ends_the_job_and_blames_no_instance(slurm
     assert job.left() == set()
 
 
-def test_a_node_that_is_set_down_ends_the_job_and_blames_no_instance(slurm):
+def test_a_node_set_down_ends_the_job_and_blames_no_instance(slurm):
     job = salloc(slurm, OUTSIDE)
     try:
         slurm.run("scontrol", "update", "nodename=h2", "state=down", "reason=test")
@@ -108,8 +108,8 @@ def test_a_node_that_is_set_down_ends_the_job_and_blames_no_instance(slurm):
         slurm.run("scontrol", "update", "nodename=h2", "state=resume")
 
 
-def test_a_batch_job_that_is_cancelled_leaves_nothing(slurm):
-    """Slurm tells all processes to end, poprun too."""
+def test_a_cancelled_batch_job_leaves_nothing(slurm):
+    """Slurm sends SIGTERM to all processes, including poprun."""
     out, err, script = (slurm.folder / name for name in ("stdout", "stderr", "script"))
     script.write_text(f"#!/bin/sh\ntrap : TERM\n{shlex.join(poprun())}\necho exit status $?\n")
     out.write_text("")
@@ -136,13 +136,13 @@ def test_a_training_that_loses_an_instance_goes_on_to_the_same_bits(slurm):
 
 
 def found_by(stdout):
-    """What the instances that are left have found."""
+    """Return the results of the remaining instances."""
     lines = (line.rpartition("<stdout>:")[2] for line in stdout.splitlines())
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def test_a_job_is_started_again_in_its_allocation(slurm):
-    """On all three hosts: one failure does not have a host left out."""
+def test_a_failed_job_is_restarted_in_its_allocation(slurm):
+    """All three hosts are used again, because a single failure does not exclude a host."""
     program = ("sh", "-c", "echo $POPDIST_RESTART_COUNT; test $OMPI_COMM_WORLD_RANK$POPDIST_RESTART_COUNT != 10")
     job = (sys.executable, "-m", "poprun", "--allow-run-as-root", "yes", "--num-instances", "3", "--num-replicas", "3")
     options = ("--on-failure", "restart", "--restart-backoff-s", "0")

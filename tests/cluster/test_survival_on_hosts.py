@@ -1,4 +1,4 @@
-"""Jobs on several hosts that go on without what is lost."""
+"""Jobs on several hosts that survive losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SILENCE_S = 4
 
 
 def train(bed, hosts, instances, *options):
-    """What the instances that are left have found, and what poprun said."""
+    """Train, and return the results of the remaining instances and poprun's messages."""
     options = ("--num-replicas", "8", *options)
     done = run(bed, hosts, instances, sys.executable, PROGRAM, "4", options=options)
     assert done.returncode == 0, done.stderr
@@ -32,7 +32,7 @@ def train(bed, hosts, instances, *options):
 
 @pytest.fixture(scope="module")
 def alone(bed):
-    """What one process finds."""
+    """Return the result of a single process."""
     [found], _ = train(bed, ["h0"], 1)
     return found
 
@@ -67,7 +67,7 @@ while os.environ["POPDIST_RESTART_COUNT"] == "0" or count < 100:
 
 
 @pytest.mark.parametrize("mode", ["shrink", "restart"])
-def test_a_host_that_is_cut_off_is_left_out_of_the_next_attempt(hosts, mode):
+def test_a_host_with_a_cut_link_is_left_out_of_the_next_attempt(hosts, mode):
     options = ("--on-failure", mode, "--host-timeout-s", str(SILENCE_S), "--restart-backoff-s", "0")
     traces = Traces(hosts)
     program = (sys.executable, "-c", UNTIL_THE_SECOND_ATTEMPT)

@@ -1,4 +1,4 @@
-"""Python environments and ssh keys that poprun brings to other hosts, over real ssh."""
+"""Python environments and ssh keys that poprun copies to other hosts, over real ssh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from beds import REQUIRED_VARIABLE, ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.complete, pytest.mark.timeout(170)]
 
-ENV = "/tmp/env"  # each host's own, as all of /tmp
+ENV = "/tmp/env"  # each host has its own /tmp
 PYTHON = f"{ENV}/bin/python"
 MARKER = f"{ENV}/popdist-synchronised"
 TOKEN = ".popdist-synchronise-"
@@ -41,7 +41,7 @@ def shell(bed, host, text):
 
 
 def launch(bed, hosts, *options, python=PYTHON, program=("-c", "import sys; print(sys.prefix)"), **environ):
-    """One instance on each host, started from h0."""
+    """Start one instance on each host, from h0."""
     path = os.pathsep.join([os.path.dirname(sys.executable), bed.environ["PATH"]])
     job = ["--host", ",".join(hosts), "--num-instances", str(len(hosts)), "--num-replicas", str(len(hosts))]
     words = [*job, "--process-placement", "disabled", "--allow-run-as-root", "yes", "-v", *options]
@@ -60,7 +60,7 @@ def own_lines(done, level="E"):
 
 @pytest.fixture
 def environment(hosts):
-    """The hosts; h0 has an environment of its own in /tmp, with the packages of this one."""
+    """Provide the hosts; h0 has a separate environment in /tmp, with the packages of this one."""
     packages = f"{ENV}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     shell(
         hosts,
@@ -80,7 +80,7 @@ def without_rsync(bed, host):
 
 @pytest.fixture(params=["rsync", "tar"])
 def way(request, environment):
-    """The program that copies to h1."""
+    """Select the program that copies to h1."""
     if request.param == "rsync":
         needs("rsync")
         yield request.param
@@ -90,7 +90,7 @@ def way(request, environment):
     environment.on("h1", "umount", "/usr/bin/rsync")
 
 
-def test_an_environment_that_is_missing_is_refused_and_the_option_is_named(environment):
+def test_a_missing_environment_is_refused_and_the_option_is_named(environment):
     done = launch(environment, ["h0", "h1"])
     assert done.returncode == 1
     (line,) = own_lines(done)
@@ -98,7 +98,7 @@ def test_an_environment_that_is_missing_is_refused_and_the_option_is_named(envir
     assert "--synchronise-python-venv yes" in line
 
 
-def test_an_environment_is_copied_once_and_the_job_runs_in_it(environment, way):
+def test_an_environment_is_copied_once_and_used_by_the_job(environment, way):
     first = launch(environment, ["h0", "h1"], *OPTION)
     assert first.returncode == 0, first.stderr
     assert sorted(line.partition(":")[2] for line in first.stdout.splitlines()) == [ENV, ENV]
@@ -116,7 +116,7 @@ def test_an_environment_is_copied_once_and_the_job_runs_in_it(environment, way):
     assert there == here | {"popdist-synchronised"}
 
 
-def test_what_has_changed_is_copied_and_rsync_alone_removes(environment, way):
+def test_only_changes_are_copied_and_only_rsync_removes_files(environment, way):
     launch(environment, ["h0", "h1"], *OPTION)
     shell(environment, "h0", f"echo second >{ENV}/data; touch {ENV}/more; rm -r {ENV}/package")
     shell(environment, "h1", f"touch {ENV}/theirs /tmp/beside; mkdir {ENV}/package/__pycache__")
@@ -135,7 +135,7 @@ def test_what_has_changed_is_copied_and_rsync_alone_removes(environment, way):
         assert "tar cannot tell; install rsync" in "".join(own_lines(done, "W"))
 
 
-def test_many_hosts_get_it_and_those_that_share_it_are_recognised(environment):
+def test_an_environment_is_copied_to_many_hosts_once_per_file_system(environment):
     """h2 and h3 share a file system that h0 and h1 do not see."""
     common = environment.shared / "common"
     common.mkdir()
@@ -152,7 +152,7 @@ def test_many_hosts_get_it_and_those_that_share_it_are_recognised(environment):
     assert len(re.findall("host h[23]: has the Python environment on a shared file system", lines)) == 1
 
 
-def test_a_shared_environment_is_left_alone(hosts):
+def test_a_shared_environment_is_not_copied(hosts):
     before = listed(sys.prefix)
     done = launch(hosts, ["h0", "h1"], *OPTION, python=sys.executable)
     assert done.returncode == 0, done.stderr
@@ -160,11 +160,11 @@ def test_a_shared_environment_is_left_alone(hosts):
     assert listed(sys.prefix) == before
     deadline = time.monotonic() + 100
     while tokens := [name for folder in (sys.prefix, ROOT / "poprun") for name in os.listdir(folder) if TOKEN in name]:
-        assert time.monotonic() < deadline, tokens  # those of another test that runs beside this one do not stay
+        assert time.monotonic() < deadline, tokens  # tokens of parallel tests do not stay
         time.sleep(0.05)
 
 
-def test_sources_outside_of_the_environment_are_copied_and_nothing_beside_them(environment):
+def test_sources_outside_of_the_environment_are_copied_and_nothing_else(environment):
     packages = ("collectives", "popdist", "poprun", "strategies")
     shell(environment, "h0", f"mkdir /tmp/project; cd {ROOT}; cp -r {' '.join(packages)} docs /tmp/project")
     shell(environment, "h1", "mkdir /tmp/project; echo theirs >/tmp/project/notes")
@@ -172,7 +172,7 @@ def test_sources_outside_of_the_environment_are_copied_and_nothing_beside_them(e
     words = ["--host", "h0,h1", "--num-instances", "2", "--num-replicas", "2", "--allow-run-as-root", "yes", "-v"]
     command = shlex.join([PYTHON, "-m", "poprun", *words, *OPTION, PYTHON, *program])
     path = os.pathsep.join([os.path.dirname(sys.executable), environment.environ["PATH"]])
-    for _ in range(2):  # the second time: --delete
+    for _ in range(2):  # the second copy uses --delete
         done = environment.on("h0", "sh", "-c", f"cd /; exec {command}", PATH=path, PYTHONPATH="/tmp/project")
         assert done.returncode == 0, done.stderr
         found = [line.partition(":")[2] for line in done.stdout.splitlines()]
@@ -183,7 +183,7 @@ def test_sources_outside_of_the_environment_are_copied_and_nothing_beside_them(e
 @pytest.mark.parametrize(
     ("options", "fact"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
 )
-def test_a_disk_that_takes_nothing_is_named(environment, way, options, fact):
+def test_a_full_or_read_only_disk_is_named(environment, way, options, fact):
     shell(environment, "h1", f"mkdir -p {ENV}; mount -t tmpfs -o {options} tmpfs {ENV}")
     try:
         done = launch(environment, ["h0", "h1"], *OPTION)
@@ -195,7 +195,7 @@ def test_a_disk_that_takes_nothing_is_named(environment, way, options, fact):
     assert fact in line
 
 
-def test_a_reason_that_rsync_loses_is_asked_for(environment):
+def test_a_reason_that_rsync_loses_is_found_by_a_probe(environment):
     needs("rsync")
     shell(environment, "h0", "mkdir /tmp/silent")
     shell(environment, "h0", "printf '%s\\n' '#!/bin/sh' 'exec /usr/bin/rsync \"$@\" 2>&-' >/tmp/silent/rsync")
@@ -216,13 +216,13 @@ def test_a_reason_that_rsync_loses_is_asked_for(environment):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_copying_and_the_next_launch_goes_on(environment, number):
+def test_a_signal_ends_the_copy_and_the_next_launch_continues_it(environment, number):
     shell(environment, "h0", f"head -c 20000000 /dev/urandom >{ENV}/large")
     environment.link("h1", "rate=20mbit")
     before = {host: set(environment.processes(host)) for host in ("h0", "h1")}
     words = ["--host", "h0,h1", "--num-instances", "2", "--num-replicas", "2", "--allow-run-as-root", "yes", "-v"]
     path = os.pathsep.join([os.path.dirname(sys.executable), environment.environ["PATH"]])
-    # The shell that starts commands inside hosts has them ignore SIGINT.
+    # The shell that starts commands inside hosts makes them ignore SIGINT.
     command = ["env", "--default-signal=INT", PYTHON, "-m", "poprun", *words, *OPTION, PYTHON, "-c", ""]
     with environment.start("h0", *command, environ={"PATH": path}) as process:
         said = next(line for line in process.stderr if "host h1: copying " in line)
@@ -249,7 +249,7 @@ def test_a_dry_run_copies_nothing(environment):
 
 @pytest.fixture
 def keyed(hosts):
-    """The hosts; h1 and h2 have a second sshd with a home of its own, and h0 has a key that nobody knows yet."""
+    """Provide the hosts; h1 and h2 have a second sshd with a separate home, and h0 has an unknown key."""
     state = hosts.shared / "state"
     shell(hosts, "h0", f"mkdir -p {HOME}/.ssh && ssh-keygen -q -t ed25519 -N '' -C me@h0 -f {HOME}/.ssh/id_ed25519")
     shell(hosts, "h0", f"sed 's/:{BED_PORT}/:{PORT}/g' {state}/key/known_hosts >{HOME}/.ssh/known_hosts")
@@ -273,7 +273,7 @@ def keyed(hosts):
 
 
 def configure_ssh(bed, *identities):
-    """The value of POPRUN_SSH_ARGS for h0."""
+    """Write an ssh configuration on h0, and return the value of POPRUN_SSH_ARGS."""
     lines = [f"Port {PORT}", "IdentitiesOnly yes", "StrictHostKeyChecking yes", "GlobalKnownHostsFile /dev/null"]
     lines += [f"UserKnownHostsFile {HOME}/.ssh/known_hosts", *(f"IdentityFile {each}" for each in identities)]
     shell(bed, "h0", f"printf '%s\\n' {shlex.join(lines)} >{HOME}/.ssh/config")
@@ -288,7 +288,7 @@ def start_with_key(bed, hosts, environ, **options):
 
 
 def distribute(bed, hosts, environ):
-    """From h0, without a terminal."""
+    """Distribute the key from h0, without a terminal."""
     with start_with_key(bed, hosts, environ) as process:
         out, err = process.communicate(timeout=100)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -297,7 +297,7 @@ def distribute(bed, hosts, environ):
 def test_a_key_is_installed_once_and_the_hosts_know_each_other(keyed):
     bed_key, own_key = str(keyed.shared / "state" / "key" / "id"), f"{HOME}/.ssh/id_ed25519"
     authorized = f"{HOME}/.ssh/authorized_keys"
-    for host in ("h1", "h2"):  # without a line end, as editors leave it
+    for host in ("h1", "h2"):  # without a final line end, as some editors write it
         shell(keyed, host, f'mkdir -p {HOME}/.ssh; printf %s "$(cat {bed_key}.pub)" >{authorized}')
     first = distribute(keyed, ["h0", "h1", "h2"], configure_ssh(keyed, own_key, bed_key))
     assert first.returncode == 0, first.stderr
@@ -326,7 +326,7 @@ def test_without_a_terminal_hosts_that_refuse_are_named(keyed):
     assert all(line.endswith("or run poprun in a terminal, where ssh can ask") for line in lines)
 
 
-def test_without_a_key_none_is_made(keyed):
+def test_a_missing_key_is_not_created(keyed):
     done = distribute(keyed, ["h0", "h1"], configure_ssh(keyed, f"{HOME}/.ssh/none"))
     assert done.returncode == 1
     (line,) = own_lines(done)
@@ -356,7 +356,7 @@ def test_in_a_terminal_ssh_asks_for_the_password_once_for_each_host(keyed):
 
 
 def type_password(bed, environ, limit_s=100.0):
-    """What a terminal shows, and the exit status, where `secret` is typed whenever a password is asked for."""
+    """Type `secret` at each password prompt, and return the terminal's output and the exit status."""
     ours, theirs = pty.openpty()
 
     def own_terminal():
@@ -369,7 +369,7 @@ def type_password(bed, environ, limit_s=100.0):
     while time.monotonic() < deadline_s:
         try:
             shown += os.read(ours, 1 << 16)
-        except OSError:  # nobody has it open any more
+        except OSError:  # no process has the terminal open any more
             break
         if shown.count(b"password:") > answered:
             answered += 1

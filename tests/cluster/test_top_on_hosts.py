@@ -32,7 +32,7 @@ def top(hosts, token, *options):
     )
 
 
-def test_a_third_host_sees_the_job_with_the_token_and_only_with_it(hosts):
+def test_a_third_host_sees_the_job_only_with_the_token(hosts):
     file = hosts.shared / "job.json"
     reader, writer = os.pipe()
     options = (f"--top-address=h0:{PORT}", "--summary", f"json:{file}")

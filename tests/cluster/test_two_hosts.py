@@ -22,7 +22,7 @@ def test_instances_on_two_hosts_find_each_other_and_the_same_environment(hosts):
     assert done.returncode == 0, done.stderr
     found = sorted(json.loads(line.partition(":")[2]) for line in done.stdout.splitlines())
     assert [each[:4] for each in found] == [[0, 0, 0, "h0"], [1, 0, 1, "h1"]]
-    # poprun may have added a flag of its own
+    # poprun may have added a flag.
     assert [each[4]["XLA_FLAGS"].split()[0] for each in found] == ["--xla_cpu_enable_fast_math=false"] * 2
     assert [each[4]["PYTHONPATH"] for each in found] == [hosts.environ["PYTHONPATH"]] * 2
 
@@ -36,7 +36,7 @@ def test_an_instance_that_fails_on_another_host_ends_the_job_and_is_named(hosts)
     assert traces.left() == set()
 
 
-def test_in_slurm_hosts_come_from_the_allocation_and_need_no_ssh(hosts, slurm_conf):
+def test_a_slurm_job_uses_the_hosts_of_its_allocation_without_ssh(hosts, slurm_conf):
     slurm = Slurm(hosts, slurm_conf)
     slurm.free_all()
     job = ["--num-instances", "2", "--num-replicas", "2", "--process-placement", "disabled", "hostname"]

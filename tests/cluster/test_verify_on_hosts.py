@@ -34,7 +34,7 @@ def test_a_directory_that_is_not_shared_is_noticed(hosts):
     assert "instance 1 of 2 x 2 left no record where poprun looks for it; is --record-dir a directory" in done.stderr
 
 
-def test_hosts_have_to_share_a_directory(hosts):
+def test_several_hosts_need_a_shared_directory(hosts):
     done = verify(hosts, "--spreads=1,2")
     assert done.returncode == 2
     assert "give --record-dir, a directory that all hosts share" in done.stderr

@@ -1,4 +1,4 @@
-"""Certificates for tests, right and wrong ones."""
+"""Valid and invalid certificates for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DAY = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Files:
-    """What one worker is given."""
+    """The certificate files of one worker."""
 
     certificate: Path
     key: Path
@@ -33,7 +33,7 @@ class Files:
 
 
 class Authority:
-    """Signs certificates, all of them files in `folder`."""
+    """A certificate authority that writes its files into `folder`."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class Authority:
         *,
         is_expired: bool = False,
     ) -> Files:
-        """A certificate for workers on these hosts, names or numbers."""
+        """Issue a certificate for workers on these hosts, given as names or addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         today = datetime.now(UTC)
         certificate = (

@@ -1,4 +1,4 @@
-"""What every communicator does, whatever carries its messages: results, groups, arguments, the end."""
+"""Statements about every communicator: results, groups, arguments, closing."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def infinities_of_both_signs_sum_to_nan_and_no_error(communicator: Communicator)
         assert np.isnan(result).all()
 
 
-# ---- where results go
+# ---- places of results
 
 
 @suite.add_for_each(("float32", "bfloat16", "int16"), about=About.NUMBERS)
@@ -209,7 +209,7 @@ def allocated_memory_stays_readable_until_the_next_reduction_into_it(communicato
 
 @suite.add
 def a_part_of_allocated_memory_takes_a_result_or_is_refused(communicator: Communicator) -> None:
-    """Where ranks share it, only the whole has a meaning."""
+    """Ranks that share memory can only take the whole array."""
     memory = communicator.allocate((100_000,), np.float32)
     for part in (slice(0, 70_001), slice(1, 70_002), slice(30_000, 30_000)):
         length = part.stop - part.start
@@ -283,7 +283,7 @@ def contributions_are_not_changed(communicator: Communicator, length: int) -> No
 
 
 class Named(np.ndarray):
-    """A subclass that is one in all its views, as np.matrix is."""
+    """A subclass of arrays that all its views have, too, as np.matrix has."""
 
 
 @suite.add
@@ -326,7 +326,7 @@ def a_broadcast_carries_every_bit_of_nan(communicator: Communicator) -> None:
 
 
 @suite.add_for_each(MOVABLE, about=About.DTYPES)
-def all_gather_stacks_what_the_ranks_give(communicator: Communicator, dtype: str) -> None:
+def all_gather_stacks_the_arrays_of_all_ranks(communicator: Communicator, dtype: str) -> None:
     for length in (*SMALL_LENGTHS, 70_001):
         expected = np.stack(contributions(dtype, length, range(communicator.size)))
         block = contribution(dtype, length, communicator.rank)
@@ -337,7 +337,7 @@ def all_gather_stacks_what_the_ranks_give(communicator: Communicator, dtype: str
 
 
 @suite.add_for_each(MOVABLE, about=About.DTYPES)
-def gather_stacks_what_the_ranks_give_on_one_of_them(communicator: Communicator, dtype: str) -> None:
+def gather_stacks_the_arrays_of_all_ranks_on_the_root(communicator: Communicator, dtype: str) -> None:
     for length, root in product((*SMALL_LENGTHS, 70_001), range(communicator.size)):
         block = contribution(dtype, length, communicator.rank)
         gathered = communicator.gather(block, root)
@@ -418,7 +418,7 @@ def a_large_ordered_reduce_scatter_gives_each_rank_its_block(
 
 
 @suite.add
-def nobody_leaves_a_barrier_before_all_have_come(communicator: Communicator) -> None:
+def no_rank_leaves_a_barrier_before_all_have_arrived(communicator: Communicator) -> None:
     for _ in range(20):
         came = time.monotonic()
         communicator.barrier()
@@ -494,7 +494,7 @@ def subgroups_work_side_by_side(communicator: Communicator) -> None:
 
 
 @suite.add
-def a_subgroup_of_one_needs_nobody(communicator: Communicator) -> None:
+def a_subgroup_of_one_needs_no_other_rank(communicator: Communicator) -> None:
     with communicator.subgroup([communicator.rank]) as alone:
         assert (alone.rank, alone.size) == (0, 1)
         buffer = np.arange(5, dtype=np.float32)
@@ -615,7 +615,7 @@ _WRONG_BUFFERS: dict[str, tuple[Wrong, str]] = {
         "out",
     ),
 }
-# Each reads four or more elements of a line and writes others of it, some of which it also reads.
+# Each call reads four or more elements of a line and writes others that overlap with them.
 _line = np.zeros(64, np.float32)
 _OVERLAPS: dict[str, Wrong] = {
     "behind the first contribution": lambda c: c.ordered_all_reduce([_line[:4], _good], _line[1:5]),
@@ -706,7 +706,7 @@ _WRONG_VALUES: dict[str, tuple[Wrong, str]] = {
 
 
 def _refused_alone(communicator: Communicator, wrong: Wrong, error: type[Exception], message: str, rank: int) -> None:
-    """The call fails on `rank` although no other rank takes part, and leaves the ranks in step."""
+    """Assert that the call fails on `rank` while no other rank takes part, and leaves the ranks in step."""
     before = communicator.calls_made
     caught: Exception | None = None
     if communicator.rank == rank:
@@ -728,7 +728,7 @@ def a_wrong_buffer_is_refused_before_other_ranks_are_involved(communicator: Comm
 
 
 @suite.add_for_each(tuple(_OVERLAPS), about=About.ARGUMENTS)
-def a_result_that_overlaps_in_part_what_it_is_made_of_is_refused(communicator: Communicator, case: str) -> None:
+def a_result_that_partly_overlaps_its_inputs_is_refused(communicator: Communicator, case: str) -> None:
     _refused_alone(communicator, _OVERLAPS[case], UnsupportedBufferError, "overlap partly|share memory", 0)
 
 
@@ -758,11 +758,11 @@ def a_wrong_buffer_is_a_type_error(communicator: Communicator) -> None:
         communicator.all_reduce([1.0])
 
 
-# ---- the end
+# ---- closing
 
 
 @suite.add
-def a_closed_communicator_says_so(communicator: Communicator) -> None:
+def a_closed_communicator_refuses_calls(communicator: Communicator) -> None:
     group = twin_of(communicator)
     group.close()
     group.close()
@@ -782,7 +782,7 @@ def leaving_the_block_closes(communicator: Communicator) -> None:
 
 
 @suite.add
-def leaving_the_block_with_an_error_waits_for_nobody(communicator: Communicator) -> None:
+def leaving_the_block_with_an_error_waits_for_no_other_rank(communicator: Communicator) -> None:
     class OwnError(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""What every communicator does when its ranks do not make the same calls."""
+"""Statements about every communicator whose ranks make different calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Calls = Callable[[Communicator, np.ndarray], object]
 
 @dataclass(frozen=True)
 class Conflict:
-    """What most ranks call and what one rank calls instead, each with the words by which messages name it."""
+    """The call of most ranks and a different call of one rank, with the words that messages use for each."""
 
     call: Calls
     buffer: np.ndarray
@@ -128,7 +128,7 @@ CONFLICTS = {
 
 @contextmanager
 def _raises_on_all_ranks(communicator: Communicator, *words: str) -> Iterator[None]:
-    """The block fails on every rank with the same text, and the communicator stays usable."""
+    """Assert that the block fails on every rank with the same text and leaves the communicator usable."""
     with pytest.raises(LayoutMismatchError, match=HEADLINE) as caught:
         yield
     text = str(caught.value)
@@ -192,7 +192,7 @@ def a_doubled_call_fails_on_all_ranks(communicator: Communicator) -> None:
 
 
 @suite.add_for_groups
-def a_call_of_each_rank_own_is_named_with_its_rank(communicator: Communicator) -> None:
+def different_calls_on_all_ranks_are_named_with_their_ranks(communicator: Communicator) -> None:
     parts = [f"rank {rank} called all_reduce 'tensor{rank}'" for rank in range(communicator.size)]
     with _raises_on_all_ranks(communicator, *parts):
         communicator.all_reduce(_filled(7), name=f"tensor{communicator.rank}")
@@ -214,7 +214,7 @@ def many_failures_leave_the_ranks_in_step(communicator: Communicator) -> None:
 
 
 @suite.add_for_groups
-def a_last_call_that_one_rank_skips_shows_when_it_closes(communicator: Communicator) -> None:
+def a_skipped_last_call_is_noticed_when_the_rank_closes(communicator: Communicator) -> None:
     last = communicator.size - 1
     group = twin_of(communicator)
     buffer = _filled(7)

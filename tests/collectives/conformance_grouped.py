@@ -1,4 +1,4 @@
-"""What every communicator does with several tensors that are reduced in one call."""
+"""Statements about every communicator that reduces several tensors in one call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ suite = Suite()
 
 @dataclass(frozen=True)
 class Tensor:
-    """One of a group."""
+    """A tensor of a group."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     def arrays(self, replicas: Sequence[int]) -> list[np.ndarray]:
-        """What these replicas contribute."""
+        """Return the contributions of these replicas."""
         length = int(np.prod(self.shape))
         return [array.reshape(self.shape) for array in contributions(self.dtype, length, replicas)]
 
@@ -63,7 +63,7 @@ def _reduce(
     spread: str = "one each",
     outs: Sequence[np.ndarray] = (),
 ) -> None:
-    """One call for all the tensors, whose results go to `outs`, has the results of a call for each of them."""
+    """Assert that one call for all tensors, with results in `outs`, equals one call for each tensor."""
     of_ranks = replicas_of_ranks(spread, communicator.size)
     mine = [tensor.arrays(of_ranks[communicator.rank]) for tensor in tensors]
     outs = outs or [tensor.empty() for tensor in tensors]
@@ -100,7 +100,7 @@ def a_group_may_have_one_tensor_or_none(communicator: Communicator) -> None:
 
 
 @suite.add
-def a_group_may_be_of_empty_tensors(communicator: Communicator) -> None:
+def a_group_may_have_only_empty_tensors(communicator: Communicator) -> None:
     _reduce(communicator, [Tensor("nothing", "float32", (0,)), Tensor("no more", "int32", (3, 0))])
 
 
@@ -112,7 +112,7 @@ def groups_follow_each_other_and_single_calls(communicator: Communicator) -> Non
         assert (communicator.all_reduce(buffer) == sum(range(communicator.size))).all()
 
 
-# ---- where results go
+# ---- places of results
 
 
 @suite.add_for_each(tuple(product(("sum", "mean", "min"), range(3))), about=About.NUMBERS)
@@ -137,12 +137,14 @@ def results_of_a_group_may_go_to_allocated_memory(communicator: Communicator) ->
         _reduce(communicator, MIXED, "mean", spread, outs)
 
 
-# ---- calls that differ
+# ---- different calls
 
 
 @dataclass(frozen=True)
 class Odd:
-    """What one rank has in place of the last but one of the FLOATS_ONLY, and the words by which messages name it."""
+    """A tensor that one rank gives in place of the second to last of FLOATS_ONLY, and the words of messages about
+    it.
+    """
 
     tensor: Tensor
     words: tuple[str, ...]
@@ -173,14 +175,14 @@ def one_different_tensor_of_a_group_fails_on_all_ranks(communicator: Communicato
         assert texts_of_all_ranks(communicator, text) == [text] * communicator.size
         missing = [word for word in (*ODD[case].words, f"rank {odd_rank} called") if word not in text]
         assert not missing, f"{missing} not in {text!r}"
-        untouched = 0 if communicator.mechanism == "horovod" else position  # what is not one call ends half-way
+        untouched = 0 if communicator.mechanism == "horovod" else position  # several calls may fail in the middle
         for array, original in zip(arrays[untouched:], before[untouched:], strict=True):
             assert_same_bits(array, original, case)
         _reduce(communicator, FLOATS_ONLY)
 
 
 @suite.add_for_groups
-def another_op_of_a_group_fails_on_all_ranks_and_leaves_all_buffers_as_they_were(communicator: Communicator) -> None:
+def another_op_of_a_group_fails_on_all_ranks_and_leaves_all_buffers_unchanged(communicator: Communicator) -> None:
     op = "max" if communicator.rank == 0 else "sum"
     arrays = [tensor.arrays([communicator.rank])[0].copy() for tensor in FLOATS_ONLY]
     before = [array.copy() for array in arrays]

@@ -1,4 +1,4 @@
-"""What communicators over Horovod do besides: what they ask of Horovod, and what they make of its errors."""
+"""Additional statements about communicators over Horovod: its requests and its errors."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def _backend() -> ModuleType:
 
 
 @suite.add
-def it_is_called_horovod_and_its_groups_are_of_mpi(communicator: Communicator) -> None:
+def the_mechanism_is_horovod_and_subgroups_use_mpi(communicator: Communicator) -> None:
     assert communicator.mechanism == "horovod"
     with communicator.subgroup(range(communicator.size)) as group:
         assert group.mechanism in ("window", "ring")
 
 
-# ---- how much is asked of Horovod
+# ---- the number of requests
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each operation of Horovod is begun, which is what Horovod negotiates."""
+    """Count the started operations by name; Horovod negotiates each of them."""
     counts: Counter[str] = Counter()
     hvd = _backend().hvd
 
@@ -100,8 +100,8 @@ def a_large_tensor_is_broadcast_by_horovod(communicator: Communicator) -> None:
 
 
 @suite.add
-def what_is_too_long_for_mpi_travels_in_pieces(communicator: Communicator) -> None:
-    """As if MPI counted no further than a few thousand."""
+def arrays_too_long_for_mpi_travel_in_pieces(communicator: Communicator) -> None:
+    """Lower the limits of MPI's counters to a few thousand."""
     backend, size, rank = _backend(), communicator.size, communicator.rank
     arrays = contributions("float32", 70_001, range(size))
     with pytest.MonkeyPatch.context() as patch, counted() as counts:
@@ -139,7 +139,7 @@ ARRAYS: dict[str, Callable[[], np.ndarray]] = {
 
 @suite.add_for_each(tuple(ARRAYS))
 def a_tensor_is_the_memory_of_its_array(communicator: Communicator, kind: str) -> None:
-    """Without a warning, which would be an error here."""
+    """Make an error of any warning."""
     array = ARRAYS[kind]()
     tensor = _backend().tensor_of(array)
     assert_same_bits(tensor.numpy(), array)
@@ -163,7 +163,7 @@ def memory_lives_as_long_as_its_tensor(communicator: Communicator, kind: str) ->
 
 @suite.add
 def a_large_result_is_reduced_where_it_belongs(communicator: Communicator) -> None:
-    """The tensor that Horovod adds up, and what it puts the sum into, is the caller's array."""
+    """Horovod reads from and writes to the caller's array."""
     hvd, seen = _backend().hvd, []
     begin = hvd.grouped_allreduce_async_
 
@@ -178,7 +178,7 @@ def a_large_result_is_reduced_where_it_belongs(communicator: Communicator) -> No
     assert seen == [buffer.__array_interface__["data"][0]]
 
 
-# ---- what Horovod reports
+# ---- errors of Horovod
 
 
 def _watch(communicator: Communicator) -> Watch:
@@ -187,7 +187,7 @@ def _watch(communicator: Communicator) -> Watch:
 
 
 @suite.add_for_each(("shapes", "dtypes", "roots"), at_least=2)
-def a_mismatch_that_horovod_finds_is_one_of_ours(communicator: Communicator, case: str) -> None:
+def a_mismatch_found_by_horovod_becomes_a_layout_mismatch(communicator: Communicator, case: str) -> None:
     backend = _backend()
     is_odd = communicator.rank == 0
     tensor = backend.tensor_of(
@@ -200,7 +200,7 @@ def a_mismatch_that_horovod_finds_is_one_of_ours(communicator: Communicator, cas
 
 
 @suite.add_for_groups
-def a_name_in_use_is_busy(communicator: Communicator) -> None:
+def a_name_in_use_is_refused_as_busy(communicator: Communicator) -> None:
     backend, watch = _backend(), _watch(communicator)
 
     def begin() -> int:
@@ -231,12 +231,12 @@ def a_group_of_fewer_tensors_fails_on_all_ranks(communicator: Communicator) -> N
     assert all((array == number).all() for number, array in enumerate(arrays))
 
 
-# ---- a rank that does not come
+# ---- absent ranks
 
 
 @suite.add_for_groups
-def a_rank_that_does_not_come_is_warned_about_and_given_up(communicator: Communicator) -> None:
-    """Only Horovod's coordinator knows who it is, so that all other ranks are named."""
+def an_absent_rank_is_warned_about_and_given_up(communicator: Communicator) -> None:
+    """Only Horovod's coordinator knows the absent rank, so messages name all other ranks."""
     late = communicator.size - 1
     clock = FakeClock(tick_s=1e-5)
     group = collectives.connect("horovod", Settings(limits=Limits(clock=clock)))

@@ -1,8 +1,8 @@
 """One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT TIER`.
 
-The mechanism is one of `conformance_plan`.
+The mechanism is one of those in `conformance_plan`.
 
-The report has one line of JSON per statement: its name, and what failed on which rank.
+The report has one line of JSON per statement: its name, and its failures by rank.
 """
 
 from __future__ import annotations

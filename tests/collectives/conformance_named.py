@@ -1,4 +1,4 @@
-"""What every communicator does with collectives that are started by name and waited for later."""
+"""Statements about every communicator that starts collectives by name and waits for them later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = (0, 7, 3001, 70_001)
 
 
 class Started:
-    """A collective under way, and what has to come out of it."""
+    """A collective in progress, and its expected result."""
 
     def __init__(self, communicator: Communicator, handle: Handle, expected: np.ndarray | Reduced) -> None:
         self.communicator = communicator
@@ -153,7 +153,7 @@ def _in_threads(function: Callable[[int], None], threads: Sequence[int]) -> None
 
 
 @suite.add
-def many_may_be_under_way_while_others_are_called(communicator: Communicator) -> None:
+def many_collectives_may_be_in_progress_while_others_are_called(communicator: Communicator) -> None:
     names = [f"bucket {number}" for number in range(60)]
     started = [start_all_reduce(communicator, name, 100) for name in _shuffled(names, communicator.rank)]
     for turn in range(30):
@@ -179,7 +179,7 @@ def a_result_may_be_waited_for_twice(communicator: Communicator) -> None:
 
 
 @suite.add
-def closing_waits_for_what_was_started(communicator: Communicator) -> None:
+def closing_waits_for_started_collectives(communicator: Communicator) -> None:
     with twin_of(communicator) as group:
         names = _shuffled([f"left {number}" for number in range(20)], communicator.rank)
         started = [start_all_reduce(group, name, 5000) for name in names]

@@ -1,4 +1,4 @@
-"""Which statements are checked where: all of them once for each transport, else where they can come out differently."""
+"""The choice of statements for each transport: all of them once, elsewhere only transport-specific ones."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from statements import About, Statement
 SINGLE, RING, WINDOW, GRPC, HOROVOD = "single", "ring", "window", "grpc", "horovod"
 MECHANISMS = (RING, WINDOW)
 HOSTS = "window and ring"
-"""Ranks on two hosts, of which the last one has one: messages through shared memory, and others."""
+"""Ranks on two hosts, the last one alone: messages through shared memory, and others."""
 SUITES = (conformance.suite, conformance_checks.suite, conformance_grouped.suite, conformance_named.suite)
 
 DTYPES_ON_NETWORKS = ("int8", "int16", "float16", "bfloat16", "float32", "float64")
-"""Where arrays travel as bytes: one dtype of each width, and the floats that are added in a wider one."""
+"""The dtypes for networks, where arrays travel as bytes: one of each width, and floats added in a wider type."""
 DTYPES_AT_OTHER_SIZES = ("bfloat16", "float32")
-"""One that is added in a wider one, and one that is not."""
+"""The dtypes for other sizes: one added in a wider type, and one added in its own."""
 
 USUAL_SIZES = {RING: 3, WINDOW: 3, HOSTS: 3, GRPC: 3, HOROVOD: 2}
-"""How many processes the default tier has: enough for all that a transport may do in its own way."""
+"""The numbers of processes of the default tier, enough for all transport-specific behaviour."""
 
 
 def statements_for(size: int, transport: str, *, complete: bool) -> list[Statement]:
-    """What is checked over a network between `size` processes: everything only once for each transport.
+    """Return the statements to check over a network between `size` processes: everything only once for each transport.
 
-    Between hosts there are the window and the ring, each of which is checked wholly where there is nothing else.
+    Window and ring, which together connect hosts, are each checked completely on their own.
     """
     suites = (*SUITES, conformance_horovod.suite) if transport == HOROVOD else SUITES
     statements = [statement for suite in suites for statement in suite.statements if statement.at_least <= size]
@@ -41,7 +41,7 @@ def statements_for(size: int, transport: str, *, complete: bool) -> list[Stateme
 
 
 def is_its_own_case(statement: Statement) -> bool:
-    """Whether a statement may be wrong over a network although it is right on threads."""
+    """Return whether a statement may fail over a network although it holds on threads."""
     if statement.about is About.DTYPES:
         return statement.value in DTYPES_ON_NETWORKS
     if statement.about is About.NUMBERS:
@@ -50,14 +50,14 @@ def is_its_own_case(statement: Statement) -> bool:
 
 
 def may_depend_on_the_size(statement: Statement) -> bool:
-    """Whether a statement may be wrong between fewer or more processes although it is right between the usual ones."""
+    """Return whether a statement may fail for another number of processes although it holds for the usual one."""
     if statement.about is About.DTYPES:
         return statement.value in DTYPES_AT_OTHER_SIZES
     return statement.about is not About.CALLS or statement.is_first
 
 
 def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple[str, int]]:
-    """The mechanisms and sizes of the groups of threads of which it is checked."""
+    """Return the mechanisms and sizes of the thread groups that check a statement."""
     if statement.about is About.ARGUMENTS:
         groups = [(RING, 3)]
     elif complete and statement.about is not About.DTYPES:
@@ -70,10 +70,10 @@ def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple
 
 
 def hosts_of(mechanism: str, size: int) -> Sequence[str]:
-    """The host of each rank, where they are not all on one."""
+    """Return the host of each rank, or nothing if all are on one host."""
     return ["here"] * (size - 1) + ["there"] if mechanism == HOSTS else ()
 
 
 def setting_of(mechanism: str) -> str:
-    """What makes a communicator have it."""
+    """Return the setting that gives a communicator the mechanism."""
     return WINDOW if mechanism == HOSTS else mechanism

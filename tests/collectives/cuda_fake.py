@@ -1,6 +1,6 @@
-"""A CUDA driver in host memory: what `collectives.cuda` asks of `libcuda.so.1`, for machines without a GPU.
+"""A CUDA driver in host memory: the part of `libcuda.so.1` that `collectives.cuda` uses, for machines without a GPU.
 
-Memory of the device is a file in a folder, so that a handle means the same in other processes.
+Each allocation is a file in a folder, so that a handle means the same in other processes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _u64(pointer: Any, value: int) -> int:
 
 
 class FakeLibrary:
-    """The functions of the driver, as ctypes has them; what it does not know succeeds and does nothing.
+    """The functions of the driver in the form of ctypes; unknown functions succeed and do nothing.
 
     Attributes:
-        registered: the sizes of page-locked memory by address.
-        refuses: numbers of errors by the names of functions that fail with them.
-        calls: the names of functions, in the order in which they were called.
+        registered: The sizes of page-locked memory by address.
+        refuses: Error numbers by the names of functions that fail with them.
+        calls: The names of the called functions, in order.
     """
 
     def __init__(self, folder: Path, gpus: int = 1) -> None:

@@ -1,6 +1,6 @@
 """One worker of a group that runs all statements: `grpc_conformance_job.py RANK REPORT TIER ADDRESS...`.
 
-Each communicator meets at addresses of its own, because a failed one may still be leaving.
+Each communicator meets at separate addresses, because a failed one may still be leaving.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def main(rank: int, report: Path, tier: str, addresses: list[str]) -> None:
 
 
 def all_texts(verdicts: Communicator, text: str) -> list[str]:
-    """The texts of all ranks; statements may leave the communicator that they are about in any state."""
+    """Return the texts of all ranks by a second communicator, because statements may leave the first one in any
+    state.
+    """
     line = np.zeros(1 << 14, np.uint8)
     encoded = np.frombuffer(text.encode()[: line.size], np.uint8)
     line[: encoded.size] = encoded

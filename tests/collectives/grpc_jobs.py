@@ -1,4 +1,4 @@
-"""Running Python programs of several workers that know each other's addresses."""
+"""Python programs of several workers that know each other's addresses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpi_jobs import HERE, LIMIT_S, ROOT
 
 @contextlib.contextmanager
 def socket_addresses(workers: int) -> Iterator[list[str]]:
-    """Addresses of Unix-domain sockets in a directory of their own."""
+    """Provide addresses of Unix-domain sockets in a separate directory."""
     with tempfile.TemporaryDirectory(prefix="workers-") as folder:
         yield [f"unix:{folder}/{rank}" for rank in range(workers)]
 
 
 def environ_with(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment in which programs find this project and the modules beside the tests."""
+    """Return an environment for programs that import the project and the modules beside the tests."""
     paths = [str(ROOT), str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(changes or {})}
 
@@ -30,7 +30,7 @@ def environ_with(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 def start_worker(
     program: Path, arguments: Sequence[str], changes: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start one worker, in a process group of its own."""
+    """Start one worker in a separate process group."""
     return subprocess.Popen(
         [sys.executable, str(program), *arguments],
         env=environ_with(changes),
@@ -43,7 +43,7 @@ def start_worker(
 
 @contextlib.contextmanager
 def ended_afterwards(workers: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """None of the workers outlives the test."""
+    """Kill all remaining workers at the end of the block."""
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def ended_afterwards(workers: Sequence[subprocess.Popen[str]]) -> Iterator[None]
 
 
 def end_of(workers: Sequence[subprocess.Popen[str]], limit_s: float = LIMIT_S) -> list[tuple[int, str, str]]:
-    """Wait for all workers; the exit status and what was written by each."""
+    """Wait for all workers, and return the exit status and the output of each."""
     give_up = time.monotonic() + limit_s
     ends = []
     with ended_afterwards(workers):

@@ -1,4 +1,4 @@
-"""Workers over gRPC that are threads of this process, for what needs no processes of their own."""
+"""Workers over gRPC on threads of this process, for tests that need no separate processes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class WorkerThreads:
-    """The workers of one group; how they know each other is said here, and not by the environment.
+    """The workers of one group, with their addresses and their security from here and not from the environment.
 
-    Those of a test that has failed do not keep this process from ending.
+    Workers of a failed test do not keep this process from ending.
 
     Attributes:
-        addresses: of all of them.
-        security: of those that have none of their own.
+        addresses: The addresses of all workers.
+        security: The default security of workers.
     """
 
     addresses: Sequence[str]
@@ -35,7 +35,7 @@ class WorkerThreads:
     _threads: DaemonThreads = field(default_factory=DaemonThreads)
 
     def join(self, rank: int, **changes: Any) -> Future[Communicator]:
-        """One worker looks for the others, in a thread of its own."""
+        """Connect one worker to the others, in a new thread."""
         return self._threads.submit(self.connect, rank, **changes)
 
     def connect(
@@ -49,7 +49,7 @@ class WorkerThreads:
         clock: Clock | None = None,
         network: Network | None = None,
     ) -> Communicator:
-        """One worker looks for the others, in this thread."""
+        """Connect one worker to the others, in this thread."""
         limits = Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s, clock=clock or RealClock())
         return collectives.connect(
             "grpc",
@@ -61,15 +61,15 @@ class WorkerThreads:
         )
 
     def assert_reduce(self, workers: Sequence[Future[Communicator]]) -> None:
-        """All of them meet, and reduce with the right result."""
+        """Assert that all workers meet and reduce correctly."""
         communicators = [worker.result(LIMIT_S) for worker in workers]
         assert sorted(each.rank for each in communicators) == list(range(len(self.addresses)))
-        for length in (7, 200_001):  # with the exchange, and in lanes of its own
+        for length in (7, 200_001):  # with the exchange, and in separate lanes
             sums = self._all(communicators, lambda each, length=length: each.all_reduce(np.full(length, each.rank + 1)))
             assert all((total == sum(range(1, len(self.addresses) + 1))).all() for total in sums)
 
     def assert_end_well(self, workers: Sequence[Future[Communicator]]) -> None:
-        """All of them meet, reduce with the right result, and close."""
+        """Assert that all workers meet, reduce correctly and close."""
         self.assert_reduce(workers)
         self._all([worker.result() for worker in workers], Communicator.close)
 
@@ -78,6 +78,6 @@ class WorkerThreads:
 
 
 def connect(addresses: Sequence[str], rank: int) -> Communicator:
-    """A worker in this thread, which waits for the others for 0.2 s of a clock of its own."""
+    """Connect a worker in this thread; it waits for the others for 0.2 s of a fake clock."""
     settings = Settings(limits=Limits(connect_timeout_s=0.2, clock=FakeClock(tick_s=0.01)))
     return collectives.connect("grpc", settings, addresses=addresses, rank=rank)

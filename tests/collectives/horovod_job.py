@@ -1,4 +1,4 @@
-"""One rank of a job over Horovod that is watched, disturbed or ended: `horovod_job.py TASK`."""
+"""One rank of a job over Horovod that is observed, disturbed or ended: `horovod_job.py TASK`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABRUPT_ENDS = ("kill", "raise", "exit", "shut down")
 
 
 def reduce_alone_and_in_a_group(communicator: Communicator) -> None:
-    """For Horovod's own record of what it does."""
+    """Reduce tensors alone and in a group, for Horovod's timeline."""
     arrays = [np.ones(2000 + number, np.float32) for number in range(TENSORS)]
     for number, array in enumerate(arrays):
         communicator.ordered_all_reduce([array], name=f"single:{number}")
@@ -32,17 +32,19 @@ def reduce_alone_and_in_a_group(communicator: Communicator) -> None:
 
 
 def await_record(communicator: Communicator) -> None:
-    """Return when Horovod's thread has written all up to LAST; what it has not written when Horovod ends is lost."""
+    """Return when Horovod's thread has written all events up to LAST; events not yet written at its end would be
+    lost.
+    """
     path = Path(os.environ["HOROVOD_TIMELINE"])
     is_written = np.zeros(1, bool)
-    while not is_written[0]:  # its file is flushed when something more is written, at most once a second
+    while not is_written[0]:  # Horovod flushes the file on later writes, at most once a second
         if communicator.rank == 0:
             is_written[0] = LAST in path.read_text()
         communicator.broadcast(is_written)
 
 
 def end_while_others_reduce(communicator: Communicator, how: str) -> None:
-    """The last rank ends, without a word to the others, which say what becomes of their call."""
+    """End the last rank without notice, and print the errors of the others."""
     communicator.barrier(name="begin")
     if communicator.rank == communicator.size - 1:
         end(how)

@@ -1,6 +1,6 @@
 """One instance of an MPI job that uses the collectives on values: `host_collectives_job.py REPORT`.
 
-The report has one line of JSON per check: its name, and what failed on which instance.
+The report has one line of JSON per check: its name, and its failures by instance.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MISMATCH = "Tensor layouts did not match on all instances"
 CROSSING = "Named collectives wait for each other"
 NAMES = (None, "tensor")
 
-Check = Callable[[int, int], None]  # of the number of instances and the index of this one
+Check = Callable[[int, int], None]  # called with the number of instances and this one's index
 
 
 def checks() -> Iterator[tuple[str, Check]]:
-    """Everything that holds, with its name."""
+    """Yield every check with its name."""
     for dtype in DTYPES:
         for name in NAMES:
             named = f"{dtype}, {'named' if name else 'in order'}"
@@ -87,7 +87,7 @@ def check_different_orders(instances: int, index: int) -> None:
 
 
 def check_crossing(instances: int, index: int) -> None:
-    """Each would start next what the other one waits for; both names fail everywhere, and can be used again."""
+    """Check two names in opposite orders, which would deadlock: both fail on all instances and are usable again."""
     texts = []
     for name in ("x", "y") if index % 2 == 0 else ("y", "x"):
         with pytest.raises(LayoutMismatchError, match=CROSSING) as caught:
@@ -101,7 +101,7 @@ def check_crossing(instances: int, index: int) -> None:
 
 
 def check_late_thread(instances: int, index: int) -> None:
-    """It is there while the first one waits, and starts what ends that wait."""
+    """Check that a second thread may start the collective that ends the wait of the first one."""
     order = ("x", "y") if index % 2 == 0 else ("y", "x")
     gathered = {}
 

@@ -1,4 +1,4 @@
-"""As much of HTTP/2 as it takes to say wrong things in it (RFC 9113; header fields as in RFC 7541, 6.2.2)."""
+"""The part of HTTP/2 needed to send invalid messages (RFC 9113; header fields as in RFC 7541, 6.2.2)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LONGEST_FRAME = (1 << 24) - 1
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"", announced: int | None = None) -> bytes:
-    """One frame; `announced` is the length that it pretends to have."""
+    """Return one frame; `announced` is the length in its header."""
     length = len(payload) if announced is None else announced
     return struct.pack(">I", length)[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
 def message(content: bytes, announced: int | None = None) -> bytes:
-    """One message of gRPC, without compression."""
+    """Return one uncompressed message of gRPC."""
     return struct.pack(">BI", 0, len(content) if announced is None else announced) + content
 
 
 def field(name: str, value: str) -> bytes:
-    """A header field as it is, without any table."""
+    """Return a header field in literal form, without a table."""
     return b"\0" + _string(name) + _string(value)
 
 
@@ -49,7 +49,7 @@ def _integer(value: int, bits: int) -> bytes:
 
 
 def request(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The header fields that begin a call."""
+    """Return the header fields that begin a call."""
     fields = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -63,14 +63,14 @@ def request(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
 
 
 def opening() -> bytes:
-    """What a client says first."""
+    """Return the first bytes of a client."""
     return PREFACE + frame(SETTINGS, 0, 0)
 
 
 def frames_of(connection: socket.socket) -> Iterator[tuple[int, int]]:
-    """The kind and the stream of every frame that a client sends, until it closes the connection.
+    """Yield the kind and the stream of every frame from a client, until it closes the connection.
 
-    Who only tries whether anybody listens sends none.
+    A client that only probes the address sends no frame.
     """
     with connection.makefile("rb") as file:
         file.read(len(PREFACE))
@@ -81,13 +81,13 @@ def frames_of(connection: socket.socket) -> Iterator[tuple[int, int]]:
 
 
 def call(path: str, metadata: Iterable[tuple[str, str]] = (), *messages: bytes, stream: int = 1) -> bytes:
-    """A whole call but for its end."""
+    """Return a complete call without its end."""
     begin = frame(HEADERS, END_HEADERS, stream, request(path, metadata))
     return begin + b"".join(frame(DATA, 0, stream, each) for each in messages)
 
 
 def random_frames(chance: random.Random, count: int) -> bytes:
-    """Frames of all kinds, some of which pretend to be longer or shorter than they are."""
+    """Return frames of all kinds, some with a wrong length."""
     frames = []
     for _ in range(count):
         payload = chance.randbytes(chance.choice([0, 4, 8, 9, 100, 5000]))
@@ -98,7 +98,7 @@ def random_frames(chance: random.Random, count: int) -> bytes:
 
 
 def connected(address: str) -> socket.socket:
-    """A connection to what listens at the address."""
+    """Return a connection to the address."""
     (endpoint, *_) = Address.parse(address).endpoints()
     connection = socket.socket(endpoint.family, socket.SOCK_STREAM)
     connection.settimeout(LIMIT_S)
@@ -107,7 +107,7 @@ def connected(address: str) -> socket.socket:
 
 
 def throw(address: str, data: bytes) -> None:
-    """Connect, say it and go; the other side may go earlier."""
+    """Connect, send data and disconnect; the other side may disconnect earlier."""
     with connected(address) as connection:
         try:
             connection.sendall(data)
@@ -116,7 +116,7 @@ def throw(address: str, data: bytes) -> None:
 
 
 def throw_and_listen(address: str, data: bytes, limit_s: float = LIMIT_S) -> bytes:
-    """Connect, say it, and hear what comes until the other side goes, or is silent for the limit."""
+    """Connect, send data and return the answer, until the other side disconnects or is silent for the limit."""
     heard = bytearray()
     with connected(address) as connection:
         connection.settimeout(limit_s)

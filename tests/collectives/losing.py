@@ -1,4 +1,4 @@
-"""Ranks on threads that may be lost, at a point that a test names."""
+"""Ranks on threads that a test can lose at a chosen point."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collectives import Limits, ThreadHub
 Result = TypeVar("Result")
 
 LIMITS = Limits(stall_warning_s=50, timeout_s=60)
-"""A guard against hanging: no test waits for it."""
+"""A guard against hanging; no test waits for it."""
 
 
 class Lost(BaseException):
-    """Ends the thread of a rank that is lost; what the rank itself would handle it does not."""
+    """The end of the thread of a lost rank; the rank cannot handle it."""
 
 
 class OnMessage:
-    """Loses a rank instead of its message with this number, counted from 0 between `begin` and `end`.
+    """The loss of a rank at its message with this number, counted from 0 between `begin` and `end`.
 
-    A `before_send` of hubs. Messages are those over links; shared memory has none.
+    Serves as a `before_send` of hubs. Messages are those over links; shared memory has none.
     """
 
     def __init__(self, rank: int, number: int) -> None:
@@ -32,11 +32,11 @@ class OnMessage:
         self.has_struck = False
 
     def begin(self) -> None:
-        """Count from here on; called by the rank itself."""
+        """Start to count; the rank itself calls this."""
         self._is_counting = True
 
     def end(self) -> None:
-        """Count no further."""
+        """Stop to count."""
         self._is_counting = False
 
     def __call__(self, source: int, to: int) -> None:
@@ -49,10 +49,10 @@ class OnMessage:
 
 
 def meeting_point(count: int) -> threading.Barrier:
-    """Where so many ranks wait for each other beside their hub: whoever has come through may be lost, or move a clock.
+    """Return a barrier for `count` ranks beside their hub; a rank behind it may be lost, or move a clock.
 
-    A collective lets some go while others are still inside of it, a barrier too. If one that is through is lost, and
-    another one notices it and revokes the hub, those inside wait in vain though nobody whom they wait for is lost.
+    A collective, even a barrier, releases some ranks while others are still inside. If a released rank is lost, and
+    another one notices that and revokes the hub, ranks inside wait in vain although no rank that they wait for is lost.
     """
     return threading.Barrier(count, timeout=LIMITS.timeout_s)
 
@@ -62,10 +62,10 @@ def thread_name(rank: int) -> str:
 
 
 def run_members(hub: ThreadHub, member: Callable[[int], Result]) -> list[Result | None]:
-    """`member(rank)` for every rank, each in a thread of its own; None for those that were lost.
+    """Run `member(rank)` for every rank, each in its own thread; return None for lost ranks.
 
-    A rank whose function raises `Lost` is lost, and the others learn of it; so it is, for them, if it raises anything
-    else, but that is raised here too.
+    A rank whose function raises `Lost` is lost, and the others are told. Any other exception has the same effect
+    on the others, and is raised here, too.
     """
 
     def run(rank: int) -> Result | None:

@@ -1,4 +1,4 @@
-"""One worker that measures its all-reduces: `memory_job.py RANK ADDRESS...`; writes what they took as JSON."""
+"""One worker that measures the memory of its all-reduces as JSON: `memory_job.py RANK ADDRESS...`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def main(rank: int, texts: Sequence[str]) -> None:
         later = extra_mebibytes(communicator, buffer)
         sent = (links[0].sent_bytes - before) // CALLS
         assert (buffer == float(len(texts)) ** (2 * CALLS)).all()
-    node.leave()  # what the links that are counted would do
+    node.leave()  # the original links would do that
     print(json.dumps({"first": first, "later": later, "sent_bytes": sent}))
 
 
 def counted(link: GrpcLink) -> CountingLink:
-    """The same link, with a count of the bytes that it sends."""
+    """Return the link with a counter of its sent bytes."""
     counting = CountingLink(link, range(link.size), link.sizes)
     counting.pause = link.pause
     return counting
@@ -53,9 +53,9 @@ def no_subgroup(ranks: Sequence[int]) -> Communicator:
 
 
 def extra_mebibytes(communicator: Communicator, buffer: np.ndarray) -> float:
-    """By how much some all-reduces raise the peak of this process's memory above what it has before them."""
+    """Return the growth of this process's peak memory during some all-reduces, in MiB."""
     communicator.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, see proc(5)
     before = mebibytes("VmRSS")
     for _ in range(CALLS):
         communicator.all_reduce(buffer)

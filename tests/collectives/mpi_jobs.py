@@ -1,4 +1,4 @@
-"""Running Python programs of several ranks with mpirun."""
+"""Python programs of several ranks under mpirun."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LIMIT_S = 100.0
 
 
 def in_a_job(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of real processes that compute."""
+    """Mark a test as one of real processes that compute."""
     for mark in (pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)):
         test = mark(test)
     return test
 
 
 def mpirun_command(ranks: int, program: Path, *arguments: str) -> list[str]:
-    """The command that starts `program` on `ranks` ranks of this machine, more than it has cores if need be.
+    """Return the command that starts `program` on `ranks` ranks of this machine, even with fewer cores.
 
     An exception on one rank ends them all.
     """
@@ -37,7 +37,7 @@ def mpirun_command(ranks: int, program: Path, *arguments: str) -> list[str]:
 
 
 def run_job(command: Sequence[str], limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """Run it to its end; it finds this project and the modules beside the tests."""
+    """Run a command to its end; it can import the project and the modules beside the tests."""
     paths = [str(ROOT), str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)

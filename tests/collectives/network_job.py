@@ -1,4 +1,4 @@
-"""One rank of an MPI job that is given costs of messages: others than the other ranks have, then the same."""
+"""One rank of an MPI job with given costs of messages: first different ones on each rank, then equal ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the replicas contribute, and what plain NumPy makes of it in the order of the tree."""
+"""Contributions of replicas, and their reduction by NumPy in the order of the tree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def replicas_of_ranks(spread: str, size: int) -> list[range]:
-    """The global replicas of every rank."""
+    """Return the global replicas of every rank."""
     counts = {
         "one each": [1] * size,
         "two each": [2] * size,
@@ -43,7 +43,7 @@ def replicas_of_ranks(spread: str, size: int) -> list[range]:
 
 @lru_cache(maxsize=256)
 def _drawn(dtype: str, length: int, replica: int) -> np.ndarray:
-    """Floats differ so much in size that the order of their sum shows."""
+    """Return random values; floats differ so much in size that the order of their sum matters."""
     random = np.random.default_rng([replica, length])
     if dtype in FLOATS:
         values = random.standard_normal(length) * np.exp2(random.integers(-6, 7, length))
@@ -57,7 +57,7 @@ def _drawn(dtype: str, length: int, replica: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def contribution(dtype: str, length: int, replica: int) -> np.ndarray:
-    """What a replica contributes; read-only.
+    """Return the contribution of a replica, read-only.
 
     Long arrays repeat themselves after a prime number of elements, so that no two chunks of them are alike.
     """
@@ -71,9 +71,9 @@ def contributions(dtype: str, length: int, replicas: Sequence[int]) -> list[np.n
 
 
 def reduced(arrays: Sequence[np.ndarray], op: str) -> np.ndarray:
-    """The sum of all = the sum of those before the largest power of two below their number + that of the others.
+    """Reduce in the order of the tree: split at the largest power of two below the number of arrays.
 
-    In plain NumPy; 16-bit floats in float32, rounded once; means divided once.
+    Plain NumPy adds: 16-bit floats in float32, rounded once; means are divided once.
     """
     dtype = arrays[0].dtype
     if op == "mean" and dtype.kind in "iu":
@@ -94,12 +94,12 @@ def _combined(arrays: Sequence[np.ndarray], combine: np.ufunc) -> np.ndarray:
 
 
 def chained(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """((a0 + a1) + a2) + ..., for comparison."""
+    """Return ((a0 + a1) + a2) + ..., for comparison."""
     return reduce(np.add, arrays)
 
 
 def _mean_of_integers(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """In integers into which every sum fits, Python's own for 64 bits; truncated towards zero."""
+    """Return the mean in integers that hold every sum, Python's own for 64 bits; truncated towards zero."""
     wide = np.int64 if arrays[0].dtype.itemsize < 8 else object
     total = sum(array.astype(wide) for array in arrays)
     truncated = np.abs(total) // len(arrays)
@@ -108,12 +108,12 @@ def _mean_of_integers(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """What all contributions come to.
+    """The reduction of all contributions.
 
     Attributes:
-        arrays: the contributions of all replicas in their order.
-        op: one of OPERATIONS.
-        length: how long the result is where contributions repeat themselves, as `arrays` then do not; None elsewhere.
+        arrays: The contributions of all replicas in order.
+        op: One of OPERATIONS.
+        length: The length of the result if contributions repeat themselves, when `arrays` hold one period; else None.
     """
 
     arrays: Sequence[np.ndarray]
@@ -129,7 +129,7 @@ class Reduced:
 
     @property
     def bits(self) -> np.ndarray:
-        """The result of the reduction in the order of the tree."""
+        """Return the result of the reduction in the order of the tree."""
         return self._repeated(self._once)
 
     @property
@@ -139,7 +139,7 @@ class Reduced:
 
     @property
     def rounding(self) -> np.ndarray:
-        """How far two orders can be from each other, in float64.
+        """Return the largest distance between the results of two orders, in float64.
 
         The sum of n floats is wrong by at most (n - 1) u (|c0| + |c1| + ...) to first order in u, half the distance
         between 1 and the next float of the accumulator, whatever the order (Higham, Accuracy and Stability of
@@ -156,11 +156,11 @@ class Reduced:
 
 @lru_cache(maxsize=256)
 def reduced_contributions(dtype: str, length: int, count: int, op: str) -> Reduced:
-    """What the contributions of replicas 0 to `count` - 1 come to."""
+    """Return the reduction of the contributions of replicas 0 to `count` - 1."""
     return Reduced(contributions(dtype, min(length, PERIOD), range(count)), op, length)
 
 
 def mine(communicator: Communicator, dtype: str, length: int, spread: str) -> tuple[list[np.ndarray], int]:
-    """The contributions of this rank, and how many there are on all ranks together."""
+    """Return the contributions of this rank, and their number on all ranks together."""
     of_ranks = replicas_of_ranks(spread, communicator.size)
     return contributions(dtype, length, of_ranks[communicator.rank]), of_ranks[-1].stop

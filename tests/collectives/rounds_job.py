@@ -1,4 +1,4 @@
-"""One rank of an MPI job that reduces into the same allocated memory again and again; prints the wrong results."""
+"""One rank of an MPI job that reduces into the same allocated memory repeatedly and prints the wrong results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def is_right(communicator: collectives.Communicator, out: np.ndarray, number: int) -> bool:
-    """Whether one more reduction, of values that depend on the round, is right when this rank reads it."""
+    """Return whether one more reduction, of values that depend on the round, is right on this rank."""
     replicas = [number + replica for replica in range(REPLICAS * communicator.size)]
     mine = replicas[communicator.rank * REPLICAS :][:REPLICAS]
     communicator.ordered_all_reduce([np.full(out.shape, value, np.float32) for value in mine], out)

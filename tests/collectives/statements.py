@@ -1,4 +1,4 @@
-"""Statements about communicators, collected into suites that every backend has to pass."""
+"""Statements about communicators, collected into suites for every backend."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ LIMITS = Limits(stall_warning_s=5, timeout_s=60)
 
 
 class About(Enum):
-    """What a statement is about, and so where it is checked (`conformance_plan`)."""
+    """The subject of a statement; `conformance_plan` selects transports by it."""
 
-    ARGUMENTS = "what is refused before a transport is reached: on one rank, and on one group of threads"
+    ARGUMENTS = "calls refused before they reach a transport: on one rank, and on one group of threads"
     DTYPES = "one dtype, which a transport moves as bytes: over networks one of each width, and the 16-bit floats"
-    NUMBERS = "what ranks add, which they do alike over every transport: over networks the first of the cases"
-    CALLS = "calls that differ, which all ranks compare: over networks all of them at one size, the first at others"
-    TRANSPORT = "what each transport does in its own way: over all of them"
+    NUMBERS = "additions of ranks, alike over every transport: over networks the first of the cases"
+    CALLS = "different calls, which all ranks compare: over networks all of them at one size, the first at others"
+    TRANSPORT = "behaviour specific to a transport: over all of them"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """Something that is true of every communicator of `at_least` ranks or more; all ranks call `check` together.
+    """A statement about every communicator of at least `at_least` ranks; all ranks call `check` together.
 
     Attributes:
-        topic: the name of the check, without its value.
-        value: what the check is called with, if it is called once for each of several values.
-        is_first: whether that is the first of them.
+        topic: The name of the check, without its value.
+        value: The argument of the check, if it is called once for each of several values.
+        is_first: Whether the value is the first of them.
     """
 
     topic: str
@@ -56,22 +56,22 @@ class Statement:
 
 @dataclass
 class Suite:
-    """The statements of one module, in the order in which they are written."""
+    """The statements of one module, in the order of definition."""
 
     statements: list[Statement] = field(default_factory=list)
 
     def add(self, check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
-        """A statement about groups of any size, over every transport."""
+        """Add a statement about groups of any size, over every transport."""
         return self.add_about(About.TRANSPORT)(check)
 
     def add_for_groups(self, check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
-        """A statement about groups of two ranks or more, over every transport."""
+        """Add a statement about groups of two ranks or more, over every transport."""
         return self.add_about(About.TRANSPORT, at_least=2)(check)
 
     def add_about(
         self, about: About, *, at_least: int = 1
     ) -> Callable[[Callable[[Communicator], None]], Callable[[Communicator], None]]:
-        """A statement about something else than transports."""
+        """Add a statement about a subject other than transports."""
 
         def add(check: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
             self.statements.append(Statement(check.__name__, check, at_least, about))
@@ -82,7 +82,7 @@ class Suite:
     def add_for_each(
         self, values: Iterable[Any], *, at_least: int = 1, about: About = About.TRANSPORT
     ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """One statement per value, which is the check's second argument."""
+        """Add one statement per value, which is the check's second argument."""
 
         def add(check: Callable[..., None]) -> Callable[..., None]:
             for number, value in enumerate(values):
@@ -98,7 +98,7 @@ def _call(check: Callable[..., None], value: Any, communicator: Communicator) ->
 
 
 def failure_of(statement: Statement, communicator: Communicator) -> str:
-    """The traceback of what is wrong, or nothing."""
+    """Return the traceback of a failure, or nothing."""
     try:
         statement.check(communicator)
     except BaseException:
@@ -110,14 +110,14 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray, case: object = ""
     assert actual.dtype == expected.dtype, case
     assert actual.shape == expected.shape, case
     if actual.tobytes() != expected.tobytes():
-        np.testing.assert_array_equal(actual, expected, err_msg=str(case))  # shows where they differ
+        np.testing.assert_array_equal(actual, expected, err_msg=str(case))  # shows the differences
         raise AssertionError(f"{case}: the values are equal, but not their bits")
 
 
 def twin_of(communicator: Communicator) -> Communicator:
-    """Another communicator of the same ranks and backend; a collective call.
+    """Return another communicator of the same ranks and backend; a collective call.
 
-    A subgroup is one, except over Horovod, where subgroups are of the MPI backend.
+    It is a subgroup, except over Horovod, where subgroups use the MPI backend.
     """
     if communicator.mechanism == "horovod":
         return collectives.connect("horovod", Settings(limits=LIMITS))
@@ -125,11 +125,11 @@ def twin_of(communicator: Communicator) -> Communicator:
 
 
 def has_sequential_bits(communicator: Communicator, expected: Reduced, *, is_grouped: bool = False) -> bool:
-    """Whether the backend promises the bits of the sequential reduction.
+    """Return whether the backend promises the bits of the sequential reduction.
 
-    All do, except that MPI chooses in which order Horovod adds the partial sums of the ranks: those of floats, of which
-    there are three or more contributions, in arrays too large to travel with the comparison of the calls, as the arrays
-    of a group never do. Subgroups are communicators of another backend.
+    All do, except that MPI chooses the order in which Horovod adds the partial sums of the ranks. That affects floats
+    with three or more contributions, in arrays too large to travel with the comparison of the calls, and all arrays
+    of a group. Subgroups are communicators of another backend.
     """
     if communicator.mechanism != "horovod" or communicator.size == 1 or not expected.has_an_order:
         return True
@@ -141,7 +141,7 @@ def has_sequential_bits(communicator: Communicator, expected: Reduced, *, is_gro
 def assert_reduced(
     communicator: Communicator, actual: np.ndarray, expected: Reduced, case: object = "", *, is_grouped: bool = False
 ) -> None:
-    """`actual` is the result of the sequential reduction: to the bit, or up to rounding where the order is MPI's."""
+    """Assert that `actual` is the sequential reduction: to the bit, or up to rounding if MPI chooses the order."""
     if has_sequential_bits(communicator, expected, is_grouped=is_grouped):
         assert_same_bits(actual, expected.bits, case)
         return
@@ -155,14 +155,14 @@ def assert_reduced(
 def assert_all_reduced(
     communicator: Communicator, actual: np.ndarray, expected: Reduced, case: object = "", *, is_grouped: bool = False
 ) -> None:
-    """`assert_reduced`, with the same bits on all ranks; a collective call where they are not known."""
+    """Assert the reduction and equal bits on all ranks; a collective call if the bits are not known."""
     if not has_sequential_bits(communicator, expected, is_grouped=is_grouped):
         assert_equal_on_all_ranks(communicator, [actual], case)
     assert_reduced(communicator, actual, expected, case, is_grouped=is_grouped)
 
 
 def assert_equal_on_all_ranks(communicator: Communicator, arrays: Sequence[np.ndarray], case: object = "") -> None:
-    """All ranks have the same bits; a collective call."""
+    """Assert that all ranks have the same bits; a collective call."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array.tobytes())
@@ -171,7 +171,7 @@ def assert_equal_on_all_ranks(communicator: Communicator, arrays: Sequence[np.nd
 
 
 def texts_of_all_ranks(communicator: Communicator, text: str) -> list[str]:
-    """The texts of all ranks, in rank order; a collective call."""
+    """Return the texts of all ranks, in rank order; a collective call."""
     line = np.zeros(4096, np.uint8)
     encoded = np.frombuffer(text.encode(), np.uint8)
     line[: encoded.size] = encoded

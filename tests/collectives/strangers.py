@@ -1,4 +1,4 @@
-"""Clients of a worker that are no workers themselves: they say what they like over gRPC."""
+"""Clients of a worker that are no workers: they send any message over gRPC."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_metadata_size", 1 
 
 
 def good_hello(addresses: Iterable[str], method: str = "control", **changes: object) -> Hello:
-    """What rank 1 of the cluster would say to rank 0, but for the changes."""
+    """Return the hello of rank 1 to rank 0, with changes."""
     lane = CONTROL if method == "control" else "all/0/0"
     hello = Hello(PROTOCOL, digest_cluster(list(addresses), ""), 1, 0, "0123456789abcdef", lane)
     return replace(hello, **{"user_id": os.getuid(), **changes})
 
 
 def proven(hello: str, token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a stream whose sender knows the token, or none if the token is empty."""
+    """Return the metadata of a stream whose sender knows the token, or none if the token is empty."""
     return ((HELLO, hello), (PROOF, Security(token=token).prove(hello)))
 
 
 def channel_to(address: str, files: Files | None = None, *, presents_certificate: bool = True) -> grpc.Channel:
-    """A connection of its own to what listens at the address.
+    """Open a separate connection to the address.
 
     Args:
-        address: of a worker.
-        files: for TLS; None for plaintext.
-        presents_certificate: whether the certificate is shown to the worker.
+        address: The address of a worker.
+        files: The certificate files for TLS; None for plaintext.
+        presents_certificate: Whether the client shows its certificate to the worker.
     """
     (endpoint, *_) = Address.parse(address).endpoints()
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0)]
@@ -55,7 +55,7 @@ def answer_to(
     method: str = CONTROL_METHOD,
     messages: Iterable[bytes] = (b"",),
 ) -> tuple[grpc.StatusCode, str]:
-    """How a worker ends a stream: its status, and what it says about it."""
+    """Return the status and message at the end of a worker's stream."""
     call = channel.stream_unary(METHODS.get(method, method)).future(
         _messages(messages), metadata=tuple(metadata), timeout=LIMIT_S
     )
@@ -78,6 +78,6 @@ def answer_at(
     *,
     presents_certificate: bool = True,
 ) -> tuple[grpc.StatusCode, str]:
-    """`answer_to` over a connection that is closed afterwards."""
+    """Return `answer_to` over a connection that is closed afterwards."""
     with channel_to(address, files, presents_certificate=presents_certificate) as channel:
         return answer_to(channel, metadata, method, messages)

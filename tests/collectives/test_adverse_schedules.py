@@ -1,4 +1,4 @@
-"""Programs that are drawn, on ranks of several hosts, with threads that take turns wherever they can."""
+"""Random programs on ranks of several hosts, with threads that switch as often as possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = (
     40_000,
     90_000,
     700_000,
-)  # along with the comparison, begun with it, in one piece, in several
+)  # sent with the comparison, begun with it, in one piece, in several
 LAYOUTS = {
     "two by two": (0, 0, 1, 1, 2, 2),
     "uneven": (0, 0, 0, 1, 2, 2),
@@ -37,7 +37,7 @@ Act = Callable[[Communicator], None]
 
 @pytest.fixture(autouse=True)
 def eager() -> Iterator[None]:
-    """Threads take turns after each few instructions."""
+    """Let threads switch after every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -45,7 +45,7 @@ def eager() -> Iterator[None]:
 
 
 def drawn_act(drawn: random.Random, ranks: int) -> Act:
-    """A collective that all ranks call, and what it comes to."""
+    """Return a random collective that all ranks call and check."""
     length, dtype, op = (
         drawn.choice(LENGTHS),
         drawn.choice(["float32", "bfloat16", "int32"]),
@@ -103,7 +103,7 @@ def assert_goes_well(hosts: tuple[int, ...], drawn: random.Random, acts: int) ->
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
-def test_whatever_ranks_call_one_after_another_comes_to_what_numpy_says(hosts: tuple[int, ...], seed: int) -> None:
+def test_a_random_program_gives_the_results_of_numpy(hosts: tuple[int, ...], seed: int) -> None:
     assert_goes_well(hosts, random.Random(f"{seed}/{hosts}"), 8)
 
 
@@ -111,5 +111,5 @@ def test_whatever_ranks_call_one_after_another_comes_to_what_numpy_says(hosts: t
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("hosts", LAYOUTS.values(), ids=LAYOUTS)
-def test_many_programs_come_to_what_numpy_says(hosts: tuple[int, ...], number: int, seed: int) -> None:
+def test_many_random_programs_give_the_results_of_numpy(hosts: tuple[int, ...], number: int, seed: int) -> None:
     assert_goes_well(hosts, random.Random(f"{seed}/{hosts}/{number}"), 20)

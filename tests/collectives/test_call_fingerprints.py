@@ -1,4 +1,4 @@
-"""How ranks notice that they do not call the same thing."""
+"""The detection of different calls by their fingerprints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALL = Call("ordered_all_reduce", "weights", "sum", "float32", (3, 4), -1)
     ],
     ids=str,
 )
-def test_calls_that_differ_in_one_thing_have_different_fingerprints(change: dict[str, object]) -> None:
+def test_calls_with_one_difference_have_different_fingerprints(change: dict[str, object]) -> None:
     assert replace(CALL, **change).fingerprint != CALL.fingerprint
 
 
@@ -43,7 +43,7 @@ def test_a_fingerprint_is_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("mechanism", ["ring", "window"])
 @pytest.mark.parametrize("length", [4, 100_000])
-def test_ranks_that_call_different_things_learn_it_before_data_mixes(mechanism: str, length: int) -> None:
+def test_different_calls_fail_before_data_mixes(mechanism: str, length: int) -> None:
     def program(communicator: Communicator) -> str:
         name = "weights" if communicator.rank else "biases"
         buffer = np.full(length, communicator.rank, np.float32)
@@ -68,11 +68,11 @@ def test_ranks_that_call_different_things_learn_it_before_data_mixes(mechanism: 
         ("baaabba", "ranks 0, 4-5 called b; ranks 1-3, 6 called a"),
     ],
 )
-def test_a_mismatch_names_all_ranks_with_what_they_called(calls: str, text: str) -> None:
+def test_a_mismatch_names_all_ranks_with_their_calls(calls: str, text: str) -> None:
     assert describe_mismatch(calls) == f"{MISMATCH}: {text}; make the same calls in the same order on every rank"
 
 
-def test_who_has_come_to_the_end_is_to_be_looked_at_first() -> None:
+def test_the_message_names_closed_ranks_first() -> None:
     calls = ["close", "all_reduce", "close", "close"]
     assert describe_mismatch(calls) == (
         f"{MISMATCH}: ranks 0, 2-3 called close; rank 1 called all_reduce; "
@@ -80,18 +80,18 @@ def test_who_has_come_to_the_end_is_to_be_looked_at_first() -> None:
     )
 
 
-def test_who_has_come_to_the_end_is_known_without_reading_the_text() -> None:
+def test_an_error_holds_the_ranks_that_have_closed() -> None:
     def program(communicator):
         with pytest.raises(LayoutMismatchError) as caught:
             communicator.close() if communicator.rank == 1 else communicator.all_reduce(np.ones(3))
-        communicator.abandon()  # the one that closed has
+        communicator.abandon()  # the closed rank has ended already
         return caught.value.closed
 
     assert run_on_threads(3, program) == [(1,)] * 3
 
 
-def test_whoever_supervises_the_others_learns_for_whom_they_have_waited_in_vain() -> None:
-    """However short the wait was: the supervisor ends them then, and need not wait until they give up by themselves."""
+def test_a_supervisor_learns_which_rank_was_waited_for_in_vain() -> None:
+    """Even a short wait is reported, because the supervisor then ends the ranks before they time out."""
 
     class Noted:
         def __init__(self) -> None:
@@ -111,7 +111,7 @@ def test_whoever_supervises_the_others_learns_for_whom_they_have_waited_in_vain(
     assert run_on_threads(3, program, Settings(progress=Instruments(noted))) == [[1], "has left", [1]]
 
 
-def test_of_named_calls_too() -> None:
+def test_an_error_of_a_named_call_holds_the_ranks_that_have_closed() -> None:
     def program(communicator):
         closed = (1,)
         if communicator.rank != 1:
@@ -125,17 +125,17 @@ def test_of_named_calls_too() -> None:
 
 
 @pytest.mark.parametrize("root", [0, 2, np.int64(1), True])
-def test_a_root_is_one_of_the_members(root: object) -> None:
+def test_a_valid_root_is_returned(root: object) -> None:
     assert checked_root("root_rank", root, 3, "ranks") == root
 
 
 @pytest.mark.parametrize("root", [-1, 3])
-def test_another_one_is_refused(root: int) -> None:
+def test_a_root_outside_of_the_ranks_is_refused(root: int) -> None:
     with pytest.raises(ValueError, match=rf"root_rank is {root}, but the ranks are 0 to 2; name one of them"):
         checked_root("root_rank", root, 3, "ranks")
 
 
 @pytest.mark.parametrize("root", [1.0, "1", None])
-def test_a_root_is_a_whole_number(root: object) -> None:
+def test_a_root_must_be_a_whole_number(root: object) -> None:
     with pytest.raises(TypeError, match="not a whole number; name one of the ranks 0 to 2"):
         checked_root("root_rank", root, 3, "ranks")

@@ -1,4 +1,4 @@
-"""Who is taken for another worker: the one process that says hello in its name and listens at its address."""
+"""The identity of a worker: a single process says hello in its name and answers at its address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RIGHT, WRONG = "0123456789abcdef", "fedcba9876543210"
 
 
 def reason_of(claim: Claim, incarnation: str) -> tuple[str, bool]:
-    """Why somebody is refused, and whether that is final."""
+    """Return the reason of a refusal, and whether it is final."""
     with pytest.raises(Refusal) as caught:
         claim.greet(incarnation, "rank 1", "train.py of alice")
     return caught.value.reason, caught.value.is_final
@@ -29,33 +29,33 @@ def settled(claim: Claim) -> Claim:
     return claim
 
 
-def test_a_hello_alone_settles_nothing(claim: Claim) -> None:
+def test_a_hello_alone_does_not_settle_a_claim(claim: Claim) -> None:
     claim.greet(RIGHT, "rank 1")
     assert claim.is_held_by(RIGHT)
     assert not claim.is_settled
 
 
-def test_an_answer_alone_settles_nothing(claim: Claim) -> None:
+def test_an_answer_alone_does_not_settle_a_claim(claim: Claim) -> None:
     assert not claim.answer(digest_incarnation(RIGHT))
     assert not claim.is_settled
 
 
-def test_hello_and_answer_of_one_process_settle_it(settled: Claim) -> None:
+def test_hello_and_answer_of_one_process_settle_a_claim(settled: Claim) -> None:
     assert settled.is_settled
 
 
-def test_the_answer_may_come_first(claim: Claim) -> None:
+def test_the_answer_may_come_before_the_hello(claim: Claim) -> None:
     claim.answer(digest_incarnation(RIGHT))
     claim.greet(RIGHT, "rank 1")
     assert claim.is_settled
 
 
-def test_the_answer_does_not_show_the_number() -> None:
+def test_the_answer_does_not_reveal_the_nonce() -> None:
     assert RIGHT not in digest_incarnation(RIGHT)
     assert digest_incarnation(RIGHT) != digest_incarnation(WRONG)
 
 
-def test_who_said_hello_has_to_go_when_another_process_answers(claim: Claim) -> None:
+def test_an_answer_of_another_process_evicts_the_sender_of_the_hello(claim: Claim) -> None:
     claim.greet(WRONG, "rank 1")
     assert claim.answer(digest_incarnation(RIGHT))
     assert not claim.is_held_by(WRONG)
@@ -63,7 +63,7 @@ def test_who_said_hello_has_to_go_when_another_process_answers(claim: Claim) -> 
     assert claim.is_settled
 
 
-def test_somebody_else_is_refused_for_good_once_it_is_settled(settled: Claim) -> None:
+def test_another_process_is_refused_finally_after_settlement(settled: Claim) -> None:
     reason = "rank 1 is taken by another process, train.py of alice; give each worker an index of its own"
     assert reason_of(settled, WRONG) == (reason, True)
     assert reason_of(settled, "") == (reason, True)
@@ -71,8 +71,8 @@ def test_somebody_else_is_refused_for_good_once_it_is_settled(settled: Claim) ->
 
 
 @pytest.mark.parametrize("comes_first", ["hello", "answer"])
-def test_somebody_else_may_ask_again_before_it_is_settled(claim: Claim, comes_first: str) -> None:
-    """It may be the right one, after one that was killed or never was."""
+def test_another_process_may_try_again_before_settlement(claim: Claim, comes_first: str) -> None:
+    """The other process may be the right one, after a killed or false one."""
     claim.greet(WRONG, "rank 1") if comes_first == "hello" else claim.answer(digest_incarnation(WRONG))
     assert not reason_of(claim, RIGHT)[1]
 
@@ -81,7 +81,7 @@ def test_a_second_hello_of_the_same_process_is_refused_while_the_first_lasts(set
     assert reason_of(settled, RIGHT) == ("rank 1 has said hello already", False)
 
 
-def test_the_place_of_one_that_has_gone_is_free(settled: Claim) -> None:
+def test_a_departed_process_frees_its_place(settled: Claim) -> None:
     settled.leave(RIGHT)
     settled.hang_up()
     settled.greet(WRONG, "rank 1")
@@ -89,18 +89,18 @@ def test_the_place_of_one_that_has_gone_is_free(settled: Claim) -> None:
     assert settled.is_settled
 
 
-def test_only_who_holds_the_place_can_leave_it(settled: Claim) -> None:
+def test_only_the_holder_can_leave_the_place(settled: Claim) -> None:
     settled.leave(WRONG)
     assert settled.is_held_by(RIGHT)
 
 
-def test_when_it_is_over_nobody_comes_any_more(settled: Claim) -> None:
+def test_no_process_is_accepted_after_the_end(settled: Claim) -> None:
     settled.is_over = True
     settled.leave(RIGHT)
     assert reason_of(settled, WRONG)[1]
 
 
 @pytest.mark.parametrize("number", ["", "\xff" * 16, "x" * 1000])
-def test_a_number_may_be_anything_that_somebody_sends(settled: Claim, number: str) -> None:
+def test_a_nonce_may_be_any_text(settled: Claim, number: str) -> None:
     assert not settled.is_held_by(number)
     assert not Claim().is_held_by(number)

@@ -1,4 +1,4 @@
-"""The clock of the machine and the one that tests move, and that nothing in the collectives has another one."""
+"""The real clock, the fake clock of tests, and their exclusive use in the collectives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_time_never_goes_back(clock: Clock) -> None:
 
 
 @CLOCKS
-def test_a_wait_for_an_event_says_whether_it_is_set(clock: Clock) -> None:
+def test_a_wait_for_an_event_returns_whether_it_is_set(clock: Clock) -> None:
     event = threading.Event()
     assert not clock.wait(event, 1e-6)
     event.set()
@@ -37,7 +37,7 @@ def test_a_wait_for_an_event_says_whether_it_is_set(clock: Clock) -> None:
 
 
 @CLOCKS
-def test_a_wait_for_what_becomes_true_says_whether_it_has(clock: Clock) -> None:
+def test_a_wait_for_a_condition_returns_whether_it_holds(clock: Clock) -> None:
     changed, facts = threading.Condition(), []
     with changed:
         assert not clock.wait_for(changed, lambda: bool(facts), 1e-6)
@@ -46,8 +46,8 @@ def test_a_wait_for_what_becomes_true_says_whether_it_has(clock: Clock) -> None:
 
 
 @CLOCKS
-def test_a_wait_ends_when_another_thread_makes_it_true(clock: Clock) -> None:
-    """Two threads take turns: no word of the other one is lost."""
+def test_a_wait_ends_when_another_thread_makes_the_condition_true(clock: Clock) -> None:
+    """Two threads take turns, and no notification is lost."""
     changed, turns = threading.Condition(), []
 
     def take_turns(own: int) -> None:
@@ -65,7 +65,7 @@ def test_a_wait_ends_when_another_thread_makes_it_true(clock: Clock) -> None:
     assert turns == list(range(400))
 
 
-def test_a_fake_clock_stands_still_but_for_what_a_test_does() -> None:
+def test_a_fake_clock_moves_only_by_tests() -> None:
     clock = FakeClock()
     assert [clock.now_s(), clock.now_s()] == [0.0, 0.0]
     clock.sleep(1000.0)
@@ -76,18 +76,18 @@ def test_a_fake_clock_stands_still_but_for_what_a_test_does() -> None:
     assert [clock.now_s(), clock.now_s()] == [7.75, 8.0]
 
 
-def test_who_waits_by_a_fake_clock_comes_to_its_limit_after_so_many_ticks() -> None:
+def test_a_wait_by_a_ticking_fake_clock_reaches_its_limit() -> None:
     clock = FakeClock(TICK_S)
     assert not clock.wait(threading.Event(), 10 * TICK_S)
-    assert clock.now_s() == 12 * TICK_S  # the first look is that at the beginning, and the last one is this one
+    assert clock.now_s() == 12 * TICK_S  # including the looks at the beginning and in this line
     changed = threading.Condition()
     with changed:
         assert not clock.wait_for(changed, lambda: False, 10 * TICK_S)
     assert clock.now_s() == 24 * TICK_S
 
 
-def test_who_waits_by_a_fake_clock_goes_on_when_it_is_moved() -> None:
-    """When its limit is reached, and not before, whatever the clock of the machine says."""
+def test_a_wait_by_a_fake_clock_ends_when_it_is_moved_to_the_limit() -> None:
+    """The wait ends exactly at its limit, whatever the real clock shows."""
     clock = FakeClock()
     looks: list[float] = []
 
@@ -113,8 +113,8 @@ def test_who_waits_by_a_fake_clock_goes_on_when_it_is_moved() -> None:
     assert set(looks) == {0.0, 599.0, 600.0}
 
 
-def test_nothing_else_in_the_collectives_asks_the_machine_what_time_it_is() -> None:
-    """But for the backend of Horovod, whose waits have nothing that could wake them."""
+def test_the_collectives_ask_only_the_clock_for_the_time() -> None:
+    """The backend of Horovod is an exception: no event could end its waits."""
     askers = [
         path.relative_to(COLLECTIVES).as_posix()
         for path in sorted(COLLECTIVES.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Closing, as the interpreter may do it when it ends."""
+"""Closing communicators, also at the end of the interpreter."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from collectives.point_to_point.transport import PointToPointTransport
 
 
 def refuse(thread: threading.Thread) -> None:
-    """Raise what Python 3.12.1 raises when the interpreter ends."""
+    """Raise the error of Python 3.12.1 at the end of the interpreter."""
     raise RuntimeError(f"can't create new thread {thread.name} at interpreter shutdown")
 
 
 @pytest.mark.parametrize("mechanism", ["ring", "window"])
 def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: str) -> None:
-    """Python 3.12 starts none once the interpreter ends, which is when programs close what they have left open."""
+    """Python 3.12 starts no thread once the interpreter ends, which is when programs close forgotten communicators."""
 
     def close(communicator: Communicator) -> bool:
         communicator.barrier()
@@ -43,7 +43,7 @@ def test_closing_starts_no_thread(monkeypatch: pytest.MonkeyPatch, mechanism: st
 
 
 class Interrupted(threading.Condition):
-    """Something else happens as soon as it has been let go for the first time."""
+    """A condition that runs a function as soon as it has been released for the first time."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
         super().__init__()
@@ -55,14 +55,14 @@ class Interrupted(threading.Condition):
             self._meanwhile.pop()()
 
 
-def test_the_others_are_told_of_closing_also_when_a_thread_has_just_found_nothing_to_do() -> None:
+def test_closing_is_announced_even_if_the_thread_has_just_found_no_work() -> None:
     queue = NamedQueue(SingleTransport(), RankGroup(0, ["rank 0"], [0]).watch(Settings()))
     queue._condition = Interrupted(queue.begin_close)
-    assert queue.work()  # there is something now
-    assert not queue.work()  # all have been told, and have closed
+    assert queue.work()  # there is work now
+    assert not queue.work()  # all know, and have closed
 
 
-def test_workers_that_have_called_nothing_close_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_workers_close_without_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket_addresses(3) as addresses, ThreadPoolExecutor(3) as pool:
         workers = WorkerThreads(addresses)
         communicators = list(pool.map(workers.connect, range(3)))
@@ -71,8 +71,8 @@ def test_workers_that_have_called_nothing_close_without_new_threads(monkeypatch:
         monkeypatch.undo()
 
 
-def test_where_no_thread_starts_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `submit` raises ends the thread in which gRPC serves, and then its server cannot be stopped."""
+def test_serving_goes_on_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of `submit` would end the thread in which gRPC serves, and its server could not be stopped."""
     monkeypatch.setattr(threading.Thread, "start", refuse)
     unanswered = DaemonThreads().submit(int)
     assert isinstance(unanswered.exception(timeout=0), RuntimeError)
@@ -88,7 +88,7 @@ atexit.register(collectives.connect("grpc", addresses=addresses, rank=int(rank))
 
 @pytest.mark.job
 @pytest.mark.cores(2)
-def test_processes_that_call_nothing_end_well(tmp_path: Path) -> None:
+def test_processes_without_calls_end_well(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WORKER)
     with socket_addresses(2) as addresses:
@@ -111,14 +111,14 @@ def test_abandoning_an_unused_communicator_ends_its_thread() -> None:
         assert not thread.is_alive()
 
 
-def test_one_rank_alone_needs_no_thread() -> None:
+def test_a_single_rank_needs_no_thread() -> None:
     before = set(threading.enumerate())
     with collectives.connect("single") as communicator:
         communicator.barrier()
-        assert not set(threading.enumerate()) - before  # others of before may have ended
+        assert not set(threading.enumerate()) - before  # some earlier threads may have ended
 
 
-def test_the_thread_of_a_group_that_nobody_has_any_more_ends() -> None:
+def test_the_thread_of_a_forgotten_group_ends() -> None:
     before = set(threading.enumerate())
 
     def forget(communicator: Communicator) -> list[threading.Thread]:
@@ -136,7 +136,7 @@ def test_the_thread_of_a_group_that_nobody_has_any_more_ends() -> None:
         assert not thread.is_alive()
 
 
-def test_what_ends_the_thread_of_named_collectives_is_said_though_nobody_waits_for_one(
+def test_a_failure_of_the_named_thread_is_logged_even_if_nobody_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(source: int, to: int) -> None:

@@ -1,6 +1,6 @@
-"""Every backend passes the same statements.
+"""The conformance of every backend to the same statements.
 
-Which of them are checked where is in `conformance_plan`; with --complete each transport passes all of them.
+`conformance_plan` chooses the statements for each transport; with --complete each transport passes all of them.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ for suite in SUITES:
 
 @pytest.fixture
 def complete(pytestconfig: pytest.Config) -> bool:
-    """Whether each transport passes everything."""
+    """Return whether each transport passes everything."""
     return is_complete(pytestconfig, Path(__file__))
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_alone(topic: str, subtests: pytest.Subtests) -> None:
+def test_a_single_rank_passes(topic: str, subtests: pytest.Subtests) -> None:
     for statement in TOPICS[topic]:
         if statement.at_least == 1:
             with (
@@ -61,7 +61,7 @@ def test_alone(topic: str, subtests: pytest.Subtests) -> None:
 
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("topic", TOPICS)
-def test_on_threads(topic: str, subtests: pytest.Subtests, complete: bool) -> None:
+def test_groups_of_threads_pass(topic: str, subtests: pytest.Subtests, complete: bool) -> None:
     for statement in TOPICS[topic]:
         for mechanism, size in groups_of_threads(statement, complete=complete):
             with subtests.test(statement=statement.name, mechanism=mechanism, size=size):
@@ -69,11 +69,11 @@ def test_on_threads(topic: str, subtests: pytest.Subtests, complete: bool) -> No
                 run_on_threads(size, statement.check, settings, hosts_of(mechanism, size))
 
 
-# ---- jobs: each tells what all its statements came to
+# ---- jobs, each with the results of all its statements
 
 
 def over_sizes(*transports: str) -> pytest.MarkDecorator:
-    """Jobs of one rank up to the usual number, of which only those of the usual one are of the default tier."""
+    """Parametrize jobs of one rank up to the usual number; only the usual number is in the default tier."""
     cases = [(transport, size) for transport in transports for size in range(1, USUAL_SIZES[transport] + 1)]
     marks = {case: () if case[1] == USUAL_SIZES[case[0]] else pytest.mark.complete for case in cases}
     return pytest.mark.parametrize(("transport", "size"), [pytest.param(*case, marks=marks[case]) for case in cases])
@@ -83,7 +83,7 @@ def over_sizes(*transports: str) -> pytest.MarkDecorator:
 @pytest.mark.cores(2)
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
 @over_sizes(*MECHANISMS)
-def test_over_mpi(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+def test_mpi_jobs_pass(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
     _check_mpi_job(transport, size, tmp_path, subtests, complete)
 
 
@@ -91,7 +91,7 @@ def test_over_mpi(transport: str, size: int, tmp_path: Path, subtests: pytest.Su
 @pytest.mark.cores(2)
 @pytest.mark.complete
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
-def test_over_mpi_between_hosts(tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+def test_mpi_jobs_between_hosts_pass(tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
     _check_mpi_job(HOSTS, USUAL_SIZES[HOSTS], tmp_path, subtests, complete)
 
 
@@ -100,7 +100,9 @@ def test_over_mpi_between_hosts(tmp_path: Path, subtests: pytest.Subtests, compl
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
 @needs_horovod
 @over_sizes(HOROVOD)
-def test_over_horovod(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+def test_horovod_jobs_pass(
+    transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool
+) -> None:
     _check_mpi_job(transport, size, tmp_path, subtests, complete)
 
 
@@ -108,7 +110,7 @@ def test_over_horovod(transport: str, size: int, tmp_path: Path, subtests: pytes
 @pytest.mark.cores(2)
 @pytest.mark.timeout(JOB_LIMIT_S + 20)
 @over_sizes(GRPC)
-def test_over_grpc(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
+def test_grpc_jobs_pass(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
     report = tmp_path / "report"
     report.touch()
     with socket_addresses(size) as addresses:
@@ -151,7 +153,7 @@ def _check_report(
     assert status == 0, text
 
 
-# ---- how replicas are spread
+# ---- spreads of replicas
 
 
 def _digest(communicator: Communicator, counts: list[int]) -> str:
@@ -162,7 +164,7 @@ def _digest(communicator: Communicator, counts: list[int]) -> str:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_twelve_replicas_give_the_same_bits_however_they_are_spread(mechanism: str) -> None:
+def test_twelve_replicas_give_the_same_bits_for_every_spread(mechanism: str) -> None:
     spreads = ([12], [6, 6], [1, 11], [4, 4, 4], [5, 1, 6], [3, 3, 3, 3], [1, 2, 8, 1])
     digests = {
         digest
@@ -174,8 +176,8 @@ def test_twelve_replicas_give_the_same_bits_however_they_are_spread(mechanism: s
     assert digests == {hashlib.sha256(reduced_contributions("float32", LARGE, 12, "mean").bits).hexdigest()}
 
 
-def test_the_order_of_these_contributions_shows_in_their_sum() -> None:
-    """Otherwise the tests above would prove little."""
+def test_the_order_of_the_contributions_matters() -> None:
+    """Without this, the other tests would prove little."""
     forward = sum(contributions("float32", LARGE, range(12)))
     backward = sum(contributions("float32", LARGE, range(11, -1, -1)))
     assert np.mean(forward != backward) > 0.5

@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes, against a driver in host memory."""
+"""The CUDA driver by ctypes, on a driver in host memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_gpus_have_their_uuid_and_name(tmp_path: Path) -> None:
     assert "cuDevicePrimaryCtxRetain" not in library.calls
 
 
-def test_an_error_has_the_name_that_the_driver_gives_it(tmp_path: Path) -> None:
+def test_an_error_has_the_name_from_the_driver(tmp_path: Path) -> None:
     library = FakeLibrary(tmp_path)
     library.refuses["cuMemHostRegister_v2"] = REGISTERED_TWICE
     with pytest.raises(CudaError, match=r"cuMemHostRegister_v2 .* CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED \(712\)"):
         Driver(library).call("cuMemHostRegister_v2", 1, 2, 0)
 
 
-def test_no_gpu_is_seen_where_all_are_hidden() -> None:
+def test_no_gpu_is_visible_if_all_are_hidden() -> None:
     program = "from collectives.cuda.driver import visible_gpus; print(visible_gpus())"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""Memory by the CUDA driver, against a driver in host memory."""
+"""Memory of the CUDA driver, on a driver in host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device(library: FakeLibrary) -> CudaDevice:
     return CudaDevice(0, Driver(library))
 
 
-def test_what_is_written_by_one_is_read_through_the_handle(library: FakeLibrary, device: CudaDevice) -> None:
+def test_written_memory_is_read_through_its_handle(library: FakeLibrary, device: CudaDevice) -> None:
     written, read = np.arange(1000, dtype=np.float32), np.zeros(1000, np.float32)
     memory = DeviceMemory(device, written.nbytes)
     device.copy(memory.address, address_of(written), written.nbytes)
@@ -44,7 +44,7 @@ def test_what_is_written_by_one_is_read_through_the_handle(library: FakeLibrary,
     assert {"cuIpcCloseMemHandle", "cuMemFree_v2"} <= set(library.calls)
 
 
-def test_an_array_has_the_interface_of_numba(device: CudaDevice) -> None:
+def test_an_array_has_the_cuda_array_interface(device: CudaDevice) -> None:
     memory = DeviceMemory(device, 4096)
     array = memory.array((3, 5), np.dtype(np.float32), 256)
     interface = array.__cuda_array_interface__
@@ -72,7 +72,7 @@ def test_a_mark_waits_once(library: FakeLibrary, device: CudaDevice) -> None:
     assert library.calls.count("cuEventSynchronize") == 1
 
 
-def test_every_call_leaves_the_context_as_it_was(library: FakeLibrary, device: CudaDevice) -> None:
+def test_every_call_restores_the_context(library: FakeLibrary, device: CudaDevice) -> None:
     library.refuses["cuMemAlloc_v2"] = 2
     with pytest.raises(CudaError, match="cuMemAlloc_v2"):
         DeviceMemory(device, 8)

@@ -1,4 +1,4 @@
-"""Who waits in a circle, and who may still be helped."""
+"""The detection of circular waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A, B, C = ("a", 0), ("b", 0), ("c", 0)
         ([[A], [B]], {A: {0}, B: {1}}, [0, 1]),
         ([[A], None], {A: {0}, B: {1}}, []),
         ([None, None], {A: {0}, B: {1}}, []),
-        ([[A], [A]], {}, []),  # it ends just now
+        ([[A], [A]], {}, []),  # the collective is ending
         ([[A, B], [C]], {A: {0}, B: {0}, C: {1}}, [0, 1]),
         ([[A, B], [C]], {A: {0}, B: {0, 1}, C: {1}}, []),
         ([[A, B], [B]], {A: {0}}, []),  # b has ended
@@ -29,7 +29,7 @@ A, B, C = ("a", 0), ("b", 0), ("c", 0)
         ([[A], [("a", 1)]], {A: {0}, ("a", 1): {1}}, [0, 1]),
     ],
 )
-def test_those_wait_for_ever_whom_nobody_who_can_go_on_can_help(
+def test_ranks_in_a_circular_wait_that_nobody_can_end_are_found(
     waits: list[list[Key] | None], announced: dict[Key, set[int]], crossed: list[int]
 ) -> None:
     assert crossed_ranks(waits, announced) == crossed
@@ -46,7 +46,7 @@ class Started:
         return self.has_ended
 
 
-def test_a_rank_waits_only_if_all_threads_that_may_start_something_do() -> None:
+def test_a_rank_waits_only_if_all_threads_that_may_start_collectives_wait() -> None:
     waits, release = WaitingThreads(), threading.Event()
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     quiet = all(thread.daemon for thread in others)  # unless another test has left idle threads in this process
@@ -69,7 +69,7 @@ def test_a_rank_waits_only_if_all_threads_that_may_start_something_do() -> None:
     assert waits.if_all_wait() is None
 
 
-def test_a_daemon_that_has_started_something_may_do_so_again() -> None:
+def test_a_daemon_thread_that_has_started_a_collective_may_do_so_again() -> None:
     waits, release, has_started = WaitingThreads(), threading.Event(), threading.Event()
 
     def start() -> None:

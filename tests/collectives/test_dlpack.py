@@ -13,7 +13,7 @@ from collectives.dlpack import CPU, ExportedArray
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.int32])
-def test_an_import_reads_what_is_written_later(dtype: type) -> None:
+def test_an_imported_array_shows_later_writes(dtype: type) -> None:
     memory = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)
     values = memory[64 : 64 + 6 * np.dtype(dtype).itemsize].view(dtype)
     exported = ExportedArray(values.__array_interface__["data"][0], (2, 3), values.dtype)
@@ -25,7 +25,7 @@ def test_an_import_reads_what_is_written_later(dtype: type) -> None:
     assert exported.nbytes == values.nbytes
 
 
-def test_tensors_of_torch_alias_it_as_well() -> None:
+def test_torch_tensors_alias_the_memory() -> None:
     torch = pytest.importorskip("torch")
     values = np.zeros(6, np.float32)
     tensor = torch.from_dlpack(ExportedArray(values.__array_interface__["data"][0], (6,), values.dtype))
@@ -33,6 +33,6 @@ def test_tensors_of_torch_alias_it_as_well() -> None:
     assert (values == 1).all()
 
 
-def test_host_memory_has_no_interface_of_cuda() -> None:
+def test_host_memory_has_no_cuda_array_interface() -> None:
     exported = ExportedArray(64, (1,), np.dtype(np.float32), (CPU, 0))
     assert not hasattr(exported, "__cuda_array_interface__")

@@ -20,7 +20,7 @@ def reduced(op: str, contributions: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [1, 7, ODD])
 def test_contributions_are_added_in_the_order_of_the_tree(length: int) -> None:
-    """The two in the middle, the other way round, have the sum 4; so have all of them one after another."""
+    """The sum of all is 4 with the two middle numbers swapped, or if they are added one after another."""
     numbers = [1.0, 2.0**24, 3.0, -(2.0**24)]
     contributions = [np.full(length, number, np.float32) for number in numbers]
     assert set(reduced("sum", contributions)) == {3.0}
@@ -30,7 +30,7 @@ def test_contributions_are_added_in_the_order_of_the_tree(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_16_bit_floats_are_rounded_once(dtype: type) -> None:
-    """The sum of 1 and seven quarters of what follows it: added in pairs in 16 bits, it would lose three of them."""
+    """The terms are 1 and seven quarters of eps; additions in pairs in 16 bits would lose three of them."""
     quarter = float(ml_dtypes.finfo(dtype).eps) / 4
     contributions = [np.full(5, value, dtype) for value in (1.0, *[quarter] * 7)]
     assert set(reduced("sum", contributions).astype(float)) == {1 + 8 * quarter}
@@ -46,6 +46,6 @@ def test_a_mean_is_divided_once_by_the_count(count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
-def test_a_mean_of_whole_numbers_is_truncated_towards_zero(dtype: type) -> None:
+def test_a_mean_of_integers_is_truncated_towards_zero(dtype: type) -> None:
     contributions = [np.array([-5, 5, -6, 0], dtype), np.array([0, 0, 0, 1], dtype)]
     assert reduced("mean", contributions).tolist() == [-2, 2, -3, 0]

@@ -1,4 +1,4 @@
-"""What the transports promise of the exchange before every collective."""
+"""The promises of transports about the exchange before every collective."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 3
 
 
 class Waiting:
-    """Tells when its rank has begun to wait for others."""
+    """An instrument that signals when its rank begins to wait for others."""
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()
@@ -34,7 +34,7 @@ class Waiting:
 
 
 class Ranks:
-    """Transports of some ranks in this process, and a note of which of them waits."""
+    """Transports of some ranks in this process, and an instrument of waits for each."""
 
     def __init__(self, mechanism: str) -> None:
         self.waiting = [Waiting() for _ in range(SIZE)]
@@ -64,7 +64,7 @@ MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
 
 
 @MECHANISMS
-def test_all_ranks_see_the_arrays_of_all_in_their_order(mechanism: str) -> None:
+def test_all_ranks_receive_all_arrays_in_rank_order(mechanism: str) -> None:
     ranks = Ranks(mechanism)
 
     def exchange(rank: int) -> list[tuple[bool, tuple[int, ...], list[list[int]]]]:
@@ -88,8 +88,8 @@ def test_all_ranks_see_the_arrays_of_all_in_their_order(mechanism: str) -> None:
 
 
 @MECHANISMS
-def test_what_came_stays_readable_while_the_others_are_in_the_next_exchange(mechanism: str) -> None:
-    """Rank 0 still adds up what came with one exchange when all the others have begun the next one."""
+def test_received_arrays_stay_readable_while_others_are_in_the_next_exchange(mechanism: str) -> None:
+    """Rank 0 still adds the arrays of one exchange when all others have begun the next one."""
     ranks = Ranks(mechanism)
     have_first = threading.Barrier(SIZE)
 
@@ -111,7 +111,7 @@ def test_what_came_stays_readable_while_the_others_are_in_the_next_exchange(mech
     assert others == [[values(rank, 2).tolist() for rank in range(SIZE)]] * (SIZE - 1)
 
 
-def test_what_came_over_a_link_stays_readable_when_the_next_exchange_has_ended() -> None:
+def test_arrays_received_over_a_link_stay_readable_after_the_next_exchange() -> None:
     """The network may write the next messages into memory as soon as they are expected."""
     ranks = Ranks("ring")
 
@@ -126,7 +126,7 @@ def test_what_came_over_a_link_stays_readable_when_the_next_exchange_has_ended()
 
 
 @MECHANISMS
-def test_one_other_fingerprint_is_seen_by_all(mechanism: str) -> None:
+def test_one_different_fingerprint_is_noticed_by_all_ranks(mechanism: str) -> None:
     ranks = Ranks(mechanism)
 
     def exchange(rank: int) -> list[bool]:
@@ -137,7 +137,7 @@ def test_one_other_fingerprint_is_seen_by_all(mechanism: str) -> None:
 
 
 @MECHANISMS
-def test_arrays_that_are_too_large_stay_at_home(mechanism: str) -> None:
+def test_large_arrays_are_not_sent_with_the_exchange(mechanism: str) -> None:
     ranks = Ranks(mechanism)
 
     def exchange(rank: int) -> tuple[bool, tuple[int, ...], int]:

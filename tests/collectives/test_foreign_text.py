@@ -1,4 +1,4 @@
-"""Texts of others, as they come into logs and errors."""
+"""Foreign texts in logs and errors."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_a_text_is_one_printable_line_of_limited_length(text, shown):
     assert shown.isprintable()
 
 
-def test_what_peers_say_that_they_have_called_is_such_a_text():
+def test_call_descriptions_of_peers_are_shown_as_one_short_line():
     text = describe_mismatch(["close", "all_reduce\n\x1b[2J" + "x" * 100_000])
     assert text.isprintable()
     assert len(text) < MOST_OF_PEERS + 300
@@ -34,7 +34,7 @@ TOO_LARGE = Hello(protocol=10**4000, cluster="", source=0, to=0, incarnation="")
 
 
 @pytest.mark.parametrize("text", [json.dumps({"\x1b[2J\n" + "x" * 5000: 1}), TOO_LARGE.encode()])
-def test_why_a_hello_cannot_be_read_is_such_a_text(text):
+def test_the_reason_for_an_unreadable_hello_is_shown_as_one_short_line(text):
     with pytest.raises(ValueError, match="unexpected keyword argument|protocol is too large a number") as error:
         Hello.decode(text)
     assert str(error.value).isprintable()

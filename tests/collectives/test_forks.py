@@ -1,4 +1,4 @@
-"""A process whose workers talk over gRPC may be forked, as `multiprocessing` does it for those who load data."""
+"""Forks of a process with gRPC workers, as `multiprocessing` makes them to load data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collectives import Communicator
 CHILDREN = 8
 
 
-def test_a_child_that_is_forked_while_workers_talk_lives() -> None:
+def test_a_child_forked_while_workers_communicate_survives() -> None:
     def talk(communicator: Communicator) -> None:
         while not communicator.all_reduce(np.full(1, has_ended[0]), "max")[0]:
             pass
@@ -34,7 +34,7 @@ def test_a_child_that_is_forked_while_workers_talk_lives() -> None:
 
 
 def end_of_a_child() -> int:
-    """The status of a child that has a child of its own, which does nothing."""
+    """Return the status of a child process that waits for a child of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python 3.12 and JAX say that threads and forks are dangerous together
         child = os.fork()

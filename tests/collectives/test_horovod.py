@@ -1,4 +1,4 @@
-"""What is particular to Horovod besides `conformance_horovod`: its record, its environment, and its end."""
+"""Tests specific to Horovod beyond `conformance_horovod`: its timeline, its environment, and its end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 @pytest.fixture
 def environ() -> dict[str, str]:
-    """The environment of a job, in which nobody has said yet what Horovod and MPI should do."""
+    """Provide the environment of a job without settings for Horovod and MPI."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_MCA_"))}
     paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), MARKER: uuid.uuid4().hex}
 
 
 def end_of(command: list[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run it to its end; no process that it has started outlives it, nor the limit."""
+    """Run a command to its end; no process that it has started outlives it or the limit."""
     try:
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         wait_until_gone(living(environ[MARKER]))
@@ -47,7 +47,7 @@ def end_of(command: list[str], environ: Mapping[str, str]) -> subprocess.Complet
 
 
 def wait_until_gone(processes: list[int]) -> None:
-    """What mpirun has just killed takes a moment to go."""
+    """Wait until processes that mpirun has just killed are gone."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(process)
@@ -56,7 +56,7 @@ def wait_until_gone(processes: list[int]) -> None:
 
 
 def living(marker: str) -> list[int]:
-    """The processes whose environment carries the marker."""
+    """Return the processes whose environment carries the marker."""
     sought = f"{MARKER}={marker}".encode()
     return [int(at.name) for at in Path("/proc").glob("[0-9]*") if sought in environ_of(at)]
 
@@ -72,11 +72,11 @@ def job(ranks: int, task: str) -> list[str]:
     return mpirun_command(ranks, HERE / "horovod_job.py", task)
 
 
-# ---- Horovod's own record
+# ---- Horovod's timeline
 
 
 class Timeline:
-    """What Horovod's coordinator has written; see https://horovod.readthedocs.io/en/stable/timeline_include.html."""
+    """The timeline of Horovod's coordinator (https://horovod.readthedocs.io/en/stable/timeline_include.html)."""
 
     def __init__(self, path: Path) -> None:
         self.events = json.loads(path.read_text())
@@ -84,13 +84,13 @@ class Timeline:
         self.tensors = {event["pid"]: event["args"].get("name", "") for event in names}
 
     def beginnings(self, word: str) -> list[str]:
-        """What begins with tensors in whose name this word is, in order."""
+        """Return the names of events that begin for tensors with this word in their name, in order."""
         chosen = {pid for pid, name in self.tensors.items() if word in name}
         return [event["name"] for event in self.events if event["ph"] == "B" and event["pid"] in chosen]
 
 
 def negotiations(beginnings: list[str]) -> int:
-    """How often something is negotiated after data has moved, or at first."""
+    """Return the number of negotiations that follow a data transfer or come first."""
     steps = [name for name in beginnings if name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE")]
     pairs = zip(["ALLREDUCE", *steps], steps, strict=False)
     return sum(pair == ("ALLREDUCE", "NEGOTIATE_ALLREDUCE") for pair in pairs)
@@ -124,8 +124,8 @@ def test_many_gradients_cost_one_negotiation_and_their_names_are_in_the_timeline
 @pytest.mark.cores(2)
 @needs_horovod
 @pytest.mark.parametrize("how", ABRUPT_ENDS)
-def test_a_rank_that_ends_while_others_reduce_ends_the_job(environ: dict[str, str], how: str) -> None:
-    """Its limit is ten minutes, so this is not what ends it; mpirun may end the others before they can say anything."""
+def test_the_end_of_a_rank_ends_the_job_while_others_reduce(environ: dict[str, str], how: str) -> None:
+    """The timeout of ten minutes is not reached; mpirun may end the others before they can print their errors."""
     ended = end_of(job(2, how), environ)
     assert ended.returncode != 0
     said = [line for line in ended.stdout.splitlines() if line.startswith("rank ")]
@@ -160,7 +160,7 @@ OWN = {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_FUSION_THRESHOLD": "0", "OMPI_MCA_m
 @pytest.mark.parametrize(
     ("given", "used"), [({}, DEFAULTS), pytest.param(OWN, OWN, marks=pytest.mark.complete)], ids=["not set", "set"]
 )
-def test_horovod_and_mpi_are_told_to_be_quick_and_to_yield_unless_they_are_told_otherwise(
+def test_horovod_and_mpi_are_set_to_be_quick_and_to_yield_unless_the_user_sets_them(
     environ: dict[str, str], given: dict[str, str], used: dict[str, str]
 ) -> None:
     ended = end_of([sys.executable, "-c", CONNECT_AND_TELL], environ | given)

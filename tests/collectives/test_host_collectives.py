@@ -14,7 +14,9 @@ from mpi_jobs import HERE, mpirun_command, run_job
 @pytest.mark.cores(2)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("instances", [pytest.param(2, marks=pytest.mark.complete), 3])
-def test_host_collectives(instances: int, tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_host_collectives_of_several_instances_pass_all_checks(
+    instances: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     report = tmp_path / "report"
     report.touch()
     job = run_job(mpirun_command(instances, HERE / "host_collectives_job.py", str(report)))

@@ -1,4 +1,4 @@
-"""What is said of people and of certificates: who else uses a machine, and for which hosts a caller may speak."""
+"""Users of a machine and certificates: other users, and the hosts for which a caller may speak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from collectives.network.identity import Bearer, people, this_runner
 
-# ---- people
+# ---- users
 
 
 def account(name: str, number: int, shell: str = "/bin/bash") -> pwd.struct_passwd:
@@ -27,20 +27,20 @@ ACCOUNTS = [
 ]
 
 
-def test_other_people_are_those_with_a_login() -> None:
+def test_other_people_are_accounts_with_a_login() -> None:
     assert people(ACCOUNTS, [], own=1000) == ["bob"]
     assert people(ACCOUNTS, [], own=0) == ["alice", "bob"]
 
 
-def test_who_alone_has_a_login_is_alone_with_the_administrator_and_services() -> None:
+def test_a_user_is_alone_with_root_and_services() -> None:
     assert people([each for each in ACCOUNTS if each.pw_name != "bob"], [0, 1, 4, 1000, 64030, 65534], own=1000) == []
 
 
-def test_who_runs_a_process_needs_no_account_here() -> None:
+def test_the_owner_of_a_process_needs_no_account() -> None:
     assert people(ACCOUNTS[:4], [0, 1000, 271_828], own=1000) == ["user 271828"]
 
 
-def test_this_process_is_described() -> None:
+def test_the_runner_of_the_current_process_is_described() -> None:
     runner = this_runner()
     assert (runner.user_id, runner.process) == (os.getuid(), os.getpid())
     assert runner.title == f"{runner.program} of {runner.user}, process {runner.process} on {runner.host}"
@@ -50,7 +50,7 @@ def test_this_process_is_described() -> None:
 
 
 def bearer(*alternatives: bytes, common: bytes = b"") -> Bearer:
-    """What gRPC says of a certificate, as it was seen with grpcio 1.85."""
+    """Return a bearer from the certificate properties that grpcio 1.85 reports."""
     numbers = [each for each in alternatives if each.replace(b".", b"").isdigit() or b":" in each]
     names = [each for each in alternatives if each not in numbers]
     return Bearer.of(
@@ -75,7 +75,7 @@ def bearer(*alternatives: bytes, common: bytes = b"") -> Bearer:
         ("fe80::7%eth0", b"fe80::7"),
     ],
 )
-def test_a_certificate_is_for_the_hosts_that_it_carries(host: str, alternative: bytes) -> None:
+def test_a_certificate_is_valid_for_its_hosts(host: str, alternative: bytes) -> None:
     assert bearer(b"other.example", alternative).is_for(host)
 
 
@@ -96,20 +96,20 @@ def test_a_certificate_is_for_the_hosts_that_it_carries(host: str, alternative: 
         ("", b""),
     ],
 )
-def test_and_for_no_others(host: str, alternative: bytes) -> None:
+def test_a_certificate_is_invalid_for_other_hosts(host: str, alternative: bytes) -> None:
     assert not bearer(alternative).is_for(host)
 
 
-def test_a_number_among_the_names_is_no_address() -> None:
+def test_an_ip_address_in_a_certificate_s_names_does_not_count_as_address() -> None:
     context = {"x509_subject_alternative_name": [b"192.0.2.7"], "peer_dns": [b"192.0.2.7"]}
     assert not Bearer.of(context).is_for("192.0.2.7")
 
 
-def test_the_common_name_counts_where_there_are_no_alternatives() -> None:
+def test_the_common_name_counts_without_alternative_names() -> None:
     assert bearer(common=b"node-a").is_for("node-a")
     assert not bearer(b"node-b", common=b"node-a").is_for("node-a")
 
 
-def test_whoever_has_no_certificate_is_for_no_host() -> None:
+def test_a_caller_without_certificate_speaks_for_no_host() -> None:
     assert Bearer.of({}).hosts == "no host"
     assert not Bearer.of({}).is_for("node-a")

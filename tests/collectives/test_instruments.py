@@ -1,4 +1,4 @@
-"""What instruments see of collectives and phases, in which order, and that nothing is told where nobody looks."""
+"""Events that instruments see of collectives and phases, their order, and the absence of calls without instruments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MECHANISMS = pytest.mark.parametrize("mechanism", ["ring", "window"])
 
 
 class Everything:
-    """Sees all that there is; by threads, since here each of them is a rank.
+    """An instrument that records all events by thread; each thread is a rank.
 
     Attributes:
-        has_waited: set when rank 1 is waited for; it may wait for others itself while it connects.
+        has_waited: Set when rank 1 is waited for; rank 1 may wait for others itself while it connects.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Everything:
 
     @property
     def seen(self) -> list[tuple[object, ...]]:
-        """By this thread."""
+        """Return the events of this thread."""
         return self._seen.setdefault(threading.get_ident(), [])
 
     def operation_begins(self, number: int, call: Call) -> None:
@@ -57,7 +57,7 @@ class Everything:
 
 
 class Steps:
-    """Sees steps only."""
+    """An instrument that records only steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -108,14 +108,14 @@ def test_an_operation_begins_moves_data_and_ends(mechanism: str, kind: str, nbyt
     assert run_on_threads(2, program, settings) == [expected] * 2
 
 
-def test_a_group_is_one_operation_where_it_moves_together() -> None:
+def test_a_group_is_one_operation_if_it_moves_together() -> None:
     group = (Call("ordered_all_reduce", "a", "sum", "float32", (3,)), Call("ordered_all_reduce", "b", "sum", "int8"))
     call = Call("grouped_ordered_all_reduce", "a, b", group=group)
     assert (call.kind, call.nbytes) == ("all_reduce", 13)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "bool", "int64"])
-def test_bytes_are_those_of_the_dtype(dtype: str) -> None:
+def test_bytes_are_counted_by_dtype(dtype: str) -> None:
     from ml_dtypes import bfloat16
 
     array = np.ones((5, 3), bfloat16 if dtype == "bfloat16" else dtype)
@@ -126,7 +126,7 @@ def test_bytes_are_those_of_the_dtype(dtype: str) -> None:
 
 
 @MECHANISMS
-def test_those_that_are_waited_for_are_seen_and_data_move_when_they_have_come(mechanism: str) -> None:
+def test_awaited_ranks_are_seen_and_data_move_after_they_arrive(mechanism: str) -> None:
     eyes = Everything()
 
     def program(communicator: Communicator) -> list[tuple[object, ...]]:
@@ -139,7 +139,7 @@ def test_those_that_are_waited_for_are_seen_and_data_move_when_they_have_come(me
     run_on_threads(2, program, Settings(mechanism=mechanism, progress=Instruments(eyes)))
 
 
-def test_of_a_named_operation_the_wait_for_it_is_seen() -> None:
+def test_the_wait_for_a_named_operation_is_seen() -> None:
     eyes = Everything()
 
     def program(communicator: Communicator) -> list[tuple[object, ...]]:
@@ -152,7 +152,7 @@ def test_of_a_named_operation_the_wait_for_it_is_seen() -> None:
     assert first == [("begins", 1, "all_reduce", "late", 24), ("ends",)]
 
 
-def test_an_operation_that_fails_does_not_end() -> None:
+def test_a_failed_operation_has_no_end() -> None:
     eyes = Everything()
 
     def program(communicator: Communicator) -> list[tuple[object, ...]]:
@@ -166,8 +166,8 @@ def test_an_operation_that_fails_does_not_end() -> None:
     assert found == [[("begins", 1, "all_reduce", "", 8 * (3 + rank)), *of_barrier] for rank in range(2)]
 
 
-def test_the_end_of_a_communicator_is_not_seen() -> None:
-    """What an instance did last is what its program did last."""
+def test_the_closing_of_a_communicator_is_not_seen() -> None:
+    """The last event of an instance is the last one of its program."""
     eyes = Everything()
     communicator = collectives.connect("single", Settings(progress=Instruments(eyes)))
     communicator.barrier()
@@ -189,7 +189,7 @@ def test_a_phase_begins_and_ends() -> None:
     assert eyes.seen == [("step", 7), *expected, *expected]
 
 
-def test_a_phase_that_fails_does_not_end() -> None:
+def test_a_failed_phase_has_no_end() -> None:
     eyes = Everything()
     with pytest.raises(ZeroDivisionError), Instruments(eyes).during[UPDATE]:
         raise ZeroDivisionError
@@ -209,10 +209,10 @@ def test_each_wait_for_an_item_is_a_phase() -> None:
     assert eyes.seen == [*waits[0], *waits[1], ("phase", DATA), ("end of", DATA)]
 
 
-# ---- several, some, and none
+# ---- several instruments, some methods, and no instrument
 
 
-def test_all_that_are_attached_see_the_same_in_their_order() -> None:
+def test_all_instruments_see_the_same_events_in_order() -> None:
     seen: list[tuple[str, int]] = []
 
     class Named:
@@ -226,7 +226,7 @@ def test_all_that_are_attached_see_the_same_in_their_order() -> None:
     assert seen == [("first", 3), ("second", 3), ("third", 3)]
 
 
-def test_an_instrument_sees_what_it_has_methods_for() -> None:
+def test_an_instrument_sees_the_events_of_its_methods() -> None:
     steps, eyes = Steps(), Everything()
     instruments = Instruments(steps, eyes)
     with collectives.connect("single", Settings(progress=instruments)) as communicator:
@@ -236,8 +236,8 @@ def test_an_instrument_sees_what_it_has_methods_for() -> None:
     assert eyes.seen == [("step", 2), ("begins", 1, "barrier", "", 0), ("moves", 0), ("ends",)]
 
 
-def test_where_nobody_looks_nothing_is_told() -> None:
-    """Whoever asks first need not even call a function that does nothing."""
+def test_without_an_instrument_no_event_is_passed_on() -> None:
+    """Callers that ask first need not even call an empty function."""
     steps = Instruments(Steps())
     nobody = Instruments()
     for told in (nobody.operation_begins, nobody.operation_ends, nobody.data_moves, nobody.step_begins):
@@ -249,7 +249,7 @@ def test_where_nobody_looks_nothing_is_told() -> None:
             pass
 
 
-def test_what_an_instrument_raises_is_raised_where_it_looks() -> None:
+def test_an_exception_of_an_instrument_is_raised_to_the_caller() -> None:
     class Breaks:
         def data_moves(self, nbytes: int) -> None:
             raise ZeroDivisionError
@@ -261,7 +261,7 @@ def test_what_an_instrument_raises_is_raised_where_it_looks() -> None:
         communicator.abandon()
 
 
-def test_a_supervisor_says_whether_waiting_is_of_use_and_hears_of_those_who_are_lost() -> None:
+def test_a_supervisor_knows_whether_to_wait_and_learns_of_losses() -> None:
     supervisor = Released()
     instruments = Instruments(supervisor=supervisor)
     assert not instruments.is_released
@@ -271,7 +271,7 @@ def test_a_supervisor_says_whether_waiting_is_of_use_and_hears_of_those_who_are_
     assert supervisor.lost == 2
 
 
-def test_without_a_supervisor_nobody_says_so() -> None:
+def test_without_a_supervisor_waits_are_never_released() -> None:
     instruments = Instruments(Steps())
     instruments.carry_on(2)
     assert not instruments.is_released

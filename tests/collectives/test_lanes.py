@@ -1,4 +1,4 @@
-"""What waits on a lane between two workers: how much of it is kept, and what is copied when."""
+"""Messages on a lane between two workers: how many are kept, and when data are copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def message(number: int, nbytes: int = 8) -> bytes:
     return bytes([number]) * nbytes
 
 
-# ---- what comes
+# ---- receiving
 
 
 def test_messages_come_in_order_and_ring_the_bell(bell: Bell) -> None:
@@ -29,11 +29,11 @@ def test_messages_come_in_order_and_ring_the_bell(bell: Bell) -> None:
     assert inbox.take() is None
     for number in range(HELD):
         inbox.put(message(number))
-    bell.wait(FOREVER_S)  # returns at once: it rings
+    bell.wait(FOREVER_S)  # returns at once because it rings
     assert [inbox.take() for _ in range(HELD + 1)] == [*map(message, range(HELD)), None]
 
 
-def test_no_more_than_a_few_messages_are_kept_and_the_next_waits_for_room(bell: Bell) -> None:
+def test_a_full_inbox_blocks_the_next_message(bell: Bell) -> None:
     inbox = Inbox(bell)
     for number in range(HELD):
         inbox.put(message(number))
@@ -54,7 +54,7 @@ def test_no_more_than_a_few_messages_are_kept_and_the_next_waits_for_room(bell: 
     assert [inbox.take() for _ in range(HELD + 1)] == [*map(message, range(1, HELD + 1)), None]
 
 
-def test_a_closed_inbox_forgets_and_keeps_nobody_waiting(bell: Bell) -> None:
+def test_a_closed_inbox_drops_messages_and_blocks_nobody(bell: Bell) -> None:
     inbox = Inbox(bell)
     for number in range(HELD):
         inbox.put(message(number))
@@ -64,7 +64,7 @@ def test_a_closed_inbox_forgets_and_keeps_nobody_waiting(bell: Bell) -> None:
     assert inbox.take() is None
 
 
-def test_a_message_is_received_into_the_beginning_of_its_memory(bell: Bell) -> None:
+def test_a_message_is_received_at_the_beginning_of_its_memory(bell: Bell) -> None:
     inbox, complaints = Inbox(bell), []
     into = np.zeros(10, np.uint8)
     received = Received(inbox, into, complaints.append)
@@ -77,7 +77,7 @@ def test_a_message_is_received_into_the_beginning_of_its_memory(bell: Bell) -> N
     assert complaints == []
 
 
-def test_a_message_that_is_longer_than_its_memory_is_complained_of_and_not_written(bell: Bell) -> None:
+def test_a_message_longer_than_its_memory_is_reported_and_not_written(bell: Bell) -> None:
     inbox, complaints = Inbox(bell), []
     into = np.zeros(7, np.uint8)
     inbox.put(message(7))
@@ -86,7 +86,7 @@ def test_a_message_that_is_longer_than_its_memory_is_complained_of_and_not_writt
     assert not into.any()
 
 
-def test_a_message_may_stay_where_it_came_if_it_has_the_right_size(bell: Bell) -> None:
+def test_a_message_of_the_right_size_may_stay_in_place(bell: Bell) -> None:
     inbox, complaints = Inbox(bell), []
     fetched = Fetched(inbox, 8, complaints.append)
     assert not fetched.done()
@@ -97,17 +97,17 @@ def test_a_message_may_stay_where_it_came_if_it_has_the_right_size(bell: Bell) -
 
 
 @pytest.mark.parametrize("nbytes", [7, 9])
-def test_a_message_of_another_size_is_complained_of(bell: Bell, nbytes: int) -> None:
+def test_a_message_of_a_wrong_size_is_reported(bell: Bell, nbytes: int) -> None:
     inbox, complaints = Inbox(bell), []
     inbox.put(message(7, nbytes))
     assert not Fetched(inbox, 8, complaints.append).done()
     assert complaints == [f"it sent {nbytes} bytes, but 8 were expected"]
 
 
-# ---- what goes
+# ---- sending
 
 
-def test_what_is_small_is_copied_at_once_so_that_nobody_waits() -> None:
+def test_small_data_are_copied_at_once_so_that_the_sender_does_not_wait() -> None:
     data = np.full(SMALL_BYTES, 1, np.uint8)
     sent = Sent(data)
     assert sent.done()
@@ -115,7 +115,7 @@ def test_what_is_small_is_copied_at_once_so_that_nobody_waits() -> None:
     assert sent.take() == message(1, SMALL_BYTES)
 
 
-def test_what_is_large_is_copied_only_when_the_network_takes_it_and_not_kept() -> None:
+def test_large_data_are_copied_only_when_the_network_takes_them() -> None:
     """Otherwise an array of many messages would be in memory twice."""
     data = np.full(SMALL_BYTES + 1, 1, np.uint8)
     sent = Sent(data)
@@ -126,7 +126,7 @@ def test_what_is_large_is_copied_only_when_the_network_takes_it_and_not_kept() -
     assert sent.take() == b""
 
 
-def test_the_network_takes_what_is_sent_in_order_until_the_end(bell: Bell) -> None:
+def test_the_network_takes_messages_in_order_until_the_end(bell: Bell) -> None:
     outbox = Outbox(bell)
     sents = [Sent(np.full(nbytes, number, np.uint8)) for number, nbytes in enumerate((8, SMALL_BYTES + 1, 8))]
     for sent in sents:

@@ -1,4 +1,4 @@
-"""When a worker that is silent is lost, and when it is only stopped; times are those that the tests give."""
+"""The distinction between lost and stopped workers; tests set all times."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collectives.network.liveness import FAILURES, LOST_AFTER_S, Silence
 SINCE = 1000.0
 
 
-def test_a_worker_is_lost_that_is_silent_for_long_and_answers_nowhere() -> None:
+def test_a_worker_that_is_silent_for_long_and_unreachable_is_lost() -> None:
     silence = Silence(SINCE)
     verdicts = {after_s: silence.was_not_answered(SINCE + after_s) for after_s in (2.5, 4.0, 5.5, 6.0, 6.5)}
     assert verdicts == {2.5: None, 4.0: None, 5.5: None, 6.0: None, 6.5: 6.5}
 
 
-def test_it_is_lost_within_the_ten_seconds_that_are_promised() -> None:
-    """An attempt takes a second at most, and half a one lies between two of them."""
+def test_a_worker_is_lost_within_the_promised_ten_seconds() -> None:
+    """An attempt takes at most a second, and half a second lies between two attempts."""
     silence, now = Silence(SINCE), SINCE + 2.0 + 0.5
     while silence.was_not_answered(now) is None:
         now += 1.5
     assert LOST_AFTER_S < now - SINCE <= 10
 
 
-def test_one_attempt_is_not_enough_however_long_it_took() -> None:
-    """This machine may have been stopped in between."""
+def test_a_single_failed_attempt_is_not_enough() -> None:
+    """The observer itself may have been stopped in between."""
     silence = Silence(SINCE)
     assert [silence.was_not_answered(SINCE + 1000 + attempt) is None for attempt in range(FAILURES)] == [
         *[True] * (FAILURES - 1),
@@ -40,7 +40,7 @@ def test_a_worker_whose_kernel_answers_is_stopped_and_not_lost() -> None:
 
 
 @pytest.mark.parametrize("answered_after_s", [3.0, 60.0])
-def test_the_time_counts_from_the_last_answer(answered_after_s: float) -> None:
+def test_the_time_is_counted_from_the_last_answer(answered_after_s: float) -> None:
     silence = Silence(SINCE)
     silence.was_not_answered(SINCE + 2.5)
     silence.was_answered(SINCE + answered_after_s)

@@ -1,4 +1,4 @@
-"""Arrays that take several messages, of lengths that no number of ranks divides, over the ring and the window."""
+"""Arrays of several messages whose lengths no number of ranks divides, over the ring and the window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def contributions(replicas: int, length: int = LENGTH) -> list[np.ndarray]:
 
 
 def digest(array: np.ndarray) -> str:
-    """What is compared: pytest would show for minutes how one long array differs from another."""
+    """Return a digest for comparison; pytest would need minutes to show the difference of long arrays."""
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 

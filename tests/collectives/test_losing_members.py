@@ -1,4 +1,4 @@
-"""A rank of a thread hub is lost: the waits of the others end, and those that are left go on in a smaller group."""
+"""The loss of a rank of a thread hub: the waits of the others end, and the rest continues in a smaller group."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def raised_by(function, *arguments):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_those_who_wait_for_it_get_an_error_that_names_it(settings, operation):
+def test_ranks_that_wait_for_a_lost_rank_get_an_error_that_names_it(settings, operation):
     hub = ThreadHub(3)
     all_are_connected = meeting_point(3)
 
@@ -65,7 +65,7 @@ def test_those_who_wait_for_it_get_an_error_that_names_it(settings, operation):
         assert "rank 1 is lost" in text
 
 
-def test_why_it_was_lost_is_said_too(settings):
+def test_the_error_gives_the_reason_of_the_loss(settings):
     hub = ThreadHub(2)
 
     def member(rank):
@@ -81,13 +81,13 @@ def test_why_it_was_lost_is_said_too(settings):
         run_members(hub, member)
 
 
-def test_what_it_sent_before_still_arrives():
+def test_a_message_sent_before_the_loss_still_arrives():
     hub = ThreadHub(2)
 
     def member(rank):
         communicator = connect(Settings(mechanism="ring", limits=LIMITS), hub, rank)
         values = np.arange(4.0) if rank == 1 else np.zeros(4)
-        communicator.broadcast(values, 1)  # the sender does not wait until it has arrived
+        communicator.broadcast(values, 1)  # the sender does not wait for its arrival
         if rank == 1:
             raise Lost
         communicator.abandon()
@@ -96,7 +96,7 @@ def test_what_it_sent_before_still_arrives():
     assert run_members(hub, member) == [[0.0, 1.0, 2.0, 3.0], None]
 
 
-def test_who_waits_for_somebody_else_waits_until_the_group_is_revoked(settings):
+def test_a_wait_for_another_rank_lasts_until_the_group_is_revoked(settings):
     hub = ThreadHub(3)
     hub.lose(2)
     assert hub.why_not_wait(0, [1]) == ""
@@ -105,7 +105,7 @@ def test_who_waits_for_somebody_else_waits_until_the_group_is_revoked(settings):
     assert hub.why_not_wait(0, [1]) == "rank 2 is lost"
 
 
-def test_revoking_ends_a_wait_for_one_who_is_not_lost(settings):
+def test_revoking_ends_a_wait_for_a_living_rank(settings):
     hub = ThreadHub(2)
 
     def member(rank):
@@ -118,11 +118,11 @@ def test_revoking_ends_a_wait_for_one_who_is_not_lost(settings):
     assert "the others go on without this group; rank 0 has waited" in run_members(hub, member)[0]
 
 
-# ---- those that are left
+# ---- the remaining ranks
 
 
 def go_on(settings, hub, rank):
-    """Connect with the others that are left; the ranks of `hub` that they are."""
+    """Connect with the remaining ranks, and return their ranks in `hub`."""
     communicator = connect_survivors(settings, hub, rank)
     assert hub.newest(rank)[1] == communicator.rank
     total = communicator.all_reduce(np.full(5, 1 << rank))
@@ -134,7 +134,7 @@ def go_on(settings, hub, rank):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_they_meet_again_in_the_same_order_whoever_is_lost(settings, size):
+def test_the_remaining_ranks_meet_in_the_same_order(settings, size):
     for count in range(1, size):
         for lost in combinations(range(size), count):
             hub, all_are_connected = ThreadHub(size), meeting_point(size)
@@ -152,7 +152,7 @@ def test_they_meet_again_in_the_same_order_whoever_is_lost(settings, size):
             assert run_members(hub, member) == [left if rank in left else None for rank in range(size)]
 
 
-def test_one_after_another_may_be_lost(settings):
+def test_ranks_may_be_lost_one_after_another(settings):
     hub = ThreadHub(4)
     all_are_connected = {2: meeting_point(4), 0: meeting_point(3), 3: meeting_point(2)}
 
@@ -171,8 +171,8 @@ def test_one_after_another_may_be_lost(settings):
     assert hub.survivors() == [1]
 
 
-def test_one_may_be_lost_at_any_message_while_they_meet():
-    """Whichever of those it is with which a window is agreed on: those who are left in the end agree who they are."""
+def test_a_rank_may_be_lost_at_any_message_while_the_others_meet():
+    """The messages include those that agree on a window; the ranks that remain at last agree on their group."""
     settings = Settings(mechanism="window", limits=LIMITS)
     strikes, number = True, 0
     while strikes:
@@ -193,7 +193,7 @@ def test_one_may_be_lost_at_any_message_while_they_meet():
                 fault.end()
             try:
                 again.barrier()
-            except CollectiveError:  # the other one was lost between two messages to the others
+            except CollectiveError:  # rank 1 was lost between two messages to the others
                 again.abandon()
                 again = connect_survivors(settings, hub, rank)
                 again.barrier()
@@ -207,13 +207,13 @@ def test_one_may_be_lost_at_any_message_while_they_meet():
 
 
 def two_barriers(communicator):
-    """In shared memory it finds what the others left there: it completes the one that they had begun, but no other."""
+    """Call two barriers: shared memory may hold the arrival of the others at the first one, but not at the second."""
     communicator.barrier()
     communicator.barrier()
 
 
-def test_one_that_lives_on_though_the_others_have_lost_it_is_told(settings):
-    """As an instance that was cut off, or that stood still for so long that the others gave it up."""
+def test_a_living_rank_that_the_others_have_given_up_gets_an_error(settings):
+    """The rank was cut off, or stopped for so long that the others gave it up."""
     hub = ThreadHub(3)
     all_are_connected, have_gone_on = meeting_point(3), meeting_point(3)
 
@@ -237,14 +237,14 @@ def test_one_that_lives_on_though_the_others_have_lost_it_is_told(settings):
     assert going_on == "rank 1 cannot go on with the others: rank 1 was cut off"
 
 
-def test_who_does_not_come_is_named_when_the_limit_is_over():
+def test_absent_ranks_are_named_at_the_limit():
     hub = ThreadHub(4)
     hub.lose(0)
     with pytest.raises(CollectiveTimeoutError, match="rank 1 has waited for rank 2, 3 to go on .* timeout_s = 0.01"):
         hub.shrink(1, 0.01)
 
 
-def test_a_subgroup_that_is_made_afterwards_has_lost_it_too():
+def test_a_later_subgroup_has_lost_the_same_rank():
     hub = ThreadHub(3)
     hub.lose(2)
     part = hub.subgroup((0, 2), 0)
@@ -253,7 +253,7 @@ def test_a_subgroup_that_is_made_afterwards_has_lost_it_too():
     assert hub.subgroup((0, 1), 0).why_not_wait(0, [1])
 
 
-def test_a_group_that_nobody_has_left_may_be_revoked_too():
+def test_a_group_without_losses_may_be_revoked():
     hub = ThreadHub(2)
     hub.revoke()
     assert hub.why_not_wait(0, [1]) == "the others go on without this group"

@@ -1,4 +1,4 @@
-"""A rank is lost where some share the memory of a host: at any message that leaves the host, or between calls."""
+"""The loss of a rank on hosts with shared memory: at any message that leaves the host, or between calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def assert_adds_up(communicator: Communicator, length: int = LENGTH) -> None:
-    """As many ranks as are left have all contributions, spread anew."""
+    """Assert that the remaining ranks, which share all contributions, get the sum."""
     borders = [4 * number // communicator.size for number in range(communicator.size + 1)]
     gradients = [array[:length] for array in GRADIENTS]
     mine = gradients[borders[communicator.rank] : borders[communicator.rank + 1]]
@@ -30,7 +30,7 @@ def assert_adds_up(communicator: Communicator, length: int = LENGTH) -> None:
 
 
 def lost_at(number: int, lost: int, length: int, hosts: Sequence[str]) -> tuple[bool, list[list[int] | None]]:
-    """Whether a rank had so many messages to send; whom those that are left are left with."""
+    """Return whether the rank had this many messages to send, and each rank's view of the remaining ranks."""
     fault = OnMessage(lost, number)
     hub = ThreadHub(4, fault, hosts)
     nobody_is_inside = meeting_point(4)
@@ -47,7 +47,7 @@ def lost_at(number: int, lost: int, length: int, hosts: Sequence[str]) -> tuple[
                 assert_adds_up(communicator, length)
             if rank == lost:
                 fault.end()
-            communicator.barrier()  # who has all that it needs learns here that another one has not
+            communicator.barrier()  # a rank with all its data learns here of another rank's failure
         except CollectiveError:
             communicator.abandon()
             communicator = connect_survivors(SETTINGS, hub, rank)
@@ -62,12 +62,12 @@ def lost_at(number: int, lost: int, length: int, hosts: Sequence[str]) -> tuple[
 @pytest.mark.parametrize(
     ("lost", "length", "messages"),
     [
-        (0, LENGTH, 6),  # it speaks for its host: two reductions with a comparison and two rounds
+        (0, LENGTH, 6),  # rank 0 speaks for its host: two reductions with a comparison and two rounds
         (3, LENGTH, 4),
-        (3, 40_000, 8),  # alone on one of three hosts: the first round goes with the comparison
+        (3, 40_000, 8),  # rank 3 is alone on its host: the first round goes with the comparison
     ],
 )
-def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: int, length: int, messages: int) -> None:
+def test_the_others_go_on_to_the_same_bits_after_any_last_message(lost: int, length: int, messages: int) -> None:
     left = [rank for rank in range(4) if rank != lost]
     number, strikes = 0, True
     while strikes:
@@ -79,7 +79,7 @@ def test_whichever_message_is_its_last_the_others_go_on_to_the_same_bits(lost: i
 
 
 @pytest.mark.parametrize("lost", [[1], [0, 1], [0, 2, 3]])
-def test_who_does_not_come_is_lost_for_those_beside_it_too(lost: list[int]) -> None:
+def test_an_absent_rank_is_lost_for_its_neighbours_on_the_host(lost: list[int]) -> None:
     hub = ThreadHub(4, hosts=HOSTS)
     left = [rank for rank in range(4) if rank not in lost]
     all_are_connected = meeting_point(4)

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a host, through memory that they share."""
+"""Messages between the ranks of a host through shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pause_of(link: NearLink) -> Pause:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64, FRAGMENT_BYTES, FRAGMENT_BYTES + 1, 3 * POOL_BYTES[EXCHANGE] + 5])
 @pytest.mark.parametrize("lane", range(LANES))
-def test_a_message_arrives_as_it_was_sent_however_long_it_is(lane: int, nbytes: int) -> None:
+def test_a_message_of_any_length_arrives_unchanged(lane: int, nbytes: int) -> None:
     one, other = links(2)
     sent_data, into = message(nbytes), np.zeros(nbytes + 3, np.uint8)
     sent, received = one.send(sent_data, 1, lane), other.receive(into, 0, lane)
@@ -43,7 +43,7 @@ def test_a_message_arrives_as_it_was_sent_however_long_it_is(lane: int, nbytes: 
     assert not into[nbytes:].any()
 
 
-def test_what_is_sent_may_be_overwritten_when_the_transfer_is_done() -> None:
+def test_sent_data_may_be_overwritten_when_the_transfer_is_done() -> None:
     one, other = links(2)
     data, into = message(100), np.empty(100, np.uint8)
     before = data.copy()
@@ -53,7 +53,7 @@ def test_what_is_sent_may_be_overwritten_when_the_transfer_is_done() -> None:
     assert (into == before).all()
 
 
-def test_who_has_no_room_waits_without_holding_up_other_lanes() -> None:
+def test_a_sender_without_room_waits_and_does_not_block_other_lanes() -> None:
     one, other = links(2)
     many = [one.send(message(1), 1, PARTIALS) for _ in range(QUEUED + 1)]
     assert [each.done() for each in many] == [True] * QUEUED + [False]
@@ -62,8 +62,8 @@ def test_who_has_no_room_waits_without_holding_up_other_lanes() -> None:
     assert many[-1].done()
 
 
-def test_a_message_that_nobody_asks_for_yet_holds_up_no_other() -> None:
-    """Rank 1 asks for what comes from rank 2 first, and that is behind what goes to rank 0."""
+def test_an_unclaimed_message_blocks_no_other_message() -> None:
+    """Rank 1 first asks for the message of rank 2, which is queued behind one for rank 0."""
     first, second, third = links(3)
     nbytes = 2 * POOL_BYTES[PARTIALS]
     to_first, to_second = third.send(message(nbytes), 0, PARTIALS), third.send(message(nbytes), 1, PARTIALS)
@@ -78,7 +78,7 @@ def test_a_message_that_nobody_asks_for_yet_holds_up_no_other() -> None:
     assert all(each.done() for each in (*at_first, at_second))
 
 
-def test_what_several_receive_lies_in_the_pool_once() -> None:
+def test_a_message_for_several_receivers_is_stored_once() -> None:
     ranks = links(5)
     data = message(POOL_BYTES[RESULTS] // 8)
     for _ in range(6):  # 24 copies would not fit
@@ -90,7 +90,7 @@ def test_what_several_receive_lies_in_the_pool_once() -> None:
             assert (into == data).all()
 
 
-def test_messages_keep_their_order_whatever_happens_when(seed: int) -> None:
+def test_messages_keep_their_order_in_random_schedules(seed: int) -> None:
     drawn = random.Random(seed)
     ranks = links(3)
     lengths = [0, 1, 100, FRAGMENT_BYTES - 1, FRAGMENT_BYTES + 7, POOL_BYTES[EXCHANGE] + 1]
@@ -118,8 +118,8 @@ def test_messages_keep_their_order_whatever_happens_when(seed: int) -> None:
 
 @pytest.mark.skipif(not CAN_RING, reason="this machine has no futexes that we know")
 @pytest.mark.timeout(60)
-def test_a_message_ends_the_wait_of_the_one_whom_it_is_for() -> None:
-    """Also where it came before the wait began."""
+def test_a_message_ends_the_wait_of_its_receiver() -> None:
+    """The message may come before the wait begins."""
     one, other = links(2)
     for _ in range(2):
         received = other.receive(np.empty(1, np.uint8), 0, EXCHANGE)
@@ -132,7 +132,7 @@ def test_a_message_ends_the_wait_of_the_one_whom_it_is_for() -> None:
 
 @pytest.mark.skipif(not CAN_RING, reason="this machine has no futexes that we know")
 @pytest.mark.timeout(60)
-def test_room_for_the_next_fragment_ends_the_wait_of_the_one_who_sends() -> None:
+def test_room_for_the_next_fragment_ends_the_wait_of_the_sender() -> None:
     one, other = links(2)
     nbytes = 3 * POOL_BYTES[PARTIALS]
     received = other.receive(np.empty(nbytes, np.uint8), 0, PARTIALS)
@@ -150,7 +150,7 @@ def test_room_for_the_next_fragment_ends_the_wait_of_the_one_who_sends() -> None
     assert received.received == nbytes
 
 
-def test_a_wait_sleeps_until_somebody_rings_only_while_nothing_is_under_way_over_the_network() -> None:
+def test_a_wait_sleeps_only_if_no_transfer_over_the_network_is_in_progress() -> None:
     hub = ThreadHub(3)
     far = [ThreadLink(hub, rank, 0) for rank in range(3)]
     for link in far:
@@ -166,7 +166,7 @@ def test_a_wait_sleeps_until_somebody_rings_only_while_nothing_is_under_way_over
 
 
 class Begun:
-    """A transfer that notes how often somebody asks for it."""
+    """A transfer that counts the queries of its state."""
 
     received = None
 
@@ -180,7 +180,7 @@ class Begun:
 
 
 class Far(Link):
-    """Connects ranks 0 and 1 of one host with rank 2 of another one, and moves nothing."""
+    """A link that connects ranks 0 and 1 of one host with rank 2 of another one, and moves nothing."""
 
     hosts = (0, 0, 1)
 
@@ -198,7 +198,7 @@ class Far(Link):
         return self.send(into, source, lane)
 
 
-def test_messages_of_a_round_are_begun_without_asking_for_those_that_are_under_way() -> None:
+def test_new_messages_begin_without_queries_of_transfers_in_progress() -> None:
     far = Far(ends_at_once=False)
     link = HostsLink(far, links(2)[0])
     held = [link.send(message(1), 2, lane) for lane in (PARTIALS, RESULTS) for _ in range(20)]
@@ -206,7 +206,7 @@ def test_messages_of_a_round_are_begun_without_asking_for_those_that_are_under_w
     assert [each.asked for each in far.begun if each is not held[0]] == [0] * 39
 
 
-def test_what_is_done_is_forgotten_though_nobody_waits() -> None:
+def test_finished_transfers_are_forgotten_even_if_nobody_waits() -> None:
     far = Far(ends_at_once=True)
     link = HostsLink(far, links(2)[0])
     for _ in range(2000):

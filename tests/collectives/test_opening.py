@@ -1,4 +1,4 @@
-"""Short reductions begin with the comparison of calls: how many messages that saves, and what it must not do."""
+"""Short reductions that begin with the comparison of calls: the messages that they save, and their safety."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT = 50_000  # elements: too many to travel along, few enough to begin at onc
 
 
 def messages_of(hosts: Sequence[int], collective: Callable[[Communicator], object]) -> list[int]:
-    """How many messages the ranks of each host send over links, which those to ranks of their host are not."""
+    """Return the number of messages that the ranks of each host send over links, without those inside of the host."""
     sent = [0] * len(hosts)
 
     def count(source: int, to: int) -> None:
@@ -44,12 +44,12 @@ def messages_of(hosts: Sequence[int], collective: Callable[[Communicator], objec
 @pytest.mark.parametrize(
     ("hosts", "elements", "messages"),
     [
-        (TWO_HOSTS, 100, 1),  # all of it travels with the comparison
+        (TWO_HOSTS, 100, 1),  # the whole reduction travels with the comparison
         (
             FOUR_HOSTS,
             SHORT,
             3 + 3,
-        ),  # so does the first round; the second has the results; one rank of each host sends them
+        ),  # the first round does, the second has the results; one rank of each host sends them
         (TWO_HOSTS, 1 << 17, 1 + 2 * 2),  # the comparison, and two rounds with a message of each rank
         (FOUR_HOSTS, 1 << 18, 3 + 2 * 2 * 3),
         (range(5), 70_000, 4 + 4),
@@ -62,21 +62,21 @@ def test_a_host_sends_few_messages(hosts: Sequence[int], elements: int, messages
     assert messages_of(hosts, add_up) == [messages] * len(set(hosts))
 
 
-def test_a_reduction_of_which_each_rank_keeps_its_block_begins_with_the_comparison_too() -> None:
+def test_a_reduce_scatter_begins_with_the_comparison() -> None:
     def scatter(communicator: Communicator) -> np.ndarray:
         return communicator.ordered_reduce_scatter([np.ones(70_000, np.float32)])
 
     assert messages_of(range(5), scatter) == [4] * 5
 
 
-def test_ranks_on_more_than_eight_hosts_compare_in_as_many_messages_as_their_number_has_bits() -> None:
+def test_the_comparison_among_more_than_eight_hosts_takes_log2_messages() -> None:
     assert messages_of(range(8), lambda communicator: communicator.barrier()) == [7] * 8
     assert messages_of(range(9), lambda communicator: communicator.barrier()) == [4] * 9
 
 
 @pytest.mark.parametrize("hosts", [FOUR_HOSTS, UNEVEN_HOSTS])
 @pytest.mark.parametrize("counts", [(2, 2, 1, 1, 1, 1, 1, 1), (1, 2, 2, 1, 1, 2, 2, 1), (1, 1, 1, 1, 1, 1, 1, 2)])
-def test_who_has_expected_others_to_contribute_as_much_begins_again(
+def test_a_wrong_guess_of_the_numbers_of_contributions_is_repaired(
     counts: tuple[int, ...], hosts: Sequence[int]
 ) -> None:
     everything = contributions("float32", SHORT, range(sum(counts)))
@@ -94,7 +94,7 @@ def test_who_has_expected_others_to_contribute_as_much_begins_again(
 @pytest.mark.parametrize("hosts", [FOUR_HOSTS, UNEVEN_HOSTS])
 @pytest.mark.parametrize("others", [{2, 3}, {1}, {0, 7}, {0, 1, 2, 3}])
 @pytest.mark.parametrize("length", [SHORT // 2, SHORT, 5 * SHORT])
-def test_who_calls_something_else_spoils_nothing_that_has_begun(
+def test_a_different_call_of_some_ranks_spoils_no_begun_reduction(
     others: set[int], length: int, hosts: Sequence[int]
 ) -> None:
     everything = contributions("float32", length, range(8))

@@ -1,4 +1,4 @@
-"""Every way to reduce over links, in one piece and in many, on hosts of any shape: the same bits."""
+"""Every way to reduce over links, in one piece and in many, on any hosts: the bits are the same."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def assert_reduces(
 def test_every_way_has_the_bits_of_the_tree(way: str, ranks: int, local: int, dtype: str) -> None:
     width = Width(4, 4) if dtype == "float32" else Width(2, 4)
     chosen = quickest(Spread.apart([local] * ranks), LENGTH, width, WAYS[way]).name
-    assert chosen == way or ranks < 8  # of few ranks nobody sends fewer messages by halving
+    assert chosen == way or ranks < 8  # with few ranks, halving saves no messages
     assert_reduces([local] * ranks, range(ranks), WAYS[way], WHOLE, dtype)
 
 
@@ -128,7 +128,7 @@ def test_ranks_of_a_host_that_share_memory_have_the_same_bits(
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
-def test_arrays_that_are_shorter_than_their_slices_are_reduced(length: int) -> None:
+def test_arrays_shorter_than_their_slices_are_reduced(length: int) -> None:
     everything = contributions("float32", length, range(4))
     expected = reduced(everything, "sum")
 
@@ -140,7 +140,7 @@ def test_arrays_that_are_shorter_than_their_slices_are_reduced(length: int) -> N
             assert_same_bits(result, expected)
 
 
-# ---- costs that were measured
+# ---- measured costs
 
 
 LOOPBACK = Network(20e-6, 10e-6, 2e9, 5e-6, 2e-6, 8e9, 10e9)
@@ -159,14 +159,14 @@ MEASURED = {"loopback": LOOPBACK, "a shaped link": SHAPED, **WAYS}
         ((1, 2, 2, 1), (0, 1, 2, 3)),
     ],
 )
-def test_whatever_was_measured_the_bits_are_those_of_the_tree(
+def test_measured_costs_do_not_change_the_bits(
     counts: tuple[int, ...], hosts: tuple[int, ...], costs: Network, sizes: Sizes
 ) -> None:
     sizes = replace(sizes, inline_bytes=512)
     assert_reduces(counts, hosts, costs, sizes, "float32", share_memory=True, are_measured=True)
 
 
-def test_long_arrays_go_directly_unless_what_was_measured_says_otherwise() -> None:
+def test_long_arrays_use_direct_exchange_unless_measured_costs_favour_another_way() -> None:
     def way(costs: Network, are_measured: bool) -> str:
         link = ThreadLink(ThreadHub(8), 0, 0)
         link.sizes = replace(IN_PIECES, whole_bytes=1 << 14)
@@ -179,7 +179,7 @@ def test_long_arrays_go_directly_unless_what_was_measured_says_otherwise() -> No
     assert [way(FEW_ROUNDS, are_measured) for are_measured in (False, True)] == ["direct", "direct"]
 
 
-def test_ranks_that_choose_by_different_costs_are_refused() -> None:
+def test_ranks_with_different_costs_are_refused() -> None:
     refuse_other_networks([None, None])
     refuse_other_networks([SHAPED, replace(SHAPED)])
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The token of a job is proven, not shown."""
+"""Proofs that a worker knows the job token, without showing the token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def knowing(token: str) -> Security:
     return Security.from_environ({TOKEN: token} if token else {})
 
 
-def test_who_knows_the_token_can_prove_a_statement() -> None:
+def test_a_worker_with_the_token_can_prove_a_statement() -> None:
     proof = knowing("right").prove(STATEMENT)
     assert knowing("right").is_proof(proof, STATEMENT)
     assert "right" not in proof
 
 
 @pytest.mark.parametrize("token", ["wrong", "right"[:-1], "right ", ""])
-def test_only_who_knows_the_token_can_prove_a_statement(token: str) -> None:
+def test_a_worker_with_another_token_cannot_prove_a_statement(token: str) -> None:
     assert not knowing("right").is_proof(knowing(token).prove(STATEMENT), STATEMENT)
 
 
@@ -31,13 +31,13 @@ def test_a_proof_holds_for_one_statement() -> None:
     assert not knowing("right").is_proof("", STATEMENT)
 
 
-def test_without_a_token_everybody_is_believed() -> None:
+def test_without_a_token_no_proof_is_needed() -> None:
     assert knowing("").is_proof("", STATEMENT)
     assert knowing("").prove(STATEMENT) == ""
 
 
 @pytest.mark.parametrize("proof", ["\xff" * 64, "\u0661", "\ud800", b"\xff" * 64, b"", "x" * 10_000], ids=ascii)
-def test_a_proof_may_be_anything_that_somebody_sends(proof: str | bytes) -> None:
+def test_a_proof_may_be_any_text_or_bytes(proof: str | bytes) -> None:
     assert not knowing("right").is_proof(proof, STATEMENT)
     assert knowing("").is_proof(proof, STATEMENT)
 
@@ -47,6 +47,6 @@ def test_a_proof_may_come_as_bytes() -> None:
 
 
 @pytest.mark.parametrize("value", ["", " ", "\n"])
-def test_a_token_that_is_set_and_empty_is_refused(value: str) -> None:
+def test_an_empty_token_is_refused(value: str) -> None:
     with pytest.raises(SecurityError, match=f"{TOKEN} is set but empty, .*; give it a secret, or unset it"):
         Security.from_environ({TOKEN: value})

@@ -1,4 +1,4 @@
-"""The arithmetic of the ordered reduction against plain NumPy: all dtypes, no ranks."""
+"""The arithmetic of the ordered reduction compared with plain NumPy, for all dtypes and without ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_contributions_are_combined_in_the_order_of_the_tree(dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_two_replicas_that_are_swapped_show_in_a_sum(dtype: str) -> None:
-    """Otherwise the test above would prove little. Of those that are added to each other first it does not matter."""
+def test_a_swap_of_two_replicas_changes_the_sum(dtype: str) -> None:
+    """Without this, the test above would prove little. A swap within the first pair to be added changes nothing."""
     sources = contributions(dtype, 3001, range(12))
     for first in range(11):
         swapped = [*sources[:first], sources[first + 1], sources[first], *sources[first + 2 :]]
@@ -50,8 +50,8 @@ def test_two_replicas_that_are_swapped_show_in_a_sum(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
-def test_ranks_that_add_what_they_own_come_to_the_same_as_one_rank(dtype: str, seed: int) -> None:
-    """Each folds the largest nodes inside of its block, wherever the blocks end; one of them finishes."""
+def test_ranks_that_add_their_own_contributions_get_the_result_of_one_rank(dtype: str, seed: int) -> None:
+    """Each rank folds the largest nodes inside of its block, for any block boundaries; one rank finishes."""
     chance = np.random.default_rng(seed)
     for op in OPERATIONS:
         reduction = Reduction(op, dtype_of(dtype))
@@ -70,7 +70,7 @@ def test_ranks_that_add_what_they_own_come_to_the_same_as_one_rank(dtype: str, s
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
 @pytest.mark.parametrize("length", [7, 3001])
-def test_the_result_may_replace_a_sum_that_is_added_last(dtype: str, length: int) -> None:
+def test_the_result_may_replace_the_last_sum(dtype: str, length: int) -> None:
     nodes = (TreeNode(0, 4), TreeNode(4, 5), TreeNode(5, 6), TreeNode(6, 8))
     for op in ("sum", "mean", "max"):
         reduction = Reduction(op, dtype_of(dtype))
@@ -142,7 +142,7 @@ WIDER_MEANS = WIDER_SUMS | {
 
 @pytest.mark.parametrize("dtype", REDUCIBLE)
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_sums_of_16_bit_floats_and_behind_means_of_integers_are_kept_wider(dtype: str, op: str) -> None:
+def test_sums_of_16_bit_floats_and_means_of_integers_are_kept_wider(dtype: str, op: str) -> None:
     reduction = Reduction(op, dtype_of(dtype))
     wider = {"sum": WIDER_SUMS, "mean": WIDER_MEANS}.get(op, {})
     assert reduction.accumulator == dtype_of(wider.get(dtype, dtype))
@@ -153,7 +153,7 @@ def test_sums_of_16_bit_floats_and_behind_means_of_integers_are_kept_wider(dtype
 
 
 def test_the_error_of_a_sum_grows_with_the_logarithm() -> None:
-    """At most half of what it is where contributions are added one after another."""
+    """The error is at most half as large as a sequential sum's."""
     sources = [np.random.default_rng(number).standard_normal(20_000).astype(np.float32) for number in range(64)]
     exact = np.sum([source.astype(np.float64) for source in sources], axis=0)
     of_tree, of_chain = (
@@ -164,7 +164,7 @@ def test_the_error_of_a_sum_grows_with_the_logarithm() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_floats_are_rounded_once(dtype: str) -> None:
-    """1 + u/2 + u/2, each of which is lost alone, is 1 + u."""
+    """The sum 1 + u/2 + u/2 is 1 + u, although each u/2 alone would be lost."""
     unit = float(ml_dtypes.finfo(dtype_of(dtype)).eps)
     sources = [np.array([value], dtype_of(dtype)) for value in (1, unit / 2, unit / 2)]
     assert result_of("sum", sources)[0] == 1 + unit
@@ -187,7 +187,7 @@ def test_a_mean_of_integers_is_truncated_towards_zero(dtype: str, seed: int) -> 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_a_mean_of_integers_is_right_where_their_sum_does_not_fit(dtype: str) -> None:
-    """The mean of 250 to 253 as uint8 is 251.5, and that of -128 to -125 as int8 is -126.5; both are cut."""
+    """The mean of 250 to 253 as uint8 is 251.5, and that of -128 to -125 as int8 is -126.5; both are truncated."""
     info = np.iinfo(dtype)
     largest = [np.full(3, info.max - 2 - number, dtype) for number in range(4)]
     assert result_of("mean", largest).tolist() == [info.max - 4] * 3
@@ -196,7 +196,7 @@ def test_a_mean_of_integers_is_right_where_their_sum_does_not_fit(dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_a_total_that_others_have_added_in_the_dtype_itself_is_divided_as_well(dtype: str) -> None:
+def test_a_total_added_in_the_dtype_itself_is_divided(dtype: str) -> None:
     total = np.array([100, 99, 7, 0], dtype)
     out = np.empty_like(total)
     Reduction("mean", out.dtype).finish(total, out, 200)
@@ -207,7 +207,7 @@ def test_a_total_that_others_have_added_in_the_dtype_itself_is_divided_as_well(d
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_quotients_and_remainders_of_64_bits_are_joined_to_the_mean(dtype: str, count: int) -> None:
+def test_64_bit_quotients_and_remainders_are_joined_to_the_mean(dtype: str, count: int) -> None:
     sources = contributions(dtype, 3001, range(count))
     out = np.empty(3001, dtype)
     join(*(result_of("sum", parts) for parts in shares(sources, count)), out, count)
@@ -229,12 +229,12 @@ def test_the_count_of_a_mean_is_that_of_all_ranks(count: int) -> None:
     assert_same_bits(result_of("mean", sources, count), (sources[0] + sources[1]) / np.float32(count))
 
 
-# ---- values that are no ordinary numbers
+# ---- special values
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_nan_wins_wherever_it_stands(dtype: str, op: str) -> None:
+def test_nan_in_any_position_wins(dtype: str, op: str) -> None:
     for position in range(3):
         sources = [np.full(7, number, dtype_of(dtype)) for number in range(3)]
         sources[position][::2] = np.nan
@@ -265,11 +265,11 @@ def test_sums_of_integers_wrap(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
-def test_names_of_operations_have_any_case(op: str) -> None:
+def test_names_of_operations_ignore_case(op: str) -> None:
     assert normalise_op(op.upper()) == normalise_op(op.title()) == op
 
 
 @pytest.mark.parametrize("op", ["product", "", "avg", None])
-def test_an_unknown_operation_is_answered_with_those_there_are(op: object) -> None:
+def test_an_unknown_operation_is_answered_with_the_known_ones(op: object) -> None:
     with pytest.raises(ValueError, match="use one of sum, mean, min, max"):
         normalise_op(op)  # type: ignore[arg-type]

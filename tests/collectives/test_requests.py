@@ -1,4 +1,4 @@
-"""A collective that is called and one that is started: the same results, and the same words where it is refused."""
+"""Called and started collectives: equal results, and equal messages of refusal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Started:
 @pytest.mark.parametrize("collective", sorted(RUN))
 @pytest.mark.parametrize("mechanism", ["ring", "window"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_started_gives_the_bits_of_what_is_called(collective: str, mechanism: str, size: int) -> None:
+def test_a_started_collective_has_the_bits_of_a_called_one(collective: str, mechanism: str, size: int) -> None:
     def program(communicator: Communicator) -> bool:
         called = RUN[collective](communicator, "called")
         started = RUN[collective](Started(communicator), "started")
@@ -71,7 +71,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("buffers", sorted(REFUSED))
-def test_what_is_refused_when_it_is_called_is_refused_in_the_same_words_when_it_is_started(buffers: str) -> None:
+def test_a_started_collective_is_refused_in_the_same_words_as_a_called_one(buffers: str) -> None:
     texts = []
     with collectives.connect("single") as communicator:
         for on in (communicator, Started(communicator)):
@@ -81,7 +81,7 @@ def test_what_is_refused_when_it_is_called_is_refused_in_the_same_words_when_it_
     assert texts[0] == texts[1]
 
 
-def test_without_contributions_it_is_said_which_of_both_it_was() -> None:
+def test_missing_contributions_are_refused_as_called_or_started() -> None:
     with collectives.connect("single") as communicator:
         with pytest.raises(ValueError, match="^ordered_all_reduce was called without contributions; give one array"):
             communicator.ordered_all_reduce([], np.ones(2))
@@ -89,8 +89,8 @@ def test_without_contributions_it_is_said_which_of_both_it_was() -> None:
             communicator.start_ordered_all_reduce([], np.ones(2), name="x")
 
 
-def test_buffers_are_looked_at_before_the_state_of_the_communicator() -> None:
-    """So a program that gives wrong ones hears of them, and not of what became of the communicator."""
+def test_buffers_are_checked_before_the_state_of_the_communicator() -> None:
+    """A program with wrong buffers is told about them, and not about the communicator."""
     communicator = collectives.connect("single")
     communicator.close()
     for on in (communicator, Started(communicator)):

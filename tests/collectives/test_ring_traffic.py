@@ -1,4 +1,4 @@
-"""How many bytes each rank sends over links."""
+"""The number of bytes that each rank sends over links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collectives.point_to_point.link import CHUNK_BYTES, Link, Sizes, Transfer
 
 
 class CountingLink(Link):
-    """Counts what goes through another link, to other hosts than that of this rank."""
+    """A link that counts the bytes sent to other hosts."""
 
     def __init__(self, link: Link, hosts: Sequence[int], sizes: Sizes) -> None:
         self.rank = link.rank
@@ -39,7 +39,7 @@ class CountingLink(Link):
 def sent_by_each_rank(
     hosts: int | Sequence[int], collective: Callable[[Communicator], object], sizes: Sizes = Link.sizes
 ) -> list[int]:
-    """The bytes that each rank sends to other hosts in one collective; `hosts` of the ranks, or how many there are."""
+    """Return the bytes that each rank sends to other hosts in one collective; `hosts` lists them or is their number."""
     of_ranks = range(hosts) if isinstance(hosts, int) else hosts
     hub = ThreadHub(len(of_ranks))
 
@@ -65,10 +65,10 @@ def allowed(nbytes: int, times: float = 2) -> float:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("replicas", "sums"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize(("dtype", "length"), [("float32", 2**20 + 3), ("float64", 200_003), ("int8", 2**20)])
-def test_each_rank_sends_what_it_can_add_up_and_its_slice_of_the_result(
+def test_each_rank_sends_its_sums_and_its_slice_of_the_result(
     size: int, replicas: int, sums: int, dtype: str, length: int
 ) -> None:
-    """One sum where blocks of replicas are aligned; with three replicas on each rank two nodes of the tree."""
+    """Aligned blocks of replicas have one sum; three replicas on each rank are two nodes of the tree."""
 
     def reduce(communicator: Communicator) -> None:
         first = communicator.rank * replicas
@@ -88,8 +88,11 @@ SMALL = Sizes(4096, 4096, 4096, 4096, 64)
     ("hosts", "of_one_host", "times"), [(2, 2, 1), (3, 2, 4 / 3), (2, 4, 1), (4, 1, 3 / 2), (2, 3, 3 / 2)]
 )
 @pytest.mark.parametrize("length", [30_011, 2**20 + 3])
-def test_each_host_sends_no_more_than_one_rank_would(hosts: int, of_one_host: int, times: float, length: int) -> None:
-    """2 (h - 1) / h of the array; with three replicas on a host, which are two nodes of the tree, 3 (h - 1) / h."""
+def test_each_host_sends_no_more_than_a_single_rank(hosts: int, of_one_host: int, times: float, length: int) -> None:
+    """The minimum is 2 (h - 1) / h of the array.
+
+    Three replicas on a host are two nodes of the tree and cost 3 (h - 1) / h.
+    """
     ranks = hosts * of_one_host
 
     def reduce(communicator: Communicator) -> None:
@@ -106,14 +109,14 @@ def test_each_host_sends_no_more_than_one_rank_would(hosts: int, of_one_host: in
 def test_two_ranks_with_one_replica_each_send_16_bit_floats_in_half_of_the_bytes(dtype: str, length: int) -> None:
     def tensor_bytes(dtype: str) -> list[int]:
         sent = sent_by_each_rank(2, lambda c: c.all_reduce(contribution(dtype, length, c.rank).copy()))
-        return [nbytes - 64 for nbytes in sent]  # what precedes every collective
+        return [nbytes - 64 for nbytes in sent]  # the exchange before every collective
 
     wide, narrow = tensor_bytes("float32"), tensor_bytes(dtype)
     assert wide == [4 * length] * 2
     assert narrow == [2 * length] * 2
 
 
-BYTES_OF_SUMS = (  # the replicas of each rank, and what the sums of an element take that the busiest rank sends
+BYTES_OF_SUMS = (  # the replicas of each rank, and the bytes of sums per element from the busiest rank
     ((1, 1), 2),
     ((2, 2), 4),
     ((5, 5), 2 + 4 + 4),
@@ -129,7 +132,7 @@ BYTES_OF_SUMS = (  # the replicas of each rank, and what the sums of an element 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("counts", "bytes_of_sums"), BYTES_OF_SUMS)
 @pytest.mark.parametrize("length", [400_009, 2**20 + 1])
-def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_in_32(
+def test_16_bit_floats_travel_in_16_bits_and_their_sums_in_32(
     dtype: str, counts: tuple[int, ...], bytes_of_sums: int, length: int
 ) -> None:
     size, bounds = len(counts), [0, *accumulate(counts)]
@@ -155,7 +158,7 @@ def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_i
         (4, 5, "bfloat16", 15 / 4),
     ],
 )
-def test_a_reduce_scatter_sends_what_an_all_reduce_sends_without_the_results(
+def test_a_reduce_scatter_sends_the_bytes_of_an_all_reduce_without_the_results(
     size: int, replicas: int, dtype: str, times: float
 ) -> None:
     length = 3 * 2**18
@@ -182,7 +185,7 @@ def test_an_all_gather_sends_every_block_once_to_the_next_rank(size: int) -> Non
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_gather_on_one_rank_sends_every_block_there_and_nowhere_else(size: int) -> None:
+def test_a_gather_sends_every_block_only_to_the_root(size: int) -> None:
     block = 2**20
     sent = sent_by_each_rank(size, lambda c: c.gather(np.zeros(block, np.uint8), 1))
     assert max(sent) <= allowed(block, 1)

@@ -1,4 +1,4 @@
-"""Reductions into memory that all ranks see stay right however often and however closely they follow each other."""
+"""Repeated reductions into allocated memory that all ranks see."""
 
 from pathlib import Path
 

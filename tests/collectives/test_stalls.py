@@ -1,4 +1,4 @@
-"""A rank that does not come: warnings that name it, then an error with the same facts."""
+"""Absent ranks: warnings that name them, then an error with the same facts."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ LENGTHS = pytest.mark.parametrize("length", [7, 300_001])
 
 
 def patient(mechanism: str) -> Settings:
-    """A warning at every third look at the clock, and no end."""
+    """Return settings with a warning at every third look at the clock, and no timeout."""
     return Settings(mechanism=mechanism, limits=Limits(timeout_s=float("inf"), clock=FakeClock(tick_s=10.0)))
 
 
 def timed_by(clock: FakeClock, mechanism: str) -> Settings:
-    """With the usual limits: a warning every 30 s, and the end after 600."""
+    """Return settings with the usual limits: a warning every 30 s, and the timeout after 600 s."""
     return Settings(mechanism=mechanism, limits=Limits(clock=clock))
 
 
 def short_ticks() -> FakeClock:
-    """Who waits by it comes to its sleep, and not to its limit."""
+    """Return a clock that lets waits reach their sleep, but not their limit."""
     return FakeClock(tick_s=1e-5)
 
 
 @MECHANISMS
 @SIZES
 @LENGTHS
-def test_warnings_say_again_and_again_who_waits_for_whom_and_in_what(mechanism: str, size: int, length: int) -> None:
+def test_repeated_warnings_name_the_waiting_and_the_absent_rank_and_the_call(
+    mechanism: str, size: int, length: int
+) -> None:
     with watched() as warnings:
 
         def program(communicator: Communicator) -> float:
@@ -61,7 +63,7 @@ def test_warnings_say_again_and_again_who_waits_for_whom_and_in_what(mechanism: 
 
 
 @MECHANISMS
-def test_all_ranks_that_are_late_are_named(mechanism: str) -> None:
+def test_all_late_ranks_are_named(mechanism: str) -> None:
     with watched() as warnings:
 
         def program(communicator: Communicator) -> None:
@@ -73,14 +75,14 @@ def test_all_ranks_that_are_late_are_named(mechanism: str) -> None:
 
 
 @MECHANISMS
-def test_a_wait_that_is_short_is_not_mentioned(mechanism: str) -> None:
+def test_a_short_wait_gets_no_warning(mechanism: str) -> None:
     with watched() as warnings:
         run_on_threads(2, lambda communicator: communicator.barrier(), timed_by(short_ticks(), mechanism))
     assert warnings.texts == []
 
 
 class Noted:
-    """An instrument that sees waits for rank 1, and a supervisor; slow ranks are seen while they connect as well."""
+    """An instrument that sees waits for rank 1, and a supervisor; it sees slow connections, too."""
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, ...]] = []
@@ -104,7 +106,7 @@ class Noted:
 
 
 @MECHANISMS
-def test_the_progress_record_shows_the_call_and_the_ranks_it_waits_for(mechanism: str) -> None:
+def test_the_progress_record_shows_the_call_and_the_awaited_ranks(mechanism: str) -> None:
     noted = Noted()
 
     def program(communicator: Communicator) -> None:
@@ -119,7 +121,7 @@ def test_the_progress_record_shows_the_call_and_the_ranks_it_waits_for(mechanism
 
 
 @MECHANISMS
-def test_a_supervisor_ends_a_wait_that_is_useless(mechanism: str) -> None:
+def test_a_supervisor_ends_a_useless_wait(mechanism: str) -> None:
     noted = Noted()
     instruments = Instruments(noted, supervisor=noted)
     has_ended = threading.Event()
@@ -278,7 +280,7 @@ def test_abandoning_ends_the_wait_for_a_started_collective(mechanism: str) -> No
 
 
 @MECHANISMS
-def test_a_second_thread_is_told_that_the_first_is_busy(mechanism: str) -> None:
+def test_a_second_thread_is_refused_while_the_first_is_busy(mechanism: str) -> None:
     with watched() as warnings:
         was_told = threading.Event()
 
@@ -325,11 +327,11 @@ def test_a_thread_that_fails_ends_the_waits_of_the_others(mechanism: str) -> Non
     assert all("rank 1 has failed: OwnError: out of data" in str(error) for error in seen)
 
 
-def test_of_threads_that_fail_the_first_one_is_blamed_even_if_it_is_the_last_to_end() -> None:
+def test_the_first_of_several_failed_threads_is_blamed_even_if_it_ends_last() -> None:
     has_failed, other_has_failed = threading.Event(), threading.Event()
 
     class Cause(Exception):
-        def __str__(self) -> str:  # the others are about to be told
+        def __str__(self) -> str:  # the others are about to learn of the failure
             has_failed.set()
             assert other_has_failed.wait(LIMIT_S)
             return "out of data"

@@ -1,4 +1,4 @@
-"""The tree in which replicas are added."""
+"""The tree of sums over replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def leaves(first: int, stop: int) -> tuple[TreeNode, ...]:
 
 
 def text(nodes: tuple[TreeNode, ...]) -> str:
-    """What some steps do, in brackets."""
+    """Return the sum of some steps with brackets."""
     values = [str(node.first) for node in nodes]
     for left, right, _ in steps(nodes):
         values.append(f"({values[left]}+{values[right]})")
@@ -54,7 +54,7 @@ def test_a_block_of_replicas_adds_the_largest_nodes_inside_of_it() -> None:
                 assert list(subtrees(first, stop, replicas)) == sorted(largest)
 
 
-def test_a_block_has_few_of_them_and_an_aligned_one_has_one() -> None:
+def test_a_block_has_few_nodes_and_an_aligned_block_has_one() -> None:
     for size in (1, 2, 4, 8, 16):
         assert all(len(subtrees(first, first + size, MOST)) == 1 for first in range(0, MOST, size))
     for first in range(MOST):
@@ -62,7 +62,7 @@ def test_a_block_has_few_of_them_and_an_aligned_one_has_one() -> None:
             assert len(subtrees(first, stop, MOST)) <= max(1, 2 * (stop - first).bit_length() - 1)
 
 
-def test_every_node_knows_to_what_it_is_added() -> None:
+def test_every_node_knows_its_parent() -> None:
     for replicas in range(1, MOST + 1):
         root = root_of(replicas)
         for node in nodes_below(root):
@@ -70,18 +70,18 @@ def test_every_node_knows_to_what_it_is_added() -> None:
             assert parent == root if node == root else node in halves(parent)
 
 
-def test_nodes_of_several_blocks_are_merged_where_they_meet() -> None:
+def test_adjacent_nodes_of_several_blocks_are_merged() -> None:
     assert merged([TreeNode(6, 7), TreeNode(2, 4), TreeNode(0, 2)], 8) == (TreeNode(0, 4), TreeNode(6, 7))
     assert merged([TreeNode(4, 6), TreeNode(6, 7)], 7) == (TreeNode(4, 7),)
     assert merged([TreeNode(1, 2), TreeNode(2, 4)], 8) == (TreeNode(1, 2), TreeNode(2, 4))
 
 
-def test_steps_go_on_with_what_was_added_before() -> None:
+def test_steps_use_earlier_sums() -> None:
     nodes = (TreeNode(0, 4), TreeNode(4, 5), TreeNode(5, 6), TreeNode(6, 7))
     assert text(nodes) == "(0+((4+5)+6))"
 
 
-def test_accumulators_are_as_many_as_levels_of_the_tree() -> None:
+def test_the_number_of_accumulators_is_the_number_of_levels() -> None:
     for replicas in range(2, MOST + 1):
         assert registers(steps(leaves(0, replicas))) <= (replicas - 1).bit_length()
 
@@ -99,7 +99,7 @@ def test_an_accumulator_is_not_overwritten_while_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize("nodes", [(TreeNode(0, 2), TreeNode(3, 4)), (TreeNode(0, 1), TreeNode(1, 3), TreeNode(3, 4))])
-def test_what_is_missing_or_no_node_is_refused(nodes: tuple[TreeNode, ...]) -> None:
+def test_missing_and_invalid_nodes_are_refused(nodes: tuple[TreeNode, ...]) -> None:
     assert any(one.stop != other.first for one, other in pairwise(nodes)) or nodes[1] == TreeNode(1, 3)
     with pytest.raises(ValueError, match="missing|not the parts"):
         steps(nodes)

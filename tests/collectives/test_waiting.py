@@ -1,4 +1,4 @@
-"""One wait of one rank, on a clock that only its own pauses move."""
+"""A single wait of a rank, on a clock that only its own pauses move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSE_S = 0.25
 
 
 class Time(Clock):
-    """Every pause takes as long, and something may happen during it."""
+    """A clock on which every pause takes the same time, with events during pauses."""
 
     def __init__(self) -> None:
         self.at_s = 1000.0
@@ -30,7 +30,7 @@ class Time(Clock):
         return self.at_s
 
     def sleep(self, seconds: float) -> None:
-        raise AssertionError("it sleeps, though there is something that would wake it")
+        raise AssertionError("it sleeps although an event would wake it")
 
     def wait(self, event: threading.Event, limit_s: float) -> bool:
         raise AssertionError("it waits for something else")
@@ -47,7 +47,7 @@ class Time(Clock):
 
 
 class Notes:
-    """An instrument that notes whom the rank waits for, and when; and a supervisor."""
+    """An instrument that records the awaited ranks and the times, and a supervisor."""
 
     def __init__(self, time: Time) -> None:
         self.time = time
@@ -78,7 +78,7 @@ def never() -> bool:
     return False
 
 
-def test_a_wait_ends_as_soon_as_what_it_waits_for_is_there(time: Time) -> None:
+def test_a_wait_ends_as_soon_as_its_condition_holds(time: Time) -> None:
     for pauses in (0, 1, 40):
         begun = time.pauses
         watch_of(time).wait(lambda begun=begun, pauses=pauses: time.pauses - begun == pauses, lambda: [1])
@@ -112,7 +112,7 @@ def test_a_wait_without_a_bell_yields_and_then_sleeps() -> None:
 
 
 class Sleeps(Time):
-    """Notes how long each sleep was to take, and lets a little more pass."""
+    """A clock that records the requested sleeps and lets a little more time pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Sleeps(Time):
 
 
 @pytest.mark.parametrize(("spins", "yields"), [(0, False), (2, True)])
-def test_a_calm_wait_sleeps_at_once_where_ranks_share_cores(spins: int, yields: bool) -> None:
+def test_a_calm_wait_sleeps_at_once_if_ranks_share_cores(spins: int, yields: bool) -> None:
     clock, looks = Sleeps(), iter([False] * 8 + [True])
     watch = Watch(0, NAMES, (0, 1, 2), Limits(clock=clock), Instruments(), spins=spins)
     watch.wait_calmly(lambda: next(looks), lambda: [1])
@@ -132,20 +132,20 @@ def test_a_calm_wait_sleeps_at_once_where_ranks_share_cores(spins: int, yields: 
     assert yields or min(clock.seconds) >= 1e-4
 
 
-def test_warnings_come_again_and_again_and_say_who_waits_how_long_for_whom_and_in_what(time: Time) -> None:
+def test_repeated_warnings_name_the_rank_the_time_the_absent_ranks_and_the_call(time: Time) -> None:
     with watched() as warnings:
         watch_of(time, stall_warning_s=30).wait(lambda: time.at_s == 1100, lambda: [1, 2])
     facts = "for rank 1 on b, rank 2 on c in all_reduce 'weights' (collective 17)"
     assert warnings.texts == [f"rank 0 has waited {seconds} s {facts}" for seconds in (30, 60, 90)]
 
 
-def test_a_wait_that_is_shorter_than_the_limit_is_not_mentioned(time: Time) -> None:
+def test_a_wait_shorter_than_the_limit_gets_no_warning(time: Time) -> None:
     with watched() as warnings:
         watch_of(time, stall_warning_s=30).wait(lambda: time.at_s == 1029.75, lambda: [1])
     assert warnings.texts == []
 
 
-def test_a_wait_ends_at_its_limit_and_says_the_same(time: Time) -> None:
+def test_a_wait_ends_at_its_limit_with_the_same_facts(time: Time) -> None:
     with pytest.raises(CollectiveTimeoutError) as caught:
         watch_of(time, timeout_s=600).wait(never, lambda: [2])
     facts = "rank 0 has waited 600 s for rank 2 on c in all_reduce 'weights' (collective 17)"
@@ -153,7 +153,7 @@ def test_a_wait_ends_at_its_limit_and_says_the_same(time: Time) -> None:
     assert time.at_s == 1600
 
 
-def test_what_comes_at_the_limit_has_come(time: Time) -> None:
+def test_a_condition_that_holds_at_the_limit_ends_the_wait_well(time: Time) -> None:
     watch_of(time, timeout_s=600).wait(lambda: time.at_s >= 1600, lambda: [2])
 
 
@@ -165,8 +165,8 @@ def test_a_wait_for_a_lost_rank_ends_at_once(time: Time) -> None:
     assert time.pauses == 8
 
 
-def test_what_a_lost_rank_sent_before_has_come(time: Time) -> None:
-    """It may come between the look at the message and the look at the rank."""
+def test_a_message_sent_before_a_loss_still_arrives(time: Time) -> None:
+    """The message may come between the look at the message and the look at the rank."""
     watch, has_come = watch_of(time), []
 
     def lost(awaited: Sequence[int]) -> str:
@@ -177,8 +177,8 @@ def test_what_a_lost_rank_sent_before_has_come(time: Time) -> None:
     watch.wait(lambda: bool(has_come), lambda: [2])
 
 
-def test_what_a_lost_rank_sent_before_has_come_while_another_one_is_waited_for(time: Time) -> None:
-    """It comes between the look at who is missing and the next look at the messages."""
+def test_a_message_sent_before_a_loss_still_arrives_while_another_rank_is_awaited(time: Time) -> None:
+    """The message comes between the look at the missing ranks and the next look at the messages."""
     watch, missing, looks = watch_of(time), [1, 2], []
     time.at[4] = [lambda: setattr(watch, "lost", lost), looks.clear]
     time.at[9] = [missing.clear]
@@ -196,7 +196,7 @@ def test_what_a_lost_rank_sent_before_has_come_while_another_one_is_waited_for(t
     assert time.pauses == 9
 
 
-def test_a_wait_that_is_cancelled_ends(time: Time) -> None:
+def test_a_cancelled_wait_ends(time: Time) -> None:
     watch = watch_of(time)
     time.at[4] = [lambda: setattr(watch, "cancelled", True)]
     with pytest.raises(PeerLostError, match="has waited 1 s for rank 1 on b in all_reduce 'weights'.* was abandoned"):
@@ -204,7 +204,7 @@ def test_a_wait_that_is_cancelled_ends(time: Time) -> None:
     assert time.pauses == 4
 
 
-def test_a_wait_that_a_supervisor_finds_useless_ends(time: Time) -> None:
+def test_a_wait_that_a_supervisor_releases_ends(time: Time) -> None:
     notes = Notes(time)
     time.at[4] = [lambda: setattr(notes, "is_released", True)]
     with pytest.raises(PeerLostError, match="has waited 1 s .* was abandoned"):
@@ -212,7 +212,7 @@ def test_a_wait_that_a_supervisor_finds_useless_ends(time: Time) -> None:
     assert time.pauses == 4
 
 
-def test_the_instances_that_have_not_come_are_noted_anew_while_the_wait_lasts(time: Time) -> None:
+def test_awaited_instances_are_recorded_again_during_the_wait(time: Time) -> None:
     notes = Notes(time)
     watch_of(time, notes).wait(lambda: time.pauses == 4, lambda: [1, 2] if time.pauses < 3 else [2])
     assert notes.waits == [(0.25, [6, 7]), (0.5, [6, 7]), (0.75, [7]), (1.0, [7])]

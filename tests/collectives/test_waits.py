@@ -1,4 +1,4 @@
-"""What a rank says while it waits, and that it waits at all."""
+"""The messages of a waiting rank, and the waits themselves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from collectives.waiting import Watch
 LIMIT_S = 60.0
 
 
-def test_all_that_are_waited_for_are_named() -> None:
+def test_all_awaited_ranks_are_named() -> None:
     names = [f"rank {rank} on node{rank}" for rank in range(4)]
     watch = Watch(1, names, range(4), Limits(), Instruments(), spins=3)
     watch.call, watch.number = Call("all_reduce", "weights"), 17
-    watch.cancelled = True  # as another thread does it
+    watch.cancelled = True  # normally set by another thread
     with pytest.raises(PeerLostError) as caught:
         watch.wait(lambda: False, lambda: [0, 2, 3])
     text = str(caught.value)
@@ -28,7 +28,7 @@ def test_all_that_are_waited_for_are_named() -> None:
 
 
 class Noted:
-    """Sees that a rank waits in the barrier of an epoch."""
+    """An instrument that sees a rank wait in the barrier of an epoch."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
@@ -43,8 +43,8 @@ class Noted:
 
 
 @pytest.mark.parametrize("mechanism", ["ring", "window"])
-def test_a_barrier_waits_for_all(mechanism: str) -> None:
-    """The last rank comes once another one waits for it, or has gone on without it."""
+def test_a_barrier_waits_for_all_ranks(mechanism: str) -> None:
+    """The last rank arrives once another one waits for it, or has passed without it."""
     noted, passed = Noted(), threading.Event()
 
     def program(communicator: Communicator) -> None:

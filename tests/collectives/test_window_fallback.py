@@ -1,4 +1,4 @@
-"""Where shared memory is missing or too small the ring is used, by all ranks."""
+"""The fallback of all ranks to the ring if shared memory is missing or too small."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(mechanism: str, directory: Path, scarcity: str, *hosts: str) -> list[str
 
 
 def on_a_file_system_of_one_megabyte(command: list[str], directory: Path) -> list[str]:
-    """The command with a small file system of its own at `directory`, which nobody else sees."""
+    """Return the command with a private, small file system at `directory`."""
     can_mount = shutil.which("unshare") and os.geteuid() == 0
     if not can_mount or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs root and mount namespaces")
@@ -60,15 +60,15 @@ def assert_refused(lines: list[str], directory: Path) -> None:
         ),
     ],
 )
-def test_all_ranks_use_the_window_where_there_is_room_and_leave_nothing(
+def test_all_ranks_use_the_window_if_there_is_room_and_leave_no_file(
     tmp_path: Path, hosts: tuple[str, ...], scarcity: str, mechanism: str
 ) -> None:
     assert lines_of(job("auto", tmp_path, scarcity, *hosts)) == [f"rank: {mechanism}"] * RANKS
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_share_no_host_have_no_window_to_insist_on(tmp_path: Path) -> None:
-    """Whoever is left after a loss, or in a part of the group, goes on without it."""
+def test_ranks_on_different_hosts_need_no_window(tmp_path: Path) -> None:
+    """Ranks that remain after a loss, or that form a subgroup, go on without a window."""
     settings = Settings(mechanism="window", shared_memory_dir=tmp_path)
 
     def program(communicator: Communicator) -> tuple[str, str]:
@@ -79,21 +79,21 @@ def test_ranks_that_share_no_host_have_no_window_to_insist_on(tmp_path: Path) ->
     assert run_on_threads(3, program, settings, ["here", "there", "here"]) == [both, both, one]
 
 
-def test_threads_on_several_hosts_without_room_are_told_as_well(tmp_path: Path) -> None:
+def test_threads_on_several_hosts_without_room_get_an_error(tmp_path: Path) -> None:
     settings = Settings(mechanism="window", shared_memory_dir=tmp_path / "missing")
     with pytest.raises(RuntimeError, match="use 'auto' or 'ring'"):
         run_on_threads(3, lambda _: None, settings, ["here", "there", "here"])
 
 
 @in_a_job
-def test_a_full_file_system_means_the_ring(tmp_path: Path) -> None:
+def test_a_full_file_system_leads_to_the_ring(tmp_path: Path) -> None:
     command = on_a_file_system_of_one_megabyte(job("auto", tmp_path, "no room"), tmp_path)
     assert lines_of(command) == RING
 
 
 @in_a_job
 @pytest.mark.complete
-def test_a_full_file_system_is_an_error_for_those_who_want_the_window(tmp_path: Path) -> None:
+def test_a_full_file_system_is_an_error_if_the_window_is_required(tmp_path: Path) -> None:
     command = on_a_file_system_of_one_megabyte(job("window", tmp_path, "no room"), tmp_path)
     assert_refused(lines_of(command), tmp_path)
 
@@ -101,24 +101,24 @@ def test_a_full_file_system_is_an_error_for_those_who_want_the_window(tmp_path: 
 @pytest.mark.complete
 @in_a_job
 @pytest.mark.parametrize("scarcity", ["small files", "no file on one rank"])
-def test_a_limit_of_the_process_is_an_error_for_those_who_want_the_window(tmp_path: Path, scarcity: str) -> None:
+def test_a_limit_of_the_process_is_an_error_if_the_window_is_required(tmp_path: Path, scarcity: str) -> None:
     assert_refused(lines_of(job("window", tmp_path, scarcity)), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @in_a_job
 @pytest.mark.complete
-def test_a_missing_directory_means_the_ring(tmp_path: Path) -> None:
+def test_a_missing_directory_leads_to_the_ring(tmp_path: Path) -> None:
     assert lines_of(job("auto", tmp_path / "missing", "plenty")) == RING
 
 
-def test_threads_are_told_as_well(tmp_path: Path) -> None:
+def test_threads_without_room_get_an_error(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(RuntimeError, match=f"room in {missing}; use 'auto' or 'ring'"):
         run_on_threads(2, lambda _: None, Settings(mechanism="window", shared_memory_dir=missing))
 
 
-def test_no_file_is_left_while_a_window_is_in_use(tmp_path: Path) -> None:
+def test_a_window_in_use_leaves_no_file(tmp_path: Path) -> None:
     def program(communicator: Communicator) -> list[Path]:
         communicator.allocate((70_000,), np.float64)
         communicator.barrier()
@@ -147,7 +147,7 @@ assert list(Path(sys.argv[1]).iterdir()) == []
 """
 
 
-def test_results_for_which_there_is_no_room_go_to_private_memory(tmp_path: Path) -> None:
+def test_results_without_room_go_to_private_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _ALLOCATE_TOO_MUCH, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

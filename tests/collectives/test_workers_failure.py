@@ -1,4 +1,4 @@
-"""A worker that dies, stops or falls silent: every other one ends soon and says who, where and in what; or survives."""
+"""Workers that die, stop or fall silent: all others soon end with their rank, address and call, or survive."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from workers import (
 )
 
 MEBIBYTES_8 = ["--length", str(2 << 20)]
-TIMEOUT_S = 4  # longer than a busy machine takes for a round, or pauses
+TIMEOUT_S = 4  # longer than a round or a pause on a busy machine
 
 
 def assert_lost(workers: Sequence[Worker], name: str, operation: str = "all_reduce 'weights'") -> None:
-    """All of them end, with an error that names the lost worker and what they did."""
+    """Assert that all workers end with an error that names the lost worker and their call."""
     for worker in workers:
         status = worker.end()
         error = last_line(worker)
@@ -57,7 +57,7 @@ def name_of(addresses: Sequence[str], rank: int) -> str:
         ),
     ],
 )
-def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size: int, victim: int) -> None:
+def test_a_killed_worker_is_named_by_all_that_wait_for_it(kind: str, size: int, victim: int) -> None:
     with socket_addresses(size) as sockets:
         addresses = port_addresses(size) if kind == "port" else sockets
         with running(Job(addresses, ["--absent", str(victim)]), "away") as workers:
@@ -74,10 +74,10 @@ def test_a_worker_that_is_killed_is_named_by_all_who_wait_for_it(kind: str, size
     ("size", "victim"),
     [(3, 0), pytest.param(2, 1, marks=pytest.mark.complete), pytest.param(4, 2, marks=pytest.mark.complete)],
 )
-def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial_sum_is_seen(
+def test_a_worker_killed_during_a_reduction_of_8_mib_is_named_and_no_partial_sum_is_seen(
     size: int, victim: int
 ) -> None:
-    """The others notice it in time. What they say about their rounds, they say about complete ones only."""
+    """The others notice it in time, and report only complete rounds."""
     addresses = port_addresses(size)
     with running(Job(addresses, MEBIBYTES_8), "rounds") as workers:
         for worker in workers:
@@ -100,7 +100,7 @@ def test_a_worker_that_is_killed_while_8_mib_are_reduced_is_named_and_no_partial
     ],
 )
 def test_a_worker_that_fails_or_ends_without_closing_is_named(size: int, task: str, how: str) -> None:
-    """By an error, by `sys.exit(0)` in the middle, or at the end of a program that forgets to close."""
+    """The worker ends by an error, by `sys.exit(0)` in the middle, or at the end of a program that forgets to close."""
     victim = size - 1
     with socket_addresses(size) as addresses, running(Job(addresses, ["--absent", str(victim)]), task) as workers:
         leaving = workers.pop(victim)
@@ -117,7 +117,7 @@ def test_a_worker_that_fails_or_ends_without_closing_is_named(size: int, task: s
 
 
 @in_a_job
-def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
+def test_a_short_stop_of_a_worker_is_survived_and_named() -> None:
     addresses = port_addresses(2)
     with running(Job(addresses, ["--stall-warning-s", "1"]), "rounds") as workers:
         stopped = workers[1]
@@ -125,7 +125,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
             worker.wait_for("round 1 was right")
         stopped.stop()
         words = ("WARNING", "rank 0 at", f"for {name_of(addresses, 1)}", "in all_reduce 'weights'")
-        workers[0].wait_for(*words, count=4)  # it warns again and again, and goes on waiting
+        workers[0].wait_for(*words, count=4)  # repeated warnings while the wait goes on
         assert workers[0].process.poll() is None
         stopped.resume()
         assert_end_well(workers)
@@ -133,7 +133,7 @@ def test_a_worker_that_is_stopped_for_a_while_is_survived_and_named() -> None:
 
 @in_a_job
 @pytest.mark.complete
-def test_a_worker_that_is_stopped_for_too_long_is_named_when_the_others_give_up() -> None:
+def test_a_worker_stopped_for_too_long_is_named_when_the_others_give_up() -> None:
     addresses = port_addresses(3)
     with running(Job(addresses, ["--timeout-s", str(TIMEOUT_S), *MEBIBYTES_8]), "rounds") as workers:
         for worker in workers:
@@ -163,7 +163,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[Sequence[str]]:
-    """The names of two network namespaces with a cable between them, one end in each."""
+    """Provide the names of two network namespaces with a cable between them."""
     if not (is_root() and shutil.which("ip")):
         pytest.skip("network namespaces need root and the program ip")
     names = [f"{name}-{os.getpid()}" for name in NAMESPACES]
@@ -184,20 +184,20 @@ def hosts() -> Iterator[Sequence[str]]:
 
 
 def unplug(namespace: str) -> None:
-    """From now on nothing passes, and nobody is told."""
+    """Cut the cable; nothing passes from now on, and no side is told."""
     cable = f"col{os.getpid() % 10**8:x}a"
     ip("-n", namespace, "link", "set", cable, "down")
 
 
 def shrink_send_buffers(namespace: str) -> None:
-    """From now on the kernel takes so little of what is sent that gRPC is always in the middle of a write."""
+    """Shrink the send buffers so that gRPC is always in the middle of a write."""
     order = "echo 4096 8192 8192 > /proc/sys/net/ipv4/tcp_wmem"
     ip("netns", "exec", namespace, "sh", "-c", order)
 
 
 @contextlib.contextmanager
 def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tuple[list[str], list[Worker]]]:
-    """One worker on each host."""
+    """Run one worker on each host."""
     addresses = [f"{host}:3737" for host in HOSTS]
     job = Job(addresses, arguments, {"POPDIST_GRPC_INSECURE": "1"})
     workers = []
@@ -212,11 +212,11 @@ def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tup
 
 @in_a_job
 @pytest.mark.complete
-def test_workers_whose_network_is_cut_notice_it_in_time(hosts: Sequence[str]) -> None:
-    """Within ten seconds, twice as many on a busy machine.
+def test_workers_notice_a_cut_network_in_time(hosts: Sequence[str]) -> None:
+    """The limit is ten seconds, twice as long on a busy machine.
 
-    Also while gRPC writes what will never arrive, for which its connections wait when they are closed.
-    Names cannot be looked up any more either.
+    gRPC may be in the middle of a write that never arrives, for which its connections wait when they are closed.
+    Names cannot be looked up any more.
     """
     for host in hosts:
         shrink_send_buffers(host)

@@ -1,4 +1,4 @@
-"""Garbage from the network neither ends, stops nor swells a worker, and what it is told by a peer it does not trust."""
+"""Random input from the network, which must not end, stop or bloat a worker; messages of an untrusted peer."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ FOUR_GIB = (1 << 32) - 1
 BILLION_BYTES = b"\x7f" + b"\xff" * 4 + b"\x04"  # the announced length of a string in a header field
 ORDINARY_LINE = re.compile(r"(WARNING rank \d at |begins|has met|round 1 was|report: |all \d+ rounds)")
 
-# Where many streams end at once, gRPC may see that one was reset before it reads why.
+# If many streams end at once, gRPC may see the reset of a stream before its reason.
 REFUSALS = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.CANCELLED}
 
 ROUNDS = pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.complete) for turn in range(1, 4))])
 
 
 def chance_of(seed: int, turn: int) -> random.Random:
-    """Where the random numbers of one turn of a test come from."""
+    """Return the random numbers of one turn of a test."""
     return random.Random(f"{seed} {turn}")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A pair of workers that reduce again and again, the first of which gets the garbage.
+    """A pair of workers that reduce repeatedly; the first one gets the random input.
 
     Attributes:
-        job: of both.
-        workers: both.
-        is_measured: whether the memory and the threads of the first one are looked at, in the complete tier.
+        job: The job of both workers.
+        workers: Both workers.
+        is_measured: Whether the memory and the threads of the first one are checked, in the complete tier.
     """
 
     job: Job
@@ -85,7 +85,7 @@ class Target:
 
     @contextlib.contextmanager
     def unharmed(self) -> Iterator[None]:
-        """After the block the sums are right, and the worker has not grown."""
+        """Assert that after the block the sums are right and the worker has not grown."""
         victim = self.workers[0]
         mebibytes, threads = mebibytes_of(victim), threads_of(victim)
         yield
@@ -97,13 +97,13 @@ class Target:
 
 @pytest.fixture(scope="module")
 def is_measured(pytestconfig: pytest.Config) -> bool:
-    """Whether the memory of the workers is looked at, which other tests beside this one may change."""
+    """Return whether the memory of the workers is checked, which other tests on the machine may change."""
     return is_complete(pytestconfig, Path(__file__))
 
 
 @pytest.fixture(scope="module")
 def target(is_measured: bool) -> Iterator[Target]:
-    """Afterwards the job completes, and its log is short and not made up by others."""
+    """Provide running workers, and assert at the end that the job completes with a short log without foreign lines."""
     job = Job(port_addresses(2), ["--pause-s", "0.2"])  # without one the workers take two cores for a minute
     with running(job, "rounds") as workers:
         for worker in workers:
@@ -123,7 +123,7 @@ def target(is_measured: bool) -> Iterator[Target]:
 
 @in_a_job
 @ROUNDS
-def test_random_bytes(target: Target, seed: int, turn: int) -> None:
+def test_random_bytes_do_no_harm(target: Target, seed: int, turn: int) -> None:
     chance = chance_of(seed, turn)
     with target.unharmed():
         for _ in range(30):
@@ -132,7 +132,7 @@ def test_random_bytes(target: Target, seed: int, turn: int) -> None:
 
 @in_a_job
 @ROUNDS
-def test_random_frames(target: Target, seed: int, turn: int) -> None:
+def test_random_frames_do_no_harm(target: Target, seed: int, turn: int) -> None:
     chance = chance_of(seed, turn)
     with target.unharmed():
         for _ in range(30):
@@ -141,7 +141,7 @@ def test_random_frames(target: Target, seed: int, turn: int) -> None:
 
 @in_a_job
 @ROUNDS
-def test_a_good_call_with_flipped_bits(target: Target, seed: int, turn: int) -> None:
+def test_a_valid_call_with_flipped_bits_does_no_harm(target: Target, seed: int, turn: int) -> None:
     chance = chance_of(seed, turn)
     good = good_call(target)
     with target.unharmed():
@@ -153,7 +153,7 @@ def test_a_good_call_with_flipped_bits(target: Target, seed: int, turn: int) -> 
 
 
 @in_a_job
-def test_a_good_call_that_ends_anywhere(target: Target) -> None:
+def test_a_truncated_valid_call_does_no_harm(target: Target) -> None:
     good = good_call(target)
     with target.unharmed():
         for length in range(0, len(good), 7):
@@ -166,7 +166,7 @@ def good_call(target: Target) -> bytes:
 
 
 @in_a_job
-def test_other_protocols(target: Target) -> None:
+def test_other_protocols_do_no_harm(target: Target) -> None:
     with target.unharmed():
         for words in (
             b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -193,7 +193,7 @@ ABSURD = {
 
 @in_a_job
 @pytest.mark.parametrize("words", ABSURD.values(), ids=list(ABSURD))
-def test_absurd_lengths(target: Target, words: bytes) -> None:
+def test_absurd_lengths_do_no_harm(target: Target, words: bytes) -> None:
     with target.unharmed(), contextlib.ExitStack() as stack:
         for _ in range(20):
             connection = stack.enter_context(http2.connected(target.address))
@@ -217,7 +217,7 @@ FLOODS = {
 
 @in_a_job
 @pytest.mark.parametrize("words", FLOODS.values(), ids=list(FLOODS))
-def test_floods(target: Target, words: bytes) -> None:
+def test_floods_do_no_harm(target: Target, words: bytes) -> None:
     with target.unharmed():
         http2.throw(target.address, http2.opening() + words)
 
@@ -226,14 +226,14 @@ def test_floods(target: Target, words: bytes) -> None:
 
 
 @in_a_job
-def test_a_port_scanner(target: Target) -> None:
+def test_a_port_scanner_does_no_harm(target: Target) -> None:
     with target.unharmed():
         for _ in range(500):
             http2.connected(target.address).close()
 
 
 @in_a_job
-def test_connections_that_say_little_or_nothing(target: Target) -> None:
+def test_nearly_silent_connections_do_no_harm(target: Target) -> None:
     good = good_call(target)
     with target.unharmed(), contextlib.ExitStack() as stack:
         for number in range(100):
@@ -243,7 +243,7 @@ def test_connections_that_say_little_or_nothing(target: Target) -> None:
 
 
 @in_a_job
-def test_many_streams_at_once(target: Target) -> None:
+def test_many_streams_at_once_do_no_harm(target: Target) -> None:
     with target.unharmed(), channel_to(target.address) as channel:
         calls = [channel.stream_unary(LANE_METHOD).future(iter([b"x" * 100]), timeout=LIMIT_S) for _ in range(300)]
         codes = {call.exception(LIMIT_S).code() for call in calls}
@@ -291,7 +291,7 @@ HELLOS = {
 
 @in_a_job
 @pytest.mark.parametrize("method", ["control", "lane"])
-def test_hellos_that_are_none_are_refused(target: Target, method: str, subtests: pytest.Subtests) -> None:
+def test_an_invalid_hello_is_refused(target: Target, method: str, subtests: pytest.Subtests) -> None:
     with channel_to(target.address) as channel:
         for kind, hello in HELLOS.items():
             with subtests.test(hello=kind):
@@ -302,7 +302,7 @@ def test_hellos_that_are_none_are_refused(target: Target, method: str, subtests:
 
 
 @in_a_job
-def test_hellos_that_are_too_long_are_refused(target: Target) -> None:
+def test_a_hello_that_is_too_long_is_refused(target: Target) -> None:
     refusals = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED}
     with target.unharmed():
         for length in (8000, 16_000, 100_000, 900_000):
@@ -311,7 +311,7 @@ def test_hellos_that_are_too_long_are_refused(target: Target) -> None:
 
 
 @in_a_job
-def test_metadata_of_other_kinds_are_refused(target: Target) -> None:
+def test_invalid_metadata_are_refused(target: Target) -> None:
     metadata: list[list[tuple[str, str | bytes]]] = [
         [(f"{HELLO}-bin", bytes(range(256)))],
         [(HELLO, hello_with()), (HELLO, "{}")],
@@ -326,7 +326,7 @@ def test_metadata_of_other_kinds_are_refused(target: Target) -> None:
 
 
 @in_a_job
-def test_many_reasons_make_few_lines(target: Target) -> None:
+def test_many_reasons_give_few_log_lines(target: Target) -> None:
     with target.unharmed(), channel_to(target.address) as channel:
         for number in range(150):
             hello = good_hello(target.job.addresses, protocol=1000 + number).encode()
@@ -334,12 +334,12 @@ def test_many_reasons_make_few_lines(target: Target) -> None:
             assert code is grpc.StatusCode.PERMISSION_DENIED
 
 
-# ---- somebody who takes the place of a worker, while the other one waits for it
+# ---- an impostor in the place of an awaited worker
 
 
 @pytest.fixture
 def lonely() -> Iterator[tuple[Job, Worker]]:
-    """The first of two workers, which waits for the second."""
+    """Provide the first of two workers, which waits for the second."""
     with socket_addresses(2) as addresses, disposed_of() as workers:
         job = Job(addresses)
         workers.append(job.start("rounds", 0, "--timeout-s", "100"))
@@ -381,7 +381,7 @@ def test_a_first_stream_with_garbage_does_not_keep_the_right_worker_away(
 
 
 @in_a_job
-def test_a_worker_that_goes_as_soon_as_it_comes_leaves_its_rank_free(lonely: tuple[Job, Worker]) -> None:
+def test_a_worker_that_leaves_at_once_frees_its_rank(lonely: tuple[Job, Worker]) -> None:
     job, worker = lonely
     for number in range(100):
         hello = good_hello(job.addresses, incarnation=str(number)).encode()
@@ -394,17 +394,17 @@ def test_a_worker_that_goes_as_soon_as_it_comes_leaves_its_rank_free(lonely: tup
 
 @dataclass(frozen=True)
 class Impostor:
-    """What the worker takes for its peer."""
+    """A stranger that the worker takes for its peer."""
 
     node: Node
     worker: Worker
     channel: grpc.Channel
-    mebibytes: float  # of the worker, before anything was sent
+    mebibytes: float  # of the worker, before the first message
     is_measured: bool
-    calls: list[grpc.Future] = field(default_factory=list)  # gRPC cancels those that nobody holds
+    calls: list[grpc.Future] = field(default_factory=list)  # gRPC cancels unreferenced calls
 
     def begin(self, lane: str, messages: Iterator[bytes]) -> grpc.Future:
-        """Send messages on a lane, without any limit of our own."""
+        """Send messages on a lane, without a limit on this side."""
         peer = self.node.peers[0]
         words = Hello(PROTOCOL, self.node.cluster, 1, 0, peer.drawn, lane, peer.claim.incarnation, user_id=os.getuid())
         hello = words.encode()
@@ -413,13 +413,13 @@ class Impostor:
         return call
 
     def assert_has_not_grown(self, mebibytes: float = MEBIBYTES) -> None:
-        """The worker has not made much room for what it was sent."""
+        """Assert that the worker has not allocated much memory for the messages."""
         if self.is_measured:
             with contextlib.suppress(FileNotFoundError, KeyError):  # it has ended already
                 assert mebibytes_of(self.worker) <= self.mebibytes + mebibytes
 
     def answer(self, lane: str, *messages: bytes) -> grpc.StatusCode:
-        """How the worker ends such a stream."""
+        """Return the status at the end of the worker's stream."""
         call = self.begin(lane, iter(messages))
         call.exception(LIMIT_S)
         return call.code()
@@ -427,13 +427,13 @@ class Impostor:
 
 @pytest.fixture
 def impostor(lonely: tuple[Job, Worker], is_measured: bool) -> Iterator[Impostor]:
-    """It joins as a worker does; the worker waits for it in its first all-reduce."""
+    """Provide an impostor that joins as a worker; the worker waits for it in its first all-reduce."""
     job, worker = lonely
     addresses = [Address.parse(address) for address in job.addresses]
     names = [f"rank {rank} at {address.text}" for rank, address in enumerate(addresses)]
     node = Node(addresses, names, 1, "", Security(), Limits(connect_timeout_s=LIMIT_S))
     node.join()
-    node.inbox(0, EXCHANGE_LANE).close()  # it takes no notice of what it gets
+    node.inbox(0, EXCHANGE_LANE).close()  # it ignores messages
     worker.wait_for("has met the others")
     with channel_to(job.addresses[0]) as channel:
         yield Impostor(node, worker, channel, mebibytes_of(worker), is_measured)
@@ -446,12 +446,12 @@ FIRST_CALL = Call("all_reduce", "weights", "sum", "float32", (1004,))
 
 
 def header(fingerprint: int, count: int, nbytes: int) -> bytes:
-    """How the message of an exchange begins."""
+    """Return the beginning of the message of an exchange."""
     return np.array([fingerprint, count, nbytes, 0, 0, 0, 0, 0], np.uint64).tobytes()
 
 
 def assert_ends_because_of_its_peer(impostor: Impostor, *words: str) -> None:
-    """With one of our errors, which names the peer, and without having made room for what it announced."""
+    """Assert that the worker ends with an error that names the peer, and has allocated nothing for its announcement."""
     impostor.worker.wait_for("Error: ")
     impostor.assert_has_not_grown()
     assert impostor.worker.end() == 1
@@ -461,13 +461,13 @@ def assert_ends_because_of_its_peer(impostor: Impostor, *words: str) -> None:
 
 
 @in_a_job
-def test_a_peer_that_sends_more_than_was_asked_for_is_lost(impostor: Impostor) -> None:
+def test_a_peer_that_sends_more_than_expected_is_lost(impostor: Impostor) -> None:
     impostor.answer(EXCHANGE_LANE, bytes(MESSAGE_BYTES))
     assert_ends_because_of_its_peer(impostor, "PeerLostError", "is lost", f"{MESSAGE_BYTES} bytes")
 
 
 @in_a_job
-def test_messages_of_a_peer_have_a_limit(impostor: Impostor) -> None:
+def test_messages_of_a_peer_have_a_size_limit(impostor: Impostor) -> None:
     for lane, size in (("all/0/1", MESSAGE_BYTES * 2), ("all/0/2", MESSAGE_BYTES * 50)):
         assert impostor.answer(lane, bytes(size)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     impostor.assert_has_not_grown()
@@ -476,8 +476,8 @@ def test_messages_of_a_peer_have_a_limit(impostor: Impostor) -> None:
 
 @in_a_job
 @pytest.mark.complete
-def test_messages_that_nobody_takes_stay_with_their_sender(impostor: Impostor) -> None:
-    """1 GiB for lanes that are not used yet: a few messages of each are kept, the others wait."""
+def test_unclaimed_messages_stay_with_their_sender(impostor: Impostor) -> None:
+    """The peer sends 1 GiB on unused lanes: a few messages of each are kept, the others wait."""
     large = bytes(MESSAGE_BYTES)
     calls = [impostor.begin(f"all/0/{lane}", (large for _ in range(256))) for lane in (1, 2)]
     for call in calls:
@@ -490,7 +490,7 @@ def test_messages_that_nobody_takes_stay_with_their_sender(impostor: Impostor) -
 
 @in_a_job
 @pytest.mark.complete
-def test_a_peer_opens_no_more_lanes_than_it_may(impostor: Impostor) -> None:
+def test_the_number_of_lanes_of_a_peer_is_limited(impostor: Impostor) -> None:
     refused: list[grpc.Future] = []
     for start in range(0, 1100, 100):
         calls = [impostor.begin(f"x{number}/0/0", iter([])) for number in range(start, start + 100)]
@@ -510,14 +510,14 @@ def test_a_peer_opens_no_more_lanes_than_it_may(impostor: Impostor) -> None:
     ],
     ids=["no channel", "fourth", "negative", "two digits", "none", "long"],
 )
-def test_a_lane_that_no_channel_has_is_refused(impostor: Impostor, lane: str, reason: str) -> None:
+def test_an_unknown_lane_is_refused(impostor: Impostor, lane: str, reason: str) -> None:
     assert impostor.answer(lane, b"x") in REFUSALS
     impostor.worker.wait_for("WARNING", reason)
 
 
 @in_a_job
 def test_a_lane_has_one_stream(impostor: Impostor) -> None:
-    """The messages of a second one would come between those of the first."""
+    """The messages of two streams would mix."""
     may_end = threading.Event()
     calls = [impostor.begin("all/0/1", until(may_end)) for _ in range(2)]
     impostor.worker.wait_for("WARNING", "rank 1 has begun that lane already")
@@ -532,8 +532,10 @@ def until(event: threading.Event) -> Iterator[bytes]:
 
 
 @in_a_job
-def test_a_lane_is_begun_by_who_was_told_the_number_of_its_receiver(impostor: Impostor) -> None:
-    """The number of the sender alone would do for a lane of old; now it takes what the receiver has told the sender."""
+def test_a_lane_requires_the_nonce_of_its_receiver(impostor: Impostor) -> None:
+    """The sender's nonce alone, which sufficed in earlier versions, is refused; the receiver's nonce is required,
+    too.
+    """
     peer = impostor.node.peers[0]
     for heard in ("", peer.drawn, "0" * 32):
         hello = Hello(PROTOCOL, impostor.node.cluster, 1, 0, peer.drawn, "all/0/1", heard, user_id=os.getuid())
@@ -552,7 +554,7 @@ def test_a_lane_is_begun_by_who_was_told_the_number_of_its_receiver(impostor: Im
     ],
 )
 def test_absurd_numbers_of_a_peer_end_the_collective(impostor: Impostor, count: int, nbytes: int) -> None:
-    """A truncated contribution, or more of them than this rank could ever hold."""
+    """The peer sends a truncated contribution, or more contributions than this rank could ever hold."""
     impostor.begin(EXCHANGE_LANE, iter([header(FIRST_CALL.fingerprint, count, nbytes)]))
     assert_ends_because_of_its_peer(impostor)
 
@@ -566,8 +568,8 @@ def test_a_peer_whose_messages_end_too_early_is_lost(impostor: Impostor) -> None
 @pytest.mark.complete
 @in_a_job
 @ROUNDS
-def test_a_peer_that_calls_nothing_there_is_gets_an_error(impostor: Impostor, seed: int, turn: int) -> None:
-    """Random bytes in place of the description of a call, and of its text."""
+def test_a_peer_with_an_invalid_call_gives_an_error(impostor: Impostor, seed: int, turn: int) -> None:
+    """Random bytes take the place of the description of a call, and of its text."""
     chance = chance_of(seed, turn)
     garbage = [chance.randbytes(64)]
     text = header(Call("message").fingerprint, 700, 0)

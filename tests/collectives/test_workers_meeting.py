@@ -1,4 +1,4 @@
-"""How workers over gRPC find each other: in any order, at addresses of every kind, and never at a wrong one."""
+"""The meeting of gRPC workers: in any order, at all kinds of addresses, and never at a wrong one."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_workers_meet_at_ports(host: str) -> None:
     group.assert_end_well([group.join(rank) for rank in range(2)])
 
 
-def test_addresses_may_be_of_different_kinds(addresses: Sequence[str]) -> None:
+def test_addresses_of_different_kinds_may_be_mixed(addresses: Sequence[str]) -> None:
     mixed = [addresses[0].replace("unix:", "unix://"), *port_addresses(1), *port_addresses(1, "localhost")]
     group = WorkerThreads(mixed)
     group.assert_end_well([group.join(rank) for rank in range(3)])
 
 
-def test_workers_that_wait_say_who_has_not_answered() -> None:
+def test_waiting_workers_name_the_absent_one() -> None:
     with socket_addresses(3) as addresses, watched() as warnings:
         group = WorkerThreads(addresses)
         clock = FakeClock(tick_s=0.001)
@@ -94,8 +94,8 @@ def test_an_address_in_use_is_an_error(addresses: Sequence[str], kind: str) -> N
     assert re.search("in use|another process listens", str(caught.value))
 
 
-def test_a_name_one_part_of_which_is_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `localhost` over IPv6: who listens there would be taken for this worker."""
+def test_a_name_with_one_address_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener at the IPv6 address of `localhost` would be taken for this worker."""
     (port,) = free_ports(1)
     places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
@@ -103,7 +103,7 @@ def test_a_name_one_part_of_which_is_in_use_is_an_error(monkeypatch: pytest.Monk
         connect([f"two-places:{port}", "unix:/nowhere/1"], 0)
 
 
-def test_the_file_of_a_socket_that_nobody_listens_at_is_no_hindrance(addresses: Sequence[str]) -> None:
+def test_a_stale_socket_file_does_not_matter(addresses: Sequence[str]) -> None:
     with listening_at(addresses[0]):
         pass
     assert Path(addresses[0].removeprefix("unix:")).is_socket()
@@ -111,7 +111,7 @@ def test_the_file_of_a_socket_that_nobody_listens_at_is_no_hindrance(addresses: 
     group.assert_end_well([group.join(rank) for rank in range(2)])
 
 
-def test_who_gives_up_may_come_again(addresses: Sequence[str]) -> None:
+def test_a_worker_that_gave_up_in_this_process_may_try_again(addresses: Sequence[str]) -> None:
     with pytest.raises(CollectiveTimeoutError):
         connect(addresses, 0)
     group = WorkerThreads(addresses)
@@ -144,7 +144,7 @@ def test_processes_start_in_any_order(size: int, is_reversed: bool) -> None:
 
 @in_a_job
 @pytest.mark.complete
-def test_workers_that_wait_say_who_has_not_answered_and_meet_one_that_comes_seconds_later() -> None:
+def test_waiting_workers_name_the_absent_one_and_meet_it_seconds_later() -> None:
     with socket_addresses(3) as addresses, disposed_of() as workers:
         job = Job(addresses)
         workers.extend(job.start("rounds", rank) for rank in (0, 2))
@@ -158,7 +158,7 @@ def test_workers_that_wait_say_who_has_not_answered_and_meet_one_that_comes_seco
 
 @in_a_job
 @pytest.mark.complete
-def test_the_error_after_the_limit_names_the_addresses_too() -> None:
+def test_the_error_after_the_limit_names_the_addresses() -> None:
     addresses = port_addresses(3)
     with disposed_of() as workers:
         workers.append(Job(addresses).start("rounds", 1))
@@ -174,7 +174,7 @@ def test_the_error_after_the_limit_names_the_addresses_too() -> None:
 @in_a_job
 @pytest.mark.complete
 @pytest.mark.parametrize("kind", ["port", "socket"])
-def test_an_address_in_use_is_one_clear_error(addresses: Sequence[str], kind: str) -> None:
+def test_an_address_in_use_gives_one_clear_error(addresses: Sequence[str], kind: str) -> None:
     if kind == "port":
         addresses = port_addresses(2)
     with listening_at(addresses[1]), disposed_of() as workers:
@@ -189,12 +189,12 @@ def test_an_address_in_use_is_one_clear_error(addresses: Sequence[str], kind: st
 @in_a_job
 @pytest.mark.complete
 def test_workers_that_die_while_others_are_awaited_may_come_again() -> None:
-    """One at a port, one at a socket whose file it leaves behind."""
+    """One worker uses a port, the other one a socket whose file it leaves behind."""
     with socket_addresses(2) as sockets, disposed_of() as workers:
         job = Job([*sockets, *port_addresses(2)])
         workers += [job.start("rounds", rank) for rank in range(3)]
         for worker in workers:
-            worker.wait_for("s for rank 3 at")  # so these three have met
+            worker.wait_for("s for rank 3 at")  # these three have met
         first, *victims = workers
         for victim in victims:
             victim.kill()
@@ -230,7 +230,7 @@ def test_a_second_process_leaves_the_first_alone(addresses: Sequence[str], kind:
 
 
 @in_a_job
-def test_workers_listen_only_where_the_cluster_says() -> None:
+def test_workers_listen_only_at_their_addresses() -> None:
     addresses = port_addresses(2)
     ports = [int(address.rpartition(":")[2]) for address in addresses]
     with running(Job(addresses, ["--pause-s", "0.05"]), "rounds") as workers:
@@ -255,7 +255,7 @@ def test_workers_at_sockets_listen_at_no_port(addresses: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_without_address_is_an_error(rank: int) -> None:
+def test_a_rank_without_an_address_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank is {rank}, but there are 2 addresses; ranks are 0 to 1"):
         connect(["unix:/nowhere/0", "unix:/nowhere/1"], rank)
 
@@ -284,35 +284,35 @@ def test_workers_have_different_addresses(twice: Sequence[str]) -> None:
         ("http://localhost:3737", "is not host:port"),
     ],
 )
-def test_an_address_that_is_none_is_quoted(address: str, fault: str) -> None:
+def test_an_invalid_address_is_quoted(address: str, fault: str) -> None:
     with pytest.raises(ValueError, match=fault) as caught:
         connect(["unix:/nowhere/0", address], 0)
     assert repr(address) in str(caught.value)
 
 
-def test_a_socket_in_a_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+def test_a_socket_in_a_missing_directory_is_refused(tmp_path: Path) -> None:
     addresses = [f"unix:{tmp_path}/nowhere/{rank}" for rank in range(2)]
     with pytest.raises(PeerRefusedError, match=f"rank 0 at {addresses[0]} cannot listen there"):
         connect(addresses, 0)
 
 
-def test_a_socket_path_that_is_too_long_for_the_system_is_an_error(tmp_path: Path) -> None:
+def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     addresses = [f"unix:{tmp_path}/{'x' * 120}{rank}" for rank in range(2)]
     with pytest.raises(PeerRefusedError, match="cannot listen there"):
         connect(addresses, 0)
 
 
-def test_one_worker_alone_needs_no_others(tmp_path: Path) -> None:
+def test_a_single_worker_needs_no_others(tmp_path: Path) -> None:
     with connect([f"unix:{tmp_path}/0"], 0) as communicator:
         assert (communicator.rank, communicator.size) == (0, 1)
 
 
-def test_waiting_alone_in_this_process_ends_at_the_limit(addresses: Sequence[str]) -> None:
+def test_waiting_alone_ends_at_the_limit(addresses: Sequence[str]) -> None:
     with pytest.raises(CollectiveTimeoutError, match=f"for rank 1 at {addresses[1]}.* connect_timeout_s = 0.2"):
         connect(addresses, 0)
 
 
-# ---- what the machine says
+# ---- facts about the machine
 
 
 def has_ipv6() -> bool:
@@ -325,7 +325,7 @@ def has_ipv6() -> bool:
 
 @contextlib.contextmanager
 def listening_at(address: str) -> Iterator[None]:
-    """Another program has taken the address."""
+    """Listen at the address in place of a worker."""
     is_unix = address.startswith("unix:")
     with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET) as listener:
         host, _, port = address.rpartition(":")
@@ -335,10 +335,10 @@ def listening_at(address: str) -> Iterator[None]:
 
 
 def listening_places(worker: Worker) -> set[tuple[str, int]]:
-    """Where a process accepts connections from a network: address and port, see proc(5)."""
+    """Return the addresses and ports at which a process accepts connections, see proc(5)."""
     inodes = set()
     for link in Path(f"/proc/{worker.process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             inodes.add(link.readlink().name.removeprefix("socket:[").removesuffix("]"))
     return {place for inode, place in _listening_sockets() if inode in inodes}
 
@@ -352,12 +352,12 @@ def _listening_sockets() -> Iterator[tuple[str, tuple[str, int]]]:
             if state == is_listening:
                 digits, _, port = local.partition(":")
                 words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]
-                host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")  # of IPv4 in IPv6
+                host = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")  # IPv4 in IPv6
                 yield inode, (host, int(port, 16))
 
 
 def _abuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-    """End a stream with a text that would clear the screen of whoever sees it."""
+    """End a stream with a text that would clear a terminal."""
     context.abort(grpc.StatusCode.PERMISSION_DENIED, "\x1b[2J\nerror: all is well\n" * 50)
     return b""
 
@@ -369,7 +369,7 @@ def _welcome_without_the_token(messages: Iterator[bytes], context: grpc.Servicer
 
 @contextlib.contextmanager
 def answering(address: str, answer: Callable[[Iterator[bytes], grpc.ServicerContext], bytes]) -> Iterator[None]:
-    """A server of gRPC that is no worker, and answers every stream in this way."""
+    """Run a gRPC server that is no worker and gives every stream this answer."""
 
     class Handler(grpc.GenericRpcHandler):
         def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
@@ -384,7 +384,7 @@ def answering(address: str, answer: Callable[[Iterator[bytes], grpc.ServicerCont
         server.stop(None).wait()
 
 
-def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str]) -> None:
+def test_text_from_a_stranger_is_shown_on_one_short_line(addresses: list[str]) -> None:
     settings = Settings(limits=Limits(connect_timeout_s=10, clock=FakeClock(tick_s=0.01)))
     with answering(addresses[0], _abuse), pytest.raises(CollectiveTimeoutError) as error:
         collectives.connect("grpc", settings, addresses=addresses[:2], rank=1)
@@ -394,20 +394,20 @@ def test_what_a_stranger_says_is_shown_on_one_line_and_cut(addresses: list[str])
 
 
 class _Stranger(socketserver.ThreadingTCPServer):
-    """Answers each connection in a thread of its own, and closes it when the client has, or the answer is over."""
+    """A server that answers each connection in a thread until the client has left or the answer is over."""
 
     allow_reuse_address = True  # a worker may listen there while connections to this one are open
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who has only tried whether anybody listens has gone, which is none."""
+        """Ignore a client that only probed the port and left."""
         if not isinstance(sys.exception(), ConnectionError):
             raise
 
 
 @contextlib.contextmanager
 def stranger_at(address: str, answer: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Something that is no worker listens there; what it has accepted stays open afterwards."""
+    """Run a server that is no worker at the address; its accepted connections stay open afterwards."""
     place = tuple(Address.parse(address).endpoints()[0].location)
     with _Stranger(place, lambda connection, *_: answer(connection)) as server:
         listening = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -419,8 +419,8 @@ def stranger_at(address: str, answer: Callable[[socket.socket], None]) -> Iterat
             listening.join()
 
 
-def test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at() -> None:
-    """Where it had not been sent either, it would do so on the same connection, without end and without a pause."""
+def test_grpc_does_not_repeat_a_call_by_itself() -> None:
+    """gRPC would repeat an unsent call on the same connection endlessly and without a pause."""
     begun: list[int] = []
 
     def go_away(connection: socket.socket) -> None:
@@ -428,7 +428,7 @@ def test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at() -> None:
         for kind, stream in http2.frames_of(connection):
             if kind == http2.HEADERS:
                 begun.append(stream)
-                connection.sendall(http2.frame(http2.GOAWAY, 0, 0, bytes(8)))  # the last stream was number 0: none
+                connection.sendall(http2.frame(http2.GOAWAY, 0, 0, bytes(8)))  # last stream 0: none
                 return
 
     (address,) = port_addresses(1)
@@ -439,8 +439,8 @@ def test_grpc_does_not_repeat_by_itself_what_nobody_has_looked_at() -> None:
     assert len(begun) == 1
 
 
-def test_who_takes_the_place_of_a_host_that_has_vanished_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was asked of that one is never answered, and its connection never closed."""
+def test_a_successor_of_a_vanished_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request to the vanished host is never answered, and its connection never closed."""
     monkeypatch.setattr(meeting, "_ANSWER_LIMIT_S", 0.5)
     is_asked = threading.Event()
 
@@ -463,7 +463,7 @@ def test_who_takes_the_place_of_a_host_that_has_vanished_is_found(monkeypatch: p
     [(_abuse, "does not answer as a worker"), (_welcome_without_the_token, "does not know our job token")],
     ids=["refusal", "welcome"],
 )
-def test_a_wrong_answer_at_the_address_of_a_worker_does_not_end_who_waits_for_it(
+def test_a_wrong_answer_at_an_address_does_not_end_the_wait_for_its_worker(
     addresses: list[str], answer: Callable[[Iterator[bytes], grpc.ServicerContext], bytes], words: str
 ) -> None:
     group = WorkerThreads(addresses, Security(token="right"))

@@ -1,4 +1,4 @@
-"""What an all-reduce of 64 MiB over gRPC takes: memory besides the buffer, and bytes that are sent."""
+"""The costs of an all-reduce of 64 MiB over gRPC: memory beyond the buffer, and sent bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from test_ring_traffic import allowed
 from workers import port_addresses
 
 EXTRA_MEBIBYTES = {"first": 48, "later": 24}
-"""In between what they take and what they would take with a copy of the half that each of two workers adds, 32 more.
+"""Limits between the measured values and those with a copy of the half that each of two workers adds, 32 MiB more.
 
-In 25 runs the first ones took 22 to 33, on an idle machine too: buffers, which are kept, and threads of gRPC. Later
-ones took up to 13.
+In 25 runs the first calls took 22 to 33 MiB, even on an idle machine: buffers, which are kept, and threads of gRPC.
+Later calls took up to 13 MiB.
 """
 
 pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytest.mark.timeout(200)]
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.job, pytest.mark.complete, pytest.mark.cores(2), pytes
 
 @pytest.fixture(scope="module", params=["port", "socket"])
 def measured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each of two workers has measured."""
+    """Provide the measurements of two workers."""
     with socket_addresses(2) as sockets:
         addresses = port_addresses(2) if request.param == "port" else sockets
         ends = end_of([start_worker(HERE / "memory_job.py", [str(rank), *addresses]) for rank in range(2)])
@@ -33,7 +33,7 @@ def measured(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("calls", ["first", "later"])
-def test_an_all_reduce_of_64_mib_takes_little_memory_besides_its_buffer(
+def test_an_all_reduce_of_64_mib_takes_little_memory_beyond_its_buffer(
     measured: list[dict[str, Any]], calls: str
 ) -> None:
     extra = {f"rank {rank}": round(facts[calls], 1) for rank, facts in enumerate(measured)}

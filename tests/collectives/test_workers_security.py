@@ -1,4 +1,4 @@
-"""Who may join the workers over gRPC: certificates, the job token, and what else all of them have to agree on."""
+"""Admission of gRPC workers: certificates, the job token, and the settings that all must share."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ from collectives.network.security import AUTHORITY, CERTIFICATE, INSECURE, KEY, 
 from collectives.network.wire import CONTROL_METHOD, HELLO, PROOF, WELCOME
 from collectives.plans.network import Network
 
-ELSEWHERE = "192.0.2.1:3737"  # of TEST-NET-1, which nobody owns
+ELSEWHERE = "192.0.2.1:3737"  # in TEST-NET-1, which has no hosts
 RIGHT_TOKEN = "the-right-token"
-PATIENCE = ["--connect-timeout-s", "50"]  # of wrong workers that are not refused
+PATIENCE = ["--connect-timeout-s", "50"]  # for wrong workers that are not refused
 
 
 # ---- plaintext
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_plaintext_does_not_leave_this_machine(rank: int) -> None:
-    """The address in use would be an error as well, if the worker came to listen there."""
+def test_plaintext_does_not_leave_the_local_machine(rank: int) -> None:
+    """A worker that tried to listen would fail at the address in use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         addresses = [taken, ELSEWHERE] if rank == 0 else [ELSEWHERE, taken]
@@ -73,18 +73,18 @@ def test_plaintext_does_not_leave_this_machine(rank: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "[2001:db8::1]", "no-such-host.invalid"])
-def test_only_loopback_addresses_are_taken_for_this_machine(host: str) -> None:
+def test_only_loopback_addresses_count_as_the_local_machine(host: str) -> None:
     with pytest.raises(SecurityError, match="not on this machine"):
         connect([f"{host}:3737", "127.0.0.1:3738"], 0)
 
 
-def test_an_address_of_this_machine_that_others_reach_is_no_loopback_address() -> None:
+def test_a_public_address_of_the_local_machine_is_not_a_loopback_address() -> None:
     addresses = own_addresses()
     with pytest.raises(SecurityError, match=f"{addresses[0]}, {addresses[1]} are not on this machine"):
         connect(addresses, 0)
 
 
-def test_plaintext_between_machines_is_possible_and_warned_of() -> None:
+def test_plaintext_between_machines_needs_permission_and_gets_a_warning() -> None:
     addresses = own_addresses()
     with watched() as warnings:
         group = WorkerThreads(addresses, Security.from_environ({INSECURE: "1"}))
@@ -94,7 +94,7 @@ def test_plaintext_between_machines_is_possible_and_warned_of() -> None:
 
 @contextlib.contextmanager
 def somebody_else() -> Iterator[str]:
-    """Another user of this machine; what they are called."""
+    """Provide a process of another user of this machine, and yield the user's name."""
     if not is_root():
         pytest.skip("becoming another user needs root")
     sleeper = subprocess.Popen(["sleep", "1000"], user=OTHER_USER)
@@ -109,7 +109,7 @@ OTHER_USER = 43_210
 LISTENS = "listens where other users of this machine ("
 
 
-def test_workers_without_token_warn_once_each_where_others_use_the_machine() -> None:
+def test_workers_without_token_warn_once_each_if_others_use_the_machine() -> None:
     with somebody_else(), watched() as warnings:
         group = WorkerThreads(port_addresses(2))
         group.assert_end_well([group.join(rank) for rank in range(2)])
@@ -118,20 +118,20 @@ def test_workers_without_token_warn_once_each_where_others_use_the_machine() -> 
         assert line.endswith(f"set {TOKEN} to the same secret in all workers")
 
 
-def test_workers_with_a_token_or_sockets_of_their_own_do_not_warn() -> None:
+def test_workers_with_a_token_or_private_sockets_do_not_warn() -> None:
     with somebody_else(), watched() as warnings, socket_addresses(2) as sockets:
         for group in (WorkerThreads(port_addresses(2), Security(token=RIGHT_TOKEN)), WorkerThreads(sockets)):
             group.assert_end_well([group.join(rank) for rank in range(2)])
     assert warnings.containing(LISTENS) == []
 
 
-def test_the_socket_of_a_worker_is_for_its_user_alone(lonely: Waiting) -> None:
+def test_the_socket_of_a_worker_is_accessible_only_to_its_user(lonely: Waiting) -> None:
     assert stat.S_IMODE(Path(lonely.address.removeprefix("unix:")).stat().st_mode) == 0o600
     lonely.group.assert_end_well([lonely.first, lonely.group.join(1)])
 
 
-def test_a_name_that_stood_for_this_machine_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever answers could send gradients elsewhere, in plaintext."""
+def test_a_resolved_local_name_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A different answer could send gradients elsewhere in plaintext."""
     (address,) = Security().check([Address.parse("localhost:3737")])
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it is looked up again"))
     assert {endpoint.location[0] for endpoint in address.endpoints()} <= {"127.0.0.1", "::1"}
@@ -139,7 +139,7 @@ def test_a_name_that_stood_for_this_machine_is_not_asked_for_again(monkeypatch: 
 
 
 @pytest.mark.parametrize("value", ["yes", "2", "true"])
-def test_a_doubtful_permission_is_none(value: str) -> None:
+def test_an_unclear_permission_is_refused(value: str) -> None:
     with pytest.raises(SecurityError, match=f"{INSECURE}='{value}'; use 1"):
         Security.from_environ({INSECURE: value})
 
@@ -150,7 +150,7 @@ def test_plaintext_can_be_forbidden_explicitly(value: str) -> None:
 
 
 def own_addresses() -> list[str]:
-    """Addresses of this machine that are none of its loopback interface."""
+    """Return addresses of this machine outside of its loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.1", 9))  # nothing is sent
@@ -188,14 +188,14 @@ def test_mutual_tls_needs_all_three_files(right: Files, named: Sequence[str]) ->
 
 
 @pytest.mark.parametrize("name", TLS_VARIABLES)
-def test_a_file_that_is_missing_is_named(right: Files, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named(right: Files, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_environ(monkeypatch, {**right.environ, name: "/nowhere/at-all.pem"})
     with pytest.raises(SecurityError, match=f"{name}=/nowhere/at-all.pem is not a file"):
         connect(["localhost:3737", "localhost:3738"], 0)
 
 
 @pytest.mark.parametrize("name", TLS_VARIABLES)
-def test_a_file_that_is_no_certificate_is_named(
+def test_an_invalid_certificate_file_is_named(
     right: Files, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     garbage = tmp_path / "garbage.pem"
@@ -205,7 +205,7 @@ def test_a_file_that_is_no_certificate_is_named(
         connect(["localhost:3737", "localhost:3738"], 0)
 
 
-def test_a_key_has_to_belong_to_the_certificate(
+def test_the_key_must_belong_to_the_certificate(
     authority: Authority, right: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = authority.issue("other", ["localhost"])
@@ -242,7 +242,7 @@ def test_workers_with_certificates_of_one_authority_meet(authority: Authority, r
     assert warnings.texts == []
 
 
-def test_a_token_and_certificates_go_together(right: Files) -> None:
+def test_a_token_and_certificates_may_be_combined(right: Files) -> None:
     group = WorkerThreads(port_addresses(3), Security.from_environ({**right.environ, TOKEN: RIGHT_TOKEN}))
     group.assert_end_well([group.join(rank) for rank in range(3)])
 
@@ -256,7 +256,7 @@ def test_processes_with_a_token_and_certificates_meet(right: Files) -> None:
         assert not workers[0].containing("WARNING")
 
 
-# ---- wrong workers that come while a right one waits
+# ---- wrong workers while a right one waits
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class Waiting:
     """The first of two workers, which waits for the right second one.
 
     Attributes:
-        group: both, as they are given the environment.
-        warnings: of all workers in this process, since the first one began.
+        group: Both workers, with their settings.
+        warnings: The warnings of all workers in this process since the first one began.
     """
 
     group: WorkerThreads
@@ -274,15 +274,15 @@ class Waiting:
 
     @property
     def address(self) -> str:
-        """Of the first one."""
+        """Return the address of the first worker."""
         return self.group.addresses[0]
 
     def assert_refuses(self, environ: Mapping[str, str], here: str, there: str = "") -> None:
-        """A second worker with another environment ends with the words `here`; the first one logs those `there`."""
+        """Assert that a second worker with other settings ends with the words `here`; the first one logs `there`."""
         self._assert_refuses(here, there, security=Security.from_environ(environ))
 
     def assert_refuses_with(self, reason: str, **changes: Any) -> None:
-        """A second worker with other arguments is refused."""
+        """Assert that a second worker with other arguments is refused."""
         self._assert_refuses(reason, reason, **changes)
 
     def _assert_refuses(self, here: str, there: str, **changes: Any) -> None:
@@ -302,20 +302,20 @@ class Waiting:
 
 
 SLOW_TICK_S = 0.001
-"""The second by which a worker that is refused stays takes a fifth of one."""
+"""With these ticks, the second for which a refused worker stays takes a fifth of a second."""
 REFUSED_STAYS_S = 1.0
 LONG_S = 1e6
 
 
 @contextlib.contextmanager
 def first_of(group: WorkerThreads) -> Iterator[Waiting]:
-    """The first of two workers, which waits for the second; no longer than until the end, where a test has failed."""
+    """Provide the first of two workers, which waits for the second; a failed test ends the wait."""
     nobody = "no such file" if group.addresses[1].startswith("unix:") else "connection refused"
     with watched() as warnings:
         clock = FakeClock(tick_s=0.01)
         first = group.join(0, connect_timeout_s=LONG_S, clock=clock)
         words = f"rank 0 at {group.addresses[0]} has waited", f"for rank 1 at {group.addresses[1]} ({nobody}"
-        warnings.wait_for(1, *words)  # so it was there first, and knows
+        warnings.wait_for(1, *words)  # it was there first, and knows
         clock.tick_s = SLOW_TICK_S
         try:
             yield Waiting(group, warnings, first)
@@ -324,7 +324,7 @@ def first_of(group: WorkerThreads) -> Iterator[Waiting]:
 
 
 def waiting_for_the_right_one(group: WorkerThreads) -> Iterator[Waiting]:
-    """Afterwards the right one comes, and all is well."""
+    """Provide a waiting worker, and assert at the end that the right second one can join."""
     with first_of(group) as waiting:
         yield waiting
         group.assert_end_well([waiting.first, group.join(1)])
@@ -352,16 +352,16 @@ NO_FIT = "certificates do not fit"
 
 @pytest.mark.complete
 @in_a_job
-def test_a_process_of_another_authority_is_refused_also_by_one_that_is_slow_to_answer(
-    right: Files, stranger: Authority
-) -> None:
-    """It was there first all the same, so the wrong one ends, and does not wait for the right one to take its place."""
+def test_a_process_of_another_authority_is_refused_by_a_slow_worker(right: Files, stranger: Authority) -> None:
+    """The slow worker was there first, so the wrong one ends and does not wait for another process to take the
+    place.
+    """
     wrong = stranger.issue("hasty", ["localhost", "127.0.0.1"])
     job = Job(port_addresses(2), environ=right.environ)
     with disposed_of() as workers:
         slow = job.start("rounds", 0)
         workers.append(slow)
-        slow.wait_for("has waited", f"for rank 1 at {job.addresses[1]} (connection refused)")  # so it was there first
+        slow.wait_for("has waited", f"for rank 1 at {job.addresses[1]} (connection refused)")  # it was there first
         slow.stop()
         workers.append(job.start("rounds", 1, *PATIENCE, environ=wrong.environ))
         workers[1].wait_for("WARNING", f"s for rank 0 at {job.addresses[0]}", "timed out")
@@ -388,7 +388,7 @@ WRONG_CERTIFICATES: dict[str, tuple[Callable[[Authority, Authority], Mapping[str
     ),
     "not for clients": (lambda ours, theirs: ours.issue("server-only", HERE, [SERVER]).environ, "certificate", ""),
     "expired": (lambda ours, theirs: ours.issue("expired", HERE, is_expired=True).environ, "certificate", ""),
-    # Refused by the worker that is called, which hears of it; the one that calls would not have it either.
+    # The called worker refuses this, and the caller learns of it; the caller would not accept it either.
     "for another host": (
         lambda ours, theirs: ours.issue("elsewhere", ["elsewhere.example", "192.0.2.7"]).environ,
         ELSEWHERE_REASON,
@@ -406,7 +406,7 @@ def test_a_worker_with_a_wrong_certificate_is_refused(
 
 
 @pytest.mark.parametrize("method", ["control", "lane"])
-def test_a_certificate_for_another_host_is_no_right_to_a_free_rank(
+def test_a_certificate_for_another_host_gives_no_right_to_a_free_rank(
     with_certificates: Waiting, authority: Authority, method: str
 ) -> None:
     wrong = authority.issue("elsewhere-too", ["elsewhere.example"])
@@ -432,13 +432,13 @@ def test_a_worker_with_the_wrong_token_is_refused(with_token: Waiting, token: st
     with_token.assert_refuses({TOKEN: token} if token else {}, reason, reason)
 
 
-def test_a_worker_with_a_token_does_not_join_those_without(without_token: Waiting) -> None:
+def test_a_worker_with_a_token_does_not_join_workers_without(without_token: Waiting) -> None:
     without_token.assert_refuses({TOKEN: RIGHT_TOKEN}, "does not know our job token", "job token")
 
 
 @pytest.mark.parametrize("change", ["description", "network", "addresses"])
 def test_a_worker_of_another_cluster_is_refused(with_token: Waiting, change: str) -> None:
-    """Its description differs, or the costs by which it chooses plans, or its addresses."""
+    """Its description, its costs for the choice of plans, or its addresses differ."""
     addresses = with_token.group.addresses
     value = {
         "description": "8 replicas",
@@ -448,18 +448,18 @@ def test_a_worker_of_another_cluster_is_refused(with_token: Waiting, change: str
     with_token.assert_refuses_with(f"its cluster is not ours, which is {', '.join(addresses)}", **{change: value})
 
 
-# ---- strangers without a token to keep them away, while a worker waits
+# ---- strangers while a worker waits without a token
 
 
 @pytest.fixture
 def lonely() -> Iterator[Waiting]:
-    """The first of two, without token and certificates."""
+    """Provide the first of two workers, without token and certificates."""
     with socket_addresses(2) as addresses, first_of(WorkerThreads(addresses)) as waiting:
         yield waiting
 
 
 def welcomed(channel: grpc.Channel, addresses: Sequence[str]) -> tuple[grpc.Future, str]:
-    """A stranger that a worker welcomes as rank 1, and with what words."""
+    """Return the call of a stranger that a worker welcomes as rank 1, and the words of welcome."""
     hello = good_hello(addresses, program="rogue.py", user="eve", process=7, host="h1").encode()
     call = channel.stream_unary(CONTROL_METHOD).future(until(threading.Event()), metadata=proven(hello, ""))
     return call, str(dict(call.initial_metadata())[WELCOME])
@@ -470,7 +470,7 @@ def until(event: threading.Event) -> Iterator[bytes]:
     event.wait()
 
 
-def test_who_says_hello_first_but_does_not_listen_does_not_keep_the_right_worker_away(lonely: Waiting) -> None:
+def test_a_first_hello_without_a_listener_does_not_keep_the_right_worker_away(lonely: Waiting) -> None:
     with channel_to(lonely.address) as channel:
         call, _ = welcomed(channel, lonely.group.addresses)
         second = lonely.group.join(1)
@@ -479,8 +479,8 @@ def test_who_says_hello_first_but_does_not_listen_does_not_keep_the_right_worker
         lonely.group.assert_end_well([lonely.first, second])
 
 
-def test_what_a_worker_answers_to_a_stranger_does_not_let_that_one_in_at_another_worker(lonely: Waiting) -> None:
-    """Who had asked worker 0 could add messages to its lanes at worker 1."""
+def test_the_answer_to_a_stranger_does_not_admit_it_at_another_worker(lonely: Waiting) -> None:
+    """A stranger that had asked worker 0 could otherwise add messages to its lanes at worker 1."""
     with channel_to(lonely.address) as channel:
         call, welcome = welcomed(channel, lonely.group.addresses)
         call.cancel()
@@ -494,7 +494,7 @@ def test_what_a_worker_answers_to_a_stranger_does_not_let_that_one_in_at_another
     lonely.group.assert_end_well(workers)
 
 
-def test_workers_that_run_two_programs_are_both_named(lonely: Waiting) -> None:
+def test_workers_of_two_programs_are_both_named(lonely: Waiting) -> None:
     """They may be two jobs at the same addresses."""
     with channel_to(lonely.address) as channel:
         call, _ = welcomed(channel, lonely.group.addresses)
@@ -505,7 +505,7 @@ def test_workers_that_run_two_programs_are_both_named(lonely: Waiting) -> None:
 
 
 def test_jobs_of_two_users_at_the_same_addresses_do_not_mix(lonely: Waiting) -> None:
-    """One of them has worker 0, the other one worker 1; both are named."""
+    """One user has worker 0, the other one worker 1; both are named."""
     stranger = good_hello(lonely.group.addresses, user_id=4711, user="eve", program="other.py", process=7, host="h1")
     code, details = answer_at(lonely.address, proven(stranger.encode(), ""))
     assert code is grpc.StatusCode.PERMISSION_DENIED
@@ -516,7 +516,7 @@ def test_jobs_of_two_users_at_the_same_addresses_do_not_mix(lonely: Waiting) -> 
     lonely.group.assert_end_well([lonely.first, lonely.group.join(1)])
 
 
-def test_a_proof_with_bytes_above_127_is_refused_like_any_other() -> None:
+def test_a_proof_with_bytes_above_127_is_refused() -> None:
     with socket_addresses(2) as addresses:
         group = WorkerThreads(addresses, Security(token=RIGHT_TOKEN))
         with first_of(group) as waiting, http2.connected(waiting.address) as connection:
@@ -530,7 +530,7 @@ def test_a_proof_with_bytes_above_127_is_refused_like_any_other() -> None:
 @pytest.mark.complete
 @in_a_job
 def test_silent_connections_leave_room_for_the_right_worker() -> None:
-    """More of them than the worker may open files, all there before it comes."""
+    """They exceed the number of files that the worker may open, and all come before the right worker."""
     job = Job(port_addresses(2))
     with disposed_of() as workers, contextlib.ExitStack() as stack:
         workers.append(job.start("rounds", 0, prefix=["sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh"]))
@@ -545,12 +545,12 @@ def test_silent_connections_leave_room_for_the_right_worker() -> None:
 FILES = 150
 
 
-# ---- strangers that come while a job runs
+# ---- strangers while a job runs
 
 
 @dataclass(frozen=True)
 class Running:
-    """Two workers that reduce again and again."""
+    """Two workers that reduce repeatedly."""
 
     job: Job
     workers: Sequence[Worker]
@@ -559,7 +559,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Running]:
-    """With a token; afterwards the job completes."""
+    """Provide running workers with a token, and assert at the end that the job completes."""
     with socket_addresses(2) as addresses:
         job = Job(addresses, ["--pause-s", "0.05"], environ={TOKEN: RIGHT_TOKEN})
         with running(job, "rounds") as workers:
@@ -571,7 +571,7 @@ def pair() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def secured_pair(right: Files) -> Iterator[Running]:
-    """With certificates; afterwards the job completes."""
+    """Provide running workers with certificates, and assert at the end that the job completes."""
     job = Job(port_addresses(2, "localhost"), ["--pause-s", "0.05"], environ=right.environ)
     with running(job, "rounds") as workers:
         for worker in workers:
@@ -584,7 +584,7 @@ METHODS = pytest.mark.parametrize("method", ["control", "lane"])
 
 
 def assert_refused(pair: Running, answer: tuple[grpc.StatusCode, str], reason: str) -> None:
-    """The stranger knows why, the worker says it, and the job goes on."""
+    """Assert that the stranger learns the reason, the worker logs it, and the job goes on."""
     code, details = answer
     assert code is grpc.StatusCode.PERMISSION_DENIED, details
     assert reason in details
@@ -644,7 +644,7 @@ def test_a_stream_of_the_wrong_worker_is_refused(
 
 @in_a_job
 @METHODS
-def test_a_hello_that_says_more_than_it_should_is_refused(pair: Running, method: str) -> None:
+def test_a_hello_with_unknown_keys_is_refused(pair: Running, method: str) -> None:
     hello = json.dumps({**asdict(good_hello(pair.job.addresses, method)), "is_admin": True})
     answer = answer_at(pair.job.addresses[0], proven(hello, pair.token), method)
     assert_refused(pair, answer, "its hello cannot be read")
@@ -652,25 +652,25 @@ def test_a_hello_that_says_more_than_it_should_is_refused(pair: Running, method:
 
 @in_a_job
 @pytest.mark.parametrize("method", ["/popdist.Collectives/Anything", "/grpc.health.v1.Health/Check", "/"])
-def test_what_workers_do_not_offer_is_not_there(pair: Running, method: str) -> None:
+def test_an_unknown_method_is_not_implemented(pair: Running, method: str) -> None:
     code, _ = answer_at(pair.job.addresses[0], (), method)
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert_still_right(pair.workers)
 
 
 @in_a_job
-def test_a_token_that_is_no_utf_8_is_refused_at_the_start() -> None:
+def test_a_token_that_is_invalid_utf_8_is_refused_at_the_start() -> None:
     with pytest.raises(SecurityError, match=f"{TOKEN} is not valid UTF-8; give it a secret of letters and digits"):
         Security.from_environ({TOKEN: os.fsdecode(b"secret\xff")})
 
 
-def test_the_token_itself_never_shows(pair: Running) -> None:
+def test_the_token_never_appears_in_the_output(pair: Running) -> None:
     assert_still_right(pair.workers)
     assert not any(RIGHT_TOKEN in worker.text for worker in pair.workers)
 
 
 @in_a_job
-def test_clients_without_our_certificates_reach_nothing(
+def test_clients_without_valid_certificates_reach_nothing(
     secured_pair: Running, authority: Authority, right: Files, stranger: Authority
 ) -> None:
     address = secured_pair.job.addresses[0]
@@ -692,14 +692,14 @@ def test_clients_without_our_certificates_reach_nothing(
 
 @pytest.mark.complete
 @in_a_job
-def test_our_certificate_alone_is_no_right_to_a_taken_rank(secured_pair: Running, right: Files) -> None:
+def test_a_valid_certificate_gives_no_right_to_a_taken_rank(secured_pair: Running, right: Files) -> None:
     hello = good_hello(secured_pair.job.addresses).encode()
     answer = answer_at(secured_pair.job.addresses[0], proven(hello, ""), files=right)
     assert_refused(secured_pair, answer, "rank 1 is taken by another process")
 
 
 class Reset(Endpoint):
-    """Connections that the other side has reset when they are there."""
+    """An endpoint whose connections the other side has reset at once."""
 
     def connect(self, timeout_s: float) -> socket.socket:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -713,19 +713,19 @@ class Reset(Endpoint):
         return connection
 
 
-def test_a_connection_that_is_reset_before_certificates_are_shown_is_closed() -> None:
-    """A warning about one that is not would be an error of this test."""
+def test_a_connection_reset_before_the_handshake_is_closed() -> None:
+    """A ResourceWarning about an open connection would fail this test."""
     with pytest.raises(ConnectionError):
         Reset(socket.AF_INET, "").shake_hands(LIMIT_S, ssl.create_default_context(), "localhost")
     gc.collect()
 
 
-def test_who_sends_a_handshake_byte_by_byte_is_not_waited_for_any_longer() -> None:
-    """Each byte comes in time, and all of them would take a quarter of an hour."""
+def test_a_handshake_sent_byte_by_byte_is_given_up() -> None:
+    """Each byte comes in time, but all of them would take a quarter of an hour."""
 
     def trickle() -> None:
         other, _ = server.accept()
-        with other, contextlib.suppress(OSError):  # it has gone
+        with other, contextlib.suppress(OSError):  # the client has left
             other.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB
             while True:
                 other.sendall(b"\x00")

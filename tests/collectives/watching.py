@@ -1,4 +1,4 @@
-"""Seeing the warnings of a stall watch as they come."""
+"""Access to the warnings of a stall watch as they come."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One rank of an MPI job in which shared memory is scarce: `window_job.py MECHANISM DIRECTORY SCARCITY [HOST...]`.
+"""One rank of an MPI job with scarce shared memory: `window_job.py MECHANISM DIRECTORY SCARCITY [HOST...]`.
 
-What the host of each rank is called may follow; they are all on one, whose name they take, if nothing does.
+The names of the hosts of the ranks may follow; without them, all ranks are on the machine's own host.
 
-Prints one line per rank: the mechanism in use, or the error.
+The job prints one line per rank: the mechanism in use, or the error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(mechanism: str, directory: Path, scarcity: str, *hosts: str) -> str:
             hard = resource.getrlimit(limit)[1]
             resource.setrlimit(limit, (hard, hard))
     with communicator:
-        communicator.barrier()  # the rank that made the file has removed it when it comes here
+        communicator.barrier()  # the rank that made the file has removed it before
         assert list(directory.glob("*")) == []
         for length in (7, 1_000_003):
             arrays = [np.full(length, communicator.rank + number, np.float32) for number in range(2)]

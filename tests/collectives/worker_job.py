@@ -1,6 +1,6 @@
-"""One worker of a group over gRPC, for tests that watch, disturb or end it: `worker_job.py TASK RANK ADDRESS...`.
+"""One worker of a group over gRPC, for tests that observe, disturb or end it: `worker_job.py TASK RANK ADDRESS...`.
 
-It says on its standard output what it does and takes commands, one a line, from its standard input. All workers of a
+It reports its actions on standard output and takes commands, one a line, from standard input. All workers of a
 group end well together once the standard input of one of them ends.
 """
 
@@ -28,7 +28,7 @@ ORDINARY = collectives.Limits()
 
 
 class Orders:
-    """What the test has asked for."""
+    """The commands of the test."""
 
     def __init__(self) -> None:
         self.lines: SimpleQueue[str] = SimpleQueue()
@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
 
 def reduce_again_and_again(communicator: Communicator, orders: Orders, options: argparse.Namespace) -> None:
-    """All-reduces until one of the workers shall end; each `report` is answered after one more of them."""
+    """Run all-reduces until one of the workers shall end; each `report` is answered after one more of them."""
     ranks = range(1, communicator.size + 1)
     buffer = np.empty(options.length + 1, np.float32)
     for number in count(1):
@@ -72,7 +72,7 @@ def reduce_again_and_again(communicator: Communicator, orders: Orders, options: 
 
 
 def stay_away(communicator: Communicator, orders: Orders, options: argparse.Namespace) -> None:
-    """Meet once; then the absent ranks wait for their orders, while the others call the next all-reduce."""
+    """Meet once; then the absent ranks wait for their commands, while the others call the next all-reduce."""
     communicator.barrier(name="begin")
     buffer = np.ones(options.length, np.float32)
     if communicator.rank in options.absent:
@@ -85,7 +85,7 @@ def stay_away(communicator: Communicator, orders: Orders, options: argparse.Name
 
 
 def obey(order: str) -> None:
-    """What an absent rank does before it calls the all-reduce, if it comes to that."""
+    """Obey a command of an absent rank, which may end the process before the all-reduce."""
     if order == "raise":
         raise RuntimeError("out of data")
     if order == "kill":
@@ -95,7 +95,7 @@ def obey(order: str) -> None:
 
 
 def forget_to_close(communicator: Communicator, orders: Orders, options: argparse.Namespace) -> None:
-    """As `stay_away`, but the absent ranks end, without a word to the others."""
+    """Do as `stay_away`, but end the absent ranks without notice."""
     communicator.barrier(name="begin")
     if communicator.rank in options.absent:
         say("is away")
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def never_answered(*question: object, **options: object) -> None:
-    """What a look-up comes to where the server of names is behind a cut network."""
+    """Wait for ever, like a look-up by a name server behind a cut network."""
     threading.Event().wait()
 
 

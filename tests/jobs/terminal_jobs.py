@@ -1,4 +1,4 @@
-"""Running poprun on a terminal."""
+"""Helpers that run poprun on a terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def on_terminal(
     tell: tuple[bytes, Path] | None = None,
     **streams: Any,
 ) -> tuple[int, bytes]:
-    """Run a Python program under poprun with some streams on a terminal; its exit status and what was shown.
+    """Run a Python program under poprun with some streams on a terminal; return its exit status and the terminal's
+    output.
 
     Args:
-        program: in Python.
-        options: of poprun.
-        environ: added to the environment.
-        tell: a text, and a file to be made when that has been shown.
-        streams: as for Popen, or "terminal".
+        program: The text of a Python program.
+        options: Options of poprun.
+        environ: Variables added to the environment.
+        tell: A text, and a file that is created once the text has been shown.
+        streams: Streams as for Popen, or "terminal".
     """
     ours, theirs = os.openpty()
     named = {name: theirs if value == "terminal" else value for name, value in streams.items()}

@@ -1,4 +1,4 @@
-"""A job that was told to end, or was killed while it saved, goes on where it was, on another number of instances."""
+"""Jobs that are told to end or killed while saving; they resume on another number of instances."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ENDLESS = 10**6
 
 
 def train(folder: Path, until: int, how: str = "plain", *options: str) -> Job:
-    """Four replicas on two instances."""
+    """Start four replicas on two instances."""
     program = (sys.executable, str(PROGRAM), str(folder), str(until), how)
     return start("--num-instances=2", "--num-replicas=4", *options, *program)
 
 
 @pytest.mark.complete
-def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path):
-    """In one process, this one, as on any number of instances."""
+def test_a_terminated_job_saves_a_checkpoint_from_which_one_process_resumes(tmp_path):
+    """The resumed training has the bits of an uninterrupted one."""
     folder = tmp_path / "saved"
     job = train(folder, ENDLESS)
     job.wait_for("in step 5", LIMIT_S)
@@ -49,7 +49,7 @@ def test_a_job_that_is_told_to_end_saves_and_leaves_and_can_be_resumed(tmp_path)
 
 
 @pytest.mark.complete
-def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(tmp_path):
+def test_a_terminated_job_saves_even_while_an_instance_is_lost(tmp_path):
     folder = tmp_path / "saved"
     job = train(folder, ENDLESS, "plain", "--on-failure=shrink")
     job.wait_for("in step 5", LIMIT_S)
@@ -66,7 +66,7 @@ def test_a_job_that_is_told_to_end_while_an_instance_is_lost_saves_all_the_same(
 
 
 @pytest.mark.complete
-def test_the_next_instance_saves_where_the_first_is_lost_while_it_leaves(tmp_path):
+def test_the_next_instance_saves_when_the_first_is_lost_while_leaving(tmp_path):
     folder = tmp_path / "saved"
     job = train(folder, ENDLESS, "plain", "--on-failure=shrink", "--inject=kill:instance=0,phase=checkpoint")
     job.wait_for("in step 5", LIMIT_S)
@@ -78,14 +78,14 @@ def test_the_next_instance_saves_where_the_first_is_lost_while_it_leaves(tmp_pat
 
 
 def is_first(pid: int, words: str) -> bool:
-    """Whether a process of a job is the program of instance 0."""
+    """Return whether a process of a job is the program of instance 0."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return words.startswith(f"{sys.executable} {PROGRAM}") and b"OMPI_COMM_WORLD_RANK=0" in variables
 
 
 @pytest.mark.complete
-def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path, caplog):
-    """In one process, this one."""
+def test_a_job_killed_while_saving_resumes_from_the_previous_checkpoint(tmp_path, caplog):
+    """One process resumes."""
     folder = tmp_path / "saved"
     killed = train(folder, 9, "die").finish(LIMIT_S)
     assert killed.status == 128 + signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Collectives between replicas have the same bits, for every number of instances, as in one process."""
+"""Collectives between replicas in jobs of several instances, compared with one process."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ def alone():
 
 
 @pytest.mark.complete
-def test_every_collective_and_trainings_with_some(tmp_path, alone, subtests):
+def test_collectives_and_trainings_of_two_instances_have_the_bits_of_one_process(tmp_path, alone, subtests):
     words = ("--num-instances=2", "--num-replicas=4", sys.executable)
     finished = start(*words, str(PROGRAMS / "every_collective.py"), str(tmp_path)).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr

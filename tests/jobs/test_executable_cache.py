@@ -1,4 +1,4 @@
-"""poprun --executable-cache-path: what was compiled once is loaded."""
+"""poprun --executable-cache-path in jobs of two instances."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(2 * LIM
 
 
 def counts(folder):
-    """(fingerprint, loaded, compiled) of both instances."""
+    """Return (fingerprint, loaded, compiled) of both instances."""
     words = ("--num-instances=2", "--num-replicas=4", f"--executable-cache-path={folder}", sys.executable, str(PROGRAM))
     finished = start(*words).finish()
     assert finished.status == 0, finished.stderr
@@ -22,7 +22,7 @@ def counts(folder):
 
 
 @pytest.mark.complete
-def test_one_instance_compiles_and_the_next_start_compiles_nothing(tmp_path):
+def test_one_instance_compiles_and_the_next_job_only_loads(tmp_path):
     first = counts(tmp_path)
     programs = len(list(tmp_path.glob("*/*-cache")))
     assert {loaded + compiled for _, loaded, compiled in first} == {programs}  # the same ones on both

@@ -1,4 +1,4 @@
-"""Models of Keras in jobs: the same bits on one instance and on several, also where one of them is killed."""
+"""Keras models in jobs: several instances have the bits of one, even when one of them is killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(*options: str, words: tuple[str, ...] = ()) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    """What one process finds, this one."""
+    """Return the results of this process."""
     sys.path.insert(0, str(PROGRAM.parent))
     from keras_training import train
 
@@ -44,11 +44,11 @@ def alone() -> dict:
 
 
 @pytest.mark.complete
-def test_when_an_instance_is_killed_the_other_one_goes_on_to_the_same_bits(alone: dict) -> None:
+def test_the_survivor_of_a_killed_instance_ends_with_the_same_bits(alone: dict) -> None:
     assert train("--on-failure=shrink", "--inject=kill:instance=0,step=7") == [alone]
 
 
 @pytest.mark.complete
-def test_a_job_that_is_started_again_goes_on_from_a_backup_to_the_same_bits(alone: dict, tmp_path: Path) -> None:
+def test_a_restarted_job_resumes_from_a_backup_with_the_same_bits(alone: dict, tmp_path: Path) -> None:
     options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
     assert train(*options, words=(str(tmp_path / "backups"),)) == [alone] * 2

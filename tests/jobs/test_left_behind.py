@@ -1,4 +1,4 @@
-"""What is left after SIGKILL of any process of a job: no process and no file."""
+"""Absence of processes and files after SIGKILL of any process of a job."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from poprun.supervisor.control import Member, Reception
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 
 FAMILY = "setsid sleep 1000 & sh -c 'setsid sleep 1000 & exec sleep 1000' & echo up; exec sleep 1000"
-"""A program whose descendants are in sessions of their own; nothing but their ancestry tells whose they are."""
+"""A program whose descendants have separate sessions; only their ancestry reveals their job."""
 SHARES_MEMORY = MPI_HEAD + "print('ready', rank, flush=True)\nsignal.pause()\n"
 SEGMENT = re.compile(r"/dev/shm/sm_segment[.]\S+")
 
 
 def segments_of(job: Job) -> set[Path]:
-    """The shared memory of Open MPI that the job's processes have mapped."""
+    """Return the files of Open MPI's shared memory that the job's processes have mapped."""
     maps = "".join(Path("/proc", str(pid), "maps").read_text() for pid in leftovers(job.marker))
     return {Path(name) for name in SEGMENT.findall(maps)}
 
 
 class Instance:
-    """An agent with its program; this process is its poprun, and nobody above it adopts orphans."""
+    """An agent with its program; this process plays poprun, and no process above it adopts orphans."""
 
     def __init__(self) -> None:
         reception = Reception()
@@ -63,7 +63,7 @@ class Instance:
         self._member.close()
 
     def await_end(self) -> None:
-        """Return when no process is left."""
+        """Wait until no process is left."""
         try:
             await_none(self.job.marker)
         finally:
@@ -75,7 +75,7 @@ class Instance:
 
 
 @pytest.mark.parametrize("whom", ["agent", "keeper"])
-def test_after_sigkill_of_what_guards_an_instance_no_descendant_is_left(whom: str) -> None:
+def test_after_sigkill_of_an_instance_s_guard_no_descendant_is_left(whom: str) -> None:
     instance = Instance()
     keeper = parent_of(instance.agent)
     assert keeper == instance.job.process.pid, "the agent has no keeper"
@@ -83,7 +83,7 @@ def test_after_sigkill_of_what_guards_an_instance_no_descendant_is_left(whom: st
     instance.await_end()
 
 
-def test_a_stopped_agent_ends_when_its_daemon_tells_it_to() -> None:
+def test_a_stopped_agent_ends_on_its_daemon_s_signal() -> None:
     instance = Instance()
     os.kill(instance.agent, signal.SIGSTOP)
     os.kill(instance.job.process.pid, signal.SIGTERM)
@@ -92,7 +92,7 @@ def test_a_stopped_agent_ends_when_its_daemon_tells_it_to() -> None:
 
 
 def start_sharing(folder: Path) -> Job:
-    """A job whose instances have shared memory; poprun leads a process group of our session."""
+    """Start a job whose instances have shared memory; poprun leads a process group of this session."""
     job = start(*two(SHARES_MEMORY), environ={"TMPDIR": str(folder)}, process_group=0)
     for rank in range(2):
         job.wait_for(f"ready {rank}")
@@ -120,7 +120,7 @@ def test_after_sigkill_no_file_is_left(tmp_path: Path, whom: str) -> None:
 
 
 @pytest.mark.cores(2)
-def test_what_a_job_has_left_all_of_which_was_killed_at_once_the_next_one_removes(tmp_path: Path) -> None:
+def test_the_next_job_removes_files_of_a_job_whose_processes_were_all_killed_at_once(tmp_path: Path) -> None:
     job = start_sharing(tmp_path)
     assert len(segments := segments_of(job)) == 2
     end_all(job.marker)

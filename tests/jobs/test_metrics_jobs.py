@@ -1,4 +1,4 @@
-"""A job whose metrics are written, and which loses the instance that writes them; and one that cannot write them."""
+"""Metric files of jobs that lose the writing instance, that restart, or that cannot write them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(150)]
 
 
 @pytest.mark.complete
-def test_every_step_is_in_the_files_once_though_the_instance_that_writes_them_is_lost(tmp_path: Path) -> None:
+def test_metric_files_have_each_step_once_after_the_writing_instance_is_lost(tmp_path: Path) -> None:
     words = [f"--metrics=csv:{tmp_path}/run.csv,prometheus:0", f"--metrics=jsonl:{tmp_path}/run.jsonl"]
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     shape = ["--num-instances=2", "--num-replicas=4", "--on-failure=shrink", "--inject=kill:instance=0,step=5"]
@@ -38,8 +38,8 @@ def test_every_step_is_in_the_files_once_though_the_instance_that_writes_them_is
 
 
 @pytest.mark.complete
-def test_every_step_is_in_the_files_once_though_the_job_is_started_again(tmp_path: Path) -> None:
-    """Steps 4 and 5 are made a second time, from the checkpoint behind step 3."""
+def test_metric_files_have_each_step_once_after_a_restart(tmp_path: Path) -> None:
+    """Steps 4 and 5 are made a second time, from the checkpoint of step 3."""
     words = [f"--metrics=csv:{tmp_path}/run.csv", f"--metrics=jsonl:{tmp_path}/run.jsonl"]
     shape = ["--num-replicas=4", "--on-failure=restart", "--restart-backoff-s=0"]
     program = [sys.executable, str(SAVED), str(tmp_path / "checkpoints"), "8", "save"]
@@ -53,7 +53,7 @@ def test_every_step_is_in_the_files_once_though_the_job_is_started_again(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run.csv", "run.jsonl"]
 
 
-def test_where_metrics_cannot_be_written_nothing_is_started(tmp_path: Path) -> None:
+def test_a_job_with_unwritable_metrics_starts_nothing(tmp_path: Path) -> None:
     finished = start("-n=2", f"--metrics=csv:{tmp_path}", sys.executable, "-c", "print('started')").finish(60)
     assert finished.status == 2
     assert f"--metrics csv:{tmp_path}: it is a folder; write csv:FILE" in finished.stderr

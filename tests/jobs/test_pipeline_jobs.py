@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytes
 
 @functools.cache
 def alone(replicas, model):
-    """What one process prints, whose stages are on one device: this one."""
+    """Return the output of this process, whose stages share one device."""
     sys.path.insert(0, os.path.dirname(PROGRAM[1]))
     from train_pipelines import line_of
 
@@ -33,11 +33,11 @@ def alone(replicas, model):
 
 
 def averaged(instance, replicas):
-    """What an instance prints that has averaged gradients of the last stage in time for both micro-batches."""
+    """Return the output of an instance that averaged the last stage's gradients in time for both micro-batches."""
     return " ".join([str(instance), *["True"] * 2 * replicas])
 
 
-def test_under_poprun():
+def test_a_pipeline_under_poprun_has_the_bits_of_one_process():
     words = ["--num-instances=2", "--num-replicas=4", "--ipus-per-replica=4"]
     options = ["--schedule=zero_bubble", "--recompute", "--leaving"]
     finished = start(*words, *PROGRAM, *options, "transformer", "batch norm").finish(LIMIT_S)
@@ -47,7 +47,7 @@ def test_under_poprun():
 
 
 def workers(folder, *words):
-    """What two workers print that know each other by TF_CONFIG."""
+    """Return the output of two workers that know each other by TF_CONFIG."""
     addresses = [f"unix:{folder}/{rank}" for rank in range(2)]
     tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}} for rank in range(2)]
     started = [start_command(*words, environ={"TF_CONFIG": json.dumps(task)}) for task in tasks]
@@ -56,7 +56,7 @@ def workers(folder, *words):
     return [each.stdout.splitlines() for each in found]
 
 
-def test_workers_that_share_a_network(tmp_path):
+def test_a_pipeline_of_networked_workers_has_the_bits_of_one_process(tmp_path):
     """Each replica spans four devices there, too."""
     options = ["--strategy=multi-worker", "--schedule=one_forward_one_backward", "--leaving"]
     first, second = workers(tmp_path, *PROGRAM, *options, "transformer")
@@ -65,8 +65,8 @@ def test_workers_that_share_a_network(tmp_path):
 
 
 @needs_horovod
-def test_instances_that_horovod_connects():
-    """A sum of two is the same in any order; nobody but mpirun starts them."""
+def test_a_pipeline_over_horovod_has_the_bits_of_one_process():
+    """A sum of two terms is the same in any order; mpirun alone starts the instances."""
     options = ["--strategy=horovod", "--replicas=2", "--schedule=grouped", "--leaving"]
     finished = start_mpirun(2, *PROGRAM, *options, "batch norm").finish(LIMIT_S)
     assert finished.status == 0, finished.stderr

@@ -1,6 +1,6 @@
-"""When one instance fails the job is over, nothing is left, and the right one is blamed.
+"""Failures of real processes: the job ends, nothing is left, and the right instance is blamed.
 
-What follows from what, and when, is tested in tests/poprun/test_job_machine.py; here are real processes.
+The rules for blame and timing are tested in tests/poprun/test_job_machine.py; here are real processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POPRUN = (sys.executable, "-m", "poprun")
 
 @pytest.fixture
 def little_memory():
-    """The file to which a process writes its number to share 512 MiB with its descendants."""
+    """Provide a file; a process that writes its number there shares 512 MiB with its descendants."""
     path = "/sys/fs/cgroup/memory" + own_cgroups().get("memory", "")
     limit = "memory.limit_in_bytes"
     if not os.path.exists(path):
@@ -49,7 +49,7 @@ def little_memory():
 
 
 def own_cgroups() -> dict[str, str]:
-    """The path of this process's cgroup, by controller; see cgroups(7)."""
+    """Return the path of this process's cgroup by controller; see cgroups(7)."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     return {name: path for _, names, path in lines for name in names.split(",")}
 
@@ -64,10 +64,10 @@ def check(finished: Finished, status: int, blamed: int, *facts: str) -> None:
 
 
 class TestPlainPrograms:
-    """Programs that know nothing of popdist."""
+    """Programs that do not use popdist."""
 
     @pytest.mark.cores(2)
-    def test_an_exception_while_the_others_wait_in_mpi(self):
+    def test_an_exception_is_blamed_while_the_others_wait_in_mpi(self):
         program = MPI_HEAD + (
             "if rank == 1:\n    print('failing', flush=True)\n    raise ValueError('no such data')\ncomm.Barrier()\n"
         )
@@ -82,19 +82,19 @@ class TestPlainPrograms:
 
     @pytest.mark.parametrize("leave", ["sys.exit(3)", also("os._exit(3)")])
     @pytest.mark.cores(2)
-    def test_the_exit_status_is_that_of_the_instance(self, leave):
+    def test_exit_status_is_that_of_the_failed_instance(self, leave):
         finished = run(*two(MPI_HEAD + f"if rank == 0:\n    {leave}\ncomm.Barrier()\n"))
         check(finished, 3, 0, "ended with exit status 3")
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, also(signal.SIGSEGV), also(signal.SIGTERM)])
     @pytest.mark.cores(2)
-    def test_a_signal_gives_128_and_its_number(self, number):
+    def test_exit_status_after_a_signal_is_128_plus_its_number(self, number):
         program = MPI_HEAD + f"if rank == 1:\n    os.kill(os.getpid(), {int(number)})\ncomm.Barrier()\n"
         finished = run(*two(program))
         check(finished, 128 + number, 1, f"was killed by {number.name}")
 
     @pytest.mark.complete
-    def test_the_kernel_kills_for_lack_of_memory(self, little_memory):
+    def test_a_kill_for_lack_of_memory_is_named(self, little_memory):
         program = PROGRESS_HEAD + (
             f"enter(7, b'barrier')\nif rank == 1:\n    page.operation_ends(); {SAY_READY}    {NEED_MEMORY}"
             + WAIT_FOR_EVER
@@ -105,11 +105,11 @@ class TestPlainPrograms:
         check(job.finish(), 137, 1, fact)
 
     @pytest.mark.cores(2)
-    def test_mpi_abort_is_blamed_on_the_one_that_called_it(self):
+    def test_mpi_abort_is_blamed_on_its_caller(self):
         finished = run(*two(MPI_HEAD + "if rank == 1:\n    comm.Abort(5)\ncomm.Barrier()\n"))
         check(finished, 5, 1, "ended with exit status 5")
 
-    def test_a_program_that_cannot_be_executed(self, tmp_path):
+    def test_an_unexecutable_program_is_named(self, tmp_path):
         script = tmp_path / "broken"
         script.write_text("neither a program nor a script that names its interpreter\n")
         script.chmod(0o755)
@@ -117,12 +117,12 @@ class TestPlainPrograms:
         check(finished, 127, 0, "ended with exit status 127")
         assert f"cannot start {script}" in finished.stderr
 
-    def test_leaving_early_is_fine_when_nobody_waits(self):
+    def test_an_instance_may_end_early_when_none_waits_for_it(self):
         program = "import os, sys\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': print(sum(range(10**7)))\n"
         finished = run(*two(program))
         assert (finished.status, finished.said) == (0, [])
 
-    def test_children_of_the_failed_and_of_the_others_are_ended(self):
+    def test_children_of_failed_and_other_instances_are_ended(self):
         program = (
             "import os, subprocess, sys\n"
             "subprocess.Popen(['sleep', '100'])\n"
@@ -132,15 +132,15 @@ class TestPlainPrograms:
         )
         check(run(*two(program)), 9, 1)
 
-    def test_children_that_a_successful_program_leaves_are_ended(self):
+    def test_children_of_a_successful_program_are_ended(self):
         finished = run("sh", "-c", "sleep 100 & setsid sleep 100 & echo done")
         assert (finished.status, finished.stdout) == (0, "done\n")
 
 
-class TestProgramsThatKeepARecord:
-    """Programs that note their collectives, as popdist does."""
+class TestProgramsWithProgressPage:
+    """Programs that record their collectives, as popdist does."""
 
-    def test_the_collective_of_the_others_is_named(self, tmp_path):
+    def test_the_collective_of_waiting_instances_is_named(self, tmp_path):
         entered = tmp_path / "entered"
         program = PROGRESS_HEAD + (
             "page.step_begins(12)\n"
@@ -158,7 +158,7 @@ class TestProgramsThatKeepARecord:
         )
 
     @pytest.mark.cores(2)
-    def test_one_that_is_released_from_its_exit_handler_shows_its_status(self):
+    def test_an_instance_released_in_its_exit_handler_keeps_its_status(self):
         program = PROGRESS_HEAD + (
             "if rank == 0:\n    page.leaving()\n    while not page.is_released: pass\n    os._exit(3)\n"
             "enter(5, b'barrier'); page.waiting_for([0])\n" + WAIT_FOR_EVER
@@ -190,7 +190,7 @@ def test_a_killed_mpirun_is_a_failure():
     assert "mpirun" in finished.own_text
 
 
-def test_when_mpirun_cannot_start_its_own_words_are_shown():
+def test_mpirun_s_own_words_are_shown_when_it_cannot_start():
     finished = run("--mpi-global-args", "--no-such-option-at-all", "echo", "x")
     assert finished.status not in (0, 2)
     assert "no-such-option-at-all" in finished.stderr
@@ -208,7 +208,7 @@ class TestTheControlSocket:
             for _ in range(300):
                 stranger = held.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.connect(f"\0{name}")
-                with contextlib.suppress(OSError):  # it may have been turned away
+                with contextlib.suppress(OSError):  # poprun may have closed the connection
                     stranger.sendall(b"\1\xff\xff\xff\xff")
             all_are_there.touch()
             finished = job.finish()
@@ -216,7 +216,7 @@ class TestTheControlSocket:
         assert finished.lines_of(0) == finished.lines_of(1) == ["said"]
         assert "Traceback" not in finished.stderr
 
-    def test_a_progress_page_that_was_overwritten_is_one_warning(self):
+    def test_an_overwritten_progress_page_gives_one_warning(self):
         program = f"{PROGRESS_HEAD}page._words[2] = 99\n"
         finished = run(*two(program))
         assert finished.status == 0, finished.stderr
@@ -225,7 +225,7 @@ class TestTheControlSocket:
 
 
 def control_socket(pid: int) -> str:
-    """The name of poprun's socket, as soon as it accepts connections, which its flags say, see proc(5)."""
+    """Return the name of poprun's socket as soon as it accepts connections, as its flags tell; see proc(5)."""
     deadline_s = time.monotonic() + LIMIT_S
     while True:
         found = re.search(rf" 00010000 .*@(poprun-{pid}-\w+)", Path("/proc/net/unix").read_text())

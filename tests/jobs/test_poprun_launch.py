@@ -1,4 +1,4 @@
-"""What programs find when they start, and what is refused before anything starts."""
+"""Environment and cores of started programs, and refusals before the start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_TWELVE = {"PJRT_NPROC": "12", "JAX_PLATFORMS": "cpu"}
 
 
 def tell(*options: str, environ: dict[str, str] | None = None) -> list[dict]:
-    """What every instance tells about itself, in order."""
+    """Return the report of each instance, in order."""
     finished = run(*options, sys.executable, "-c", TELL, environ=environ)
     assert finished.status == 0, finished.stderr
     lines = sorted(finished.stdout.splitlines())
@@ -51,11 +51,11 @@ class TestEnvironment:
             assert each["environ"]["PJRT_NPROC"] == "8"
             assert {"POPRUN_CONTROL", "JAX_PLATFORMS"}.isdisjoint(each["environ"])
 
-    def test_the_thread_pool_depends_on_all_replicas_unless_the_user_says_so(self):
+    def test_the_user_s_thread_pool_size_overrides_that_of_all_replicas(self):
         assert tell("--num-replicas=12", "--offline-mode", "on")[0]["environ"].items() >= OF_TWELVE.items()
         assert tell(environ={"PJRT_NPROC": "5"})[0]["environ"]["PJRT_NPROC"] == "5"
 
-    def test_each_instance_gets_what_is_exported_for_it_and_no_other(self):
+    def test_each_instance_gets_only_its_own_exported_variables(self):
         of_all = ["--mpi-global-args=-x A=global", "--mpi-local-args=-x B=local"]
         own = ["--instance-mpi-local-args", "0:-x B=first -x C=first", "--instance-mpi-local-args", "1:-x A=second"]
         told = tell("--num-instances=3", "--num-replicas=3", *of_all, *own)
@@ -68,7 +68,7 @@ class TestEnvironment:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 class TestPinning:
-    def test_instances_have_cores_of_their_own(self):
+    def test_instances_have_disjoint_cores(self):
         first, second = (set(each["cores"]) for each in tell("--num-instances=2", "--num-replicas=2"))
         assert first
         assert second
@@ -82,13 +82,13 @@ class TestPinning:
             also(["--num-instances=1"]),
         ],
     )
-    def test_unless_the_user_says_otherwise(self, options):
+    def test_user_options_disable_pinning(self, options):
         for each in tell("--num-instances=2", "--num-replicas=2", *options):
             assert set(each["cores"]) == os.sched_getaffinity(0)
 
 
 class TestDryRun:
-    def test_it_prints_the_command_that_is_run(self):
+    def test_a_dry_run_prints_the_command_of_a_run(self):
         words = [*two("print('ran')", "--mpi-local-args", "-x A='b c'"), "an argument"]
         planned = run("--dry-run", *words)
         assert planned.status == 0
@@ -98,7 +98,7 @@ class TestDryRun:
         assert "ran" not in planned.stdout.replace("print('ran')", "").replace("'\"'\"'ran'\"'\"'", "")
         assert shlex.split(planned.stdout)[-1] == "an argument"
 
-    def test_it_shows_the_topology_when_asked(self):
+    def test_a_dry_run_prints_the_topology_on_request(self):
         shown = run("--dry-run", "--num-replicas=2", "--print-topology=yes", "echo").stdout.splitlines()
         assert shown[1] == "|  poprun topology  |"
         assert "mpirun" in shown[-1]
@@ -113,14 +113,14 @@ def refused(*words: str, **options) -> Finished:
 
 
 class TestBadInput:
-    """Each refusal is in tests/poprun/test_refusals.py."""
+    """All refusals are tested in tests/poprun/test_refusals.py."""
 
-    def test_it_is_refused_in_one_line_with_status_2(self):
+    def test_bad_input_is_refused_in_one_line_with_status_2(self):
         finished = refused("--num-replica-s=2", "echo")
         assert finished.status == 2
         assert "unknown option --num-replica-s, did you mean --num-replicas" in finished.own_text
 
-    def test_root_has_to_say_so(self):
+    def test_root_needs_explicit_permission(self):
         if os.geteuid() != 0:
             pytest.skip("only root is refused")
         finished = refused("echo", root_allowed=False)
@@ -131,11 +131,11 @@ class TestBadInput:
 
 
 class TestVersion:
-    def test_as_text_and_json(self):
+    def test_text_and_json_name_poprun_s_version(self):
         assert run("--version").stdout == f"poprun {__version__}\n"
         assert json.loads(run("--version", "--version-format", "json").stdout) == {"poprun": __version__}
 
-    def test_in_full(self):
+    def test_full_formats_name_versions_of_all_components(self):
         versions = json.loads(run("--version", "--version-format=full-json").stdout)
         assert {"poprun", "popdist", "python", "openmpi", "mpi4py", "numpy", "jax"} <= versions.keys()
         assert f"mpi4py {versions['mpi4py']}" in run("--version", "--version-format=full-text").stdout
@@ -149,7 +149,7 @@ def test_help_names_every_option():
 
 
 @pytest.mark.parametrize("words", [["--help"], also(["--version"]), also(["doctor", "--help"]), ["--dry-run", "true"]])
-def test_what_cannot_be_shown_is_one_line_and_no_traceback(words):
+def test_an_unwritable_standard_output_gives_one_line_and_no_traceback(words):
     command = [sys.executable, "-m", "poprun", *words]
     with open("/dev/full", "w") as full:
         shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -163,19 +163,19 @@ TELL_WORDS = "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ.g
 
 
 class TestWordsOfMpirun:
-    """What follows the program's name is the program's, whatever it means to mpirun."""
+    """Words after the program's name belong to the program, even if mpirun knows them."""
 
     @pytest.mark.parametrize(
         "words", [(*MPIRUNS, "--prtemca"), *(also([word]) for word in (*MPIRUNS, "", "+", "++a", "-gmca", "--pmixmca"))]
     )
-    def test_reach_the_program(self, words):
+    def test_words_of_mpirun_reach_the_program(self, words):
         finished = run(*two(TELL_WORDS), *words)
         assert finished.status == 0, finished.stderr
         for instance in range(2):
             assert [json.loads(line) for line in finished.lines_of(instance)] == [[list(words), None]]
 
     @pytest.mark.parametrize("name", [":", also("--mca"), also("+np"), also("@file")])
-    def test_may_name_it(self, name, tmp_path):
+    def test_a_word_of_mpirun_may_name_the_program(self, name, tmp_path):
         program = tmp_path / name
         program.symlink_to("/bin/echo")
         path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
@@ -183,7 +183,7 @@ class TestWordsOfMpirun:
         assert finished.status == 0, finished.stderr
         assert [finished.lines_of(instance) for instance in range(2)] == [["said"]] * 2
 
-    def test_reach_the_program_of_a_configuration_file(self, tmp_path):
+    def test_words_of_mpirun_reach_the_program_of_a_configuration_file(self, tmp_path):
         file = tmp_path / "job.toml"
         file.write_text(f"program = {json.dumps([sys.executable, '-c', TELL_WORDS, ':', '-np', '2'])}\n")
         finished = run("--import-config", str(file))
@@ -220,13 +220,13 @@ others.Disconnect()
 
 
 class TestOnOneHost:
-    def test_instances_listen_to_no_network(self):
+    def test_instances_listen_only_to_loopback(self):
         finished = run(*two(LISTENERS))
         assert finished.status == 0, finished.stderr
         assert finished.lines_of(0) == finished.lines_of(1) == [r"{b'lo\x00'}"]
 
     @pytest.mark.complete
-    def test_instances_reach_what_they_spawn(self, tmp_path):
+    def test_instances_reach_processes_that_they_spawn(self, tmp_path):
         program = tmp_path / "program.py"
         program.write_text(SPAWN)
         finished = run("--num-instances", "2", "--num-replicas", "2", sys.executable, str(program))

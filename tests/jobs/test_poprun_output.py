@@ -1,4 +1,4 @@
-"""Lines are tagged with their instance, whole, and complete."""
+"""Output of instances: tagged, whole and complete lines, on streams and in files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_both_streams_of_every_instance_are_tagged():
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_many_instances_that_write_at_once_lose_and_tear_nothing(tmp_path):
+def test_many_instances_writing_at_once_lose_and_tear_no_line(tmp_path):
     instances, lines = 8, 3000
     program = RANK + (
         f"for n in range({lines}):\n"
@@ -58,26 +58,26 @@ def test_a_line_of_8_mib_comes_through_in_one_piece():
     assert {line[14:].strip(line[14]) for line in finished.stdout.splitlines()} == {""}
 
 
-def test_the_last_line_needs_no_end():
+def test_the_last_line_needs_no_line_end():
     finished = run("--tag-host", "printf", "one\ntwo")
     tag = f"[1,0][{os.uname().nodename}]<stdout>:"
     assert finished.stdout == f"{tag}one\n{tag}two\n"
 
 
-def test_a_pipe_gets_what_one_instance_writes_to_the_byte_and_standard_error_stays_tagged():
+def test_standard_output_of_one_instance_is_untagged_in_a_pipe_but_standard_error_is_tagged():
     finished = run("sh", "-c", """printf '{"a":\n1}'; echo note >&2""")
     assert (finished.status, json.loads(finished.stdout)) == (0, {"a": 1})
     assert (finished.stdout, finished.stderr) == ('{"a":\n1}', "[1,0]<stderr>:note\n")
 
 
-def test_a_pipe_that_has_standard_error_too_gets_tags():
+def test_a_pipe_with_both_streams_gets_tags():
     words = [sys.executable, "-m", "poprun", "echo", "Hello World"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": LIMIT_S}
     finished = subprocess.run(words, env=os.environ | ROOT_ALLOWED, check=False, **options)
     assert (finished.returncode, finished.stdout) == (0, b"[1,0]<stdout>:Hello World\n")
 
 
-def test_empty_lines_and_bytes_that_are_no_text_pass():
+def test_empty_lines_and_invalid_utf8_pass():
     job = start("printf", r"\n\303\050\n")
     job.process.wait()
     job.streams[0].close()
@@ -85,7 +85,7 @@ def test_empty_lines_and_bytes_that_are_no_text_pass():
     job.streams[1].close()
 
 
-def test_a_prompt_without_line_end_appears_too():
+def test_a_prompt_without_line_end_appears():
     job = start(sys.executable, "-c", "import signal; print('name? ', end=''); signal.pause()")
     job.wait_for("name? ")
     job.process.terminate()
@@ -132,7 +132,7 @@ def test_files_have_every_byte_of_every_instance_even_of_silenced_ones(tmp_path)
             assert kept.read_bytes() == (tmp_path / f"{rank}.{descriptor}").read_bytes()
 
 
-def test_files_are_written_at_once_and_tell_why_a_job_has_failed(tmp_path):
+def test_files_are_written_at_once_and_contain_the_cause_of_failure(tmp_path):
     program = RANK + (
         "import signal\n"
         "if rank == 0: print('at work'); signal.pause()\n"
@@ -164,7 +164,7 @@ def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     assert "No space left on device; the job goes on" in warning
 
 
-def test_a_reader_that_comes_late_finds_everything():
+def test_a_late_reader_gets_all_output():
     marker = uuid.uuid4().hex
     program = "print('x' * 1_000_000); print('end')"
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Programs that use popdist: the collective of the others is named, and the first cause is blamed."""
+"""Failures of programs that use popdist: collectives are named, and the first cause is blamed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_instance_that_leaves_while_the_other_needs_it_is_blamed(event, statu
     assert finished.status == status, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
     assert how in finished.own_lines[0]
-    # A barrier lets one go earlier than the other, and the other may be on its way from it to the all-reduce.
+    # A barrier releases one instance before the other, which may be between the barrier and the all-reduce.
     waiting = ("instance 0 was in collective 2, all_reduce", "instance 0 was in collective 1, barrier")
     _, *others = finished.own_lines
     if event == RAISES:
@@ -81,8 +81,8 @@ popdist.synchronize()
 @pytest.mark.parametrize(
     ("event", "status", "text"), [("raise ValueError('no such data')", 1, "no such data"), also("sys.exit(3)", 3, "")]
 )
-def test_a_thread_that_never_ends_does_not_keep_a_failed_instance(event, status, text):
-    """Nobody has to notice that it is stuck: the limit for that would be --stuck-timeout-s, 300 s."""
+def test_an_endless_thread_does_not_keep_a_failed_instance_alive(event, status, text):
+    """The instance ends long before --stuck-timeout-s, which is 300 s."""
     finished = start(*two(THREADS.format(event=event))).finish()
     assert finished.status == status, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
@@ -104,8 +104,8 @@ popdist.allreduce(np.ones(3))
 """
 
 
-def test_what_one_says_at_its_end_is_not_buried_under_what_follows_from_it():
-    """All that the others could say is that it has come to its end. (Only `raise` does not show that it has failed.)"""
+def test_the_message_of_the_failed_instance_is_not_buried_under_consequences():
+    """The others could only say that the instance has ended. (Only `raise` does not reveal the failure.)"""
     program = ENDS_EARLY.format(event="raise SystemExit('this needs an extra: pip install it')")
     words = ("--num-instances", "3", "--num-replicas", "3", sys.executable, "-c", program)
     finished = start(*words).finish()
@@ -118,7 +118,7 @@ def test_what_one_says_at_its_end_is_not_buried_under_what_follows_from_it():
 
 
 @pytest.mark.complete
-def test_what_follows_from_it_is_said_where_that_one_does_not_end():
+def test_consequences_are_shown_when_the_failed_instance_stays_alive():
     event = """
     try:
         popdist.finalizeBackend()
@@ -131,13 +131,13 @@ def test_what_follows_from_it_is_said_where_that_one_does_not_end():
     assert "see why rank 1 came to the end" in finished.stderr
 
 
-def test_what_runs_alone_may_start_a_job_whose_instances_do_not():
+def test_instances_of_a_job_started_with_popdist_alone_are_not_alone():
     program = "import popdist\npopdist.init()\nprint(popdist.getNumInstances())\n"
     finished = start(*two(program), environ={"POPDIST_ALONE": "1"}).finish()
     assert [finished.lines_of(instance) for instance in range(2)] == [["2"], ["2"]]
 
 
-def test_a_program_that_an_instance_starts_is_refused_and_does_not_hang():
+def test_an_instance_s_child_that_uses_popdist_is_refused_and_does_not_hang():
     program = (
         "import os, subprocess, sys\nimport popdist\npopdist.init()\n"
         "child = 'import popdist; popdist.init(); print(popdist.getNumInstances())'\n"

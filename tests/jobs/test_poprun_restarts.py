@@ -1,4 +1,4 @@
-"""A job that is to survive is started again, so often as the user allows."""
+"""Restarts of failed jobs, up to the number that the user allows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_job_completes_after_failures_of_different_kinds():
 
 
 @pytest.mark.parametrize(("number", "status"), [also(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_job_that_the_user_ends_is_not_started_again(number, status):
+def test_a_job_that_the_user_ends_is_not_restarted(number, status):
     job = start(*RESTART, sys.executable, "-c", "import time; print('begins', flush=True); time.sleep(50)")
     job.wait_for("begins")
     job.process.send_signal(number)
@@ -56,7 +56,7 @@ def test_a_job_that_the_user_ends_is_not_started_again(number, status):
 
 
 @pytest.mark.complete
-def test_a_job_that_leaves_on_a_signal_that_was_passed_on_is_not_started_again():
+def test_a_job_that_leaves_on_a_forwarded_signal_is_not_restarted():
     program = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGUSR1, lambda number, _: sys.exit(128 + number))\n"
@@ -100,8 +100,8 @@ def test_output_of_all_attempts_is_kept(tmp_path):
     ],
 )
 @pytest.mark.cores(2)
-def test_an_instance_that_is_stuck_is_named_with_its_line(how, where, tmp_path):
-    """The other one waits for it only when it is where it is to be found."""
+def test_a_stuck_instance_is_named_with_its_line(how, where, tmp_path):
+    """The other instance waits only once the first is stuck."""
     begun = str(tmp_path / "begun")
     program = PROGRESS_HEAD + (
         "from popdist.records import show_stack_when_asked\n"
@@ -170,26 +170,28 @@ for step in range(4):
     ],
 )
 @pytest.mark.cores(2)
-def test_an_injected_fault_happens_where_it_is_meant_to(kind, phase, status, fact):
+def test_an_injected_fault_happens_in_its_step_and_phase(kind, phase, status, fact):
     fault = f"{kind}:instance=1,step=2,phase={phase}"
     limit = ("--stuck-timeout-s", "2") if kind == "stop" else ()
     finished = run(*two(PLAIN_TRAINING, "--inject", fault, *limit))
     assert finished.status == status, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
-    said, _, place = finished.own_lines[0].partition("; last heard of ")  # if it was heard of before it was cut off
+    said, _, place = finished.own_lines[0].partition(
+        "; last heard of "
+    )  # present if poprun heard from it before the cut
     assert said.endswith(fact)
     assert not place or kind == "cut"
 
 
 @pytest.mark.parametrize("kind", ["kill", also("cut")])
 @pytest.mark.cores(2)
-def test_a_job_is_started_again_without_the_fault(kind):
+def test_a_job_is_restarted_without_the_injected_fault(kind):
     finished = run(*two(PLAIN_TRAINING, *RESTART, "--inject", f"{kind}:instance=1,step=2"))
     assert finished.status == 0, finished.stderr
     assert warnings(finished)[-1].startswith("the job completed after 1 restart: instance 1 on host ")
 
 
-def test_a_fault_that_is_none_starts_nothing():
+def test_an_invalid_fault_starts_nothing():
     finished = run(*two(PLAIN_TRAINING, "--inject", "melt:instance=0"))
     assert (finished.status, finished.stdout) == (2, "")
     assert finished.own_lines == [

@@ -1,4 +1,4 @@
-"""Ending poprun ends everything."""
+"""Signals to poprun, and the end of all processes of the job."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ IGNORED_BY_ALL = (
 )
 
 
-def test_a_hangup_that_is_ignored_at_the_start_stays_ignored_by_all():
-    """Under nohup, when the terminal closes: the shell sends SIGHUP to poprun's group."""
+def test_a_hangup_ignored_at_the_start_stays_ignored_by_all_processes():
+    """Under nohup the shell sends SIGHUP to poprun's group when the terminal closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         job = start(*two(IGNORED_BY_ALL), start_new_session=True, stdin=subprocess.PIPE)
@@ -71,7 +71,7 @@ def test_a_hangup_that_is_ignored_at_the_start_stays_ignored_by_all():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, also(signal.SIGTERM)])
-def test_programs_that_do_not_listen_are_ended_all_the_same(number):
+def test_programs_that_ignore_signals_are_ended(number):
     job = start_two(HAS_CHILDREN)
     job.process.send_signal(number)
     finished = job.finish()
@@ -79,7 +79,7 @@ def test_programs_that_do_not_listen_are_ended_all_the_same(number):
 
 
 @pytest.mark.complete
-def test_a_second_signal_does_not_wait():
+def test_a_second_signal_ends_programs_without_waiting():
     job = start_two(HAS_CHILDREN)
     job.process.send_signal(signal.SIGINT)
     job.process.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_a_second_signal_does_not_wait():
     assert finished.status in (130, 143)  # the kernel delivers them in any order
 
 
-def test_a_program_can_use_the_signal_to_end_well():
+def test_a_program_can_use_the_signal_to_save_and_end():
     program = (
         "import os, signal\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
@@ -117,7 +117,7 @@ NEEDS_TIME = (
 
 
 @pytest.mark.complete
-def test_a_program_that_has_something_to_save_gets_the_time_that_it_asked_for():
+def test_a_program_gets_the_grace_time_that_it_asked_for():
     job = start_two(NEEDS_TIME.replace("LEAVES", "True"))
     job.process.terminate()
     finished = job.finish()
@@ -140,12 +140,12 @@ def test_user_signals_reach_the_programs():
 
 
 @pytest.mark.parametrize("program", [also(WAITS), HAS_CHILDREN], ids=["waiting", "with children"])
-def test_after_sigkill_of_poprun_nothing_is_left(program):
+def test_sigkill_of_poprun_leaves_no_process(program):
     start_two(program).kill()
 
 
 @pytest.mark.complete
-def test_after_sigkill_during_the_start_nothing_is_left(tmp_path):
+def test_sigkill_during_the_start_leaves_nothing(tmp_path):
     job = start(*two(WAITS), environ={"TMPDIR": str(tmp_path)})
     while len(leftovers(job.marker)) < 2:  # until there is an mpirun
         pass
@@ -153,27 +153,27 @@ def test_after_sigkill_during_the_start_nothing_is_left(tmp_path):
     assert poprun_files(tmp_path) == []
 
 
-def test_nothing_is_left_of_an_instance_that_has_begun_after_the_end_of_poprun():
+def test_an_instance_that_begins_after_poprun_s_end_leaves_nothing():
     program = ["sh", "-c", "setsid sleep 100 & exec sleep 100"]
     agent = [sys.executable, "-I", "-S", str(AGENT), "any"]
     environ = {CONTROL_VARIABLE: f"unix:poprun-gone-{os.getpid()} {'00' * 16} -", "OMPI_COMM_WORLD_RANK": "0"}
-    assert start_command(*agent, *program, environ=environ).finish().status == 1  # nothing is left, or this fails
+    assert start_command(*agent, *program, environ=environ).finish().status == 1  # `finish` fails if a process is left
 
 
 @pytest.mark.parametrize("ending", [also("pass"), also("os._exit(3)"), "os.kill(os.getpid(), 9)"])
 @pytest.mark.cores(2)
-def test_no_file_is_left(tmp_path, ending):
+def test_ended_jobs_leave_no_file(tmp_path, ending):
     program = MPI_HEAD + f"if rank == 1: {ending}\n"
     run(*two(program), environ={"TMPDIR": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
 
 
 def poprun_files(folder: Path) -> list[str]:
-    """mpirun, killed in the middle of its start, may leave files of its own."""
+    """Return poprun's files; mpirun may leave its own files if killed during the start."""
     return [path.name for path in folder.iterdir() if path.name.startswith("poprun")]
 
 
-def test_a_reader_that_leaves_ends_the_job():
+def test_a_closed_reader_ends_the_job():
     job = start(*two("while True: print('x' * 1000)"))
     job.wait_for("x")
     os.dup2(os.open(os.devnull, os.O_RDONLY), job.process.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Programs have the streams that they would have without poprun."""
+"""Standard streams of programs under poprun."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_standard_input_goes_to_instance_0_to_its_end(size):
     assert sorted(finished.stdout.splitlines()) == [f"[1,0]<stdout>:0 {size}", "[1,1]<stdout>:1 0"]
 
 
-def test_standard_input_that_nobody_reads_is_no_hindrance():
+def test_unread_standard_input_does_not_block():
     job = start("head", "-c", "1", stdin=subprocess.PIPE)
     with pytest.raises(BrokenPipeError):
         job.process.stdin.write(b"x" * 10_000_000)
@@ -49,19 +49,19 @@ def test_input_arrives_while_it_is_typed():
     assert job.finish().status == 0
 
 
-def test_closed_streams_do_no_harm():
+def test_a_closed_standard_input_is_empty():
     words = ["sh", "-c", f"exec {shlex.quote(sys.executable)} -m poprun cat <&-"]
     environ = os.environ | ROOT_ALLOWED
     finished = subprocess.run(words, env=environ, capture_output=True, timeout=LIMIT_S, check=False)
     assert (finished.returncode, finished.stdout) == (0, b"")
 
 
-def test_without_a_terminal_programs_see_none():
+def test_programs_see_no_terminal_without_one():
     finished = run(sys.executable, "-c", "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
     assert finished.stdout == "False False\n"
 
 
-def test_a_stream_that_is_a_terminal_is_one_for_the_program():
+def test_a_stream_on_a_terminal_is_a_terminal_for_the_program():
     program = (
         "import sys\n"
         "print(sys.stdout.isatty(), sys.stderr.isatty(), file=sys.stderr)\n"
@@ -74,8 +74,8 @@ def test_a_stream_that_is_a_terminal_is_one_for_the_program():
     assert shown == tag + b"False True\r\n" + tag + b"".join(b"\r" + tag + b"%d" % n for n in range(3)) + b"\r\n"
 
 
-def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there(tmp_path):
-    """What is erased is not there any more, also where the line is drawn again before the job has ended."""
+def test_the_startup_line_on_a_terminal_is_erased(tmp_path):
+    """The line is erased even when it was drawn again before the job ended."""
     line, told = b"no step is completed yet: the program loads data or compiles (", tmp_path / "told"
     begins = "import os, popdist, time\npopdist.init()\n{}\nprint('begins')\n"
     program = begins.format(f"while not os.path.exists({str(told)!r}): time.sleep(0.01)")
@@ -89,7 +89,7 @@ def test_a_line_tells_of_the_beginning_on_a_terminal_and_leaves_nothing_there(tm
     assert (status, shown) == (0, b"[1,0]<stdout>:begins\r\n")
 
 
-def test_a_signal_for_the_whole_process_group_is_one_for_poprun():
+def test_a_signal_for_the_whole_process_group_counts_once():
     program = "import os, signal\nprint('ready', flush=True)\nsignal.pause()\n"
     for number in (signal.SIGINT, signal.SIGTERM):
         job = start(*two(program), process_group=0)

@@ -1,4 +1,4 @@
-"""Jobs whose steps are seen by the profiler of JAX or PyTorch too."""
+"""Jobs whose steps are also recorded by the profiler of JAX or PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BARRIER = "barrier 'gradients': exchange"
         pytest.param("torch:all@4", range(104, 108), id="PyTorch", marks=pytest.mark.complete),
     ],
 )
-def test_what_a_profiler_sees_of_some_steps_is_in_the_trace_where_they_are(tmp_path: Path, word, steps) -> None:
+def test_profiled_steps_appear_in_the_trace_at_their_times(tmp_path: Path, word, steps) -> None:
     profiler = word.partition(":")[0]
     pytest.importorskip(profiler)
     trace = tmp_path / "trace.json"
@@ -61,7 +61,7 @@ def test_what_a_profiler_sees_of_some_steps_is_in_the_trace_where_they_are(tmp_p
 
 
 @pytest.mark.complete
-def test_a_profile_that_a_killed_instance_did_not_write_is_said_to_be_lost(tmp_path: Path) -> None:
+def test_the_profile_of_a_killed_instance_is_reported_as_lost(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     words = [f"--timeline={trace}", "--profile=jax:all", "--inject=kill:instance=1,step=104", sys.executable, "-c"]
     finished = start("-n=2", *words, f"{IMPORTS['jax']}\n{PROGRAM}").finish()
@@ -70,7 +70,7 @@ def test_a_profile_that_a_killed_instance_did_not_write_is_said_to_be_lost(tmp_p
 
 
 def uncertainty_us(name: str) -> int:
-    """What the name of a thread says of its clock, rounded up."""
+    """Return the uncertainty of a thread's clock, as its name gives it, rounded up."""
     found = re.search(r"\(\+- (\d+) us\)", name)
     assert found, name
     return int(found[1]) + 1

@@ -1,4 +1,4 @@
-"""Program, seed, data and number of replicas decide the bits, not how instances drive the replicas."""
+"""Bits of trainings, which depend only on program, seed, data and number of replicas."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def python(name: str, *words: object) -> list[str]:
 
 
 def compiled_once() -> list[str]:
-    """Have one instance compile what all need, and have it kept where other jobs find it."""
+    """Return options that let one instance compile for all, in a cache that other jobs share."""
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     return [f"--executable-cache-path={folder}"] if folder else []
 
 
 def finish(*words: str) -> Finished:
-    """Run poprun to its end, which is a good one."""
+    """Run poprun to its end, and check that its exit status is 0."""
     job = start(*words)
     job.process.wait(LIMIT_S)
     finished = job.finish()
@@ -52,7 +52,7 @@ def finish(*words: str) -> Finished:
 
 @pytest.fixture(scope="module")
 def train(directory):
-    """What a job of n instances found."""
+    """Return a function that trains in a job, and returns the fingerprints."""
 
     def run(replicas: int, instances: int, how: str, *models: str) -> dict[str, str]:
         output = directory / f"{instances}-of-{replicas}-{how}-{'-'.join(models)}.json"
@@ -65,11 +65,11 @@ def train(directory):
 
 @functools.cache
 def alone(replicas: int, model: str) -> str:
-    """What one process finds, this one."""
+    """Return the fingerprint of this process."""
     return train_model(strategies.IPUStrategy(replicas), model)
 
 
-class TestTheVariablesAreTheSameForEveryNumberOfInstances:
+class TestVariables:
     @pytest.mark.parametrize(
         ("replicas", "instances", "how", "models"),
         [
@@ -78,12 +78,12 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
             pytest.param(8, 8, "auto", ["dropout"], marks=pytest.mark.complete),
         ],
     )
-    def test_as_those_of_one_process(self, train, replicas, instances, how, models):
+    def test_jobs_have_the_bits_of_one_process(self, train, replicas, instances, how, models):
         found = train(replicas, instances, how, *models)
         assert found == {model: alone(replicas, model) for model in models} | {"mechanism": MECHANISMS[how]}
 
     @pytest.mark.complete
-    def test_also_where_the_shared_memory_is_too_small_for_the_window(self, train, directory):
+    def test_jobs_with_too_little_shared_memory_for_the_window_have_the_bits_of_one_process(self, train, directory):
         if os.geteuid() != 0 or shutil.which("unshare") is None:
             pytest.skip("only root may mount a small /dev/shm")
         mount = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
@@ -98,8 +98,8 @@ class TestTheVariablesAreTheSameForEveryNumberOfInstances:
 
 
 @pytest.mark.complete
-def test_the_command_of_the_documentation_gives_the_bits_of_one_process(directory, monkeypatch):
-    """The main job with its defaults, once as two instances and once without a launcher, in this process."""
+def test_the_documented_command_gives_the_bits_of_one_process(directory, monkeypatch):
+    """The main job with its defaults, once as two instances and once without a launcher in this process."""
     program = [str(ROOT / "popdist" / "examples" / "digits.py"), "--max-steps=5"]
     together, alone = directory / "together.json", directory / "alone.json"
     finish("--num-replicas=4", "--num-instances=2", *compiled_once(), sys.executable, *program, f"--json={together}")
@@ -112,10 +112,10 @@ def test_the_command_of_the_documentation_gives_the_bits_of_one_process(director
 
 
 @pytest.mark.complete
-def test_the_rows_of_popdist_strategy_hold():
-    """P-01 to P-05, P-07, P-10 to P-16, P-19, P-21 and P-34, translated; two instances, two replicas.
+def test_popdist_strategy_holds_its_promises_under_mpirun():
+    """The checks are translated from the original's tests, for two instances with one replica each.
 
-    Under mpirun alone: all other jobs here are those of poprun.
+    All other jobs here are started by poprun.
     """
     finished = start_mpirun(2, *python("popdist_strategy_rows.py")).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr

@@ -1,6 +1,6 @@
-"""Jobs that would never end: an instance that is stopped or blocked at any time, an agent or mpirun that is stopped.
+"""Jobs that would never end, because an instance, an agent or mpirun is stopped or blocked.
 
-After how long, and who is blamed, is tested in tests/poprun/test_job_machine.py; here are real processes and signals.
+The rules for blame and timing are tested in tests/poprun/test_job_machine.py; here are real processes and signals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHORT = ("--stuck-timeout-s", "1")
 
 @pytest.mark.parametrize("mode", ["stop", also("shrink"), also("restart")])
 @pytest.mark.cores(2)
-def test_an_instance_that_is_stopped_before_init(mode):
+def test_an_instance_stopped_before_init_is_blamed(mode):
     program = HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n" + JOIN
     finished = run(*two(program, *SHORT, "--on-failure", mode, "--max-restarts", "0"))
     assert finished.status == 124, finished.stderr
@@ -42,7 +42,7 @@ def test_an_instance_that_is_stopped_before_init(mode):
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_an_instance_behind_a_shell_that_is_stopped_while_it_imports():
+def test_an_instance_behind_a_shell_stopped_during_imports_is_blamed():
     program = HEAD + "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n" + JOIN
     words = ("--num-instances", "2", "--num-replicas", "2", *SHORT, "sh", "-c", '"$@"; exit $?', "-")
     finished = run(*words, sys.executable, "-c", program)
@@ -51,7 +51,7 @@ def test_an_instance_behind_a_shell_that_is_stopped_while_it_imports():
 
 
 @pytest.mark.cores(2)
-def test_an_instance_that_ends_before_init_while_another_waits_there():
+def test_an_instance_that_ends_before_init_is_blamed_when_another_waits_there():
     finished = run(*two(HEAD + "if rank == 1: sys.exit(0)\n" + JOIN))
     assert finished.status == 1, finished.stderr
     first, second = finished.own_lines
@@ -60,7 +60,7 @@ def test_an_instance_that_ends_before_init_while_another_waits_there():
 
 
 @pytest.mark.cores(2)
-def test_the_last_instance_is_stopped_when_nobody_waits_for_it_any_more():
+def test_the_last_instance_is_blamed_when_stopped_with_none_waiting():
     program = HEAD + JOIN + "popdist.finalizeBackend()\nif rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
     finished = run(*two(program, *SHORT))
     assert finished.status == 124, finished.stderr
@@ -70,7 +70,7 @@ def test_the_last_instance_is_stopped_when_nobody_waits_for_it_any_more():
 
 @pytest.mark.parametrize("where", ["before init", also("at the end")])
 @pytest.mark.cores(2)
-def test_mpirun_that_is_stopped(where):
+def test_a_stopped_mpirun_is_named(where):
     stop = "if rank == 1: os.kill(mpirun, signal.SIGSTOP)\n"
     finished = run(*two(HEAD + (stop + JOIN if where == "before init" else JOIN + stop), *SHORT))
     assert finished.status == 124, finished.stderr
@@ -79,7 +79,7 @@ def test_mpirun_that_is_stopped(where):
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_an_agent_that_is_stopped_after_all_results_are_out():
+def test_an_agent_stopped_after_the_last_results_is_blamed():
     finished = run(*two(HEAD + JOIN + "if rank == 1: os.kill(agent, signal.SIGSTOP)\n", *SHORT))
     assert finished.status == 124, finished.stderr
     assert finished.own_lines[0].startswith("instance 1 on host ")
@@ -89,8 +89,8 @@ def test_an_agent_that_is_stopped_after_all_results_are_out():
 @pytest.mark.complete
 @pytest.mark.parametrize("mode", ["shrink", also("restart")])
 @pytest.mark.cores(2)
-def test_mpirun_that_is_killed_in_init_blames_no_instance_and_is_started_again(mode, tmp_path):
-    """Instance 0 waits in MPI_Init, napping, which fails when mpirun is gone; so it ends with 14 by itself."""
+def test_an_mpirun_killed_in_init_blames_no_instance_and_is_restarted(mode, tmp_path):
+    """Instance 0 waits in MPI_Init, which fails when mpirun is gone; so the instance ends with 14."""
     told = tmp_path / "pid"
     program = HEAD + (
         f"told = {str(told)!r}\n"

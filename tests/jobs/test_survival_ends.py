@@ -1,4 +1,4 @@
-"""Under --on-failure shrink an instance is lost when others have come to their end already."""
+"""Loss of an instance under --on-failure shrink after others have already ended."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def end_apart(case: str, instances: int) -> Finished:
 
 
 @pytest.mark.complete
-def test_one_that_waits_at_its_end_is_lost_while_the_chief_works():
+def test_the_chief_completes_after_an_instance_waiting_at_its_end_is_lost():
     finished = end_apart("waiting", 3)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(0) == ["the result", "chief"]
 
 
-def test_the_job_fails_where_the_chief_is_lost_before_its_end_and_nobody_takes_its_place():
+def test_loss_of_the_chief_fails_the_job_when_all_others_have_ended():
     finished = end_apart("chief", 2)
     assert finished.status == 1
     said = [line for line in finished.stderr.splitlines() if "POPRUN [E] first cause: " not in line]
@@ -35,7 +35,7 @@ def test_the_job_fails_where_the_chief_is_lost_before_its_end_and_nobody_takes_i
 
 
 @pytest.mark.complete
-def test_who_is_at_work_carries_on_without_those_who_have_come_to_their_end():
+def test_a_working_instance_carries_on_without_ended_and_lost_ones():
     finished = end_apart("at-work", 3)
     assert finished.status == 0, finished.stderr
     assert finished.lines_of(2) == ["instance 0 of 1, chief: True, sum 1"]

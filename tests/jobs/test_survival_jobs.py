@@ -1,6 +1,6 @@
-"""When an instance is lost the others carry its replicas, to the same bits.
+"""Loss of instances: the others take over the replicas and compute the same bits.
 
-Each kind of loss once, three of them in one job, and a ring with a checkpoint: what the operating system makes of it.
+Each kind of loss occurs once, three of them in one job, and a ring saves checkpoints; all losses are real processes.
 `tests/strategies/engines/test_losing_an_instance.py` has every kind in every phase, on threads, for every engine.
 """
 
@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.ma
 
 LIMIT_S = 150.0
 STUCK_S = 10
-"""So long an instance may take for what it compiles in its first step, while the others wait for it."""
+"""Allows an instance this much time to compile in its first step, while the others wait."""
 
 
 MESSAGES = {"POPDIST_MECHANISM": "ring"}
-"""The environment of instances that share no memory, as those of several hosts."""
+"""The environment of instances without shared memory, as on several hosts."""
 
 
 def train(
@@ -51,13 +51,13 @@ def train(
 
 @functools.cache
 def alone(replicas: int, **options) -> dict:
-    """What one process finds, this one: the bits are those of any other."""
+    """Return the results of this process; any other process has the same bits."""
     found = train_here(strategies.IPUStrategy(replicas), Training(STEPS, **options))
     return json.loads(json.dumps(found))
 
 
 def found_by(finished: Finished) -> list[dict]:
-    """What the instances that are left have found."""
+    """Return the results of the remaining instances."""
     assert finished.status == 0, finished.stderr
     lines = [line.partition("<stdout>:")[2] for line in finished.stdout.splitlines() if "<stdout>:{" in line]
     return [json.loads(line) for line in lines]
@@ -68,7 +68,9 @@ def warnings(finished: Finished) -> list[str]:
 
 
 def check(finished: Finished, expected: dict, shares: list[int]) -> None:
-    """All who are left have the bits of one process, saw the means of every step, and share the replicas."""
+    """Check that all remaining instances have the bits of one process, the means of every step, and the replicas'
+    shares.
+    """
     found = found_by(finished)
     assert sorted((each["replicas"] for each in found), reverse=True) == shares
     for each in found:
@@ -86,7 +88,7 @@ SIGNS = {
     "stop": "has made no progress for ",
     "cut": "was lost: its supervisor process was killed or cut off",
 }
-"""What poprun says about an instance to which it happens."""
+"""poprun's words about an instance that suffers the fault."""
 
 EACH = [
     ("kill", "broadcast", 0),
@@ -95,13 +97,13 @@ EACH = [
     ("stop", "forward", 1),
     ("cut", "checkpoint", 0),
 ]
-"""One of two; in its third step, if it comes to any."""
+"""Faults of one of two instances, in its third step if it has one."""
 
 THREE_OF_FOUR = [("cut", "data", 3), ("stop", "all_reduce", 0), ("exit", "update", 1)]
-"""One after another: from all four, from the three that are left, and from the last two."""
+"""Successive faults: of one of four instances, one of the remaining three, and one of the last two."""
 
 
-def test_every_kind_and_every_phase_is_met():
+def test_cases_cover_every_kind_and_every_phase():
     cases = [*EACH, *THREE_OF_FOUR]
     assert {kind for kind, _, _ in cases} == set(SIGNS)
     assert {phase for _, phase, _ in cases} == {"broadcast", *PHASES}
@@ -109,8 +111,8 @@ def test_every_kind_and_every_phase_is_met():
 
 @pytest.mark.complete
 @pytest.mark.parametrize(("kind", "phase", "lost"), EACH)
-def test_the_other_goes_on_to_the_same_bits(kind: str, phase: str, lost: int, tmp_path: Path) -> None:
-    """It compiles nothing for that, and saves what can be resumed where the first one is lost in a checkpoint."""
+def test_the_remaining_instance_goes_on_to_the_same_bits(kind: str, phase: str, lost: int, tmp_path: Path) -> None:
+    """The instance compiles nothing more, and saves resumable checkpoints when the first is lost during one."""
     fault = f"{kind}:instance={lost},phase={phase}" + (",step=3" if phase != "broadcast" else "")
     options = [f"--stuck-timeout-s={STUCK_S}"] if kind == "stop" else []
     saved = str(tmp_path / "saved") if phase == "checkpoint" else ""
@@ -134,8 +136,8 @@ def test_the_other_goes_on_to_the_same_bits(kind: str, phase: str, lost: int, tm
 
 
 @pytest.mark.parametrize("case", [THREE_OF_FOUR], ids=lambda case: "-".join(kind for kind, *_ in case))
-def test_the_last_one_goes_on_without_three_others(case: list[tuple[str, str, int]]) -> None:
-    """Each is lost in a step of its own."""
+def test_the_last_instance_goes_on_without_three_others(case: list[tuple[str, str, int]]) -> None:
+    """Each instance is lost in a different step."""
     faults = []
     for number, (kind, phase, lost) in enumerate(case):
         faults += ["--inject", f"{kind}:instance={lost},phase={phase},step={2 * number + 1}"]
@@ -150,7 +152,7 @@ def test_the_last_one_goes_on_without_three_others(case: list[tuple[str, str, in
 
 
 @pytest.mark.complete
-def test_delays_and_a_flipped_bit_are_no_losses(tmp_path):
+def test_delays_and_a_flipped_bit_do_not_count_as_losses(tmp_path):
     faults = [f"--inject=delay:instance=0,phase={phase},step=2,seconds=0.1" for phase in PHASES]
     faults.append("--inject=flip-bit:instance=1,step=4")
     finished = train(3, 6, "--on-failure=shrink", *faults, digest_every=2, folder=str(tmp_path))
@@ -160,9 +162,9 @@ def test_delays_and_a_flipped_bit_are_no_losses(tmp_path):
 
 
 @pytest.mark.complete
-def test_one_that_has_completed_a_step_brings_the_others_up_to_it():
-    """Instance 2 takes late what instance 0 has sent it, and completes the step, which instance 0 has given up."""
-    wide = {"WIDTH": "256"}  # so much is sent only to one who takes it
+def test_an_instance_that_completed_a_step_brings_the_others_up_to_it():
+    """Instance 2 receives late what instance 0 sent, and completes the step that instance 0 has given up."""
+    wide = {"WIDTH": "256"}  # a message of this size waits for its receiver
     faults = ("delay:instance=1,phase=all_reduce", "delay:instance=2,phase=waiting,seconds=3")
     faults += ("kill:instance=1,phase=waiting",)
     injected = [f"--inject={fault},step=3" for fault in faults]
@@ -179,8 +181,8 @@ def test_a_fault_of_the_program_itself_ends_the_job():
     assert "InjectedError" in finished.stderr
 
 
-def test_between_hosts_what_the_next_instance_saved_when_the_first_was_lost_is_resumed(tmp_path):
-    """With the bits of a training that was never disturbed."""
+def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_first(tmp_path):
+    """The bits are those of an undisturbed training."""
     options = ("--on-failure=shrink", "--inject=kill:instance=0,step=3,phase=all_reduce")
     finished = train(3, 6, *options, folder=str(tmp_path), environ=MESSAGES | {"UNTIL": "6"})
     assert [(each["step"], each["replicas"], each["mechanism"]) for each in found_by(finished)] == [(6, 3, "ring")] * 2

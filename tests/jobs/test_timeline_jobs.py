@@ -1,4 +1,4 @@
-"""A job that is recorded while one of its instances is slow, and then lost."""
+"""Timelines of jobs with a slow or lost instance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ for step in range(30):
 """
 LOST = 22
 SLOW = range(2, LOST)
-"""For 50 ms each."""
+"""Steps that take instance 1 50 ms longer."""
 UNTIL_RECORDED = f"""\
     if step == {LOST} - 1 and communicator.rank == 1:
         import pathlib, sys, numpy as np
@@ -48,7 +48,7 @@ UNTIL_RECORDED = f"""\
         ):
             pass
 """
-"""What instance 1 does before it is lost: waits, as long as the test has time, until the steps of both can be read."""
+"""Lets instance 1 wait before its loss until the steps of both instances can be read."""
 
 
 TRAINING = """\
@@ -80,18 +80,18 @@ def verdict_of(tmp_path: Path, *words: str) -> TimelineReport:
 
 
 @pytest.mark.complete
-class TestOfSeveralInstances:
-    """What is found does not depend on how many there are: each number is met."""
+class TestSeveralInstances:
+    """Verdicts with different numbers of instances."""
 
     @pytest.mark.parametrize("instances", [2])
-    def test_one_whose_data_are_slow_is_named_in_a_training(self, tmp_path: Path, instances: int) -> None:
+    def test_an_instance_with_slow_data_is_named_in_a_training(self, tmp_path: Path, instances: int) -> None:
         words = [f"-n={instances}", sys.executable, "-c", TRAINING, str(instances - 1)]
         culprit = verdict_of(tmp_path, *words).culprit
         assert culprit is not None
         assert (culprit.instance, culprit.cause) == (instances - 1, Cause.INPUT)
 
     @pytest.mark.parametrize("instances", [2, 3])
-    def test_none_is_named_where_all_are_alike(self, tmp_path: Path, instances: int) -> None:
+    def test_no_instance_is_named_when_all_are_alike(self, tmp_path: Path, instances: int) -> None:
         faults = [
             f"--inject=delay:instance={instance},step={step},seconds=0.05"
             for step in range(2, 30)
@@ -101,7 +101,7 @@ class TestOfSeveralInstances:
         assert (verdict.culprit, verdict.link, verdict.traffic, verdict.input_bound) == (None, None, None, 0)
 
 
-def test_a_slow_instance_is_named_and_all_that_it_did_is_there_until_it_was_lost(tmp_path: Path) -> None:
+def test_a_slow_instance_is_named_and_recorded_until_its_loss(tmp_path: Path) -> None:
     trace = tmp_path / "a folder, with spaces" / "trace.json.gz"
     faults = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in SLOW]
     faults.append(f"--inject=kill:instance=1,step={LOST}")

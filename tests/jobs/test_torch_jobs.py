@@ -1,4 +1,4 @@
-"""A module of PyTorch in real jobs: the fingerprints of one process, over every transport."""
+"""Real jobs that train a PyTorch module, over every transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 3
 
 @functools.cache
 def alone(replicas):
-    """What one process finds, this one."""
+    """Return the fingerprints of this process."""
     return train_here(replicas, STEPS)
 
 
@@ -48,7 +48,7 @@ def train_here(replicas, *options):
         return train(strategies.IPUStrategy(replicas), *options)
 
 
-def test_under_poprun_it_has_the_fingerprints_of_one_process():
+def test_a_poprun_job_has_the_fingerprints_of_one_process():
     finished = start("--num-instances=2", "--num-replicas=4", *PROGRAM, "popdist", str(STEPS)).finish()
     assert finished.status == 0, finished.stderr
     expected = alone(4)
@@ -59,7 +59,7 @@ def test_under_poprun_it_has_the_fingerprints_of_one_process():
 
 
 @pytest.mark.complete
-def test_an_instance_may_be_killed():
+def test_the_survivor_of_a_killed_instance_has_the_fingerprints_of_one_process():
     fault = "--inject=kill:instance=1,step=1,phase=all_reduce"
     words = ["--num-instances=2", "--num-replicas=4", "--on-failure=shrink", fault]
     finished = start(*words, *PROGRAM, "popdist", str(STEPS)).finish()
@@ -67,7 +67,7 @@ def test_an_instance_may_be_killed():
 
 
 @pytest.mark.complete
-def test_over_grpc_it_has_the_fingerprints_of_one_process(tmp_path):
+def test_grpc_workers_have_the_fingerprints_of_one_process(tmp_path):
     cluster = {"worker": [f"unix:{tmp_path}/{rank}" for rank in range(2)]}
     tasks = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(2)]
     workers = [
@@ -80,7 +80,7 @@ def test_over_grpc_it_has_the_fingerprints_of_one_process(tmp_path):
 
 @pytest.mark.complete
 @needs_horovod
-def test_over_horovod_all_instances_agree():
+def test_horovod_instances_agree():
     finished = start("--num-instances=2", "--num-replicas=2", *PROGRAM, "horovod", str(STEPS)).finish()
     assert finished.status == 0, finished.stderr
     zero, one = (json.loads(finished.lines_of(instance)[-1]) for instance in (0, 1))
@@ -89,15 +89,15 @@ def test_over_horovod_all_instances_agree():
 
 @pytest.mark.complete
 @pytest.mark.timeout(300)
-def test_it_verifies():
+def test_a_torch_training_verifies():
     finished = start("verify", "--num-replicas=2", *PROGRAM, "popdist", str(STEPS)).finish(280)
     assert finished.status == 0, finished.stderr
     assert finished.stdout.count("equal") >= 2
 
 
 @pytest.mark.complete
-def test_a_data_set_with_noise_of_pythons_own_is_found_guilty(tmp_path, monkeypatch):
-    """By what two runs have recorded, here; `test_verify.py` has runs that differ, in jobs."""
+def test_a_dataset_with_noise_from_python_s_generator_is_found_guilty(tmp_path, monkeypatch):
+    """The records of two runs are compared here; `test_verify.py` has jobs whose runs differ."""
     records = []
     for attempt in ("one", "other"):
         monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / attempt))
@@ -122,7 +122,7 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.cores(2)
-def test_torch_distributed_connects_the_instances_if_poprun_is_asked_to():
+def test_torch_distributed_env_connects_the_instances():
     finished = run(*two(TOGETHER, "--torch-distributed-env", "yes"))
     assert finished.status == 0, finished.stderr
     assert [finished.lines_of(instance) for instance in range(2)] == [["2 0 3.0"], ["2 1 3.0"]]

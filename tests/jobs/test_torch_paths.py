@@ -1,4 +1,4 @@
-"""Gradients go over PyTorch's own collectives: gloo in these jobs, by the code that uses NCCL on GPUs."""
+"""Gradients over PyTorch's own collectives: gloo in these jobs, with the code that uses NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_compiled_collectives_of_torch_give_the_bits_of_the_host() -> None:
     assert [finished.lines_of(instance) for instance in range(3)] == [HOLDS] * 3
 
 
-def test_an_instance_that_leaves_too_early_is_not_waited_for_in_collectives_of_torch() -> None:
+def test_collectives_of_torch_do_not_wait_for_an_instance_that_left_early() -> None:
     finished = run("--num-instances", "2", "--num-replicas", "2", sys.executable, "-c", LEAVES)
     assert finished.status == 1, finished.stderr
     assert finished.own_lines[0].endswith(" left the program too early: instance 0 still needed it")

@@ -1,6 +1,7 @@
-"""A training job of which one instance fails is over, and says which one, where, how and when.
+"""Training jobs in which one instance fails: the job ends, and names the instance, the place, the cause and the
+time.
 
-How soon that is, `benchmarks/ends.py` measures. Programs without JAX show the same in the default tier:
+`benchmarks/ends.py` measures how soon. Programs without JAX are tested in the default tier:
 `test_poprun_failures.py`, `test_poprun_popdist.py`.
 """
 
@@ -26,7 +27,7 @@ START_LIMIT_S = 60.0
 
 
 def train(how: str, strategy: str = "PopDistStrategy", instances: int = 2) -> Job:
-    """Instances with two replicas each."""
+    """Start instances with two replicas each."""
     places = (f"--num-replicas={2 * instances}", f"--num-instances={instances}")
     return start(*places, sys.executable, str(PROGRAM), how, strategy)
 
@@ -38,7 +39,7 @@ def kill(job: Job) -> None:
 
 
 def blamed(finished: Finished, status: int) -> str:
-    """The line that says what happened: instance 1 is to blame, and no process is left (`finish` looks)."""
+    """Return the line that blames instance 1; `finish` has checked that no process is left."""
     assert finished.status == status, finished.stderr
     assert 1 <= len(finished.own_lines) <= 15
     assert finished.stderr.splitlines()[-1].endswith(finished.own_lines[-1])
@@ -71,12 +72,12 @@ def test_an_instance_that_raises_ends_the_training(strategy, instances):
 
 @needs_horovod
 def test_an_instance_that_leaves_too_early_ends_the_training():
-    """Whoever waits over Horovod does not know for whom."""
+    """An instance that waits over Horovod does not know which other is late."""
     assert "too early" in blamed(train("leave", "IPUHorovodStrategy").finish(), 1)
 
 
 def test_variables_that_differ_between_instances_are_named():
-    """Other differences, and gradients that are not finite: on threads, in tests/strategies/test_trainer.py."""
+    """Other differences and non-finite gradients are tested on threads, in tests/strategies/test_trainer.py."""
     finished = train("shape").finish()
     assert finished.status == 1
     assert "Tensor layouts did not match on all instances" in finished.stderr
@@ -85,8 +86,8 @@ def test_variables_that_differ_between_instances_are_named():
     assert finished.stderr.count("Traceback (most recent call last)") <= 2  # every instance raises it
 
 
-def test_under_mpirun_alone_nobody_names_a_killed_instance_but_the_job_ends():
-    """And no process is left: `finish` looks."""
+def test_mpirun_alone_ends_the_job_but_names_no_killed_instance():
+    """`finish` checks that no process is left."""
     job = start_mpirun(2, sys.executable, str(PROGRAM), "wait to be killed", "PopDistStrategy")
     kill(job)
     assert job.finish().status not in (0, None)

@@ -1,4 +1,4 @@
-"""Options of the trainer in real jobs: the same bits from one process and from two instances over MPI.
+"""Options of the trainer in real jobs of two instances over MPI.
 
 `tests/strategies` (`test_precision`, `test_sharded_state`, `test_accumulation`) has them on threads.
 """
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.complete, pytest.mark.job, pytest.mark.cores(2), pytes
 
 
 def alone() -> dict[str, object]:
-    """What the main job says of one process, this one."""
+    """Return the result of the main job in this process."""
     options = train_digits.read_options([*WORDS, "--replicas", "4"])
     data, strategy = load_digits("digits"), strategies.IPUStrategy(4)
     dataset = train_digits.distribute(strategy, data, options)

@@ -29,19 +29,19 @@ def verify_small(how: str, *words: str, **options) -> Finished:
 
 
 def rows_of(finished: Finished) -> list[str]:
-    """The results in the table."""
+    """Return the column `result` of the table."""
     table = finished.stdout.partition("\n\n")[0].splitlines()
     return [row[table[0].index("result") :] for row in table[1:]]
 
 
 @pytest.fixture(scope="module")
 def verified(tmp_path_factory):
-    """A program that verifies, and its certificate."""
+    """Return the result of verifying a deterministic program, and its certificate."""
     certificate = tmp_path_factory.mktemp("verified") / "certificate.json"
     return verify_small("well", f"--certificate={certificate}"), certificate
 
 
-def test_a_program_verifies_and_gets_a_certificate(verified, subtests):
+def test_a_deterministic_program_verifies_and_gets_a_certificate(verified, subtests):
     finished, certificate = verified
     assert finished.status == 0, finished.stderr
     with subtests.test("all spreads are equal, and the fingerprint is the program's own"):
@@ -78,7 +78,7 @@ def test_an_edited_certificate_is_not_confirmed(verified, tmp_path):
 
 
 @pytest.mark.complete
-def test_a_loss_that_asks_for_its_instance_is_named():
+def test_a_loss_that_depends_on_the_instance_is_named():
     finished = verify_small("instance", "--steps=1")
     assert finished.status == 1, finished.stderr
     assert rows_of(finished) == ["first", "differs from step 0 on: gradients"]
@@ -90,7 +90,7 @@ def test_a_loss_that_asks_for_its_instance_is_named():
 
 
 @pytest.mark.complete
-def test_what_is_other_each_time_is_named():
+def test_a_difference_between_equal_runs_is_named():
     finished = verify_small("set", "--spreads=1", "--steps=1")
     assert finished.status == 1, finished.stderr
     assert rows_of(finished) == ["first", "differs from step 0 on: batch"]
@@ -99,8 +99,8 @@ def test_what_is_other_each_time_is_named():
 
 
 @pytest.mark.complete
-def test_what_depends_on_the_number_of_instances_is_named():
-    """And so is a run that fails."""
+def test_a_dependence_on_the_number_of_instances_is_named():
+    """A failing run is named, too."""
     finished = verify_small("count")
     assert finished.status == 1, finished.stderr
     first, second = rows_of(finished)
@@ -110,22 +110,22 @@ def test_what_depends_on_the_number_of_instances_is_named():
 
 
 @pytest.mark.complete
-def test_instances_of_one_run_that_differ_are_named():
+def test_differing_instances_of_one_run_are_named():
     finished = verify_small("time", "--spreads=2", "--steps=1")
     assert finished.status == 1, finished.stderr
     assert rows_of(finished)[0] == "instances differ from step 0 on: update"
     assert "instances 0 and 1 of run 1 differ first at step 0" in finished.stdout
 
 
-class TestWhatCannotBeVerified:
-    def test_is_told_what_it_needs(self):
+class TestRefusals:
+    def test_a_program_without_steps_is_named(self):
         finished = verify("--num-replicas=2", sys.executable, "-c", "import popdist; popdist.init()")
         assert finished.status == 1
         assert "has recorded no step; only programs that train by strategies.Trainer" in finished.own_text
         assert finished.stdout == ""
 
     @pytest.mark.complete
-    def test_is_a_program_without_checkpoints_to_resume(self):
+    def test_resume_needs_a_program_with_checkpoints(self):
         finished = verify_small("well", "--spreads=1", "--resume")
         assert finished.status == 1
         assert "--resume needs a program that saves checkpoints" in finished.own_text
@@ -134,7 +134,7 @@ class TestWhatCannotBeVerified:
         "words",
         [("--spreads=3",), ("--transports=tcp",), ("--against=/no/such/file",), ("--certificate=/no/such/file",)],
     )
-    def test_is_refused_before_anything_is_started(self, words, tmp_path):
+    def test_bad_options_are_refused_before_the_start(self, words, tmp_path):
         started = tmp_path / "started"
         finished = verify("--num-replicas=2", *words, "touch", str(started))
         assert finished.status == 2
@@ -157,8 +157,8 @@ def test_a_signal_ends_everything(number, tmp_path):
 
 
 @pytest.mark.complete
-def test_the_digits_program_verifies_whatever_happens_to_it(tmp_path):
-    """Over messages, with a failure under shrink, and stopped and resumed; the others verify over shared memory."""
+def test_the_digits_program_verifies_over_a_ring_with_a_fault_and_a_resumption(tmp_path):
+    """Other tests verify over shared memory."""
     pytest.importorskip("orbax.checkpoint")
     options = ["--spreads=1,2", "--transports=ring", "--inject", "--resume"]
     program = [DIGITS, "--model=mlp", "--max-steps=5", f"--checkpoint-dir={tmp_path / 'mine'}"]

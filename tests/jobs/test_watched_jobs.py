@@ -1,4 +1,4 @@
-"""What is said about a job when it is over, and what is seen of one that runs."""
+"""Summaries of finished jobs, and `poprun top` beside running ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def summary_of(file: Path, finished: Finished, status: int = 0) -> dict[str, Any
     return read
 
 
-def test_steps_and_who_was_waited_for_are_in_the_file_and_in_the_lines(tmp_path):
+def test_the_summary_has_steps_and_waiting_times(tmp_path):
     file = tmp_path / "job.json"
     delays = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in range(5, 15)]
     job = start("--summary", f"json:{file}", *delays, *two(STEPS), environ={"POPDIST_VERIFY_RECORD": ""})
@@ -66,7 +66,7 @@ def test_steps_and_who_was_waited_for_are_in_the_file_and_in_the_lines(tmp_path)
 
 
 @pytest.mark.complete
-def test_a_program_that_fails_and_is_started_again_and_makes_no_steps(tmp_path):
+def test_the_summary_of_a_restarted_job_without_steps_names_the_fault(tmp_path):
     file = tmp_path / "job.json"
     fails = "import os, sys; held = os.urandom(100 << 20); sys.exit(3 * (os.environ['POPDIST_RESTART_COUNT'] == '0'))"
     words = ["--summary", f"json:{file}", "--on-failure=restart", "--restart-backoff-s=0", *two(fails)]
@@ -82,7 +82,7 @@ def test_a_program_that_fails_and_is_started_again_and_makes_no_steps(tmp_path):
 
 
 @pytest.mark.complete
-def test_an_instance_that_is_lost_while_the_others_train_on(tmp_path):
+def test_the_summary_names_an_instance_lost_during_training(tmp_path):
     file = tmp_path / "job.json"
     program = ROOT / "tests" / "jobs" / "programs" / "surviving_training.py"
     words = ["-n=2", "--num-replicas=4", "--on-failure=shrink", "--inject=kill:instance=1,step=2"]
@@ -98,7 +98,7 @@ def test_an_instance_that_is_lost_while_the_others_train_on(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [[], ["--summary=no"]], ids=["as usual", "no"])
-def test_lines_come_last_on_a_terminal_unless_they_are_not_wanted(asked):
+def test_summary_lines_come_last_on_a_terminal_unless_declined(asked):
     status, shown = on_terminal(
         "print('done')",
         *asked,
@@ -120,7 +120,7 @@ def top(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_one_that_stands_still_is_seen_and_so_is_its_end(tmp_path):
+def test_poprun_top_shows_a_stalled_instance_and_the_end_of_the_job(tmp_path):
     file = tmp_path / "job.json"
     job = start("--summary", f"json:{file}", *two(STANDS_STILL), stdin=subprocess.PIPE)
     job.wait_for("stands still")
@@ -150,11 +150,11 @@ def test_one_that_stands_still_is_seen_and_so_is_its_end(tmp_path):
 
 
 @pytest.mark.complete
-def test_those_who_look_may_be_stopped_or_killed_and_the_job_goes_on_to_its_end(tmp_path):
+def test_stopped_or_killed_viewers_do_not_disturb_the_job(tmp_path):
     job = start("--summary=yes", *two(STANDS_STILL), stdin=subprocess.PIPE)
     job.wait_for("stands still")
     command = [sys.executable, "-m", "poprun", "top", f"--job={job.process.pid}", "--plain"]
-    # each in a group of its own: one that is stopped in the group of pytest may have the kernel hang up on all of it
+    # own process groups: the kernel may hang up on pytest's group if one of its members is stopped
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "process_group": 0}
     viewers = [subprocess.Popen(command, **options) for _ in range(3)]
     for number, viewer in zip((signal.SIGSTOP, signal.SIGKILL, signal.SIGINT), viewers, strict=True):

@@ -1,6 +1,6 @@
 """Jobs whose instances add gradients on their devices and exchange them through windows.
 
-Where CPUs compute these are memory of the host. The jobs have the bits of one process, which exchanges nothing.
+With CPUs as devices the windows are host memory. The jobs have the bits of one process, which exchanges nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from surviving_training import Training, train  # noqa: E402
 strategies.IPUStrategy(8)  # JAX's devices are fixed when it starts, for the tests of other files too
 REPLICAS, STEPS = 6, 3
 ON_WINDOWS = {"POPDIST_EXCHANGE": "window", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-"""One device for each process, as where instances have, or share, a GPU."""
+"""One device for each process, as on instances that have or share a GPU."""
 
 pytestmark = [pytest.mark.job, pytest.mark.cores(2), pytest.mark.timeout(200)]
 
@@ -32,8 +32,8 @@ def alone() -> dict:
     return json.loads(json.dumps(train(strategies.IPUStrategy(REPLICAS), Training(STEPS))))
 
 
-def test_two_go_on_through_new_windows_when_the_third_is_lost() -> None:
-    """Blocks of two replicas are nodes of the tree, those of three are not."""
+def test_two_instances_go_on_through_new_windows_when_the_third_is_lost() -> None:
+    """Blocks of two replicas are nodes of the tree; blocks of three are not."""
     options = ("--num-instances=3", f"--num-replicas={REPLICAS}", "--on-failure=shrink")
     fault = "--inject=kill:instance=1,step=3,phase=forward"
     finished = start(*options, fault, sys.executable, str(PROGRAM), str(STEPS), "0", environ=ON_WINDOWS).finish()

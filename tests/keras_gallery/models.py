@@ -1,7 +1,7 @@
-"""Seven small models of the kinds that Keras's own examples show, on data that are made here or come with scikit-learn.
+"""Seven small models of the kinds in Keras's own examples, with data made here or from scikit-learn.
 
-Each is a function that returns an `Example`. Together they have functional and subclassed models, layers and losses of
-one's own, shared and nested layers, several inputs and outputs, recurrence, attention, embeddings, moving statistics, a
+Each is a function that returns an `Example`. Together they have functional and subclassed models, custom layers and
+losses, shared and nested layers, several inputs and outputs, recurrence, attention, embeddings, moving statistics, a
 sampled layer, and losses that layers add. `test_keras_idioms.py` has models of one layer after another.
 """
 
@@ -17,20 +17,20 @@ import numpy as np
 from keras import layers, ops
 
 ROWS = 160
-"""Of each example: five steps of 32 rows."""
+"""Rows of each example: five steps of 32 rows."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A model, what it is trained with, and how.
+    """A model with its data and the arguments of `compile`.
 
     Attributes:
-        build: makes the model, with weights that follow from Keras's random seed.
-        x: what goes in, arrays `[ROWS, ...]`, or a tuple or dictionary of them.
-        y: what is to come out.
-        compile: the arguments of `compile`, with an optimizer of their own each time.
-        draws: whether it draws random numbers, of which each replica has its own.
-        mixes_rows: whether what a row gives depends on the other rows of its batch, which is that of a replica.
+        build: Makes the model, with weights that follow from Keras's random seed.
+        x: The inputs: arrays `[ROWS, ...]`, or a tuple or dictionary of them.
+        y: The targets.
+        compile: Returns the arguments of `compile`, with a new optimizer each time.
+        draws: Whether the model draws random numbers, which differ between replicas.
+        mixes_rows: Whether a row's result depends on the other rows of its replica's batch.
     """
 
     build: Callable[[], keras.Model]
@@ -42,18 +42,18 @@ class Example:
 
     @property
     def is_alike_in_parts(self) -> bool:
-        """Whether the mean over replicas is what one batch of all their rows gives."""
+        """Return whether the mean over replicas equals the result of one batch of all their rows."""
         return not (self.draws or self.mixes_rows)
 
 
 def register(of: type) -> type:
-    """Have files of models find a class or function of this module again."""
+    """Register a class or function of this module for saved models."""
     return keras.saving.register_keras_serializable("gallery")(of)
 
 
 @cache
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Handwritten digits, float32 `[ROWS, 8, 8, 1]` from 0 to 1, and what they are, int32 `[ROWS]`."""
+    """Return handwritten digits, float32 `[ROWS, 8, 8, 1]` from 0 to 1, and their labels, int32 `[ROWS]`."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -61,7 +61,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
-    """Normally distributed float32."""
+    """Return normally distributed float32 numbers."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
@@ -69,7 +69,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def residual_net() -> Example:
-    """Blocks with a shortcut around them, and batch normalisation."""
+    """Return a network of blocks with shortcuts and batch normalisation."""
     images, labels = digits()
 
     def block(x: Any, filters: int, strides: int) -> Any:
@@ -103,7 +103,7 @@ def residual_net() -> Example:
 
 @register
 class Sampling(layers.Layer):
-    """Draws from a normal distribution, and adds to the loss how far that is from a standard one."""
+    """A layer that draws from a normal distribution, and adds its distance from a standard one to the loss."""
 
     def __init__(self, weight: float = 0.05, **named: Any) -> None:
         super().__init__(**named)
@@ -121,7 +121,7 @@ class Sampling(layers.Layer):
 
 
 def vae() -> Example:
-    """A variational autoencoder of two nested models."""
+    """Return a variational autoencoder of two nested models."""
     images, _ = digits()
     flat = images.reshape(ROWS, 64)
 
@@ -145,7 +145,7 @@ def vae() -> Example:
 
 @register
 class Embedded(layers.Layer):
-    """The sum of an embedding of tokens and one of their positions."""
+    """Sum of the embeddings of tokens and positions."""
 
     def __init__(self, words: int, length: int, width: int, **named: Any) -> None:
         super().__init__(**named)
@@ -189,7 +189,7 @@ class TransformerBlock(layers.Layer):
 
 
 def text_classification() -> Example:
-    """Whether there are more of some words than of others, by a transformer block."""
+    """Return a transformer that tells whether some words are more frequent than others."""
     tokens = np.random.default_rng(1).integers(0, 20, (ROWS, 12)).astype(np.int32)
     labels = ((tokens < 8).sum(1) > (tokens >= 12).sum(1)).astype(np.float32)
 
@@ -212,7 +212,7 @@ def text_classification() -> Example:
 
 
 def sequence_to_sequence() -> Example:
-    """Sequences turned round: the states of one LSTM begin another, which is told what should have come before."""
+    """Return a model that reverses sequences: one LSTM's states start another, which gets the previous targets."""
     words, length = 6, 5
     given = np.random.default_rng(2).integers(1, words, (ROWS, length)).astype(np.int32)
     wanted = given[:, ::-1]
@@ -243,20 +243,20 @@ def sequence_to_sequence() -> Example:
 
 @register
 def contrastive_loss(y_true: Any, y_pred: Any) -> Any:
-    """Draws pairs of one kind together, and others apart up to a margin."""
+    """Return a loss that draws equal pairs together, and others apart up to a margin."""
     return ops.mean(y_true * ops.square(y_pred) + (1 - y_true) * ops.square(ops.maximum(1 - y_pred, 0)), axis=-1)
 
 
 @register
 class Distance(layers.Layer):
-    """The Euclidean distance of two vectors."""
+    """Euclidean distance of two vectors."""
 
     def call(self, first: Any, second: Any) -> Any:
         return ops.sqrt(ops.maximum(ops.sum(ops.square(first - second), axis=1, keepdims=True), 1e-7))
 
 
 def siamese() -> Example:
-    """Whether two images show the same digit: one tower for both, and a loss of one's own."""
+    """Return a model that tells whether two images show the same digit: a shared tower, and a custom loss."""
     images, labels = digits()
     others = np.random.default_rng(3).permutation(ROWS)
 
@@ -281,7 +281,7 @@ def siamese() -> Example:
 
 @register
 class Autoencoder(keras.Model):
-    """A subclass: an encoder and a decoder of convolutions."""
+    """Subclassed model: an encoder and a decoder of convolutions."""
 
     def __init__(self, filters: int, **named: Any) -> None:
         super().__init__(**named)
@@ -304,7 +304,7 @@ class Autoencoder(keras.Model):
 
 
 def autoencoder() -> Example:
-    """Noise is to be taken away from images."""
+    """Return a model that removes noise from images."""
     images, _ = digits()
     noisy = np.clip(images + 0.3 * random(*images.shape, seed=4), 0, 1).astype(np.float32)
     return Example(
@@ -316,7 +316,7 @@ def autoencoder() -> Example:
 
 
 def tabular() -> Example:
-    """A table: numbers, a category and flags go in by their names; a price and whether it is sold come out."""
+    """Return a model of a table: numbers, a category and flags as named inputs; a price and a sale as outputs."""
     numbers, chance = random(ROWS, 4, seed=6), np.random.default_rng(7)
     kind = chance.integers(0, 5, (ROWS,)).astype(np.int32)
     flags = chance.integers(0, 2, (ROWS, 3)).astype(np.float32)

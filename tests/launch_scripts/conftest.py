@@ -1,4 +1,4 @@
-"""JAX's devices and how it adds are fixed when it starts."""
+"""Preparation of JAX, whose devices and order of sums are fixed when it starts."""
 
 import strategies
 

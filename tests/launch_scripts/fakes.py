@@ -1,4 +1,4 @@
-"""Programs that stand for foreign ones."""
+"""Small scripts that replace foreign programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def fake(folder: Path, name: str, body: str) -> None:
-    """Put an executable shell script in a folder, in place of what is there."""
+    """Write an executable shell script into a folder, over an existing file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{body}\n")

@@ -1,4 +1,4 @@
-"""Loading digits: scikit-learn's, and MNIST from small files written here."""
+"""Loading digits from scikit-learn, and MNIST from small files written here."""
 
 import gzip
 import io
@@ -37,7 +37,7 @@ def check_mnist(digits):
     assert list(digits.test_labels) == [9, 0, 9]
 
 
-def test_the_digits_of_scikit_learn_are_split_once_and_for_all():
+def test_scikit_learn_digits_always_have_the_same_split():
     digits, again = load_digits("digits"), load_digits("digits")
     assert digits.train_images.shape == (1438, 8, 8, 1)
     assert digits.test_images.shape == (359, 8, 8, 1)
@@ -47,7 +47,7 @@ def test_the_digits_of_scikit_learn_are_split_once_and_for_all():
     np.testing.assert_array_equal(digits.test_images, again.test_images)
 
 
-def test_they_are_those_that_scikit_learn_loads(monkeypatch):
+def test_digits_equal_those_that_scikit_learn_loads(monkeypatch):
     read = load_digits("digits")
     monkeypatch.setattr(digits_data, "SCIKIT_LEARN_FILE", ("elsewhere",))
     loaded = load_digits("digits")
@@ -56,7 +56,7 @@ def test_they_are_those_that_scikit_learn_loads(monkeypatch):
         assert getattr(read, name).dtype == getattr(loaded, name).dtype
 
 
-def test_without_scikit_learn_the_way_out_is_named(monkeypatch):
+def test_a_missing_scikit_learn_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setattr(digits_data.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"run: pip install scikit-learn"):
         load_digits("digits")
@@ -64,7 +64,7 @@ def test_without_scikit_learn_the_way_out_is_named(monkeypatch):
 
 @pytest.mark.parametrize("spelling", ["{}-{}-idx{}-ubyte", "{}-{}.idx{}-ubyte", "{}-{}-idx{}-ubyte.gz"])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_mnist_is_read_from_idx_files_gzipped_or_not(tmp_path, spelling, pack):
+def test_mnist_is_read_from_plain_and_gzipped_idx_files(tmp_path, spelling, pack):
     write_mnist(tmp_path, spelling, pack)
     check_mnist(load_digits(str(tmp_path)))
 
@@ -76,7 +76,7 @@ def test_mnist_is_read_from_an_npz_file(tmp_path, save):
     check_mnist(load_digits(str(path)))
 
 
-def test_scaled_images_are_taken_as_they_are(tmp_path):
+def test_scaled_images_stay_unchanged(tmp_path):
     x = np.linspace(0, 1, 2 * 4 * 4).reshape(2, 4, 4, 1)
     np.savez(tmp_path / "m.npz", x_train=x, y_train=[1, 2], x_test=x, y_test=[3, 4])
     np.testing.assert_array_equal(load_digits(str(tmp_path / "m.npz")).train_images, x.astype(np.float32))
@@ -96,7 +96,7 @@ def test_scaled_images_are_taken_as_they_are(tmp_path):
         (b"\x1f\x8bgarbage", "cannot be read"),
     ],
 )
-def test_a_bad_idx_file_is_named_with_what_was_expected(tmp_path, content, words):
+def test_a_bad_idx_file_is_named_with_its_fault(tmp_path, content, words):
     write_mnist(tmp_path)
     (tmp_path / TRAIN_IMAGES).write_bytes(content)
     with pytest.raises(DataError, match=f"^{tmp_path}/{TRAIN_IMAGES}: .*{words}"):
@@ -110,7 +110,7 @@ def test_a_missing_idx_file_is_named_with_its_spellings(tmp_path):
         load_digits(str(tmp_path))
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+def test_an_unreadable_file_is_named(tmp_path):
     with pytest.raises(DataError, match=f"{tmp_path}: cannot be read"):
         read_idx(tmp_path, dimensions=3)
 
@@ -128,7 +128,7 @@ def npy(array):
 
 
 def damaged(content):
-    """One bit of the first array's values is wrong; its checksum tells."""
+    """Return an npz file with one wrong bit in the first array, which its checksum reveals."""
     return content[:300] + bytes([content[300] ^ 1]) + content[301:]
 
 
@@ -175,13 +175,13 @@ GOOD = {
         (npz(**GOOD | {"x_test": np.zeros((0, 6, 5)), "y_test": LABELS["t10k"][:0]}), "has no test images"),
     ],
 )
-def test_a_bad_npz_file_is_named_with_what_was_expected(tmp_path, content, words):
+def test_a_bad_npz_file_is_named_with_its_fault(tmp_path, content, words):
     path = tmp_path / "mnist.npz"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"^{path}: {words}"):
         load_digits(str(path))
 
 
-def test_a_path_that_does_not_exist_is_named():
+def test_a_missing_path_is_named():
     with pytest.raises(DataError, match="nowhere: no such file or directory; give 'digits', an npz file"):
         load_digits("nowhere")

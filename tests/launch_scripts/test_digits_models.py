@@ -1,4 +1,4 @@
-"""The reference models: shapes, names, seeds."""
+"""Shapes, names and seeds of the reference models."""
 
 import functools
 
@@ -17,7 +17,7 @@ def shapes(variables):
 
 
 @pytest.mark.parametrize(("size", "flat"), [(8, 72), (28, 1352), (9, 72), (4, 8)])
-def test_the_convolutional_network_is_that_of_the_mnist_examples(size, flat):
+def test_the_convolutional_network_has_the_shapes_of_the_mnist_examples(size, flat):
     assert shapes(MODELS["cnn"].init(0, (size, size, 1))) == {
         "conv/kernel": (3, 3, 1, 8),
         "conv/bias": (8,),
@@ -50,7 +50,7 @@ def test_a_model_turns_images_of_any_size_into_ten_logits(model, shape):
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
-def test_variables_depend_on_the_seed_alone(model):
+def test_variables_depend_only_on_the_seed(model):
     first, again, other = (MODELS[model].init(seed, (8, 8, 1)) for seed in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert any(not np.array_equal(*leaves) for leaves in zip(*map(jax.tree.leaves, (first, other)), strict=True))
@@ -73,19 +73,19 @@ def test_every_variable_gets_a_gradient_after_one_update(model):
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(jax.device_get(gradient(variables))))
 
 
-def test_max_pool_takes_the_maximum_of_every_window_and_leaves_odd_rows_out():
+def test_max_pool_takes_the_maximum_of_every_window_and_omits_odd_rows():
     images = np.arange(2 * 5 * 4).reshape(2, 5, 4, 1)
     assert max_pool(images)[..., 0].tolist() == [[[5, 7], [13, 15]], [[25, 27], [33, 35]]]
 
 
-def test_images_that_are_too_small_are_refused():
+def test_too_small_images_are_refused():
     with pytest.raises(ValueError, match="images are 3x8; the convolutional network needs at least 4x4"):
         MODELS["cnn"].init(0, (3, 8, 1))
 
 
 @pytest.mark.parametrize("kernel_shape", [(3, 3, 1, 8), (2, 3, 4, 5), (1, 1, 2, 1)])
 @pytest.mark.parametrize("size", [(3, 3), (7, 5)])
-def test_a_convolution_and_its_gradients_are_those_of_jax(kernel_shape, size):
+def test_convolutions_and_their_gradients_equal_those_of_jax(kernel_shape, size):
     random = np.random.default_rng(0)
     kernel = random.standard_normal(kernel_shape, np.float32)
     images = random.standard_normal((kernel_shape[2], *size, 6), np.float32)

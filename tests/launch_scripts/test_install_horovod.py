@@ -1,7 +1,7 @@
-"""`install_horovod.sh`: what it installs, what it keeps, and what it says when something is missing.
+"""Installations, kept wheels and error messages of `install_horovod.sh`.
 
-Nothing is built or fetched here: the programs that the script calls are replaced by small ones. Where Horovod has
-been installed for real, the last test tries that one.
+Nothing is built or fetched here: small programs replace the script's tools. If Horovod is really
+installed, the last test tries that installation.
 """
 
 import configparser
@@ -35,7 +35,7 @@ SOURCES = {
 
 
 class Machine:
-    """A copy of the project, an active environment and a PATH, all of small programs that do as they are told."""
+    """A copy of the project with an environment and a PATH, all of small configurable programs."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -59,7 +59,7 @@ class Machine:
         self.sources_are(SOURCES)
 
     def python_does(self, *cases):
-        """The environment's Python; `cases` of a shell's `case` on its arguments go first."""
+        """Write the environment's Python; `cases` of a shell's `case` on its arguments come first."""
         after = 'while [ "$1" != "{}" ]; do shift; done; shift;'.format
         here, first = self.folder, "\n    ".join(cases)
         fake(
@@ -112,7 +112,7 @@ esac""",
         return done
 
     def fails(self, *arguments, **environ):
-        """What it says in its last line."""
+        """Run an installation that must fail, and return its last line."""
         done = self.install(*arguments, **environ)
         assert done.returncode == 1
         assert not (self.folder / "horovod").exists()
@@ -125,7 +125,7 @@ esac""",
         return sorted(path.name for path in self.cache.rglob("*") if path.is_file())
 
     def calls(self, word):
-        """The calls of pip that have this word, since the last question."""
+        """Return the calls of pip that contain this word, since the last call of this function."""
         calls = self.folder / "calls"
         lines = calls.read_text().splitlines() if calls.exists() else []
         calls.unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def extra():
 
 
 class TestInstallation:
-    def test_builds_installs_tries_and_keeps(self, machine):
+    def test_horovod_is_built_installed_tried_and_kept(self, machine):
         done = machine.install()
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{WORKS}\n"
@@ -152,7 +152,7 @@ class TestInstallation:
         assert re.search(r"^Built in \d+ s\.$", done.stderr, re.MULTILINE)
         assert machine.kept() == [WHEEL]
 
-    def test_installs_what_the_extra_names(self, machine):
+    def test_requirements_of_the_extra_are_installed(self, machine):
         assert machine.install().returncode == 0
         assert (machine.folder / "requirements").read_text().split("\n")[1:-1] == extra()
 
@@ -162,11 +162,11 @@ class TestInstallation:
         tested = re.search(r"^tested_torch=(\S+)", SCRIPT.read_text(), re.MULTILINE)[1]
         assert [int(part) for part in names["torch"].split(".")] <= [int(part) for part in tested.split(".")]
 
-    def test_the_sources_are_told_the_standard_that_torch_needs(self, machine):
+    def test_sources_are_compiled_with_the_standard_that_torch_needs(self, machine):
         assert machine.install().returncode == 0
         assert "set(CMAKE_CXX_STANDARD 17)\n" in (machine.folder / "built").read_text()
 
-    def test_a_second_start_only_tries_what_is_there(self, machine):
+    def test_a_second_start_only_tries_the_installed_horovod(self, machine):
         machine.install()
         machine.calls("")
         done = machine.install()
@@ -183,7 +183,7 @@ class TestInstallation:
         assert (done.returncode, done.stdout) == (0, f"{WORKS}\n")
         assert machine.calls("wheel --") == []
 
-    def test_a_kept_wheel_that_does_not_work_is_built_anew(self, machine):
+    def test_a_broken_kept_wheel_is_built_anew(self, machine):
         machine.install()
         (machine.folder / "horovod").unlink()
         kept = next(machine.cache.rglob("*.whl"))
@@ -196,14 +196,14 @@ class TestInstallation:
         assert len(machine.calls("pip wheel")) == 1
         assert (machine.kept(), kept.read_text()) == ([WHEEL], "wheel\n")
 
-    def test_a_horovod_that_does_not_work_is_replaced(self, machine):
+    def test_a_broken_horovod_is_replaced(self, machine):
         (machine.folder / "horovod").touch()
         machine.jobs_end(horovod=f'[ -e "{machine.folder}/built" ] || exit 1; echo "{WORKS}"')
         done = machine.install()
         assert (done.returncode, done.stdout) == (0, f"{WORKS}\n")
         assert "does not work (above); putting another in its place.\n" in done.stderr
 
-    def test_torch_without_cuda_is_taken_where_it_can_be_reached(self, machine):
+    def test_torch_without_cuda_is_preferred_if_its_index_is_reachable(self, machine):
         machine.install()
         assert "--extra-index-url" not in machine.calls("torch==")[0]
         shutil.rmtree(machine.cache)
@@ -213,7 +213,7 @@ class TestInstallation:
         machine.install()
         assert machine.calls("torch==")[0].endswith("--extra-index-url https://download.pytorch.org/whl/cpu")
 
-    def test_a_torch_that_is_there_is_used(self, machine):
+    def test_an_installed_torch_is_used(self, machine):
         (machine.folder / "torch").write_text("2.9.1+cu130\n")
         assert machine.install().returncode == 0
         assert machine.calls("torch==") == []
@@ -278,9 +278,9 @@ MISSING = {
 }
 
 
-class TestWhatIsMissing:
+class TestFailures:
     @pytest.mark.parametrize("what", MISSING)
-    def test_it_is_named_with_the_way_out(self, machine, what):
+    def test_a_missing_prerequisite_is_named_with_the_remedy(self, machine, what):
         take_away, said = MISSING[what]
         take_away(machine)
         assert said in machine.fails()
@@ -288,35 +288,35 @@ class TestWhatIsMissing:
         if "compiler" in what or what == "make":
             assert machine.calls("") == [], "something was fetched before"
 
-    def test_no_cmake_here_and_none_from_the_index(self, machine):
+    def test_a_missing_cmake_is_named_when_pip_has_none(self, machine):
         (machine.tools / "cmake").unlink()
         machine.python_does("*'cmake >='*) exit 1 ;;")
         assert machine.fails().startswith("error: no cmake 3.13 or newer found, and pip could not fetch one (above);")
 
     @pytest.mark.parametrize(("version", "fetched"), [("3.12.4", 1), ("3.13.0", 0), ("4.1.2", 0), ("2.99.0", 1)])
-    def test_cmake_is_fetched_when_it_is_old(self, machine, version, fetched):
+    def test_cmake_is_fetched_only_if_it_is_old(self, machine, version, fetched):
         fake(machine.tools, "cmake", f"echo cmake version {version}")
         assert machine.install().returncode == 0
         assert len(machine.calls("cmake >=")) == fetched
 
     @pytest.mark.parametrize("program", ["mpirun", "mpicxx"])
-    def test_another_mpi_in_path(self, machine, program):
+    def test_another_mpi_in_path_is_named(self, machine, program):
         (machine.environment / "bin" / program).rename(machine.tools / program)
         assert f"the {program} in PATH is {machine.tools}/{program}, not {machine.environment}/bin" in machine.fails()
 
-    def test_an_mpi_whose_processes_do_not_meet(self, machine):
+    def test_an_mpi_whose_processes_do_not_connect_is_named(self, machine):
         machine.jobs_end(mpi="echo 'one sees 1'; exit 1")
         done = machine.install()
         assert "one sees 1\nerror: two processes of " in done.stderr
         assert "cannot talk through mpi4py (above)" in machine.fails()
 
     @pytest.mark.parametrize("version", ["2.2.2+cpu", "1.13.1"])
-    def test_an_old_torch(self, machine, version):
+    def test_an_old_torch_is_named(self, machine, version):
         (machine.folder / "torch").write_text(f"{version}\n")
         assert machine.fails().startswith(f"error: torch {version} is installed, and Horovod here needs 2.3 or newer;")
 
-    def test_sources_with_other_bytes(self, machine):
-        """Of the right name and version, from an index or a proxy that the real pip asks."""
+    def test_sources_with_other_bytes_are_refused(self, machine):
+        """They have the right name and version, and come from an index or proxy that the real pip asks."""
         index = machine.folder / "index"
         index.mkdir()
         shutil.move(machine.folder / "sources.tar.gz", index / "horovod-0.28.1.tar.gz")
@@ -328,7 +328,7 @@ class TestWhatIsMissing:
         assert "error: pip could not download Horovod 0.28.1" in done.stderr
 
     @pytest.mark.parametrize("name", SOURCES)
-    def test_other_sources(self, machine, name):
+    def test_sources_with_other_contents_are_refused(self, machine, name):
         machine.sources_are({**SOURCES, name: "set(CMAKE_CXX_STANDARD 11)\n"})
         done = machine.install()
         assert f"{name} has 0 times, not once: " in done.stderr
@@ -344,17 +344,17 @@ class TestWhatIsMissing:
         assert f"the log, of which 20 lines are above, is {log};" in machine.fails()
         assert machine.kept() == ["build.log"]
 
-    def test_a_build_that_does_not_work_is_neither_left_nor_kept(self, machine):
+    def test_a_broken_build_is_neither_installed_nor_kept(self, machine):
         machine.jobs_end(horovod="echo undefined symbol; exit 1")
         assert "undefined symbol\nerror: " in machine.install().stderr
         assert "was built but does not work: two processes could not add their numbers (above)" in machine.fails()
         assert machine.kept() == []
 
-    def test_a_cache_that_cannot_be_made(self, machine):
+    def test_an_impossible_cache_is_named(self, machine):
         machine.cache.write_text("")
         assert machine.fails().endswith("name another: POPDIST_CACHE=/a/folder")
 
-    def test_a_cache_to_which_others_can_write(self, machine):
+    def test_a_cache_writable_by_others_is_refused(self, machine):
         machine.install()
         assert machine.cache.stat().st_mode & 0o777 == 0o700
         kept = next(machine.cache.rglob("*.whl"))
@@ -367,24 +367,24 @@ class TestWhatIsMissing:
         assert machine.fails() == f"error: others can write to {kept}, {way_out}"
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-    def test_a_kept_wheel_of_somebody_else(self, machine):
+    def test_a_kept_wheel_of_another_user_is_refused(self, machine):
         machine.install()
         kept = next(machine.cache.rglob("*.whl"))
         os.chown(kept, 65533, -1)
         (machine.folder / "horovod").unlink()
         assert machine.fails().startswith(f"error: {kept} belongs to somebody else; name a folder of your own")
 
-    def test_no_python(self, machine):
+    def test_a_missing_python_is_named(self, machine):
         assert machine.fails(VIRTUAL_ENV="").startswith("error: no Python 3.11 or newer found; install one, or name it")
 
-    def test_an_unknown_extra(self, machine):
+    def test_an_unknown_extra_is_refused(self, machine):
         assert machine.fails("all") == (
             "error: there is no extra all of the project for this; use examples, test or dev"
         )
 
 
 def is_prepared():
-    """Whether the script would find the project installed, so that trying it changes nothing."""
+    """Return whether the script would find the project installed, so that trying it changes nothing."""
     wanted = subprocess.run(
         ["sh", "-c", "cksum setup.cfg pyproject.toml && pwd"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The programs for models of Keras run, and print the same however they are started."""
+"""Programs for Keras models, which print the same however they are started."""
 
 import json
 import re
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def lines_of(*command):
-    """What a command prints."""
+    """Return the lines that a command prints."""
     words = map(str, command)
     return poprun_jobs.run_alone(*words, environ={"KERAS_BACKEND": "jax"}, limit_s=LIMIT_S).stdout.splitlines()
 
@@ -36,7 +36,7 @@ def poprun(*options):
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two(tmp_path):
+def test_digits_are_learnt_to_the_same_bits_on_one_and_two_instances(tmp_path):
     script = EXAMPLES / "keras_digits.py"
     words = ("--epochs=1", f"--data={some_digits(tmp_path)}")
     alone = lines_of(sys.executable, script, "--strategy=ipu", "--replicas=2", *words)[-1]
@@ -46,7 +46,9 @@ def test_digits_are_learnt_to_the_same_bits_on_one_instance_and_on_two(tmp_path)
 
 
 def some_digits(folder):
-    """A file with as many as fill all executions of 8 steps of two replicas: one of them is all there is to compile."""
+    """Write digits that fill all executions of 8 steps of two replicas, so that only one kind of execution is
+    compiled.
+    """
     digits = load_digits("digits")
     train, test = (
         (255 * images.squeeze(-1)).astype(np.uint8) for images in (digits.train_images[:1280], digits.test_images[:256])
@@ -62,8 +64,8 @@ def assert_it_learns(line):
 
 
 @pytest.mark.complete
-def test_the_programs_of_the_pages_print_what_they_say_and_the_quick_start_learns():
-    """One after the other in one process."""
+def test_programs_of_the_pages_print_the_documented_results_and_the_quick_start_learns():
+    """All programs run in one process."""
     pages = ("keras.md", "keras_loops.md", "keras_pipelines.md")
     programs = [program for page in pages for program in page_programs(page)]
     listing = EXAMPLES / "listings" / "keras_quick_start.py"
@@ -79,7 +81,7 @@ def test_the_listing_of_a_pipeline_learns():
     assert_it_learns(line)
 
 
-def test_importing_strategies_does_not_import_keras_and_a_scope_does_not_need_it():
+def test_importing_strategies_does_not_import_keras_and_scopes_do_not_need_it():
     program = """
 import json, sys, strategies
 with strategies.IPUStrategy(1).scope():

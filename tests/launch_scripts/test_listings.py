@@ -1,4 +1,4 @@
-"""The listings run, and do what they say."""
+"""Runs of the documentation's listings."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ import strategies
 LISTINGS = Path(__file__).parents[2] / "popdist" / "examples" / "listings"
 
 LIMIT_S = 100
-VARIABLES = {  # of each listing that the tests look at; the last two start popdist, which the others do without
+VARIABLES = {  # variables that the tests check in each listing; only the last two listings start popdist
     "training_loop.py": ["losses"],
     "iterator_form.py": ["means"],
     "read_while_running.py": ["losses", "reads"],
@@ -37,14 +37,16 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(2 * LIMIT_S + 20)]
 
 @pytest.fixture(scope="module")
 def listing(tmp_path_factory):
-    """What a listing has left: some of its variables as float64, and what it printed; one process runs all of them."""
+    """Run all listings in one process; return a function of a listing's name that returns variables as float64 and
+    output.
+    """
     folder = tmp_path_factory.mktemp("listings")
     poprun_jobs.run_alone(sys.executable, "-c", RUN, str(LISTINGS), str(folder), json.dumps(VARIABLES))
     return lambda name: (np.load(folder / f"{name}.npz"), (folder / f"{name}.txt").read_text())
 
 
 @pytest.mark.complete
-def test_a_training_loop_learns_and_its_losses_come_out(listing):
+def test_a_training_loop_learns_and_returns_its_losses(listing):
     found, printed = listing("training_loop.py")
     assert found["losses"].shape == (200,)
     assert found["losses"][-1] < 1e-3 < found["losses"][0]
@@ -52,7 +54,7 @@ def test_a_training_loop_learns_and_its_losses_come_out(listing):
 
 
 @pytest.mark.complete
-def test_the_iterator_form_goes_on_from_epoch_to_epoch(listing):
+def test_the_iterator_form_continues_from_epoch_to_epoch(listing):
     found, printed = listing("iterator_form.py")
     assert sorted(found["means"], reverse=True) == list(found["means"])
     assert found["means"][-1] < 1e-3
@@ -88,8 +90,8 @@ def test_a_pipeline_trains(listing):
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_two_instances_train_the_same_bits(listing, tmp_path):
-    """One job runs both listings; two of the four replicas are on each instance, and each has two devices."""
+def test_two_instances_train_to_the_same_bits(listing, tmp_path):
+    """One job runs both listings; each instance has two of the four replicas, and each replica has two devices."""
     names = ("replicated_training.py", "pipelined_training.py")
     program = tmp_path / "program.py"
     program.write_text(f"import runpy\nfor name in {names}:\n    runpy.run_path({str(LISTINGS)!r} + '/' + name)\n")
@@ -102,13 +104,13 @@ def test_two_instances_train_the_same_bits(listing, tmp_path):
 
 
 @pytest.mark.complete
-def test_a_wider_accumulator_loses_nothing(listing):
+def test_a_wider_accumulator_keeps_all_contributions(listing):
     found, _ = listing("wider_accumulator.py")
     assert found["wide"] == pytest.approx(511, rel=2**-8)  # the variable itself is bfloat16
     assert found["narrow"] == 256
 
 
 def test_every_listing_is_run():
-    """Those of Keras in `test_keras_scripts.py`, that of PyTorch in `test_torch_documentation.py`."""
+    """The Keras listings run in `test_keras_scripts.py`, the PyTorch listing in `test_torch_documentation.py`."""
     elsewhere = {"keras_quick_start.py", "keras_pipelined.py", "poptorch_network.py"}
     assert {path.name for path in LISTINGS.glob("[a-z]*.py")} == VARIABLES.keys() | elsewhere

@@ -1,4 +1,4 @@
-"""The shell scripts: portable, clean, and clear when something is missing."""
+"""Portability, cleanness and error messages of the shell scripts."""
 
 import os
 import re
@@ -34,14 +34,14 @@ def find_shellcheck():
 
 @pytest.mark.skipif(find_shellcheck() is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("script", [*SCRIPTS, *TEST_BED, ROOT / ".ci" / "run"], ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(script):
+def test_shellcheck_has_no_complaint(script):
     done = subprocess.run([find_shellcheck(), str(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout == ""
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of the scripts and metadata in a folder with a space in its name."""
+    """Copy the scripts and metadata into a folder with a space in its name."""
     copy = tmp_path / "my project"
     shutil.copytree(ROOT / "launch_scripts", copy / "launch_scripts")
     for name in ("setup.cfg", "pyproject.toml"):
@@ -51,7 +51,7 @@ def project(tmp_path):
 
 @pytest.fixture
 def tools(tmp_path):
-    """A folder for PATH that has what scripts need, but no Python."""
+    """Provide a folder for PATH with the programs that scripts need, but without Python."""
     folder = tmp_path / "tools"
     folder.mkdir()
     for name in ("sh", "dirname", "cat", "cksum", "id", "nproc", "rm", "sed"):
@@ -60,7 +60,7 @@ def tools(tmp_path):
 
 
 @pytest.mark.parametrize("script", STARTERS)
-def test_no_python_is_reported(script, project, tools):
+def test_a_missing_python_is_reported(script, project, tools):
     done = sh(project / "launch_scripts" / script, path=str(tools))
     assert done.returncode == 1
     assert "error: no Python 3.11 or newer found; install one, or name it: PYTHON=" in done.stderr
@@ -83,7 +83,7 @@ def test_a_failing_installation_is_reported_and_tried_again(project, tools, tmp_
         assert "no network\nerror: pip could not install the project; is the package index" in done.stderr
 
 
-def test_the_project_is_installed_again_only_when_its_metadata_changed(project, tools, tmp_path):
+def test_the_project_is_installed_again_only_after_changes_of_its_metadata(project, tools, tmp_path):
     bin_, calls = tmp_path / "an env" / "bin", tmp_path / "calls"
     fake(bin_, "python", f'case "$*" in *install*) echo "$*" >> "{calls}";; esac')
     fake(bin_, "poprun", 'for word in "$@"; do printf "[%s]" "$word"; done')
@@ -118,19 +118,19 @@ def test_the_project_is_installed_again_only_when_its_metadata_changed(project, 
 
 
 class TestSlurmJob:
-    """slurm.sbatch, of which Slurm runs a copy elsewhere; tests/cluster submits it to a real Slurm."""
+    """Copies of slurm.sbatch, as Slurm runs them elsewhere; tests/cluster submits it to a real Slurm."""
 
     @pytest.fixture
     def copy(self, project, tmp_path):
         (tmp_path / "spool").mkdir()
         return shutil.copy(project / "launch_scripts" / "slurm.sbatch", tmp_path / "spool" / "slurm_script")
 
-    def test_outside_of_slurm_it_says_how_to_submit_it(self, copy, project, tools):
+    def test_a_start_outside_of_slurm_is_refused_with_the_right_command(self, copy, project, tools):
         done = sh(copy, path=str(tools), cwd=project)
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr == "error: this is no job of Slurm; submit it: sbatch launch_scripts/slurm.sbatch\n"
 
-    def test_it_is_submitted_from_the_project(self, copy, tools, tmp_path):
+    def test_a_submission_from_another_folder_is_refused(self, copy, tools, tmp_path):
         done = sh(copy, path=str(tools), cwd=tmp_path, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))
         assert done.returncode == 1
         assert f"submitted in {tmp_path}, which is not the project's folder; call sbatch there" in done.stderr
@@ -149,8 +149,8 @@ class TestSlurmJob:
         assert "in 4 instances on h[0-1]" in done.stderr
 
 
-def test_the_tests_for_other_versions_exist():
-    """Those whose names stand in the lists of versions.sh."""
+def test_all_tests_in_the_lists_of_versions_sh_exist():
+    """versions.sh names the tests that run with other versions."""
     script = (ROOT / "tests" / "versions.sh").read_text()
     modules = re.search(r'^modules="([^"]+)"', script, re.M)[1].split()
     others = re.findall(r"tests/[\w/]+\.py|tests/poprun", script)
@@ -160,8 +160,8 @@ def test_the_tests_for_other_versions_exist():
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-class TestOfTheProject:
-    """test.sh, with programs that only say how they are called."""
+class TestTestScript:
+    """Calls of test.sh, with programs that only note how they are called."""
 
     @pytest.fixture
     def run_tests(self, project, tools, tmp_path):
@@ -185,7 +185,7 @@ class TestOfTheProject:
         assert commands == ["python -m pytest -k ring"]
         assert done.stderr.endswith("error: failed: ruff check .; ruff format --check .;\n")
 
-    def test_the_default_tier_is_run_once_and_nothing_is_run_again(self, run_tests):
+    def test_a_failing_default_tier_is_run_only_once(self, run_tests):
         done, [command] = run_tests(python='case "$*" in *pytest*) exit 1;; esac')
         assert done.returncode == 1
         assert "--numprocesses" in command
@@ -193,7 +193,7 @@ class TestOfTheProject:
 
     @pytest.fixture
     def noted(self, tmp_path):
-        """A function that returns the parts that test.sh notes as passed."""
+        """Provide a function that returns the parts that test.sh notes as passed."""
         (tmp_path / "calls").touch()
         return lambda: re.findall(
             r"^tests/complete_tier.py passed (\S+) ", (tmp_path / "calls").read_text(), re.MULTILINE
@@ -220,12 +220,12 @@ class TestOfTheProject:
         ]
         assert noted() == ["hosts,soak"]
 
-    def test_parts_that_failed_are_not_noted_as_passed(self, run_tests, noted):
+    def test_failed_parts_are_not_noted_as_passed(self, run_tests, noted):
         done, commands = run_tests("--parts", "hosts", ruff="exit 1")
         assert done.returncode == 1
         assert len(commands) == 1
         assert noted() == []
 
-    def test_chosen_tests_may_be_of_the_complete_tier(self, run_tests):
+    def test_chosen_tests_may_belong_to_the_complete_tier(self, run_tests):
         _, commands = run_tests("--complete", "tests/cluster")
         assert commands == ["python -m pytest --parts all tests/cluster"]

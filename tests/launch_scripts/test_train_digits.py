@@ -1,4 +1,4 @@
-"""The main job: its options, what it writes, and how it refuses what cannot be used."""
+"""Options, results and error messages of the main job."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def start(*arguments):
         (["more"], "unrecognized arguments: more"),
     ],
 )
-def test_options_that_cannot_be_used_end_with_status_2(arguments, words, capsys):
+def test_bad_options_end_with_status_2(arguments, words, capsys):
     with pytest.raises(SystemExit) as exit_:
         train_digits.read_options(arguments)
     assert exit_.value.code == 2
@@ -73,7 +73,7 @@ def test_defaults_depend_on_the_model():
         ),
     ],
 )
-def test_what_cannot_be_used_ends_with_one_line_and_status_2(arguments, words, monkeypatch, capsys):
+def test_unusable_data_ends_with_one_line_and_status_2(arguments, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
     assert train_digits.main() == 2
     printed = capsys.readouterr()
@@ -113,7 +113,7 @@ def test_a_result_reads_as_a_sentence(changed, text):
     assert second == "variables 0123"
 
 
-def test_a_result_goes_where_json_says_and_text_to_the_standard_output_otherwise(tmp_path, capsys):
+def test_a_result_goes_to_its_json_file_or_as_text_to_standard_output(tmp_path, capsys):
     train_digits.report(RESULT, "-")
     assert train_digits.Result(**json.loads(capsys.readouterr().out)) == RESULT
     train_digits.report(RESULT, str(tmp_path / "out.json"))
@@ -122,20 +122,20 @@ def test_a_result_goes_where_json_says_and_text_to_the_standard_output_otherwise
     assert capsys.readouterr().out == 2 * f"{RESULT}\n"
 
 
-def test_without_a_terminal_an_epoch_is_a_line_with_its_means(capsys):
+def test_epochs_are_lines_with_their_means_without_a_terminal(capsys):
     with train_digits.Progress(steps=5, steps_per_epoch=2, done=2, is_shown=lambda: True) as progress:
         for loss in (1.0, 2.0, 4.0):
             progress.update({"loss": loss, "accuracy": loss / 10})
     assert capsys.readouterr().err == "epoch 2: loss 1.5000, accuracy 15.0%\nepoch 3: loss 4.0000, accuracy 40.0%\n"
 
 
-def test_instances_but_the_first_show_no_progress(capsys):
+def test_only_the_first_instance_shows_progress(capsys):
     with train_digits.Progress(steps=1, steps_per_epoch=1, is_shown=lambda: False) as progress:
         progress.update({"loss": 1.0, "accuracy": 0.5})
     assert capsys.readouterr() == ("", "")
 
 
-def test_epochs_begin_where_the_data_set_is_and_end_with_the_last_step():
+def test_epochs_begin_at_the_data_set_s_position_and_end_with_the_last_step():
     strategy = strategies.IPUStrategy(num_replicas=1)
     dataset = strategy.distribute_dataset(np.arange(6), batch_size=2, shuffle=False)
     dataset.restore(dataclasses.replace(dataset.position(), epoch=1, step=2))
@@ -143,7 +143,7 @@ def test_epochs_begin_where_the_data_set_is_and_end_with_the_last_step():
     assert dataset.position().epoch == 2
 
 
-def test_every_image_of_the_test_set_is_tested_once():
+def test_each_image_of_the_test_set_is_tested_once():
     data, model = train_digits.load_digits("digits"), train_digits.MODELS["mlp"]
     strategy = strategies.IPUStrategy(num_replicas=3)
     trainer = strategies.Trainer(strategy, train_digits.loss_of(model), optax.sgd(0.1))
@@ -156,8 +156,8 @@ def test_every_image_of_the_test_set_is_tested_once():
 
 @pytest.mark.complete
 @pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=pytest.mark.complete)])
-def test_stages_on_devices_of_their_own_train_as_on_one(model, monkeypatch, capsys):
-    """Whether a replica has two devices or one, and whatever the schedule."""
+def test_stages_on_several_devices_train_as_on_one(model, monkeypatch, capsys):
+    """The bits depend neither on the devices of a replica nor on the schedule."""
 
     def variables_of(*arguments):
         words = ["--model", model, "--max-steps", "3", "--pipeline-stages", "2", *arguments]
@@ -211,20 +211,20 @@ def test_popdist_without_a_launcher_is_one_instance():
 @pytest.mark.cores(2)
 @pytest.mark.timeout(400)
 class TestCheckpoints:
-    """`--checkpoint-dir`: what was trained in three pieces, on one and two instances, has the bits of one piece."""
+    """Trainings in three pieces, on one and two instances, with the bits of one piece."""
 
     def train(self, folder, steps):
         options = ("--replicas", 4, "--max-steps", steps, "--checkpoint-dir", folder, "--checkpoint-every", 10)
         return start("--strategy", "ipu", "--model", "mlp", *options, "--json", "-")
 
     def train_here(self, folder, steps, monkeypatch, capsys, *more):
-        """The status and what was printed, in this process; it has nothing to train any more."""
+        """Run a finished training in this process; return the status and the output."""
         options = ("--replicas", "4", "--max-steps", str(steps), "--checkpoint-dir", str(folder), *more)
         words = ["--strategy", "ipu", "--model", "mlp", *options, "--json", "-"]
         monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words])
         return train_digits.main(), *capsys.readouterr()
 
-    def test_a_training_goes_on_where_it_ended(self, tmp_path, monkeypatch, capsys):
+    def test_a_training_resumes_at_its_last_checkpoint(self, tmp_path, monkeypatch, capsys):
         pytest.importorskip("orbax.checkpoint")
         folder = tmp_path / "checkpoints"
         whole = start("--strategy", "ipu", "--model", "mlp", "--replicas", 4, "--max-steps", 31, "--json", "-")
@@ -262,7 +262,7 @@ class TestCheckpoints:
 @pytest.mark.cores(2)
 @pytest.mark.timeout(250)
 class TestHorovod:
-    """`--strategy horovod`; with two replicas no order of the sums is left to choose, so the bits are those of ipu."""
+    """Trainings with `--strategy horovod`; sums of two replicas have only one order, so the bits equal those of ipu."""
 
     OPTIONS = ("--strategy", "horovod", "--model", "mlp", "--max-steps", "20", "--json", "-")
     PLACES = ("-H", "localhost:2")
@@ -272,7 +272,7 @@ class TestHorovod:
     @staticmethod
     @functools.cache
     def alone():
-        """What one process says that drives both replicas."""
+        """Return the result of one process with both replicas."""
         done = start("--strategy", "ipu", "--model", "mlp", "--replicas", 2, "--max-steps", 20, "--json", "-")
         return json.loads(done.stdout)
 
@@ -280,7 +280,7 @@ class TestHorovod:
         return [sys.executable, str(PROGRAM), *self.OPTIONS, *more]
 
     def finish(self, job):
-        """What instance 0 of a job says; the others say nothing."""
+        """Return the result of instance 0; the others write nothing."""
         finished = job.finish(self.LIMIT_S)
         assert finished.status == 0, finished.stderr
         assert len(finished.stdout.splitlines()) == 1
@@ -288,18 +288,18 @@ class TestHorovod:
         assert result["strategy"] == "horovod"
         return result
 
-    def test_on_two_instances(self):
+    def test_two_instances_have_the_bits_of_one_process(self):
         result = self.finish(poprun_jobs.start("--num-instances=2", "--num-replicas=2", *self.command()))
         assert result["instances"] == 2
         assert {fact: result[fact] for fact in self.EXACT} == {fact: self.alone()[fact] for fact in self.EXACT}
 
-    def test_without_a_launcher(self):
+    def test_a_process_without_launcher_has_the_same_bits(self):
         done = start(*self.OPTIONS, "--replicas", 2)
         result = json.loads(done.stdout)
         assert (result["strategy"], result["instances"]) == ("horovod", 1)
         assert {fact: result[fact] for fact in self.EXACT} == {fact: self.alone()[fact] for fact in self.EXACT}
 
-    def test_a_wrong_number_of_replicas_is_one_clear_line(self):
+    def test_a_wrong_number_of_replicas_is_refused_in_one_line(self):
         job = poprun_jobs.start_mpirun(2, *self.command("--replicas", "3"), places=self.PLACES)
         finished = job.finish(self.LIMIT_S)
         assert (finished.status, finished.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""The program of the tutorial does what tutorial.md says, and is the one that stands there."""
+"""The tutorial's program, compared with tutorial.md and run."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ def lines_of(code):
     return [line for line in code.splitlines() if line.strip()]
 
 
-def test_the_page_shows_the_whole_program_in_its_order():
+def test_the_page_shows_the_whole_program_in_order():
     shown = "\n".join(page_programs("tutorial.md"))
     code = PROGRAM.read_text(encoding="utf-8")
     docstring = ast.parse(code).body[0].end_lineno
@@ -35,19 +35,19 @@ def test_the_page_shows_the_whole_program_in_its_order():
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process prints, and the file that it writes."""
+    """Return the output of one process, and the file that it writes."""
     folder = tmp_path_factory.mktemp("alone")
     done = poprun_jobs.run_alone(sys.executable, str(PROGRAM), limit_s=LIMIT_S, cwd=folder)
     return done.stdout.splitlines(), folder / "best.npz"
 
 
 def validated(lines):
-    """The loss of each epoch on the digits that validate."""
+    """Return the validation loss of each epoch."""
     return [float(re.search(r"validated (\d\.\d+)", line)[1]) for line in lines[:-1]]
 
 
 @pytest.mark.complete
-def test_it_stops_when_nothing_is_better_any_more_and_keeps_the_best(alone):
+def test_training_stops_without_progress_and_keeps_the_best_variables(alone):
     lines, file = alone
     losses = validated(lines)
     best = int(np.argmin(losses))
@@ -60,8 +60,8 @@ def test_it_stops_when_nothing_is_better_any_more_and_keeps_the_best(alone):
 
 
 @pytest.mark.complete
-def test_it_validates_each_row_once(alone):
-    """The mean of the best epoch is that of the rows themselves, by a network written with NumPy."""
+def test_validation_counts_each_row_once(alone):
+    """A network written with NumPy computes the same mean for the best epoch."""
     lines, file = alone
     with np.load(file) as kept:
         best = dict(kept)
@@ -103,7 +103,7 @@ def test_two_instances_stop_at_the_same_step_with_the_same_bits(alone, tmp_path)
 
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_it_goes_on_without_an_instance_that_is_lost_in_a_step(alone, tmp_path):
+def test_training_continues_after_an_instance_is_lost_in_a_step(alone, tmp_path):
     lines, _ = alone
     shrinking = ("--on-failure=shrink", "--inject=kill:instance=1,step=30")
     words = ("--num-instances=2", "--num-replicas=4", *shrinking, sys.executable, str(PROGRAM))

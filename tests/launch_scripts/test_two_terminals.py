@@ -20,7 +20,7 @@ LIMIT_S = 100
 
 
 class Terminal:
-    """The running script, in a session of its own, and what it has written."""
+    """A run of the script in a separate session, and its output."""
 
     def __init__(self, folder, *arguments, worker=f'exec "{sys.executable}" "$@"', **environ):
         """`worker` is the body of a shell script that stands for Python, once Python is known to be recent."""
@@ -54,7 +54,7 @@ class Terminal:
             assert self._changed.wait_for(lambda: set(lines) <= {*sum(self.lines.values(), [])}, LIMIT_S), self.lines
 
     def end(self):
-        """Its exit status; no process of its session is left."""
+        """Wait for the end, check that no process of the session is left, and return the exit status."""
         try:
             status = self.process.wait(LIMIT_S)
             assert others_of(self.process.pid) == []
@@ -72,7 +72,7 @@ class Terminal:
 
 
 def others_of(session):
-    """The processes of a session besides its leader, see proc(5)."""
+    """Return the processes of a session except its leader, see proc(5)."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -86,7 +86,7 @@ def others_of(session):
 
 @pytest.fixture(autouse=True)
 def _signals_as_in_a_terminal():
-    """A shell cannot trap what was ignored when it started, as SIGHUP is under nohup."""
+    """Restore SIGHUP: a shell cannot trap a signal that was ignored when it started, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -108,7 +108,7 @@ FOREVER = "exec tail -f /dev/null"
 
 
 @pytest.mark.parametrize(("variables", "ports"), [({}, [3737, 3738]), ({"WORKERS": "3", "PORT": "99"}, [99, 100, 101])])
-def test_each_worker_gets_its_line(terminal, variables, ports):
+def test_each_worker_gets_its_configuration_and_arguments(terminal, variables, ports):
     script = terminal("--data", "my file", worker='echo "$TF_CONFIG" "$*"; echo error >&2', **variables)
     assert script.end() == 0
     for index in range(len(ports)):
@@ -122,7 +122,7 @@ def test_each_worker_gets_its_line(terminal, variables, ports):
         assert f"[worker {index}] error" in script.lines["stderr"]
 
 
-def test_it_shows_the_lines_that_one_would_type(terminal):
+def test_each_worker_s_command_line_is_shown(terminal):
     script = terminal("--data", "my file", worker="exit 0")
     assert script.end() == 0
     for index in range(2):
@@ -132,14 +132,14 @@ def test_it_shows_the_lines_that_one_would_type(terminal):
         ) + "}}' python -m popdist.examples.digits --strategy multi-worker --data 'my file'" in script.lines["stderr"]
 
 
-def test_lines_without_an_end_and_with_anything_in_them_come_through(terminal):
+def test_output_lines_come_through_unchanged(terminal):
     script = terminal(worker=r"printf '  a\\tb *\n\nlast'", WORKERS="1")
     assert script.end() == 0
     assert script.lines["stdout"] == ["[worker 0]   a\\tb *", "[worker 0] ", "[worker 0] last"]
 
 
-def test_the_status_is_that_of_the_first_that_fails(terminal, tmp_path):
-    """The other one ends by itself, as workers do that have lost one."""
+def test_the_status_is_that_of_the_first_failure(terminal, tmp_path):
+    """The other worker ends by itself, as workers do that have lost a peer."""
     os.mkfifo(tmp_path / "first")
     body = f'case "$TF_CONFIG" in *:1}}}}) exit 7;; *) cat "{tmp_path}/first"; echo "I have lost it"; exit 1;; esac'
     script = terminal(worker=body)
@@ -149,8 +149,8 @@ def test_the_status_is_that_of_the_first_that_fails(terminal, tmp_path):
     script.wait_for("[worker 0] I have lost it", "error: worker 0 ended with exit status 1")
 
 
-def test_one_that_does_not_end_by_itself_is_ended(terminal, tmp_path):
-    """In the time of this test, `sleep` takes none."""
+def test_a_worker_that_does_not_end_is_ended(terminal, tmp_path):
+    """In this test `sleep` takes no time."""
     fake(tmp_path / "env" / "bin", "sleep", "exit 0")
     script = terminal(worker=f'case "$TF_CONFIG" in *:1}}}}) exit 7;; esac\n{FOREVER}')
     assert script.end() == 7
@@ -158,7 +158,7 @@ def test_one_that_does_not_end_by_itself_is_ended(terminal, tmp_path):
 
 @pytest.mark.parametrize("is_at_terminal", [True, False], ids=["Ctrl-C", "kill"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_all(terminal, number, status, is_at_terminal):
+def test_a_signal_ends_all_workers(terminal, number, status, is_at_terminal):
     script = terminal(worker=f"echo begins\n{FOREVER}", WORKERS="3")
     script.wait_for(*(f"[worker {index}] begins" for index in range(3)))
     (os.killpg if is_at_terminal else os.kill)(script.process.pid, number)
@@ -172,7 +172,7 @@ echo stopped'"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_worker_that_is_stopped_is_told_too(terminal, number):
+def test_a_stopped_worker_receives_the_signal(terminal, number):
     worker = f"trap 'echo told; exit 1' TERM\ncase \"$TF_CONFIG\" in *:1}}}}) {STOPS};; *) {FOREVER};; esac"
     script = terminal(worker=worker)
     script.wait_for("[worker 1] stopped")
@@ -182,8 +182,8 @@ def test_a_worker_that_is_stopped_is_told_too(terminal, number):
 
 
 @pytest.mark.parametrize("ending", [STOPS, f"trap '' TERM\n{FOREVER}"], ids=["stopped", "deaf"])
-def test_one_that_is_stopped_or_deaf_does_not_keep_it_from_ending(terminal, tmp_path, ending):
-    """In the time of this test, `sleep` takes none."""
+def test_a_stopped_or_deaf_worker_does_not_delay_the_end(terminal, tmp_path, ending):
+    """In this test `sleep` takes no time."""
     fake(tmp_path / "env" / "bin", "sleep", "exit 0")
     os.mkfifo(tmp_path / "first")
     body = f'case "$TF_CONFIG" in *:1}}}}) cat "{tmp_path}/first"; exit 7;; esac\necho begins\n{ending}'
@@ -194,8 +194,8 @@ def test_one_that_is_stopped_or_deaf_does_not_keep_it_from_ending(terminal, tmp_
     assert script.end() == 7
 
 
-def test_workers_share_a_secret_that_is_shown_nowhere(terminal):
-    """It is the same for all, another one in every run, and the user's where there is one."""
+def test_workers_share_a_secret_that_is_never_shown(terminal):
+    """All workers of a run have the same secret, each run a new one, unless the user gives one."""
     tokens = []
     for _ in range(2):
         script = terminal(worker='echo "$POPDIST_JOB_TOKEN" | tr 0-9a-f g-v')
@@ -214,8 +214,8 @@ def test_workers_share_a_secret_that_is_shown_nowhere(terminal):
 
 
 @pytest.mark.parametrize("index", [0, 2])
-def test_a_signal_that_comes_while_workers_begin_ends_all(terminal, index, tmp_path):
-    """In the time of this test, `sleep` takes none: a worker that has not begun hears no signal, and is killed then."""
+def test_a_signal_during_the_start_of_workers_ends_all(terminal, index, tmp_path):
+    """In this test `sleep` takes no time: a worker that has not begun hears no signal, and is killed then."""
     fake(tmp_path / "env" / "bin", "sleep", "exit 0")
     script = terminal(worker=f'case "$TF_CONFIG" in *:{index}}}}}) kill -INT $PPID;; esac\n{FOREVER}', WORKERS="3")
     assert script.end() == 130
@@ -230,7 +230,7 @@ def test_a_signal_that_comes_while_workers_begin_ends_all(terminal, index, tmp_p
         ({"PORT": "65535"}, "PORT=65535 is not a whole number of 1 to 65534"),
     ],
 )
-def test_numbers_that_cannot_be_used_are_quoted(terminal, variables, error):
+def test_unusable_numbers_are_quoted(terminal, variables, error):
     script = terminal(**variables)
     assert script.end() == 1
     assert script.lines["stderr"][-1] == f"error: {error}"
@@ -248,8 +248,8 @@ def test_two_workers_train_together(terminal):
 
 
 def free_ports(count):
-    """The first of `count` ports in a row of which none is used now."""
-    for first in range(19_500, 20_000 - count, count):  # below those that benchmarks take
+    """Return the first of `count` consecutive free ports."""
+    for first in range(19_500, 20_000 - count, count):  # below the ports of benchmarks
         with ExitStack() as stack:
             try:
                 for port in range(first, first + count):

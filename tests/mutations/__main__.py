@@ -1,4 +1,4 @@
-"""Plants faults in a copy of the project, one at a time, and shows that the tests of the default tier catch each.
+"""Plant faults in a copy of the project, one at a time, and show that tests of the default tier catch each.
 
 python tests/mutations [--only NAME ...] [--jobs N]
 python tests/mutations --list
@@ -23,7 +23,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Exit status 0 only if every fault is caught."""
+    """Try the faults, and return exit status 0 only if every one is caught."""
     options = _options()
     try:
         faults = chosen(FAULTS, options.only)
@@ -83,7 +83,7 @@ def _trial(folder: Path) -> Trial:
 
 
 def _shares(faults: Sequence[Fault], count: int) -> list[list[str]]:
-    """The tests that catch them, for each of so many trials those of some of the files, where there are as many."""
+    """Divide the catching tests among this many trials, keeping the tests of a file together."""
     files: dict[str, dict[str, None]] = {}
     for test in (fault.caught_by for fault in faults):
         files.setdefault(test.partition("::")[0], {})[test] = None

@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 class OutOfDateError(Exception):
-    """The list no longer fits the code or the tests."""
+    """The list of faults does not fit the code or the tests."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A part of a source file, and what stands there instead while the fault is planted.
+    """A part of a source file, and its replacement while the fault is planted.
 
     Attributes:
-        name: what is wrong then, as a statement.
-        path: of the file, from the root of the project.
-        old: the right text; it occurs there exactly once.
-        new: the wrong one.
-        caught_by: the node id of a test of the default tier that fails then.
+        name: The consequence of the fault, as a statement.
+        path: The path of the file from the root of the project.
+        old: The right text, which occurs in the file exactly once.
+        new: The wrong text.
+        caught_by: The node id of a test of the default tier that fails with the fault.
     """
 
     name: str
@@ -35,10 +35,10 @@ class Fault:
             raise ValueError(f"{self.name!r} changes nothing, or names no test")
 
     def planted_in(self, text: str) -> str:
-        """The text of its file with the fault.
+        """Return the text of the file with the fault.
 
         Raises:
-            OutOfDateError: the right text is not there, or more than once.
+            OutOfDateError: The right text is missing, or occurs more than once.
         """
         if (found := text.count(self.old)) != 1:
             raise OutOfDateError(
@@ -48,10 +48,10 @@ class Fault:
 
 
 def check(faults: Sequence[Fault], root: Path) -> None:
-    """Whether every fault can be planted and told apart.
+    """Check that every fault can be planted, and that all have different names.
 
     Raises:
-        OutOfDateError: it says of all that cannot why.
+        OutOfDateError: Some faults cannot be planted; the message names all of them.
     """
     complaints = [
         f"two faults are called {name!r}" for name, times in Counter(f.name for f in faults).items() if times > 1
@@ -67,10 +67,10 @@ def check(faults: Sequence[Fault], root: Path) -> None:
 
 
 def chosen(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
-    """The faults whose name contains one of `names`; all of them without any.
+    """Return the faults whose name contains one of `names`; all faults if there are no names.
 
     Raises:
-        OutOfDateError: a name fits none.
+        OutOfDateError: A name matches no fault.
     """
     for name in names:
         if not any(name in fault.name for fault in faults):

@@ -1,4 +1,4 @@
-"""Faults in steps that stay on devices, and in the exchanges of gradients that lie there."""
+"""Faults in steps that stay on devices, and in the exchanges of gradients on devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COPIES = "tests/strategies/test_host_copies.py"
 
 IN_DEVICE_STEPS = (
     Fault(
-        name="sums on JAX's devices are added in another order than that of the tree",
+        name="sums on JAX's devices are added in another order than the tree's",
         path="strategies/jax/on_device/arithmetic.py",
         old="values.append(values[left] + values[right])\n    return values[-1]",
         new="pass\n    return sum(values[1:], values[0])",
@@ -33,84 +33,84 @@ IN_DEVICE_STEPS = (
         caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_with",
     ),
     Fault(
-        name="the scale of losses grows after each step that is finite",
+        name="the loss scale grows after each finite step",
         path="strategies/jax/on_device/scaling.py",
         old="jnp.where(is_finite, jnp.where(is_due, higher, same), lower)",
         new="jnp.where(is_finite, higher, lower)",
         caught_by=f"{_STEPS}::test_the_scale_of_losses_moves_as_on_the_host",
     ),
     Fault(
-        name="a failure on the device has the number of the step that was begun last",
+        name="a failure on the device is reported with the number of the latest step",
         path="strategies/jax/on_device/queue.py",
         old='f"step {number} has failed on the device',
         new='f"step {step} has failed on the device',
         caught_by=f"{_STEPS}::test_a_failure_on_the_device_is_told_with_its_step",
     ),
     Fault(
-        name="gradients that travel as int8 stay on the device",
+        name="gradients transferred as int8 stay on the device",
         path="strategies/jax/preparation.py",
         old="plan, reason = None, self._options.needs_host",
         new="plan, reason = None, None",
         caught_by=f"{_STEPS}::test_a_forced_device_refuses_what_needs_the_host",
     ),
     Fault(
-        name="a model state on the device moves on though a gradient is not finite",
+        name="the model state on the device changes despite a non-finite gradient",
         path="strategies/jax/on_device/step.py",
         old="            model_state = chosen(self.is_finite, model_state, state.model_state)\n",
         new="",
         caught_by=f"{_STEPS}::test_a_model_state_stays_where_a_gradient_is_not_finite",
     ),
     Fault(
-        name="a notice to an instance with a device is kept from the others",
+        name="a notice to one instance with a device does not reach the others",
         path="strategies/jax/on_device/step.py",
         old="            self.notice = float(given[0])\n",
         new="",
         caught_by=f"{_ENGINES}::{_NOTICE}[jax on devices]",
     ),
     Fault(
-        name="what fills the slices of a compiled exchange comes first",
+        name="the padding of slices in a compiled exchange comes first",
         path="strategies/jax/on_device/compiled_path.py",
         old="jnp.pad(own, ((0, 0), (0, instances * share - size)))",
         new="jnp.pad(own, ((0, 0), (instances * share - size, 0)))",
         caught_by="tests/strategies/on_device/test_compiled_path.py::test_compiled_means_have_the_bits_of_the_host",
     ),
     Fault(
-        name="an instance makes the mean of all but the last element of its slice of a window",
+        name="an instance omits the last element of its slice of a window",
         path="strategies/exchange/window_layout.py",
         old="return bounds[rank], bounds[rank + 1]",
         new="return bounds[rank], bounds[rank + 1] - 1",
         caught_by=f"{_WINDOWS}::test_slices_of_instances_are_all_of_a_group",
     ),
     Fault(
-        name="a window that has gone with a lost instance is taken for memory that cannot be shared",
+        name="a window lost with an instance is mistaken for memory that cannot be shared",
         path="strategies/exchange/windows.py",
         old="            communicator.barrier(name=_REFUSED)\n",
         new="",
         caught_by=f"{_WINDOWS}::test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal",
     ),
     Fault(
-        name="gradients that are copied to the host lie in the same place",
+        name="gradients copied to the host overlap",
         path="strategies/exchange/host_copies.py",
         old="self._memory[start : start + source.nbytes]",
         new="self._memory[: source.nbytes]",
         caught_by=f"{_COPIES}::test_arrays_arrive_in_page_locked_memory_that_is_used_again",
     ),
     Fault(
-        name="gradients are added before they have been copied to the host",
+        name="gradients are added before their copy to the host is complete",
         path="strategies/exchange/host_copies.py",
         old="        self.await_buffer(number)\n",
         new="",
         caught_by=f"{_COPIES}::test_arrays_arrive_in_page_locked_memory_that_is_used_again",
     ),
     Fault(
-        name="a part of a mean goes to where the whole one begins on the device",
+        name="parts of a mean are copied to the start of the whole mean on the device",
         path="strategies/exchange/host_copies.py",
         old="return self._starts[number] + address - self._first[number]",
         new="return self._starts[number]",
         caught_by=f"{_COPIES}::test_means_go_to_the_places_that_they_have_on_the_host",
     ),
     Fault(
-        name="compiled collectives are chosen where instances share a GPU",
+        name="compiled collectives are chosen for instances that share a GPU",
         path="strategies/exchange/choice.py",
         old="    if sharing := _sharing(facts):\n",
         new="    if False and (sharing := _sharing(facts)):\n",

@@ -1,4 +1,4 @@
-"""Faults by which a pipeline computes something else than its stages one after another."""
+"""Faults that let a pipeline compute something else than its stages in sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fault import Fault
 
 IN_PIPELINES = (
     Fault(
-        name="a schedule may leave out a backward pass",
+        name="a schedule may omit a backward pass",
         path="strategies/pipelines/timetable.py",
         old="if missing := expected - seen:",
         new="if missing := {each for each in expected - seen if each.kind is ActionKind.FORWARD}:",
@@ -20,63 +20,63 @@ IN_PIPELINES = (
         caught_by="tests/strategies/pipelines/test_pipeline_timetable.py::test_micro_batches_do_not_overtake_each_other",
     ),
     Fault(
-        name="a backward pass need not wait for that of the stage behind",
+        name="a backward pass does not wait for the next stage's",
         path="strategies/pipelines/timetable.py",
         old="return (StageAction(ActionKind.FORWARD, stage, number), *behind)",
         new="return (StageAction(ActionKind.FORWARD, stage, number),)",
         caught_by="tests/strategies/pipelines/test_pipeline_timetable.py::test_dependencies_are_the_neighbours_and_ones_own_forward_pass",
     ),
     Fault(
-        name="a device begins before the last one that it has to wait for is done",
+        name="a device begins before its last prerequisite is done",
         path="strategies/pipelines/running/driver.py",
         old="for number in turn.needs:",
         new="for number in turn.needs[1:]:",
         caught_by="tests/strategies/pipelines/test_pipeline_driver.py::test_an_action_begins_when_all_is_done_that_it_depends_on",
     ),
     Fault(
-        name="what a stage keeps is freed after the first part of its backward pass",
+        name="a stage's kept values are freed after the first part of its backward pass",
         path="strategies/pipelines/running/replica_run.py",
         old="kept = self._kept[number, micro_batch]",
         new="kept = self._kept.pop((number, micro_batch))",
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_gradients_are_those_of_the_whole_function",
     ),
     Fault(
-        name="a value that several stages take is freed when the first has it",
+        name="a value taken by several stages is freed after the first",
         path="strategies/pipelines/running/replica_run.py",
         old="self._left[micro_batch, value] = self._takers[value]",
         new="self._left[micro_batch, value] = 1",
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_gradients_are_those_of_the_whole_function",
     ),
     Fault(
-        name="the gradient of a stage is the one of its last micro-batch",
+        name="the gradient of a stage contains only its last micro-batch",
         path="strategies/pipelines/running/replica_run.py",
         old="sums = self.sums[number]\n        if sums is None:",
         new="sums = self.sums[number]\n        if micro_batch or sums is None:",
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_gradients_are_those_of_the_whole_function",
     ),
     Fault(
-        name="all devices of a pipeline recompute at once, on however few cores",
+        name="more devices of a pipeline recompute at once than there are cores",
         path="strategies/pipelines/running/stage_gradients.py",
         old="    return threading.Semaphore(len(os.sched_getaffinity(0)))",
         new="    return nullcontext()",
         caught_by="tests/strategies/pipelines/test_pipelining.py::test_no_more_devices_recompute_at_once_than_there_are_cores",
     ),
     Fault(
-        name="what depends on weights alone is kept of every micro-batch",
+        name="values that depend only on weights are kept for every micro-batch",
         path="strategies/pipelines/running/stage_programs.py",
         old="again = _movements(graph) | self._lasting(graph)",
         new="again = _movements(graph)",
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_weights_are_not_kept_nor_what_depends_on_them_alone",
     ),
     Fault(
-        name="the gradients of a stage go on from those of the last update",
+        name="the gradients of a stage include the previous update's",
         path="strategies/pipelines/running/stage_programs.py",
         old="before = jnp.where(number == 0, jnp.zeros_like(sum_), sum_)",
         new="before = sum_",
         caught_by="tests/strategies/pipelines/test_pipelining_ops.py::test_pl_20_interleaved_is_a_loop_on_the_host",
     ),
     Fault(
-        name="a stage shards over devices on which it is not",
+        name="a stage may shard over other devices than its own",
         path="strategies/pipelines/marks.py",
         old="if device not in mapping[stage]:",
         new="if False:",
@@ -90,35 +90,35 @@ IN_PIPELINES = (
         caught_by="tests/strategies/pipelines/test_pipeline_captures.py::test_they_are_whole_where_the_optimizer_state_is_in_parts",
     ),
     Fault(
-        name="a penalty is computed where it is added, not where its weights are",
+        name="a penalty is computed by the stage that adds it, not by the stage of its weights",
         path="strategies/pipelines/marks.py",
         old="if before or _is_penalty(equation, own, needed):",
         new="if before:",
         caught_by="tests/strategies/pipelines/test_pipeline_penalties.py::test_a_penalty_is_computed_by_the_stage_that_has_the_weight",
     ),
     Fault(
-        name="a gap in a device mapping is refused beside a stage that is on all devices",
+        name="a gap in a device mapping is refused beside a stage on all devices",
         path="strategies/pipelines/mapping.py",
         old="if gaps and _ALL_DEVICES not in numbers:",
         new="if gaps:",
         caught_by="tests/strategies/pipelines/test_pipeline_mapping.py::test_a_stage_on_all_devices_leaves_none_without_work",
     ),
     Fault(
-        name="accumulators that are to be offloaded stay on their device",
+        name="offloaded accumulators stay on their device",
         path="strategies/pipelines/running/replica_run.py",
         old="self.sums[number] = on_host(sums, device) if self._keeping.offloads_sums else sums",
         new="self.sums[number] = sums",
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_offloaded_accumulators_lie_in_host_memory_while_nothing_is_added_to_them",
     ),
     Fault(
-        name="offloading takes weights along, once for each micro-batch",
+        name="offloading copies weights, once for each micro-batch",
         path="strategies/pipelines/running/replica_run.py",
         old="[value if place in stays else on_host(value, device)",
         new="[on_host(value, device)",
         caught_by="tests/strategies/pipelines/test_pipeline_stages.py::test_weights_stay_where_they_are_when_what_is_kept_is_offloaded",
     ),
     Fault(
-        name="recomputation that costs no time is not chosen where it keeps less",
+        name="recomputation without extra time is not chosen despite lower memory use",
         path="strategies/pipelines/advice.py",
         old="one.most_bytes, one.recompute\n",
         new="one.recompute, one.most_bytes\n",

@@ -1,4 +1,4 @@
-"""Faults by which a process takes itself for another instance, or a group for another one."""
+"""Faults that let a process take another instance's place, or a group another group's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from fault import Fault
 
 IN_POPDIST = (
     Fault(
-        name="an instance takes the replicas behind those of an earlier one for its own",
+        name="an instance takes replicas of an earlier one",
         path="popdist/environments/environment.py",
         old="replica_offset=self.rank * local,",
         new="replica_offset=self.rank,",
-        caught_by="tests/popdist/test_environments.py::TestOpenMPI::test_the_program_may_ask_for_more",
+        caught_by="tests/popdist/test_environments.py::TestOpenMPI::test_the_program_may_ask_for_more_replicas",
     ),
     Fault(
-        name="the variables of mpirun are believed before those of poprun",
+        name="the variables of mpirun take precedence over those of poprun",
         path="popdist/environments/__init__.py",
         old="    PopRunEnvironment(),\n    OpenMPIEnvironment(),\n",
         new="    OpenMPIEnvironment(),\n    PopRunEnvironment(),\n",
@@ -27,17 +27,17 @@ IN_POPDIST = (
         caught_by="tests/popdist/test_tf_config.py::TestInstance::test_the_chief_comes_first_and_the_workers_follow",
     ),
     Fault(
-        name="a task of Slurm takes its number on the host for its index",
+        name="a Slurm task uses its local number as its index",
         path="popdist/environments/slurm.py",
         old="LaunchedProcess.read(environ, RANK, SIZE, LOCAL_RANK)",
         new="LaunchedProcess.read(environ, LOCAL_RANK, SIZE, LOCAL_RANK)",
         caught_by="tests/popdist/test_slurm_environment.py::TestTasksConnectedByPMIx::test_each_task_is_an_instance",
     ),
     Fault(
-        name="a group under an id of one's own is that of all instances",
+        name="a group with a custom id contains all instances",
         path="popdist/groups.py",
         old="_registered[communicator_id] = _subgroup(members) if",
         new="_registered[communicator_id] = everybody if",
-        caught_by="tests/popdist/test_groups.py::test_three_instances",
+        caught_by="tests/popdist/test_groups.py::test_statements_hold_for_three_instances",
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults by which a job runs elsewhere, goes on without its instances, or blames the wrong one."""
+"""Faults that place a job elsewhere, lose its instances, or blame the wrong one."""
 
 from __future__ import annotations
 
@@ -6,73 +6,73 @@ from fault import Fault
 
 IN_POPRUN = (
     Fault(
-        name="neighbouring instances are dealt out to different hosts",
+        name="neighbouring instances are placed on different hosts",
         path="poprun/launch/placement.py",
         old="host=located[index][0],",
         new="host=hosts[index % len(hosts)],",
         caught_by="tests/poprun/test_placement.py::test_hosts_get_equal_blocks_of_instances_in_their_order",
     ),
     Fault(
-        name="variables that the user forwards are lost where nothing is exported",
+        name="variables that the user forwards are lost if none is exported",
         path="poprun/launch/variables.py",
         old="{**own, **dict.fromkeys(forwarded), **exported}",
         new="{**own, **exported}",
-        caught_by="tests/poprun/test_command.py::test_the_order_is_that_of_the_original",
+        caught_by="tests/poprun/test_command.py::test_the_words_of_the_command_have_the_order_of_the_original",
     ),
     Fault(
-        name="an instance that ended with an error counts as one that is done",
+        name="an instance that ended with an error counts as complete",
         path="poprun/ipc/facts.py",
         old="return self.kind is EndKind.EXIT and self.number == 0",
         new="return self.kind is EndKind.EXIT",
-        caught_by="tests/poprun/test_diagnosis.py::TestVerdict::test_it_names_instance_host_end_and_collectives",
+        caught_by="tests/poprun/test_diagnosis.py::TestVerdict::test_the_verdict_names_instance_host_end_and_collectives",
     ),
     Fault(
         name="the instance that failed last is blamed",
         path="poprun/supervisor/diagnosis.py",
         old="blamed = min(failed, key=lambda each: _order(each, failed))",
         new="blamed = max(failed, key=lambda each: _order(each, failed))",
-        caught_by="tests/poprun/test_diagnosis.py::TestFirstCause::test_is",
+        caught_by="tests/poprun/test_diagnosis.py::TestFirstCause::test_the_first_cause_of_each_case_is_blamed",
     ),
     Fault(
-        name="of several instances that waited alike one is named only",
+        name="only one of several instances with the same wait is named",
         path="poprun/supervisor/diagnosis.py",
         old="groups.setdefault(_describe_wait(each), []).append(each.index)",
         new="groups[_describe_wait(each)] = [each.index]",
-        caught_by="tests/poprun/test_diagnosis.py::TestVerdict::test_it_names_instance_host_end_and_collectives",
+        caught_by="tests/poprun/test_diagnosis.py::TestVerdict::test_the_verdict_names_instance_host_end_and_collectives",
     ),
     Fault(
-        name="an instance that is stuck is never noticed",
+        name="a stuck instance is never noticed",
         path="poprun/supervisor/lookout.py",
         old="if limit_s and not self.in_vain and now_s - self._heeded_s >= limit_s:",
         new="if limit_s and not self.in_vain and now_s - self._heeded_s < 0:",
-        caught_by="tests/poprun/test_lookout.py::TestLookout::test_who_is_stuck_is_found_after_the_limit",
+        caught_by="tests/poprun/test_lookout.py::TestLookout::test_a_stuck_instance_is_found_after_the_limit",
     ),
     Fault(
-        name="the children of children are not found when a job ends, and left",
+        name="children of children are not found and outlive the job",
         path="poprun/ipc/processes.py",
         old="found += children.get(pid, ())",
         new="children.get(pid, ())",
         caught_by="tests/poprun/test_descendants.py::test_children_of_children_are_found",
     ),
     Fault(
-        name="a signal that tells poprun to end is not passed on to the programs",
+        name="a signal that ends poprun is not forwarded to the programs",
         path="poprun/supervisor/job_machine.py",
         old="        self._actions += self._members.pass_on(number)\n        self._actions += self._members.ask()",
         new="        self._actions += self._members.ask()",
-        caught_by="tests/poprun/test_job_machine.py::TestSignals::test_are_passed_on_and_the_job_ends_when_the_programs_have",
+        caught_by="tests/poprun/test_job_machine.py::TestSignals::test_ending_signals_are_forwarded_and_the_job_ends_with_its_programs",
     ),
     Fault(
-        name="what a program leaves behind is killed once, and what that starts meanwhile is not",
+        name="a program's remaining processes are killed only once, although they start others",
         path="poprun/agent/guard_machine.py",
         old="self._sweep_at_s = now_s + SWEEP_S",
         new="self._sweep_at_s = _NEVER",
-        caught_by="tests/poprun/test_guard_machine.py::TestAProgramThatEnds::test_leaves_its_descendants_a_tenth_of_a_second_and_then_they_are_killed_again_and_again",
+        caught_by="tests/poprun/test_guard_machine.py::TestAProgramThatEnds::test_descendants_have_a_grace_period_and_are_then_killed_repeatedly",
     ),
     Fault(
-        name="the size of a file does not count where environments are compared",
+        name="comparisons of environments ignore file sizes",
         path="poprun/hosts/python_environment.py",
         old="state.st_size, state.st_mtime_ns",
         new="state.st_mtime_ns",
-        caught_by="tests/poprun/test_synchronise.py::TestDigest::test_a_size_counts_where_the_time_is_the_same",
+        caught_by="tests/poprun/test_synchronise.py::TestDigest::test_a_different_size_changes_the_digest_even_at_the_same_time",
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults by which simulated networks are faster or slower than they are."""
+"""Faults that make simulated networks faster or slower."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from fault import Fault
 
 IN_SIMULATION = (
     Fault(
-        name="what comes over a link waits for what goes",
+        name="received data on a link wait for sent data",
         path="collectives/simulation/run.py",
         old="begun, carried[remote], self._into)",
         new="begun, carried[remote], self._out)",
-        caught_by="tests/collectives/test_simulated_network.py::test_directions_and_links_of_others_do_not_disturb_each_other",
+        caught_by="tests/collectives/test_simulated_network.py::test_opposite_directions_and_different_links_are_independent",
     ),
     Fault(
         name="a rank sends before it has added",

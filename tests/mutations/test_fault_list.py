@@ -1,4 +1,4 @@
-"""The list of faults fits the code and the tests as they are. That each is caught is shown by `tests/mutations`."""
+"""The list of faults, compared with code and tests. `tests/mutations` shows that each fault is caught."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def test_every_fault_can_be_planted() -> None:
     check(FAULTS, ROOT)
 
 
-def test_there_are_more_than_seventy_in_all_packages() -> None:
+def test_faults_are_more_than_seventy_in_all_packages() -> None:
     assert len(FAULTS) > 70
     packages = {"collectives", "popdist", "poprun", "strategies"}
     assert {Path(fault.path).parts[0] for fault in FAULTS} == packages
 
 
 @pytest.mark.parametrize("test", sorted({fault.caught_by for fault in FAULTS}))
-def test_the_tests_that_catch_them_are_there(test: str) -> None:
+def test_catching_tests_exist_in_the_default_tier(test: str) -> None:
     path, *names = test.partition("[")[0].split("::")
     found: ast.AST = ast.parse((ROOT / path).read_text())
     for name in names:
@@ -35,14 +35,14 @@ def test_the_tests_that_catch_them_are_there(test: str) -> None:
         assert "pytest.mark.complete" not in marks, "the default tier does not run it"
 
 
-def test_a_fault_changes_what_is_there_exactly_once() -> None:
+def test_a_fault_changes_text_that_occurs_exactly_once() -> None:
     assert SOME.planted_in("x(a, b)") == "x(b, a)"
     for text, times in {"": 0, "a, b; a, b": 2}.items():
         with pytest.raises(OutOfDateError, match=rf"that some\.py has {times} times"):
             SOME.planted_in(text)
 
 
-def test_what_does_not_fit_any_more_is_said_of_all_at_once(tmp_path: Path) -> None:
+def test_all_faults_that_do_not_fit_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(OutOfDateError, match="two faults are called 'two are swapped'; .*some.py has 0 times"):
         check([SOME, SOME], tmp_path)
 

@@ -1,4 +1,4 @@
-"""Tests on a copy of the project, in which a fault can be planted."""
+"""Tests on a copy of the project that can contain a planted fault."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from xml.etree import ElementTree
 from fault import Fault, OutOfDateError
 
 LIMIT_S = 300.0  # for the tests of one fault; a test that hangs is ended by its own limit long before
-_MARK = "POPDIST_MUTATION_TRIAL"  # by which the processes of one trial know each other
+_MARK = "POPDIST_MUTATION_TRIAL"  # marks the processes of one trial
 _SOME_FAILED = 1  # the exit status of pytest
 
 
 @dataclass(frozen=True)
 class Run:
-    """What pytest came to.
+    """The result of a run of pytest.
 
     Attributes:
-        status: its exit status; None where it was ended at the limit.
-        passed: the node ids of the tests that passed, without their parameters.
-        failed: the node ids of those that failed.
-        hung: whether one of them failed by its own limit of time.
-        text: what pytest printed.
-        wall_s: how long it took.
+        status: The exit status; None if pytest was ended at the limit.
+        passed: The node ids of passed tests, without their parameters.
+        failed: The node ids of failed tests.
+        hung: Whether a test failed by its time limit.
+        text: The output of pytest.
+        wall_s: The duration in seconds.
     """
 
     status: int | None
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def has_caught(self) -> bool:
-        """Whether a test noticed something; an error before the tests is none."""
+        """Return whether a test noticed the fault; an error before the tests does not count."""
         return self.status == _SOME_FAILED and bool(self.failed)
 
 
@@ -52,8 +52,8 @@ class Trial:
     """A copy of the project, and the runs of pytest in it.
 
     Args:
-        project: the root of the working tree; what git tracks there is copied.
-        folder: an empty one, which the caller removes.
+        project: The root of the working tree; its files tracked by git are copied.
+        folder: An empty folder, which the caller removes.
     """
 
     def __init__(self, project: Path, folder: Path) -> None:
@@ -67,11 +67,11 @@ class Trial:
 
     @property
     def _place(self) -> Path:
-        """Where the files of the present run go."""
+        """Return the folder for files of the present run."""
         return self._folder / str(self._runs)
 
     def with_fault(self, fault: Fault) -> Run:
-        """Run the test that catches a fault while it is there."""
+        """Run the test that catches a fault while the fault is planted."""
         path = self.root / fault.path
         right = path.read_text()
         try:
@@ -111,20 +111,20 @@ class Trial:
         return Run(status, tuple(passed), tuple(failed), "Failed: Timeout" in text, text, time.monotonic() - started)
 
     def end(self) -> None:
-        """End what is left of the processes of the run."""
+        """End remaining processes of the run."""
         _end_all(f"{_MARK}={self._place}".encode())
 
     def _environ(self) -> dict[str, str]:
-        """Everybody imports the packages of the copy, and programs that were compiled once stay so."""
+        """Return variables that let all processes import the copy's packages and share compiled programs."""
         cache = str(self._folder / "jax")
         return {**os.environ, "PYTHONPATH": str(self.root), "JAX_COMPILATION_CACHE_DIR": cache, _MARK: str(self._place)}
 
 
 def check_without_fault(trial: Trial, tests: Sequence[str]) -> Run:
-    """Run all tests on the code as it is.
+    """Run all tests on the unchanged code.
 
     Raises:
-        OutOfDateError: one fails, does not exist, or is none of the default tier.
+        OutOfDateError: A test fails, does not exist, or does not belong to the default tier.
     """
     run = trial.run(tests)
     absent = [test for test in tests if test not in run.passed and test.partition("[")[0] not in run.passed]
@@ -140,13 +140,13 @@ def _tracked(project: Path) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Change a source; two versions of one second and one size would share what Python has compiled."""
+    """Change a source; two versions with equal time and size would share Python's bytecode."""
     path.write_text(text)
     Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def _results(report: Path) -> tuple[list[str], list[str]]:
-    """The node ids of what passed, without parameters, and of what failed."""
+    """Return the node ids of passed tests without parameters, and those of failed tests."""
     if not report.is_file():
         return [], []
     passed, failed = [], []
@@ -161,18 +161,18 @@ def _results(report: Path) -> tuple[list[str], list[str]]:
 
 
 def _is_of_end(message: str) -> bool:
-    """Whether it is what a fixture finds behind a test, such as processes that are left."""
+    """Return whether a fixture reports the error after a test, such as remaining processes."""
     return message.startswith("failed on teardown")
 
 
 def _node_id(file: str, of_class: str, name: str) -> str:
-    """What pytest calls a test; its report puts the path of the file, with dots, before the class."""
+    """Return pytest's name of a test; its report puts the path of the file, with dots, before the class."""
     classes = of_class.removeprefix(file.removesuffix(".py").replace("/", ".")).replace(".", "::")
     return f"{file}{classes}::{name}"
 
 
 def _end_all(mark: bytes) -> None:
-    """End what is left of the processes that have inherited the mark."""
+    """End the remaining processes that have inherited the mark."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue

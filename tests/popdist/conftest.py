@@ -1,4 +1,4 @@
-"""Tests of jobs use what the tests in other folders use."""
+"""Import paths for tests of jobs, which use modules of other folders."""
 
 import sys
 from pathlib import Path

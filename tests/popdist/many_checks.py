@@ -17,7 +17,7 @@ DONE = "this holds: "
 
 
 def command(count: int) -> list[str]:
-    """What starts a program as so many instances of plain mpirun; one instance needs no launcher."""
+    """Return the command that starts a program as `count` instances of plain mpirun; one instance needs no launcher."""
     if count == 1:
         return [sys.executable, "-W", "error"]
     mpirun = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
@@ -26,19 +26,19 @@ def command(count: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a job that knows of no launcher above it; its instances wait long for each other, and do not spin."""
+    """Return the environment of a job without a launcher above it, whose instances wait long and do not spin."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return clean | allowed | {"PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 class Checks:
-    """How the checks of one job ended.
+    """The results of the checks of one job.
 
     Args:
-        count: of the instances.
-        head: what comes before them, once.
-        programs: their texts by their names; they run in this order, until one of them fails on an instance.
+        count: The number of instances.
+        head: Program text that runs once, before the checks.
+        programs: The texts of the checks by their names; they run in order until one fails on an instance.
     """
 
     def __init__(self, count: int, head: str, programs: Mapping[str, str]) -> None:
@@ -63,10 +63,10 @@ class Checks:
         self._lines = ended.stdout.splitlines()
 
     def holds(self, name: str) -> None:
-        """It ended well on all instances."""
+        """Assert that a check ended well on all instances."""
         said = sum(line.endswith(DONE + name) for line in self._lines)
         assert said == self._count, f"{name!r} ended well on {said} of {self._count} instances\n{self._errors}"
 
     def end_well(self) -> None:
-        """The job did."""
+        """Assert that the job ended well."""
         assert self._status == 0, self._errors

@@ -60,21 +60,21 @@ class TestPopRun:
         assert instance.launcher == "poprun"
 
     @pytest.mark.parametrize("name", replica_variables(1, 1))
-    def test_a_half_set_environment_is_refused_naming_what_is_missing(self, name):
+    def test_a_half_set_environment_is_refused_with_the_missing_variable(self, name):
         environ = poprun_variables()
         del environ[name]
         with pytest.raises(EnvironmentMismatchError, match=f"{name} unset.*set {name}"):
             detect_instance(environ)
 
     @pytest.mark.parametrize("name", mpirun_variables())
-    def test_half_of_open_mpi_is_refused(self, name):
+    def test_incomplete_variables_of_open_mpi_are_refused(self, name):
         environ = poprun_variables()
         del environ[name]
         with pytest.raises(EnvironmentMismatchError, match=f"{name} unset"):
             detect_instance(environ)
 
     @pytest.mark.parametrize("value", ["two", "", "-1", "1.5"])
-    def test_what_is_not_a_number_is_quoted(self, value):
+    def test_an_invalid_number_is_quoted(self, value):
         environ = poprun_variables() | {"POPDIST_NUM_LOCAL_REPLICAS": value}
         with pytest.raises(EnvironmentMismatchError, match=f"POPDIST_NUM_LOCAL_REPLICAS='{value}'"):
             detect_instance(environ)
@@ -91,20 +91,20 @@ class TestPopRun:
             {"POPDIST_NUM_LOCAL_REPLICAS": "2"},
         ],
     )
-    def test_contradictions_are_refused_quoting_both_sets(self, change):
+    def test_contradictions_are_refused_with_both_sets_of_variables(self, change):
         with pytest.raises(EnvironmentMismatchError, match=r"POPDIST_NUM_TOTAL_REPLICAS=.*COMM_WORLD_RANK="):
             detect_instance(poprun_variables() | change)
 
-    def test_the_program_must_ask_for_what_was_launched(self):
+    def test_the_program_must_ask_for_the_launched_number_of_replicas(self):
         assert detect_instance(poprun_variables(total=6), num_replicas=6).total_replicas == 6
         with pytest.raises(EnvironmentMismatchError, match="asks for 4 replicas, but poprun started 6"):
             detect_instance(poprun_variables(total=6), num_replicas=4)
 
-    def test_without_open_mpi_it_is_one_process_with_all_replicas(self):
+    def test_without_open_mpi_one_process_drives_all_replicas(self):
         instance = detect_instance(replica_variables(total=4, local=4))
         assert (instance.count, instance.local_replicas) == (1, 4)
 
-    def test_without_open_mpi_it_cannot_be_one_of_several(self):
+    def test_without_open_mpi_one_of_several_instances_is_refused(self):
         with pytest.raises(EnvironmentMismatchError, match="one of several instances"):
             detect_instance(replica_variables(total=4, local=2))
 
@@ -116,13 +116,13 @@ class TestPopRun:
 
 
 class TestOpenMPI:
-    def test_one_replica_per_rank_by_default(self):
+    def test_each_rank_has_one_replica_by_default(self):
         instance = detect_instance(mpirun_variables(rank=2, size=3, local_rank=1))
         assert (instance.index, instance.count, instance.local_index) == (2, 3, 1)
         assert instance.local_replica_range == range(2, 3)
         assert instance.launcher == "mpirun"
 
-    def test_the_program_may_ask_for_more(self):
+    def test_the_program_may_ask_for_more_replicas(self):
         assert detect_instance(mpirun_variables(1, 2), num_replicas=6).local_replica_range == range(3, 6)
 
     @pytest.mark.parametrize(("replicas", "ways_out"), [(5, "use 4 or 8"), (3, "use 4$"), (0, "use 4$")])
@@ -130,7 +130,7 @@ class TestOpenMPI:
         with pytest.raises(EnvironmentMismatchError, match=ways_out):
             detect_instance(mpirun_variables(1, 4), num_replicas=replicas)
 
-    def test_a_rank_lies_below_the_size(self):
+    def test_a_rank_must_be_less_than_the_size(self):
         with pytest.raises(EnvironmentMismatchError, match="OMPI_COMM_WORLD_RANK=2"):
             detect_instance(mpirun_variables(rank=2, size=2))
 
@@ -142,12 +142,12 @@ class TestSingle:
         assert (instance.index, instance.count, instance.launcher) == (0, 1, "single")
         assert instance.local_replica_range == range(replicas)
 
-    def test_no_replica_is_too_few(self):
+    def test_zero_replicas_are_refused(self):
         with pytest.raises(EnvironmentMismatchError, match="asked for 0 replicas; use 1 or more"):
             detect_instance({}, num_replicas=0)
 
 
-def test_the_launcher_that_says_most_is_asked_first():
+def test_environments_are_detected_from_specific_to_general():
     assert [type(environment) for environment in ENVIRONMENTS] == [
         AloneEnvironment,
         PopRunEnvironment,
@@ -159,7 +159,7 @@ def test_the_launcher_that_says_most_is_asked_first():
     ]
 
 
-def test_nothing_heavy_is_imported():
+def test_detection_imports_no_heavy_package():
     heavy = "{'numpy', 'mpi4py', 'jax', 'collectives', 'strategies'}"
     program = f"import sys, popdist.environments; sys.exit(repr({heavy} & set(sys.modules) or ''))"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -168,11 +168,11 @@ def test_nothing_heavy_is_imported():
 
 class TestThreadPool:
     @pytest.mark.parametrize(("replicas", "threads"), [(1, 8), (8, 8), (9, 9), (64, 64)])
-    def test_its_size_depends_on_the_replicas_only(self, replicas, threads):
+    def test_the_size_of_the_pool_depends_only_on_the_replicas(self, replicas, threads):
         assert thread_pool_size(replicas) == threads
         assert thread_pool_setting({}, replicas) == {"PJRT_NPROC": str(threads)}
 
-    def test_the_user_comes_first(self):
+    def test_the_users_pool_size_wins(self):
         assert thread_pool_setting({"PJRT_NPROC": "2"}, 64) == {}
 
 
@@ -197,12 +197,12 @@ class TestProgress:
     def page(self, descriptor):
         return ProgressPage.from_environ({DESCRIPTOR_VARIABLE: str(descriptor)})
 
-    def test_an_untouched_page_says_so(self, descriptor):
+    def test_an_untouched_page_gives_an_empty_record(self, descriptor):
         assert record_in(descriptor) == ProgressRecord()
         assert parse_progress(b"") == ProgressRecord()
         assert parse_progress(bytes(PAGE_BYTES)) == ProgressRecord()
 
-    def test_a_collective_is_noted_while_it_lasts(self, page, descriptor):
+    def test_a_collective_is_recorded_while_it_lasts(self, page, descriptor):
         page.step_begins(12)
         enter(page, 5, b"all_reduce 'gradients'")
         inside = record_in(descriptor)
@@ -213,26 +213,26 @@ class TestProgress:
         assert record_in(descriptor).state == State.RUNNING
         assert record_in(descriptor).since_s >= inside.since_s > 0
 
-    def test_the_label_follows_the_collective(self, page, descriptor):
+    def test_the_label_is_that_of_the_current_collective(self, page, descriptor):
         for label in (b"broadcast 'variables'", b"barrier", "all_reduce 'größe'".encode(), b"x" * 5000):
             enter(page, 1, label)
             assert record_in(descriptor).label == label[:1024].decode()
 
-    def test_those_waited_for_are_forgotten_when_the_collective_ends(self, page, descriptor):
+    def test_awaited_instances_are_cleared_when_the_collective_ends(self, page, descriptor):
         enter(page, 1, b"barrier")
         page.waiting_for([1, 3])
         assert record_in(descriptor).waiting_for == (1, 3)
         page.operation_ends()
         assert record_in(descriptor).waiting_for == ()
 
-    def test_more_instances_than_fit_are_cut_off(self, page, descriptor):
+    def test_a_long_list_of_awaited_instances_is_truncated(self, page, descriptor):
         enter(page, 1, b"barrier")
         page.waiting_for(range(5000))
         record = record_in(descriptor)
         assert record.label == "barrier"
         assert record.waiting_for == tuple(range(len(record.waiting_for)))
 
-    def test_leaving_remembers_an_unfinished_collective(self, page, descriptor):
+    def test_leaving_keeps_an_unfinished_collective(self, page, descriptor):
         enter(page, 3, b"barrier")
         page.waiting_for([0])
         page.leaving()
@@ -246,13 +246,13 @@ class TestProgress:
             (0,),
         )
 
-    def test_the_time_that_it_takes_to_save_is_noted(self, page, descriptor):
+    def test_the_grace_period_is_recorded(self, page, descriptor):
         page.grace(1.5)
         assert record_in(descriptor).grace_s == 1.5
         page.grace(0)
         assert record_in(descriptor).grace_s == 0
 
-    def test_what_has_come_of_steps_is_counted_and_timed_from_the_end_of_the_first(self, page, descriptor):
+    def test_steps_are_counted_and_timed_from_the_end_of_the_first(self, page, descriptor):
         page.step_begins(7)
         assert record_in(descriptor).made == Made()
         page.steps_made(1, 64, lambda: 2.0)
@@ -265,7 +265,7 @@ class TestProgress:
         assert later.from_s == first.to_s < later.to_s
         assert math.isnan(later.loss)
 
-    def test_time_is_waited_until_data_move_and_counts_behind_the_first_step_only(self, page, descriptor):
+    def test_waits_are_timed_until_data_move_from_the_second_step_on(self, page, descriptor):
         enter(page, 1, b"broadcast")
         page.data_moves(8)
         page.steps_made(1, 1, lambda: None)
@@ -279,7 +279,7 @@ class TestProgress:
         assert 0 < made.waited_s <= moved_by_s - begun_s
         assert made.loss is None
 
-    def test_a_loss_that_is_still_computed_is_asked_for_in_later_steps(self, page, descriptor):
+    def test_a_loss_that_is_still_computed_is_read_in_later_steps(self, page, descriptor):
         known = []
         page.steps_made(1, 1, lambda: known[0] if known else None)
         page.steps_made(1, 1, lambda: None)
@@ -290,7 +290,7 @@ class TestProgress:
         page.steps_made(1, 1, lambda: 1.5)
         assert record_in(descriptor).made.loss == 1.5
 
-    def test_phases_are_noted_and_one_may_be_inside_of_another(self, page, descriptor):
+    def test_phases_are_recorded_and_may_be_nested(self, page, descriptor):
         assert ("", *instruments.PHASES) == PHASES
         page.phase_begins(instruments.FORWARD_BACKWARD)
         page.phase_begins(instruments.COMPILE)
@@ -303,10 +303,10 @@ class TestProgress:
         page.step_begins(3)
         assert record_in(descriptor).phase == ""
 
-    def test_a_page_of_another_layout_says_nothing(self):
+    def test_a_page_of_another_layout_gives_an_empty_record(self):
         assert parse_progress(b"POPRUN1\0" + new_page()[8:]) == ProgressRecord()
 
-    def test_leaving_between_collectives(self, page, descriptor):
+    def test_leaving_between_collectives_and_finishing_are_recorded(self, page, descriptor):
         page.leaving()
         assert record_in(descriptor).state == State.LEAVING
         page.finished()

@@ -1,4 +1,4 @@
-"""A process that has failed ends soon, whatever its other threads do; one that has not waits for them, as ever."""
+"""The end of a failed process despite its other threads; a process that has not failed waits for them as usual."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def run(*lines, has_failed=True):
 
 
 @pytest.mark.parametrize("thread", [WAITS_FOR_EVER, IN_A_POOL])
-def test_a_thread_that_would_never_end_is_named_and_ends_with_the_process(thread):
+def test_an_endless_thread_is_named_and_ends_with_the_failed_process(thread):
     start, name = thread
     done = run(start, "last_threads.watch(3)", "print('output that nobody has flushed')")
     assert (done.returncode, done.stdout) == (3, "output that nobody has flushed\nabandoned\n")
@@ -45,8 +45,8 @@ def test_a_thread_that_would_never_end_is_named_and_ends_with_the_process(thread
 
 
 @pytest.mark.parametrize("thread", [IDLE_IN_A_POOL, DAEMON, OF_THE_PROGRAM])
-def test_where_threads_end_python_ends_as_ever(thread):
-    patience = "sys.modules[LastThreads.__module__].THREADS_GRACE_S = 50"  # on a machine that is busy too
+def test_python_ends_as_usual_if_all_threads_end(thread):
+    patience = "sys.modules[LastThreads.__module__].THREADS_GRACE_S = 50"  # enough for a busy machine
     done = run(patience, thread, "last_threads.watch(3)", "raise ValueError('as ever')")
     assert done.returncode == 1
     assert done.stdout.endswith("exit handlers\n")
@@ -54,8 +54,8 @@ def test_where_threads_end_python_ends_as_ever(thread):
     assert done.stderr.endswith("ValueError: as ever\n")
 
 
-def test_a_program_that_has_not_failed_after_all_waits_for_its_threads():
-    """The exit status was caught, say, and the program went on."""
+def test_a_program_that_recovered_waits_for_its_threads():
+    """The program caught its exit, for example, and went on."""
     waits = "threading.Thread(target=lambda: (may_end.wait(1.5 * THREADS_GRACE_S), print('waited'))).start()"
     done = run("from popdist.failing import THREADS_GRACE_S", waits, "last_threads.watch(3)", has_failed=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "waited\nexit handlers\n", "")

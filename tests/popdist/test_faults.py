@@ -20,7 +20,7 @@ from popdist.records.faults import Fault, FaultInjector, InjectedError, due_faul
         ("delay:instance=0,seconds=0.5,attempt=1", Fault("delay", 0, attempt=1, seconds=0.5)),
     ],
 )
-def test_a_fault_is_read(text, fault):
+def test_a_fault_is_parsed(text, fault):
     assert parse_fault(text) == fault
 
 
@@ -43,7 +43,7 @@ def test_a_fault_is_read(text, fault):
         ("delay:instance=0,seconds=-1", "seconds=-1 is not a number of seconds"),
     ],
 )
-def test_what_is_none_is_refused(text, message):
+def test_an_invalid_fault_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_fault(text)
 
@@ -60,7 +60,7 @@ class Notes:
 
 
 def happens(fault: str, note) -> bool:
-    """Whether what is seen lets a `raise` happen; whoever looks besides sees it in any case."""
+    """Return whether the events of `note` trigger a `raise`; other instruments see the events in any case."""
     notes = Notes()
     try:
         note(Instruments(notes, FaultInjector([parse_fault(f"raise:instance=0{fault}")])))
@@ -71,7 +71,7 @@ def happens(fault: str, note) -> bool:
 
 
 def train(instruments, step, operation="ordered_all_reduce"):
-    """A step, whose update has no name that a collective could have."""
+    """Run a step whose update has a name that no collective has."""
     instruments.step_begins(step)
     instruments.operation_begins(5, Call(operation, "gradients"))
     instruments.operation_ends()
@@ -91,17 +91,17 @@ def train(instruments, step, operation="ordered_all_reduce"):
         (",phase=update,step=3", 3, True),
     ],
 )
-def test_it_happens_in_its_step_and_phase(fault, step, expected):
+def test_a_fault_happens_in_its_step_and_phase(fault, step, expected):
     assert happens(fault, lambda instruments: train(instruments, step)) == expected
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "ordered_all_reduce", "grouped_ordered_all_reduce"])
-def test_all_variants_of_a_collective_are_meant(operation):
+def test_a_phase_covers_all_variants_of_a_collective(operation):
     assert happens(",phase=all_reduce", lambda instruments: train(instruments, 3, operation))
     assert not happens(",phase=reduce_scatter", lambda instruments: train(instruments, 3, operation))
 
 
-def test_what_a_tensor_is_called_does_not_matter():
+def test_the_name_of_a_tensor_is_not_a_phase():
     def move(instruments):
         instruments.operation_begins(1, Call("broadcast", "barrier"))
 
@@ -109,13 +109,13 @@ def test_what_a_tensor_is_called_does_not_matter():
     assert not happens(",phase=barrier", move)
 
 
-def test_it_happens_before_the_first_step_too():
+def test_a_fault_may_happen_before_the_first_step():
     variables = Call("broadcast", "variables")
     assert happens(",phase=broadcast", lambda instruments: instruments.operation_begins(1, variables))
     assert not happens(",phase=update", lambda instruments: instruments.operation_ends())
 
 
-def test_it_happens_while_a_collective_waits():
+def test_a_fault_may_happen_while_a_collective_waits():
     def wait(instruments):
         instruments.operation_begins(1, Call("barrier"))
         instruments.waiting_for([1])
@@ -124,8 +124,8 @@ def test_it_happens_while_a_collective_waits():
 
 
 @pytest.mark.parametrize(("phase", "step"), [(DATA, 3), (CHECKPOINT, 2), (UPDATE, 2)])
-def test_it_happens_in_a_phase(phase, step):
-    """Data are read for the step that comes next."""
+def test_a_fault_happens_in_phases_outside_of_collectives(phase, step):
+    """The data phase belongs to the next step."""
 
     def go_on(instruments):
         instruments.step_begins(2)
@@ -138,8 +138,8 @@ def test_it_happens_in_a_phase(phase, step):
     assert not happens(f",phase={phase},step={5 - step}", go_on)
 
 
-def test_data_are_read_when_there_are_some():
-    """A fault of the step that would come next does not happen at the end of a data set."""
+def test_a_fault_in_the_data_phase_needs_a_next_batch():
+    """At the end of a data set, no next step begins."""
 
     def read(batches):
         def see(instruments):
@@ -153,7 +153,7 @@ def test_data_are_read_when_there_are_some():
     assert not read([])
 
 
-def test_phases_that_users_name_are_those_that_instruments_see():
+def test_phase_names_of_faults_equal_those_of_instruments():
     assert (faults.DATA, faults.UPDATE, faults.CHECKPOINT) == (DATA, UPDATE, CHECKPOINT)
 
 
@@ -166,14 +166,14 @@ def test_a_bit_is_flipped_once():
     assert flips == [False, True, False, False]
 
 
-def test_it_happens_once():
+def test_a_fault_happens_once():
     instruments = Instruments(FaultInjector([Fault("raise", 0)]))
     with pytest.raises(InjectedError, match="injected into instance 0 in phase forward"):
         instruments.step_begins(0)
     train(instruments, 0)
 
 
-def test_only_those_of_this_attempt_and_instance_are_due():
+def test_only_faults_of_the_attempt_and_the_instance_are_due():
     environ = {"POPDIST_INJECT": "raise:instance=0,attempt=1;kill:instance=0"}
     assert due_faults({}, 0) == []
     assert due_faults({"POPDIST_INJECT": "raise:instance=0,attempt=1"}, 0) == []
@@ -198,7 +198,7 @@ socket.create_connection(listening.getsockname())
 """
 
 
-def test_all_connections_over_tcp_break_and_nothing_else():
+def test_cut_breaks_all_tcp_connections_and_nothing_else():
     done = subprocess.run(
         [sys.executable, "-c", BREAKS_CONNECTIONS], capture_output=True, text=True, check=False, timeout=30
     )

@@ -1,4 +1,4 @@
-"""A file of the user with the name of a package of ours is named where it would be missed."""
+"""User files that hide a package of the project; error messages name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, hidden: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=100)
 
 
-def test_what_popdist_needs_is_refused_in_one_line(tmp_path):
+def test_a_file_that_hides_a_package_of_popdist_is_refused_in_one_line(tmp_path):
     done = run(tmp_path, "collectives")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
@@ -33,14 +33,14 @@ def test_what_popdist_needs_is_refused_in_one_line(tmp_path):
     assert last.endswith("; rename it, if the program needs the package")
 
 
-def test_what_only_the_program_may_need_is_a_warning(tmp_path):
+def test_a_file_that_hides_an_optional_package_gets_a_warning(tmp_path):
     done = run(tmp_path, "strategies")
     assert (done.returncode, done.stdout) == (0, "joined\n")
     (warning,) = done.stderr.splitlines()
     assert warning.startswith(f"{tmp_path}/strategies.py hides the package strategies, because ")
 
 
-def test_other_files_are_the_users_own(tmp_path):
+def test_other_files_are_accepted(tmp_path):
     done = run(tmp_path, "models")
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -1,4 +1,4 @@
-"""Groups of instances, and what becomes of a job of plain mpirun when one of them leaves."""
+"""Groups of instances, and jobs of plain mpirun that lose an instance."""
 
 import functools
 import subprocess
@@ -19,7 +19,7 @@ everybody = popdist.communicator()
 job = pytest.mark.job
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
-# Without a launcher; in a process of its own, because `init` is for good.
+# This job has no launcher; it runs in a separate process because `init` cannot be undone.
 ALONE = {
     "runs what is meant for it": ("assert popdist.execute_on_instances({0}, lambda a, b=0: a + b, 1, b=2) == 3\n"),
     "waits for nobody": ("popdist.synchronize()\npopdist.execute_on_instances([0], popdist.synchronize)\n"),
@@ -156,21 +156,21 @@ def checks(count):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_instance(name):
+def test_statements_hold_for_one_instance(name):
     checks(1).holds(name)
 
 
 @job
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("name", TWO)
-def test_two_instances(name):
+def test_statements_hold_for_two_instances(name):
     checks(2).holds(name)
 
 
 @job
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("name", THREE)
-def test_three_instances(name):
+def test_statements_hold_for_three_instances(name):
     checks(3).holds(name)
 
 
@@ -182,7 +182,9 @@ def test_jobs_end_well(count):
 
 
 def mpirun(count, program):
-    """Run a program as `count` instances of plain mpirun: status and errors; they wait 600 s for each other."""
+    """Run a program as `count` instances of plain mpirun; return status and errors. Instances wait 600 s for each
+    other.
+    """
     finished = subprocess.run(
         [*command(count), "-c", HEAD + program], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )
@@ -192,7 +194,7 @@ def mpirun(count, program):
 @job
 @pytest.mark.cores(2)
 class TestLeaving:
-    """Plain mpirun: a job of which one instance leaves ends soon, and badly."""
+    """A job of plain mpirun ends soon, and with an error, if one instance leaves."""
 
     WAIT = "popdist.synchronize()\n"
 
@@ -211,7 +213,7 @@ class TestLeaving:
             ),
         ],
     )
-    def test_with_a_failure(self, leave, status):
+    def test_a_failed_instance_ends_the_job_with_its_status(self, leave, status):
         found, errors = mpirun(3, f"if index == 2:\n    {leave}\n{self.WAIT}")
         assert found == status or (status is None and found != 0), errors
 
@@ -222,7 +224,7 @@ class TestLeaving:
             *(pytest.param(how, marks=pytest.mark.complete) for how in ("sys.exit(0)", "raise SystemExit")),
         ],
     )
-    def test_too_early_with_status_0(self, leave):
+    def test_an_early_exit_with_status_0_ends_the_job_with_an_error(self, leave):
         found, errors = mpirun(2, f"if index == 0:\n    {leave}\n{self.WAIT}")
         assert found != 0, errors
 
@@ -232,18 +234,18 @@ class TestLeaving:
         assert errors.count("ValueError: no such data") == 1
 
     @pytest.mark.complete
-    def test_together_is_a_good_end(self):
+    def test_a_joint_end_is_a_success(self):
         assert mpirun(3, "popdist.synchronize()\n")[0] == 0
 
     @pytest.mark.complete
-    def test_at_different_times_is_a_good_end_when_nobody_is_needed(self):
+    def test_separate_ends_are_a_success_if_no_instance_is_needed(self):
         assert mpirun(2, "if index: sum(range(10**7))\n")[0] == 0
 
     @pytest.mark.complete
-    def test_explicitly_and_then_at_exit_is_a_good_end(self):
+    def test_an_explicit_end_before_the_exit_is_a_success(self):
         assert mpirun(2, "popdist.finalizeBackend()\nassert not popdist.isBackendInitialized()\n")[0] == 0
 
     @pytest.mark.complete
-    def test_an_exception_that_was_handled_is_none(self):
+    def test_a_handled_exception_is_not_a_failure(self):
         program = "try:\n    sys.exit(3)\nexcept SystemExit:\n    pass\npopdist.synchronize()\n"
         assert mpirun(2, program)[0] == 0

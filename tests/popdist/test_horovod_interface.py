@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 30)]
 
 
 def python(program):
-    """Run a program in a process of its own, to its good end without complaints; what it prints."""
+    """Run a program in a separate process, assert success without complaints, and return its output."""
     finished = start_command(sys.executable, "-W", "error", "-c", program).finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     assert "Traceback" not in finished.stderr
@@ -50,12 +50,12 @@ def python(program):
 
 
 def mpirun(ranks, program):
-    """Run a program on several ranks; how it ended."""
+    """Run a program on several ranks and return its result."""
     return start_mpirun(ranks, sys.executable, "-W", "error", "-c", HEAD + program).finish(LIMIT_S)
 
 
 def mpirun_well(ranks, program):
-    """The same, to its good end without complaints; the lines that each process prints, one after another."""
+    """Run a program on several ranks, assert success without complaints, and return the lines of each rank in turn."""
     finished = mpirun(ranks, program)
     assert finished.status == 0, finished.stderr
     assert "Traceback" not in finished.stderr
@@ -65,12 +65,12 @@ def mpirun_well(ranks, program):
 # ---- without Horovod
 
 
-def test_importing_it_loads_nothing():
+def test_the_import_loads_no_heavy_module():
     heavy = {"numpy", "torch", "horovod", "mpi4py", "collectives", "ctypes"}
     assert python(f"import sys, popdist.horovod\nprint(sorted({heavy} & set(sys.modules)))") == "[]\n"
 
 
-def test_a_missing_horovod_is_named_with_the_script_that_builds_it():
+def test_a_missing_horovod_is_reported_with_the_script_that_builds_it():
     python(
         f"{WITHOUT_HOROVOD}{HEAD}from collectives import MissingBackendError\n"
         "for call in (hvd.init, hvd.mpi_built, hvd.mpi_enabled, hvd.nccl_built, hvd.gloo_enabled):\n"
@@ -97,14 +97,14 @@ BEFORE_INIT = {
 
 
 @pytest.mark.parametrize("name", BEFORE_INIT)
-def test_before_init_everything_that_needs_it_is_an_error(name):
+def test_calls_before_init_are_errors(name):
     with pytest.raises(NotInitializedError) as caught:
         getattr(horovod, name)(*BEFORE_INIT[name])
     assert str(caught.value) == "Horovod has not been initialized; use hvd.init()"
     assert isinstance(caught.value, ValueError)
 
 
-def test_before_init_shutdown_does_nothing():
+def test_shutdown_before_init_does_nothing():
     horovod.shutdown()
     assert not horovod.is_initialized()
 
@@ -114,12 +114,12 @@ def test_a_communicator_needs_popdist_init():
         horovod.communicator()
 
 
-# ---- what is true in every process
+# ---- statements for every process
 
 
 @functools.cache
 def failures():
-    """For each statement, its tracebacks in the processes where it does not hold."""
+    """Return for each statement the tracebacks of failing processes."""
     with tempfile.TemporaryDirectory(prefix="statements-") as folder:
         program = [sys.executable, horovod_statements.__file__, folder]
         paths = f"{ROOT}:{ROOT / 'tests' / 'collectives'}"
@@ -134,7 +134,7 @@ def failures():
 @pytest.mark.job
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("statement", horovod_statements.SUITE.statements, ids=str)
-def test_with(statement):
+def test_statement_holds_in_every_process(statement):
     assert failures()[statement.name] == []
 
 
@@ -144,10 +144,10 @@ def test_with(statement):
 @pytest.mark.complete
 @needs_horovod
 class TestOneProcess:
-    """Without a launcher."""
+    """One process without a launcher."""
 
-    def test_is_all_there_are_and_ends_horovod_once_and_for_good(self):
-        """It is not started with ranks that do not exist."""
+    def test_a_single_process_starts_and_ends_horovod_once(self):
+        """Horovod rejects ranks that do not exist."""
         python(
             f"{HEAD}for ranks in [0, 0], [1], [-1], ['a']:\n"
             "    with pytest.raises(ValueError, match='do not form a group'):\n        hvd.init(ranks)\n"
@@ -170,8 +170,8 @@ class TestOneProcess:
 @needs_horovod
 @pytest.mark.job
 @pytest.mark.cores(2)
-class TestWhereHorovodAndPopdistMeet:
-    """Whoever comes first, and whoever ends first, the other one goes on, and nobody complains at the end."""
+class TestHorovodAndPopdistTogether:
+    """Both may start and end in any order; the other one goes on, and the end has no complaints."""
 
     @pytest.mark.complete
     @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ class TestWhereHorovodAndPopdistMeet:
             "hvd.init() hvd.shutdown() popdist.init() ours()",
         ],
     )
-    def test_in_any_order(self, calls):
+    def test_start_and_end_work_in_any_order(self, calls):
         assert mpirun_well(2, BOTH + calls.replace(" ", "\n")) == []
 
     @pytest.mark.complete
-    def test_they_have_to_agree_on_who_is_there(self):
-        """Horovod comes second here, numbers the processes of a communicator as that does, and nobody ends first."""
+    def test_a_different_numbering_of_processes_is_refused(self):
+        """Horovod starts second here and keeps the numbering of its communicator; nobody ends first."""
         program = (
             "popdist.init()\nrank = popdist.getInstanceIndex()\n"
             "from mpi4py import MPI\nhvd.init(MPI.COMM_WORLD.Split(0, -rank))\n"
@@ -199,7 +199,7 @@ class TestWhereHorovodAndPopdistMeet:
         assert mpirun_well(2, BOTH + program) == ["0 1 2 [1, 0]", "1 0 2 [1, 0]"]
 
     @pytest.mark.complete
-    def test_a_process_that_ends_early_takes_the_others_with_it(self):
+    def test_an_early_end_of_a_process_ends_the_others(self):
         program = "popdist.init()\nhvd.init()\nhvd.allreduce(1.0)\nwhile hvd.rank() == 0:\n    hvd.allreduce(1.0)\n"
         finished = mpirun(2, program)
         assert finished.status == 1
@@ -207,7 +207,7 @@ class TestWhereHorovodAndPopdistMeet:
         assert "Horovod has been shut down" in finished.stderr
 
     @pytest.mark.complete
-    def test_a_process_that_fails_is_the_only_one_that_says_so(self):
+    def test_only_the_failed_process_prints_a_traceback(self):
         program = (
             "popdist.init()\nhvd.init()\nhvd.allreduce(1.0)\n"
             "if hvd.rank() == 1:\n    raise ValueError('no such image')\n"
@@ -222,7 +222,7 @@ class TestWhereHorovodAndPopdistMeet:
 @pytest.mark.job
 @pytest.mark.complete
 @pytest.mark.cores(2)
-def test_some_of_the_processes_are_numbered_in_the_order_in_which_they_are_named():
+def test_a_subset_of_processes_is_numbered_in_the_given_order():
     program = (
         "from mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
         "if world.rank == 1:\n"

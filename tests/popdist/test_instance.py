@@ -22,12 +22,12 @@ def test_only_instance_0_leads():
     assert not SECOND_OF_THREE.is_leader
 
 
-def test_the_host_is_this_machine_unless_said_otherwise():
+def test_the_default_host_is_the_local_machine():
     assert SECOND_OF_THREE.host == this_host()
     assert dataclasses.replace(SECOND_OF_THREE, host="node3").host == "node3"
 
 
-def test_an_instance_cannot_be_changed():
+def test_an_instance_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SECOND_OF_THREE.index = 2
 
@@ -52,11 +52,11 @@ def test_impossible_numbers_are_refused(change, message):
         dataclasses.replace(SECOND_OF_THREE, **change)
 
 
-def test_its_error_is_a_popdist_error_and_a_value_error():
+def test_an_instance_error_is_a_popdist_error_and_a_value_error():
     assert issubclass(InstanceError, PopDistError)
     assert issubclass(InstanceError, ValueError)
 
 
-def test_instances_may_drive_different_numbers_of_replicas_when_they_say_so():
+def test_uneven_instances_may_drive_different_numbers_of_replicas():
     uneven = dataclasses.replace(SECOND_OF_THREE, local_replicas=3, replica_offset=1, uniform=False)
     assert uneven.local_replica_range == range(1, 4)

@@ -1,4 +1,4 @@
-"""The life cycle: `init` may be repeated, every other step comes once and in order; a process has one of them."""
+"""The life cycle of the backend: `init` may be repeated; every other step comes once and in order."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def connect(settings, instance):
 
 
 def python(program, *words, **variables):
-    """Run a program in a process of its own; what it prints."""
+    """Run a program in a separate process and return its output."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "POPDIST_", "PJRT_"))}
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + program, *words],
@@ -48,7 +48,7 @@ def test_init_may_be_repeated():
 
 
 @pytest.mark.complete
-def test_a_strategy_initialises_too_and_tolerates_that_it_was_done():
+def test_a_strategy_initialises_popdist_only_once():
     python(
         "import strategies\n"
         "popdist.init()\n"
@@ -58,7 +58,7 @@ def test_a_strategy_initialises_too_and_tolerates_that_it_was_done():
     )
 
 
-def test_the_single_steps_in_their_order():
+def test_the_single_steps_work_in_order():
     python(
         "popdist.registerDefaultBackend()\n"
         "assert not popdist.isBackendInitialized()\n"
@@ -100,7 +100,7 @@ for number, program in enumerate(json.loads(sys.argv[1])):
 
 
 def test_any_other_order_is_an_error(tmp_path):
-    """Each in a fork of one process."""
+    """Each program runs in a fork of one process."""
     backend = tmp_path / "backend.py"
     backend.write_text(BACKEND)
     programs = [
@@ -110,8 +110,8 @@ def test_any_other_order_is_an_error(tmp_path):
     assert python(IN_FORKS, json.dumps(programs), OPENBLAS_NUM_THREADS="1") == ""  # threads and forks do not mix
 
 
-class TestTheNumberOfReplicas:
-    def test_can_be_asked_for_where_no_launcher_fixes_it(self):
+class TestNumberOfReplicas:
+    def test_the_number_may_be_chosen_without_a_launcher(self):
         python(
             "popdist.init(num_replicas=6)\n"
             "assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas()) == (6, 6)\n"
@@ -119,7 +119,7 @@ class TestTheNumberOfReplicas:
         )
 
     @pytest.mark.parametrize("number", [0, -2])
-    def test_is_positive(self, number):
+    def test_the_number_is_a_positive_whole_number(self, number):
         python(
             "for wrong in (2.5, '4', True):\n"
             "    with pytest.raises(TypeError, match='num_replicas is .*; give a whole number'):\n"
@@ -132,14 +132,14 @@ class TestTheNumberOfReplicas:
         )
 
 
-class TestABackendOfOnesOwn:
-    def test_is_a_file_with_connect(self, tmp_path):
+class TestCustomBackend:
+    def test_a_file_with_connect_is_a_backend(self, tmp_path):
         backend = tmp_path / "own backend.py"
         backend.write_text(BACKEND)
         printed = python(f"popdist.registerBackend({str(backend)!r})\npopdist.init()\npopdist.synchronize()\n")
         assert printed == "own backend for 1 auto\n"
 
-    def test_may_be_registered_as_a_path_and_replaced_before_init(self, tmp_path):
+    def test_a_backend_may_be_given_as_a_path_and_replaced_before_init(self, tmp_path):
         backend = tmp_path / "backend.py"
         backend.write_text(BACKEND)
         printed = python(
@@ -150,12 +150,12 @@ class TestABackendOfOnesOwn:
         )
         assert printed == ""
 
-    def test_that_does_not_exist_is_refused(self, tmp_path):
+    def test_a_missing_file_is_refused(self, tmp_path):
         missing = str(tmp_path / "none.py")
         python(f"with pytest.raises(LifeCycleError, match='none.py'):\n    popdist.registerBackend({missing!r})\n")
 
     @pytest.mark.parametrize(("name", "text"), [("empty.py", ""), ("other.py", "connect = 3\n")])
-    def test_without_connect_is_refused(self, tmp_path, name, text):
+    def test_a_file_without_connect_is_refused(self, tmp_path, name, text):
         file = tmp_path / name
         file.write_text(text)
         python(
@@ -163,7 +163,7 @@ class TestABackendOfOnesOwn:
             f"    popdist.registerBackend({str(file)!r})\n"
         )
 
-    def test_that_is_not_python_is_refused(self, tmp_path):
+    def test_a_file_that_is_not_python_is_refused(self, tmp_path):
         file = tmp_path / "library.so.1"
         file.write_bytes(b"\x7fELF")
         python(
@@ -172,6 +172,6 @@ class TestABackendOfOnesOwn:
         )
 
 
-def test_importing_is_cheap():
+def test_the_import_loads_no_heavy_package():
     printed = python("import sys\nprint(sorted({'numpy', 'jax', 'mpi4py', 'collectives'} & set(sys.modules)))\n")
     assert printed == "[]\n"

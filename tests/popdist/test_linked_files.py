@@ -1,4 +1,4 @@
-"""Files that are written, unless somebody else's symbolic link says where."""
+"""Writing files without following symbolic links of other users."""
 
 import os
 from pathlib import Path
@@ -30,18 +30,18 @@ def link(path: Path, target: Path, owner: int | None = None) -> Path:
     return path
 
 
-def test_a_file_is_made_with_its_rights(tmp_path):
+def test_a_file_gets_its_mode(tmp_path):
     os.close(open_unless_linked(tmp_path / "new", NEW, 0o640))
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_program_that_is_started_does_not_inherit_it(tmp_path):
+def test_child_processes_do_not_inherit_the_file(tmp_path):
     descriptor = open_unless_linked(tmp_path / "new", NEW)
     assert not os.get_inheritable(descriptor)
     os.close(descriptor)
 
 
-def test_links_of_ones_own_are_followed(tmp_path, target):
+def test_own_links_are_followed(tmp_path, target):
     with open(link(tmp_path / "link", target), "w", opener=open_unless_linked) as file:
         file.write("new")
     assert target.read_text() == "new"
@@ -49,7 +49,7 @@ def test_links_of_ones_own_are_followed(tmp_path, target):
 
 @needs_root
 @pytest.mark.parametrize("place", ["file", "folder"])
-def test_links_of_others_are_refused(tmp_path, target, place):
+def test_links_of_other_users_are_refused(tmp_path, target, place):
     found = link(tmp_path / "link", target if place == "file" else tmp_path, STRANGER)
     with pytest.raises(PermissionError, match=f"{found} is a symbolic link of the user with the number {STRANGER}"):
         open_unless_linked(found if place == "file" else found / "target", os.O_WRONLY | os.O_TRUNC)
@@ -67,14 +67,14 @@ def test_links_of_others_are_refused(tmp_path, target, place):
     ],
     ids=["metrics", "recording", "configuration", "trace"],
 )
-def test_nothing_that_is_written_follows_them(tmp_path, target, write):
+def test_no_written_file_follows_a_foreign_link(tmp_path, target, write):
     with pytest.raises(PermissionError):
         write(link(tmp_path / "link", target, STRANGER))
     assert target.read_text() == "mine"
 
 
 @needs_root
-def test_output_that_a_link_took_the_place_of_is_given_up_and_said(tmp_path, target):
+def test_output_behind_a_foreign_link_is_given_up_with_a_warning(tmp_path, target):
     said: list[str] = []
     files = OutputFiles(tmp_path / "output", 1, said.append)
     (tmp_path / "output/merged.log").unlink()

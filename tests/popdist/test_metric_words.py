@@ -1,4 +1,4 @@
-"""Where metrics are to go, in words: what they mean, and what is refused before anything is started."""
+"""Words for destinations of metrics: their meaning, and refusals before the start."""
 
 import socket
 import sys
@@ -35,14 +35,14 @@ def test_words_are_separated_by_commas_and_add_up():
         ("csv:a,csv:./a", "csv:./a: metrics would go there twice; leave one out"),
     ],
 )
-def test_words_that_mean_nothing_are_refused_with_a_way_out(text, message):
+def test_invalid_words_are_refused_with_a_way_out(text, message):
     with pytest.raises(ValueError, match=message):
         parse_words([text])
     with pytest.raises(EnvironmentMismatchError, match=f"^POPDIST_METRICS='{text}': .*{message}"):
         words_in({"POPDIST_METRICS": text})
 
 
-def test_nothing_is_asked_for_where_the_variable_is_missing_or_empty():
+def test_no_words_are_read_from_a_missing_or_empty_variable():
     assert words_in({}) == words_in({"POPDIST_METRICS": ""}) == ()
 
 
@@ -56,17 +56,17 @@ def test_nothing_is_asked_for_where_the_variable_is_missing_or_empty():
         ("[::1]:9400", ("::1", 9400)),
     ],
 )
-def test_without_a_host_an_address_is_one_that_only_this_host_reaches(target, address):
+def test_an_address_without_a_host_is_local(target, address):
     assert MetricWord("prometheus", target).address == address
 
 
-def test_paths_are_made_absolute_and_other_targets_stay(tmp_path, monkeypatch):
+def test_paths_become_absolute_and_other_targets_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert MetricWord("csv", "a.csv").absolute.target == str(tmp_path / "a.csv")
     assert MetricWord("mlflow", "http://host").absolute.target == "http://host"
 
 
-def test_what_cannot_be_written_is_known_before(tmp_path):
+def test_an_unwritable_destination_is_refused_before_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     new = tmp_path / "new" / "folder"
     assert fault_of(MetricWord("csv", str(new / "a.csv"))) == ""
@@ -76,13 +76,13 @@ def test_what_cannot_be_written_is_known_before(tmp_path):
     assert fault_of(MetricWord("csv", "/proc/1/a.csv")).endswith("/proc/1 cannot be written; name another file")
 
 
-def test_a_folder_for_tensorboard_is_no_file(tmp_path):
+def test_a_file_is_not_a_folder_for_tensorboard(tmp_path):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     (tmp_path / "file").write_text("")
     assert "it is no folder" in fault_of(MetricWord("tensorboard", str(tmp_path / "file")))
 
 
-def test_an_address_that_is_in_use_or_of_another_host_is_known_before():
+def test_an_address_in_use_or_of_another_host_is_refused_before_the_start():
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -92,15 +92,15 @@ def test_an_address_that_is_in_use_or_of_another_host_is_known_before():
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_library_that_is_missing_is_named_with_what_installs_it_and_files_need_none(kind, monkeypatch):
+def test_a_missing_library_is_named_with_its_installation(kind, monkeypatch):
     module, distribution = LIBRARIES.get(kind, ("", ""))
     monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setattr("sys.meta_path", [BuiltinImporter])  # which finds none of them
+    monkeypatch.setattr("sys.meta_path", [BuiltinImporter])  # so that no library is found
     fault = f"{kind}:9400: {module} is not installed; run: pip install {distribution}" if module else ""
     assert fault_of_library(MetricWord(kind, "9400")) == fault
 
 
-def test_waits_are_added_up_from_the_beginning_of_a_collective_until_all_have_come():
+def test_waits_are_timed_from_the_start_of_a_collective_until_data_move():
     times = iter([10.0, 10.5, 20.0, 22.0])
     waits = Waits(lambda: next(times))
     for _ in range(2):

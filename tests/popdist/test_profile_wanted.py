@@ -1,4 +1,4 @@
-"""Which profile is asked for, and in which steps a profiler runs."""
+"""The requested profile, and the profiled steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from popdist.timeline.profiles import Profiling, WantedProfile
         ("torch:all@7", WantedProfile("torch", 7, None)),
     ],
 )
-def test_a_profile_is_asked_for_in_a_word(text, wanted):
+def test_the_profile_word_is_parsed(text, wanted):
     assert WantedProfile.parse(text) == wanted
     assert TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text}).profile == wanted
 
@@ -35,7 +35,7 @@ def test_a_profile_is_asked_for_in_a_word(text, wanted):
         ("torch:some", "asks for some steps"),
     ],
 )
-def test_a_word_that_names_none_is_refused(text, why):
+def test_an_invalid_word_is_refused(text, why):
     with pytest.raises(EnvironmentMismatchError, match=why):
         TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_PROFILE": text})
 
@@ -50,7 +50,7 @@ def test_a_profiler_that_cannot_be_imported_is_refused_at_the_start(tmp_path):
         Profiling(WantedProfile("not_there"), tmp_path, int, print)
 
 
-def test_steps_are_counted_from_the_first_that_this_process_makes():
+def test_steps_are_counted_from_the_first_one_of_the_process():
     wanted = WantedProfile("jax", 2, 3)
     assert [(wanted.begins_before(made), wanted.ends_before(made)) for made in range(6)] == [
         *[(False, False)] * 2,

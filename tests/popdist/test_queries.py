@@ -1,4 +1,4 @@
-"""The queries: one instance with one replica without a launcher, what poprun says with it."""
+"""The queries: one instance with one replica without a launcher, or the values of poprun."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def no_launcher(monkeypatch):
 
 @pytest.fixture
 def second_of_four(monkeypatch):
-    """Instance 2 of 4, the first of its host, with 3 replicas of 2 devices."""
+    """Set the variables of instance 2 of 4, the first one on its host, with 3 replicas of 2 devices."""
     for name, value in zip(NAMES, (12, 2, 3, 1, 6, 0), strict=True):
         monkeypatch.setenv(name, str(value))
     for name, value in zip(MPI_NAMES, (4, 2, 0), strict=True):
@@ -54,18 +54,18 @@ UNDER_POPRUN = {
 
 
 @pytest.mark.parametrize(("query", "wanted"), WITHOUT_LAUNCHER.items(), ids=lambda q: getattr(q, "__name__", ""))
-def test_without_a_launcher(query, wanted):
+def test_queries_without_a_launcher_describe_one_instance(query, wanted):
     found = query()
     assert (found, type(found)) == (wanted, type(wanted))
 
 
 @pytest.mark.parametrize(("query", "wanted"), UNDER_POPRUN.items(), ids=lambda q: getattr(q, "__name__", ""))
-def test_under_poprun(second_of_four, query, wanted):
+def test_queries_under_poprun_return_its_values(second_of_four, query, wanted):
     found = query()
     assert (found, type(found)) == (wanted, type(wanted))
 
 
-def test_under_mpirun_every_rank_is_an_instance_with_one_replica(monkeypatch):
+def test_each_rank_of_mpirun_is_an_instance_with_one_replica(monkeypatch):
     for name, value in zip(MPI_NAMES, (3, 1, 1), strict=True):
         monkeypatch.setenv(name, str(value))
     assert not popdist.isPopdistEnvSet()
@@ -85,7 +85,7 @@ def test_the_devices_per_replica_are_checked_under_poprun(second_of_four, number
 
 
 class TestDeviceId:
-    def test_zero_stands_for_the_launched_number(self, second_of_four):
+    def test_zero_means_the_launched_number_of_devices(self, second_of_four):
         assert popdist.getDeviceId() == popdist.getDeviceId(0) == popdist.getDeviceId(2)
 
     def test_the_instances_of_a_host_get_neighbouring_ids(self, monkeypatch, second_of_four):
@@ -96,11 +96,11 @@ class TestDeviceId:
             ids.append(popdist.getDeviceId())
         assert ids == list(range(ids[0], ids[0] + 3))
 
-    def test_a_partition_says_which_device_it_is(self, monkeypatch, second_of_four):
+    def test_the_partition_sets_the_device(self, monkeypatch, second_of_four):
         monkeypatch.setenv("POPDIST_DEVICE_ID", "26")
         assert popdist.getDeviceId() == popdist.getDeviceId(2) == 26
 
-    def test_a_device_that_is_no_number_is_refused(self, monkeypatch, second_of_four):
+    def test_an_invalid_device_is_refused(self, monkeypatch, second_of_four):
         monkeypatch.setenv("POPDIST_DEVICE_ID", "x")
         with pytest.raises(popdist.EnvironmentMismatchError, match="POPDIST_DEVICE_ID='x' is not a whole number"):
             popdist.getDeviceId()
@@ -110,19 +110,19 @@ class TestDeviceId:
             popdist.getDeviceId(4)
 
 
-def test_incomplete_variables_are_one_clear_error(monkeypatch):
+def test_incomplete_variables_give_one_clear_error(monkeypatch):
     monkeypatch.setenv("POPDIST_NUM_TOTAL_REPLICAS", "4")
     with pytest.raises(popdist.EnvironmentMismatchError, match="POPDIST_NUM_LOCAL_REPLICAS"):
         popdist.getNumLocalReplicas()
 
 
-def test_contradicting_variables_are_one_clear_error(monkeypatch, second_of_four):
+def test_contradictory_variables_give_one_clear_error(monkeypatch, second_of_four):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     with pytest.raises(popdist.EnvironmentMismatchError, match="contradict each other.*OMPI_COMM_WORLD_RANK=3"):
         popdist.getInstanceIndex()
 
 
-def test_instance_says_it_all_at_once(second_of_four):
+def test_instance_returns_all_values_at_once(second_of_four):
     instance = popdist.instance()
     assert (instance.index, instance.count, instance.local_replica_range) == (2, 4, range(6, 9))
     assert instance.launcher == "poprun"

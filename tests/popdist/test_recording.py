@@ -1,4 +1,4 @@
-"""How `poprun verify` asks for records, and what a program asks."""
+"""Requests of `poprun verify` for records, and the queries of a program."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FOLDER = recording.FOLDER_VARIABLE
         Recording(Path("/f"), leave_at=0),
     ],
 )
-def test_variables_say_what_is_wanted(wanted):
+def test_a_request_survives_its_variables(wanted):
     assert Recording.from_environ(wanted.as_variables()) == wanted
 
 
-def test_without_a_folder_nothing_is():
+def test_without_a_folder_nothing_is_recorded():
     assert Recording.from_environ({}) is None
     assert Recording.from_environ({FOLDER: "", recording.STEPS_VARIABLE: "x"}) is None
 
@@ -36,7 +36,7 @@ def test_without_a_folder_nothing_is():
     ("name", "value"),
     [(recording.STEPS_VARIABLE, "many"), (recording.VALUES_VARIABLE, "3"), (recording.LEAVE_VARIABLE, "-1")],
 )
-def test_other_values_are_refused(name, value):
+def test_invalid_values_are_refused(name, value):
     with pytest.raises(EnvironmentMismatchError, match=f"{name}='{value}' is not what poprun verify sets"):
         Recording.from_environ({FOLDER: "/f", name: value})
 
@@ -46,7 +46,7 @@ def nothing_asked(monkeypatch):
     monkeypatch.setattr(recording, "_questions", {})
 
 
-def test_who_asks_for_its_instance_is_noted_once(nothing_asked, monkeypatch):
+def test_a_query_for_the_instance_is_recorded_once(nothing_asked, monkeypatch):
     monkeypatch.setenv(FOLDER, "/f")
     for _ in range(3):
         popdist.getInstanceIndex()
@@ -56,15 +56,15 @@ def test_who_asks_for_its_instance_is_noted_once(nothing_asked, monkeypatch):
     assert questions()[1].line == questions()[0].line + 1
 
 
-def test_nobody_is_noted_where_nothing_is_recorded(nothing_asked, monkeypatch):
+def test_no_query_is_recorded_without_a_request(nothing_asked, monkeypatch):
     monkeypatch.delenv(FOLDER, raising=False)
     popdist.getInstanceIndex()
     assert questions() == ()
 
 
-def test_what_our_own_packages_ask_is_not_the_programs(nothing_asked, monkeypatch):
+def test_queries_of_the_projects_own_packages_are_not_recorded(nothing_asked, monkeypatch):
     monkeypatch.setenv(FOLDER, "/f")
-    popdist.getDeviceId()  # which asks for the local index
+    popdist.getDeviceId()  # it queries the local index
     assert questions() == ()
 
 
@@ -77,7 +77,7 @@ def test_what_our_own_packages_ask_is_not_the_programs(nothing_asked, monkeypatc
         ("exchange/flat", ""),
     ],
 )
-def test_it_is_noted_what_was_being_compiled(nothing_asked, monkeypatch, module, where):
+def test_a_query_is_recorded_with_the_compiled_function(nothing_asked, monkeypatch, module, where):
     monkeypatch.setenv(FOLDER, "/f")
     ours = Path(popdist.__file__).parents[1] / "strategies" / f"{module}.py"
     assert ours.exists()

@@ -26,19 +26,19 @@ class TestTasksConnectedByPMIx:
         with pytest.raises(EnvironmentMismatchError, match=r"SLURM_NTASKS=3.*use 3 or 6"):
             detect_instance(records.PMIX_TASK, num_replicas=5)
 
-    def test_unlike_parts_of_a_job_are_numbered_together(self):
+    def test_tasks_of_a_heterogeneous_job_are_numbered_together(self):
         instance = detect_instance(records.HETEROGENEOUS_TASK)
         assert (instance.index, instance.count, instance.local_index) == (2, 3, 1)
 
     @pytest.mark.parametrize("name", [*VARIABLES, "PMIX_RANK", "PMIX_NAMESPACE"])
-    def test_a_half_set_environment_is_refused_naming_what_is_missing(self, name):
+    def test_a_half_set_environment_is_refused_with_the_missing_variable(self, name):
         environ = dict(records.PMIX_TASK)
         del environ[name]
         with pytest.raises(EnvironmentMismatchError, match=f"{name} unset.*set {name}"):
             detect_instance(environ)
 
     @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODEID", "PMIX_RANK"])
-    def test_what_is_not_a_number_is_quoted(self, name):
+    def test_an_invalid_number_is_quoted(self, name):
         with pytest.raises(EnvironmentMismatchError, match=f"{name}='two'"):
             detect_instance(records.PMIX_TASK | {name: "two"})
 
@@ -54,35 +54,35 @@ class TestTasksConnectedByPMIx:
             {"PMIX_RANK": "0"},
         ],
     )
-    def test_contradictions_are_refused_quoting_the_set(self, change):
+    def test_contradictions_are_refused_with_the_set_of_variables(self, change):
         with pytest.raises(EnvironmentMismatchError, match=r"contradict.*SLURM_PROCID=.*SLURM_STEP_NUM_NODES="):
             detect_instance(records.PMIX_TASK | change)
 
-    def test_they_count_before_a_cluster_in_tf_config(self):
+    def test_slurm_wins_over_a_cluster_in_tf_config(self):
         assert detect_instance(records.PMIX_TASK | TF_CONFIG).launcher == "slurm"
 
 
 class TestTasksWithoutPMIx:
     @pytest.mark.parametrize("environ", [records.TASK, records.TASK | records.FIRST_TASK, records.PMI2_TASK])
-    def test_several_are_refused_with_the_way_out(self, environ):
+    def test_several_tasks_are_refused_with_the_way_out(self, environ):
         with pytest.raises(EnvironmentMismatchError, match=r"3 tasks.*PMIX_RANK unset.*`srun --mpi=pmix`"):
             detect_instance(environ)
 
-    def test_the_message_says_what_srun_spoke_instead(self):
+    def test_the_message_names_the_mpi_type_of_srun(self):
         with pytest.raises(EnvironmentMismatchError, match="SLURM_MPI_TYPE=pmi2"):
             detect_instance(records.PMI2_TASK)
 
     @pytest.mark.parametrize("environ", [records.ONLY_TASK, records.ONLY_TASK_OF_LARGER_JOB])
-    def test_one_is_one_instance_with_every_replica(self, environ):
+    def test_a_single_task_is_one_instance_with_every_replica(self, environ):
         instance = detect_instance(environ, num_replicas=4)
         assert (instance.index, instance.count, instance.launcher) == (0, 1, "slurm")
         assert instance.local_replica_range == range(4)
 
-    def test_a_cluster_in_tf_config_connects_them(self):
+    def test_a_cluster_in_tf_config_connects_the_tasks(self):
         instance = detect_instance(records.TASK | TF_CONFIG)
         assert (instance.index, instance.count, instance.launcher) == (1, 2, "tf_config")
 
-    def test_a_task_that_lost_its_step_is_refused(self):
+    def test_a_task_without_its_step_is_refused(self):
         environ = {name: value for name, value in records.TASK.items() if name != "SLURM_STEP_ID"}
         with pytest.raises(EnvironmentMismatchError, match="set SLURM_STEP_ID"):
             detect_instance(environ)
@@ -101,20 +101,20 @@ class TestShellsOfAJob:
         ],
         ids=["salloc", "sbatch", "no tasks", "interactive step", "heterogeneous", "submitted by a task"],
     )
-    def test_are_one_instance_whatever_the_size_of_the_job(self, environ):
+    def test_a_shell_is_one_instance_for_any_size_of_the_job(self, environ):
         instance = detect_instance(environ, num_replicas=4)
         assert (instance.index, instance.count, instance.launcher) == (0, 1, "single")
 
-    def test_a_step_of_a_shell_may_have_a_name(self):
+    def test_the_step_of_a_shell_may_have_a_name(self):
         assert detect_instance(records.TASK | {"SLURM_STEP_ID": "batch"}).launcher == "single"
 
 
 class TestOtherLaunchersInAJob:
-    def test_mpirun_is_recognised_through_what_its_daemon_inherits(self):
+    def test_mpirun_is_recognised_by_the_variables_of_its_daemon(self):
         instance = detect_instance(records.MPIRUN_RANK)
         assert (instance.index, instance.count, instance.launcher) == (2, 3, "mpirun")
 
-    def test_poprun_is_recognised_too(self):
+    def test_poprun_is_recognised(self):
         replicas = {
             "POPDIST_NUM_TOTAL_REPLICAS": "6",
             "POPDIST_NUM_LOCAL_REPLICAS": "2",

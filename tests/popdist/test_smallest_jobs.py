@@ -1,4 +1,4 @@
-"""What launchers say at its limits: one process, two of them, the last rank and the first that there is not."""
+"""Launchers at their limits: one process, two processes, the last rank and the first invalid one."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def srun_variables(rank: int, size: int) -> dict[str, str]:
 
 
 class TestMpirun:
-    def test_may_start_one_rank(self) -> None:
+    def test_a_job_may_have_one_rank(self) -> None:
         instance = detect_instance(mpirun_variables(0, 1, 0))
         assert (instance.index, instance.count) == (0, 1)
 
     @pytest.mark.parametrize(("rank", "local_rank"), [(2, 0), (0, 2), (3, 3)])
-    def test_numbers_ranks_below_their_number(self, rank: int, local_rank: int) -> None:
+    def test_a_rank_beyond_the_size_is_refused(self, rank: int, local_rank: int) -> None:
         with pytest.raises(EnvironmentMismatchError, match="a rank is not below the size"):
             detect_instance(mpirun_variables(rank, 2, local_rank))
 
-    def test_may_put_the_last_rank_alone_on_a_host(self) -> None:
+    def test_the_last_rank_may_be_alone_on_a_host(self) -> None:
         instance = detect_instance(mpirun_variables(2, 3, 0))
         assert (instance.index, instance.local_index) == (2, 0)
 
 
 class TestPoprun:
-    def test_may_start_one_instance_with_one_replica(self) -> None:
+    def test_a_job_may_have_one_instance_with_one_replica(self) -> None:
         instance = detect_instance(mpirun_variables(0, 1, 0) | poprun_variables(1, 1, 0, 0))
         assert (instance.count, instance.total_replicas, instance.ipus_per_replica) == (1, 1, 1)
 
-    def test_gives_uneven_blocks_up_to_the_last_replica_and_no_further(self) -> None:
+    def test_uneven_blocks_end_with_the_last_replica(self) -> None:
         last = mpirun_variables(1, 2, 1) | poprun_variables(5, 2, 3, 1, uniform=False)
         assert detect_instance(last).local_replica_range == range(3, 5)
         with pytest.raises(EnvironmentMismatchError, match="contradict each other"):
@@ -68,12 +68,12 @@ class TestPoprun:
 
 
 class TestSrun:
-    def test_without_pmix_may_start_one_task_and_no_second(self) -> None:
+    def test_only_one_task_is_accepted_without_pmix(self) -> None:
         assert detect_instance(srun_variables(0, 1)).count == 1
         with pytest.raises(EnvironmentMismatchError, match="srun started 2 tasks"):
             detect_instance(srun_variables(0, 2))
 
-    def test_with_pmix_starts_as_many_as_it_is_told(self) -> None:
+    def test_several_tasks_are_accepted_with_pmix(self) -> None:
         pmix = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0"}
         instance = detect_instance(srun_variables(1, 2) | pmix, num_replicas=6)
         assert (instance.index, instance.count, instance.local_replica_range) == (1, 2, range(3, 6))

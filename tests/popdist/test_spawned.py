@@ -1,4 +1,4 @@
-"""Processes that an instance starts: none of them is the same instance once more."""
+"""Child processes of an instance, which must not join the job as the same instance."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ CHILD = "import popdist\ntry: popdist.init()\nexcept popdist.LifeCycleError as e
 
 
 def joined(environ: dict[str, str]) -> dict[str, str]:
-    """The environment of a process that has joined the job, as its children inherit it."""
+    """Return the environment that children inherit from a joined process."""
     environ = dict(environ)
     join_once(detect_instance(environ), None, environ)
     return environ
 
 
 def child(environ: dict[str, str], program: str = CHILD, *wrapper: str) -> str:
-    """What a program prints that a process with this environment starts."""
+    """Return the output of a program that a process with this environment starts."""
     clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | {"PYTHONPATH": str(ROOT)}
     words = [*wrapper, sys.executable, "-W", "error", "-c", program]
     return subprocess.run(words, env=clean | environ, capture_output=True, text=True, check=True, timeout=100).stdout
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_program_that_an_instance_starts_is_not_the_instance(launcher: str) -> None:
+def test_a_child_process_may_not_join_as_the_same_instance(launcher: str) -> None:
     said = child(joined(LAUNCHERS[launcher]), CHILD, *(["env"] if launcher == "mpirun" else []))
     assert f"process {os.getpid()} takes part in the job as instance 1 of 2, and has started this one (pid " in said
     assert "start this one with POPDIST_ALONE=1 in its environment" in said
 
 
-def test_it_may_run_alone() -> None:
+def test_a_child_process_may_run_alone() -> None:
     alone = joined(POPRUN) | {"POPDIST_ALONE": "1", "POPDIST_METRICS": "csv:rows.csv", "POPDIST_TIMELINE": "/nowhere"}
     program = (
         "import os, popdist\n"
@@ -79,14 +79,14 @@ def test_it_may_run_alone() -> None:
     assert child(alone, program) == "1 1 3\n[]\n"
 
 
-def test_a_wrapper_that_does_not_take_part_may_start_the_program() -> None:
+def test_a_wrapper_that_does_not_join_may_start_the_program() -> None:
     environ = dict(POPRUN)
     join_once(detect_instance(environ), None, environ)
     assert environ[JOINED_VARIABLE].startswith(f"{os.getpid()}:")
     join_once(detect_instance(environ), None, environ)  # the same process, after a connection that failed
 
 
-def test_a_process_that_exec_replaced_does_not_join_again() -> None:
+def test_a_process_replaced_by_exec_may_not_join_again() -> None:
     again = "import os, sys\nfrom popdist.environments import detect_instance\nfrom popdist.spawned import join_once\n"
     again += "join_once(detect_instance(os.environ), None, os.environ)\n"
     said = child(POPRUN, f"{again}os.execv(sys.executable, [sys.executable, '-c', {CHILD!r}])")
@@ -104,7 +104,7 @@ def test_a_process_that_exec_replaced_does_not_join_again() -> None:
     ],
     ids=["job", "rank", "launcher"],
 )
-def test_an_instance_may_start_a_job_of_its_own(other: dict[str, str]) -> None:
+def test_an_instance_may_start_another_job(other: dict[str, str]) -> None:
     mark = joined(POPRUN)[JOINED_VARIABLE].partition(":")[2]
     environ = other | {JOINED_VARIABLE: f"1:{mark}"}
     join_once(detect_instance(environ), None, environ)
@@ -112,7 +112,7 @@ def test_an_instance_may_start_a_job_of_its_own(other: dict[str, str]) -> None:
         join_once(detect_instance(POPRUN), None, POPRUN | {JOINED_VARIABLE: f"1:{mark}"})
 
 
-def test_a_worker_whose_cluster_the_program_names_is_known_by_it() -> None:
+def test_a_worker_is_recognised_by_the_programs_cluster() -> None:
     cluster = read_cluster({"TF_CONFIG": TASK})
     environ: dict[str, str] = {}
     join_once(cluster.instance(), cluster, environ)
@@ -123,7 +123,7 @@ def test_a_worker_whose_cluster_the_program_names_is_known_by_it() -> None:
     join_once(elsewhere.instance(), elsewhere, environ)
 
 
-def test_two_programs_beside_each_other_are_not_one_instance() -> None:
+def test_two_programs_side_by_side_may_not_join_as_one_instance() -> None:
     page = os.memfd_create("page")
     os.write(page, new_page())
     environ = POPRUN | {DESCRIPTOR_VARIABLE: str(page)}
@@ -134,12 +134,12 @@ def test_two_programs_beside_each_other_are_not_one_instance() -> None:
     os.close(page)
 
 
-def test_a_single_instance_may_start_what_it_likes() -> None:
+def test_a_single_instance_may_start_any_process() -> None:
     environ = MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     assert JOINED_VARIABLE not in joined(environ)
 
 
-def test_only_one_that_is_to_run_alone_forgets_the_job() -> None:
+def test_the_job_variables_stay_unless_the_process_runs_alone() -> None:
     environ = dict(POPRUN)
     leave_job(environ)
     assert environ == POPRUN

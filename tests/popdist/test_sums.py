@@ -1,4 +1,4 @@
-"""Which jaxlib must be kept from wrong sums, and how: decided from its version and the variables of the process."""
+"""The choice of jaxlib versions that must be kept from wrong sums, from the version and the environment."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def setting(flags: str, jaxlib: str = "0.10.2", **variables: str) -> str | None:
 
 class TestVersions:
     @pytest.mark.parametrize("version", RIGHT)
-    def test_those_that_add_up_right_are_left_alone(self, version):
+    def test_a_correct_version_gets_no_flag(self, version):
         assert not adds_up_wrongly(version)
         assert right_sums_setting(version, {}) == {}
         assert complain_of_sums(version, {}) is None
 
     @pytest.mark.parametrize("version", WRONG)
-    def test_those_that_were_seen_to_be_wrong_get_the_flag(self, version):
+    def test_a_version_measured_to_be_wrong_gets_the_flag(self, version):
         assert is_measured(version)
         assert right_sums_setting(version, {}) == {"XLA_FLAGS": WITHOUT_SUMS}
 
     @pytest.mark.parametrize("version", NEWER)
-    def test_newer_ones_are_held_to_be_wrong_too_but_were_not_looked_at(self, version):
+    def test_a_newer_version_is_assumed_to_be_wrong(self, version):
         assert adds_up_wrongly(version)
         assert not is_measured(version)
 
-    def test_without_jaxlib_there_is_nothing_to_do(self):
+    def test_nothing_is_set_without_jaxlib(self):
         assert right_sums_setting("", {}) == {}
         assert complain_of_sums("", {}) is None
 
@@ -56,16 +56,16 @@ class TestFlags:
     @pytest.mark.parametrize(
         "flags", ["--xla_cpu_enable_fast_math=false", f"{FUSIONS}=-individual_dot", " --a=b  --c "]
     )
-    def test_those_of_the_user_stay(self, flags):
+    def test_flags_of_the_user_are_kept(self, flags):
         assert setting(flags) == f"{flags.strip()} {WITHOUT_SUMS}"
 
     @pytest.mark.parametrize("flags", KEEPS_SUMS)
-    def test_a_user_who_has_seen_to_it_needs_nothing(self, flags):
+    def test_a_sufficient_flag_of_the_user_needs_no_addition(self, flags):
         assert setting(flags) is None
         assert complain_of_sums("0.10.2", {"XLA_FLAGS": flags}) is None
 
     @pytest.mark.parametrize("flags", ASKS)
-    def test_a_user_who_asks_for_wrong_sums_is_told(self, flags):
+    def test_a_user_who_enables_wrong_sums_is_warned(self, flags):
         assert setting(flags) is None
         assert complain_of_sums("0.10.2", {"XLA_FLAGS": flags}) == (
             "jaxlib 0.10.2 computes wrong sums on CPUs if it passes them to YNNPACK, and XLA_FLAGS asks for it "
@@ -74,39 +74,39 @@ class TestFlags:
         )
 
     @pytest.mark.parametrize("flags", ["", "--xla_cpu_enable_fast_math=false", f"{FUSIONS}=-individual_dot"])
-    def test_a_start_without_the_flag_is_complained_of(self, flags):
+    def test_a_start_without_the_flag_is_refused(self, flags):
         assert complain_of_sums("0.11.0", {"XLA_FLAGS": flags}) == (
             "jaxlib 0.11.0 computes wrong sums on CPUs if it passes them to YNNPACK, and JAX has started without "
             "--xla_cpu_experimental_ynn_fusion_type=-reduce; make the strategy before JAX is used, or put that flag "
             "into XLA_FLAGS (POPDIST_ALLOW_WRONG_SUMS=1 allows wrong sums)"
         )
 
-    def test_what_is_set_once_is_enough(self):
+    def test_a_setting_is_not_repeated(self):
         environ = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
         environ |= right_sums_setting("0.10.2", environ)
         assert right_sums_setting("0.10.2", environ) == {}
         assert complain_of_sums("0.10.2", environ) is None
 
-    def test_a_file_of_flags_is_written_out(self, tmp_path):
+    def test_a_file_of_flags_is_read_into_the_variable(self, tmp_path):
         file = tmp_path / "flags"
         file.write_text("  --xla_cpu_enable_fast_math=false\n--xla_cpu_use_xnnpack=true\n")
         assert setting(str(file)) == f"--xla_cpu_enable_fast_math=false --xla_cpu_use_xnnpack=true {WITHOUT_SUMS}"
         file.write_text(f"{WITHOUT_SUMS}\n")
         assert setting(str(file)) is None
 
-    def test_a_file_that_cannot_be_read_is_left_to_xla_which_says_so(self, tmp_path):
+    def test_an_unreadable_file_is_left_to_xla(self, tmp_path):
         assert setting(str(tmp_path / "none")) is None
 
 
-class TestWhereItMatters:
+class TestPlatforms:
     @pytest.mark.parametrize("platforms", ["", "cpu", "cuda,cpu"])
-    def test_programs_that_may_compute_on_the_cpu_get_the_flag(self, platforms):
+    def test_programs_that_may_use_the_cpu_get_the_flag(self, platforms):
         assert setting("", JAX_PLATFORMS=platforms) == WITHOUT_SUMS
 
     @pytest.mark.parametrize("platforms", ["cuda", "tpu"])
-    def test_others_do_not(self, platforms):
+    def test_programs_without_the_cpu_get_no_flag(self, platforms):
         assert setting("", JAX_PLATFORMS=platforms) is None
 
-    def test_the_user_may_want_jaxlib_as_it_is(self):
+    def test_the_user_may_allow_wrong_sums(self):
         assert setting("", POPDIST_ALLOW_WRONG_SUMS="1") is None
         assert setting("", POPDIST_ALLOW_WRONG_SUMS="") == WITHOUT_SUMS

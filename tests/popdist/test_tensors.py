@@ -1,4 +1,4 @@
-"""Collectives on values, one per instance; rows C-01 to C-33 of the original's host collectives."""
+"""Collectives on values, one per instance, as the original's host collectives."""
 
 import functools
 
@@ -22,7 +22,7 @@ def equal(found, wanted, dtype=None):
     assert dtype is None or np.asarray(found).dtype == dtype, (index, found.dtype)
 """
 
-# Without a launcher the functions are there too.
+# All functions work without a launcher, too.
 ALONE = {
     "gathers reduces and broadcasts to itself": (
         "for name in (None, 'x'):\n"
@@ -58,7 +58,7 @@ ALONE = {
 }
 
 TOGETHER = {
-    # C-01 to C-24, and bfloat16, float64, bool.
+    # The dtypes of the original, and bfloat16, float64, bool.
     "values of every dtype": (
         "names = 'float16 float32 float64 int8 int16 int32 int64 uint8 uint64'.split()\n"
         "for dtype in (*names, ml_dtypes.bfloat16):\n"
@@ -91,7 +91,7 @@ TOGETHER = {
         "    for name in (None, f'from {root}'):\n"
         "        equal(popdist.broadcast(np.int32(index * 10), root_rank=root, tensor_name=name), root * 10)\n"
     ),
-    # C-25 and the same for the other two; from several threads, so that they are under way at once.
+    # All three collectives run from several threads, so that they are in progress at once.
     "named calls come in any order": (
         "from concurrent.futures import ThreadPoolExecutor\n"
         "names = ['x', 'y', 'z'] if index % 2 == 0 else ['z', 'y', 'x']\n"
@@ -105,7 +105,7 @@ TOGETHER = {
         "        assert dict(reduced) == {n: count * ord(n) for n in 'xyz'}\n"
         "        assert dict(sent) == {n: 1 + ord(n) for n in 'xyz'}\n"
     ),
-    # C-28, C-29, C-32, C-33; the communicator stays usable.
+    # The communicator must stay usable.
     "different layouts are an error on every instance": (
         "odd = index % 2\n"
         "for function in (popdist.allgather, popdist.allreduce, popdist.broadcast):\n"
@@ -134,7 +134,7 @@ def together(count):
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_one_instance(name):
+def test_statements_hold_for_one_instance(name):
     alone().holds(name)
 
 
@@ -142,7 +142,7 @@ def test_one_instance(name):
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.parametrize("count", [3, pytest.param(2, marks=pytest.mark.complete)])
-def test_several_instances(name, count):
+def test_statements_hold_for_several_instances(name, count):
     together(count).holds(name)
 
 

@@ -1,4 +1,4 @@
-"""TF_CONFIG: what it says about this instance, and one error, quoting the fault, for all that it may not say."""
+"""TF_CONFIG: the described instance, and errors that quote invalid content."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def without(key, inside=None):
 
 
 def refused(variables):
-    """The one message with which TF_CONFIG is refused."""
+    """Return the single message that refuses TF_CONFIG."""
     with pytest.raises(EnvironmentMismatchError) as caught:
         detect_instance(variables)
     message = str(caught.value)
@@ -66,7 +66,7 @@ class TestInstance:
     def test_the_program_may_ask_for_more_replicas(self):
         assert detect_instance(environ(index=1), num_replicas=6).local_replica_range == range(3, 6)
 
-    def test_the_variable_may_say_how_many_replicas_there_are(self):
+    def test_the_variable_may_set_the_number_of_replicas(self):
         variables = {"TF_CONFIG": json.dumps(config(index=1) | {"num_replicas": 6})}
         assert detect_instance(variables).local_replica_range == range(3, 6)
         assert detect_instance(variables, num_replicas=6) == detect_instance(variables)
@@ -74,7 +74,7 @@ class TestInstance:
             detect_instance(variables, num_replicas=4)
 
     @pytest.mark.parametrize("said", ["6", 0, True, 2.5])
-    def test_which_is_a_whole_number(self, said):
+    def test_the_number_of_replicas_must_be_a_whole_number(self, said):
         variables = {"TF_CONFIG": json.dumps(config() | {"num_replicas": said})}
         assert '"num_replicas" in TF_CONFIG is' in refused(variables)
 
@@ -103,10 +103,10 @@ class TestInstance:
         assert detect_instance(environ(environment="cloud", job={"region": "x"}, rpc_layer="grpc")).count == 2
 
     @pytest.mark.parametrize("variables", [{}, {"TF_CONFIG": ""}])
-    def test_an_empty_variable_is_as_good_as_none(self, variables):
+    def test_an_empty_variable_is_ignored(self, variables):
         assert detect_instance(variables).launcher == "single"
 
-    def test_mpirun_and_poprun_know_better(self):
+    def test_mpirun_and_poprun_win_over_tf_config(self):
         mpi = {
             "OMPI_COMM_WORLD_RANK": "2",
             "OMPI_COMM_WORLD_SIZE": "3",
@@ -143,7 +143,7 @@ class TestAddresses:
             "unix:///tmp/a b",
         ],
     )
-    def test_are_kept_as_they_are_written(self, address):
+    def test_valid_addresses_are_kept_unchanged(self, address):
         assert read_cluster(environ([address])).addresses == (address,)
 
     @pytest.mark.parametrize("port", ["0", "65536", "99999999999999999999", "-1", "1.5", "http", "", " 1", "+1", "٣"])
@@ -192,7 +192,7 @@ class TestAddresses:
             ("unix:/" + 107 * "a", "has a path of 108 bytes; a socket path has at most 107"),
         ],
     )
-    def test_faulty_ones_are_quoted(self, address, words):
+    def test_an_invalid_address_is_quoted(self, address, words):
         message = refused(environ(["localhost:1", address]))
         assert re.search(words, message)
         assert json.dumps(address)[:100] in message
@@ -208,14 +208,14 @@ class TestAddresses:
             ("unix:/tmp/a", "unix:/tmp/./a"),
         ],
     )
-    def test_none_is_given_twice(self, first, second):
+    def test_a_repeated_address_is_refused(self, first, second):
         among_workers = refused(environ([first, "other:1", second]))
         with_the_chief = refused(environ(["other:1", second], chief=[first]))
         assert among_workers == with_the_chief
         assert f"{json.dumps(second)} twice" in among_workers
         assert first == second or f"once as {json.dumps(first)}; give each" in among_workers
 
-    def test_the_same_port_on_several_hosts_is_no_duplicate(self):
+    def test_a_port_may_occur_on_several_hosts(self):
         assert detect_instance(environ(["a:1", "b:1", "[::1]:1", "unix:/a"])).count == 4
 
 
@@ -233,14 +233,14 @@ class TestFaultyTFConfig:
             ("1" * 5000, "cannot be read.*'1111"),
         ],
     )
-    def test_what_is_not_json_is_quoted_around_the_fault(self, text, words):
+    def test_invalid_json_is_quoted_around_the_fault(self, text, words):
         message = refused({"TF_CONFIG": text})
         assert re.search(words, message)
         assert EXAMPLE in message
         assert len(message) < 500
 
     @pytest.mark.parametrize("text", ["[]", "null", "1", '"localhost:3737"'])
-    def test_it_is_an_object(self, text):
+    def test_the_value_must_be_an_object(self, text):
         assert f"TF_CONFIG is {text}, not an object" in refused({"TF_CONFIG": text})
 
     @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ class TestFaultyTFConfig:
         assert f"the task index is {json.dumps(index)}, not a whole number; write 0" in refused(environ(index=index))
 
     @pytest.mark.parametrize("index", [-1, 2, 10**30, "2"])
-    def test_the_index_lies_in_the_range_of_its_job(self, index):
+    def test_the_index_must_be_in_the_range_of_its_job(self, index):
         message = refused(environ(index=index))
         assert f"the task index is {index}, but the cluster lists 2 of type worker: {json.dumps(TWO)}" in message
         assert message.endswith("use one of 0..1")
@@ -288,10 +288,10 @@ class TestFaultyTFConfig:
     def test_the_chief_has_the_index_0(self):
         assert refused(environ(task_type="chief", index=1, chief=["a:1"])).endswith("use 0")
 
-    def test_there_is_at_most_one_chief(self):
+    def test_two_chiefs_are_refused(self):
         assert 'lists 2 chiefs, ["a:1", "b:1"]; keep one' in refused(environ(chief=["a:1", "b:1"]))
 
-    def test_the_task_is_part_of_the_cluster(self):
+    def test_the_task_must_be_part_of_the_cluster(self):
         assert 'the task type is "chief", but the cluster has only the job worker; add' in refused(
             environ(task_type="chief")
         )
@@ -317,11 +317,11 @@ class TestFaultyTFConfig:
         assert words in in_cluster
         assert words in as_task
 
-    def test_equal_keys_do_not_hide_each_other(self):
+    def test_a_repeated_key_is_refused(self):
         text = '{"cluster":{"worker":["a:1"],"worker":["b:1"]},"task":{"type":"worker","index":0}}'
         assert 'the key "worker" twice in one object' in refused({"TF_CONFIG": text})
 
-    def test_long_parts_are_shortened(self):
+    def test_long_values_are_shortened_in_messages(self):
         assert len(refused(environ([f"node{index}:1" for index in range(1000)], index=1000))) < 300
 
 
@@ -330,11 +330,11 @@ class TestClusterResolver:
     def resolver(self):
         return popdist.TFConfigClusterResolver(environ=environ(chief=["a:1"], workers=["b:1", "c:1"], index=1))
 
-    def test_says_which_task_this_is(self, resolver):
+    def test_the_resolver_returns_the_task(self, resolver):
         assert (resolver.task_type, resolver.task_id) == ("worker", 1)
         assert (resolver.rpc_layer, resolver.environment) == (None, "")
 
-    def test_reads_the_variables_of_the_process(self, monkeypatch):
+    def test_the_resolver_reads_the_variables_of_the_process(self, monkeypatch):
         monkeypatch.setenv("TF_CONFIG", environ(index=1)["TF_CONFIG"])
         assert popdist.TFConfigClusterResolver().task_id == 1
 
@@ -353,14 +353,14 @@ class TestClusterResolver:
         assert spec == ClusterSpec(chief=("a:1",), worker=("b:1", "c:1"))
         assert spec != popdist.TFConfigClusterResolver(environ=environ()).cluster_spec()
 
-    def test_a_job_without_tasks_is_none(self):
+    def test_a_job_without_tasks_does_not_exist(self):
         spec = popdist.TFConfigClusterResolver(environ=environ()).cluster_spec()
         assert spec.as_dict() == {"worker": TWO}
         with pytest.raises(ValueError, match="no job 'chief'; use one of worker"):
             spec.num_tasks("chief")
 
     @pytest.mark.parametrize("index", [2, -1, "0"])
-    def test_a_task_that_is_not_there_has_no_address(self, resolver, index):
+    def test_a_missing_task_has_no_address(self, resolver, index):
         with pytest.raises(ValueError, match=f"no task {index!r}; use one of 0 to 1"):
             resolver.cluster_spec().task_address("worker", index)
 
@@ -371,11 +371,11 @@ class TestClusterResolver:
         with pytest.raises(ValueError, match="no job 'ps'; use one of chief, worker"):
             resolver.master("ps", 0)
 
-    def test_master_is_empty_where_there_is_one_task(self):
+    def test_master_is_empty_for_a_single_task(self):
         assert popdist.TFConfigClusterResolver(environ=environ(["a:1"])).master() == ""
 
     @pytest.mark.parametrize("asked_by", ["argument", "TF_CONFIG"])
-    def test_the_rpc_layer_begins_the_address(self, asked_by):
+    def test_the_rpc_layer_is_the_prefix_of_the_address(self, asked_by):
         if asked_by == "argument":
             resolver = popdist.TFConfigClusterResolver(rpc_layer="grpc", environ=environ())
         else:
@@ -392,7 +392,7 @@ class TestClusterResolver:
         with pytest.raises(ValueError, match="no task 5"):
             resolver.num_accelerators("worker", 5)
 
-    def test_arguments_take_the_place_of_the_task(self):
+    def test_arguments_override_the_task(self):
         variables = environ(chief=["a:1"], index=99)
         assert popdist.TFConfigClusterResolver(task_id=1, environ=variables).cluster.rank == 2
         assert popdist.TFConfigClusterResolver("chief", 0, environ=variables).cluster.rank == 0
@@ -413,7 +413,7 @@ class TestClusterResolver:
             popdist.TFConfigClusterResolver(**arguments, environ=environ())
 
     @pytest.mark.parametrize("variables", [{}, {"TF_CONFIG": ""}])
-    def test_without_tf_config_it_says_how_to_set_it(self, variables):
+    def test_a_missing_variable_is_refused_with_an_example(self, variables):
         with pytest.raises(EnvironmentMismatchError, match="TF_CONFIG is not set.*; set it.*IPUStrategy") as caught:
             popdist.TFConfigClusterResolver(environ=variables)
         assert EXAMPLE in str(caught.value)
@@ -423,7 +423,7 @@ class TestClusterResolver:
         assert detect_instance({"TF_CONFIG": shown}).count == 2
 
 
-def test_the_queries_answer_before_init():
+def test_queries_work_before_init():
     program = (
         "import popdist; print(popdist.getInstanceIndex(), popdist.getNumInstances(), popdist.instance().launcher)"
     )

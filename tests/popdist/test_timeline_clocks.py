@@ -1,4 +1,4 @@
-"""How far clocks are apart: the truth always lies within what is reported."""
+"""Differences between clocks: the truth always lies within the reported bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECOND = 10**9
 
 
 class SkewedClock:
-    """A clock that is off, runs faster by a rate, and that wavers."""
+    """A clock with an offset, a rate error and a periodic deviation."""
 
     def __init__(self, ahead_s, rate, waver=0.0):
         self._ahead_ns, self._rate, self._waver = ahead_s * SECOND, rate, waver
@@ -26,7 +26,7 @@ class SkewedClock:
 
 
 def exchanges(random, here, there, there_ns, back_ns, times_ns, spread=2.0):
-    """Messages there and back, which take so long and mostly a multiple of it longer, each way by itself."""
+    """Return exchanges with minimal delays plus random ones that are mostly multiples of them, for each direction."""
     found = []
     for sent in times_ns:
         received = sent + there_ns * (1 + random.exponential(spread))
@@ -60,8 +60,8 @@ def test_the_true_difference_is_within_the_uncertainty(seed, ahead_s, rate, wave
 
 
 @pytest.mark.parametrize(("delay_us", "error_us"), [(20, 50), (5000, 1000)])
-def test_it_is_known_well_where_messages_take_about_as_long_there_as_back(seed, delay_us, error_us):
-    """Hosts ask four times a second, three times each."""
+def test_symmetric_delays_give_a_precise_difference(seed, delay_us, error_us):
+    """Hosts exchange three messages four times a second."""
     random = np.random.default_rng(seed)
     here, there = SkewedClock(0, 0), SkewedClock(-42, 3e-5)
     times = np.repeat(np.arange(0, 20 * SECOND, SECOND // 4), 3) + np.tile([0, 10**6, 2 * 10**6], 80)
@@ -71,12 +71,12 @@ def test_it_is_known_well_where_messages_take_about_as_long_there_as_back(seed, 
     assert np.abs(found.middle_ns - (there.at(true_ns) - here.at(true_ns))).max() < 1e3 * error_us
 
 
-def test_answers_that_no_clock_can_give_are_left_out():
+def test_impossible_answers_are_ignored():
     good = [0, 1000, 1100, 2000]
     assert len(Alignment.of([good, [5000, 10, 5, 6000], [9000, 1, 2, 8000]]).when_ns) == 1
 
 
-def test_nothing_is_known_without_an_exchange():
+def test_no_difference_is_known_without_an_exchange():
     alignment = Alignment.of([])
     assert not alignment.is_known
     assert alignment.drift == (0.0, DRIFT)
@@ -85,7 +85,7 @@ def test_nothing_is_known_without_an_exchange():
 
 
 class TestMessages:
-    def test_find_out_how_far_a_clock_is_ahead_within_what_they_report(self):
+    def test_messages_measure_the_offset_within_the_reported_uncertainty(self):
         ahead = 5 * SECOND
         answering = Answering(lambda: time.monotonic_ns() + ahead)
         answering.start()
@@ -99,7 +99,7 @@ class TestMessages:
         found = alignment.at(alignment.when_ns)
         assert np.all(np.abs(found.middle_ns - ahead) <= found.uncertainty_ns)
 
-    def test_are_answered_to_those_only_who_know_the_token(self):
+    def test_only_requests_with_the_token_are_answered(self):
         answering = Answering()
         answering.start()
         asking = Asking(Card("there", "host", bytes(16), answering.port, ("127.0.0.1",)))
@@ -114,25 +114,25 @@ class TestMessages:
 
 
 class TestCards:
-    def test_survive_being_packed(self):
+    def test_a_card_survives_packing(self):
         card = Card("a.b", "a host", bytes(range(16)), 4711, ("10.0.0.1", "127.0.0.1"))
         assert len(card.pack()) == CARD_BYTES
         assert Card.unpack(card.pack()) == card
 
-    def test_say_who_asks_and_whether_anybody_does(self):
+    def test_the_cards_determine_who_asks_and_who_answers(self):
         cards = [Card(clock, "host", bytes(16)) for clock in "aabbac"]
         assert [asks(cards, index) for index in range(6)] == [False, False, True, False, False, True]
         assert answers(cards)
         assert not answers(cards[:2])
 
-    def test_of_one_host_name_one_clock_and_its_addresses(self):
+    def test_a_host_has_one_clock_name_and_its_addresses(self):
         assert this_clock() == this_clock()
         assert len(this_clock().name) <= 32
         assert "127.0.0.1" in own_addresses()
 
 
-def test_an_exchange_bounds_the_difference_with_what_clocks_may_drift_meanwhile():
-    """It took a second; the bounds hold in its middle."""
+def test_an_exchange_bounds_the_difference_including_the_possible_drift():
+    """The exchange took a second; the bounds hold in its middle."""
     second = 10**9
     known = Alignment.of([(0, 400, 500, second)])
     slack = DRIFT * (second / 2 + 1)
@@ -140,7 +140,7 @@ def test_an_exchange_bounds_the_difference_with_what_clocks_may_drift_meanwhile(
     assert (known.lowest_ns[0], known.highest_ns[0]) == pytest.approx((500 - second - slack, 400 + slack))
 
 
-def test_a_good_exchange_helps_all_before_it_and_all_after_it():
+def test_a_good_exchange_improves_earlier_and_later_bounds():
     second, slow, quick = 10**9, 10**8, 1000
 
     def exchange(at_s: int, lasts_ns: int) -> Exchange:

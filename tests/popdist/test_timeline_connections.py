@@ -1,4 +1,4 @@
-"""What the kernel counts of connections: as much as was sent, by the addresses of both ends."""
+"""The kernel's statistics of connections: bytes sent, by the addresses of both ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connected():
 
 
 def sent_by(near, far, nbytes):
-    """All of it has come, and the sender knows that."""
+    """Return when all bytes have arrived and the sender knows that."""
     near.sendall(bytes(nbytes))
     while nbytes:
         nbytes -= len(far.recv(nbytes))
@@ -34,14 +34,14 @@ def sent_by(near, far, nbytes):
 
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 100_003])
-def test_as_many_bytes_as_were_sent(connected, nbytes):
+def test_the_counter_equals_the_bytes_sent(connected, nbytes):
     name = Addresses(HERE, THERE).named(SENT)
     before = read_connections()[name]
     sent_by(*connected, nbytes)
-    assert read_connections()[name] - before == pytest.approx(nbytes, abs=1)  # the kernel counts the greeting too
+    assert read_connections()[name] - before == pytest.approx(nbytes, abs=1)  # the kernel counts the handshake, too
 
 
-def test_both_directions_with_how_long_they_take(connected):
+def test_both_directions_are_counted_with_their_times(connected):
     sent_by(*connected, 1000)
     found = read_connections()
     for ends in (Addresses(HERE, THERE), Addresses(THERE, HERE)):
@@ -50,7 +50,7 @@ def test_both_directions_with_how_long_they_take(connected):
         assert ends.named(ROUND_TRIP) in found
 
 
-def test_connections_between_the_same_addresses_together(connected):
+def test_connections_between_the_same_addresses_are_added_up(connected):
     sent_by(*connected, 1000)
     name = Addresses(HERE, THERE).named(SENT)
     alone = read_connections()[name]
@@ -63,7 +63,7 @@ def test_connections_between_the_same_addresses_together(connected):
 
 
 def info_of(sent, round_trip_us, busy_us, full_us):
-    """What the kernel says of a connection (linux/tcp.h, struct tcp_info)."""
+    """Return the kernel's record of a connection (linux/tcp.h, struct tcp_info)."""
     info = bytearray(256)
     struct.pack_into("<Q", info, 120, sent)
     struct.pack_into("<I", info, 148, round_trip_us)
@@ -71,7 +71,7 @@ def info_of(sent, round_trip_us, busy_us, full_us):
     return bytes(info)
 
 
-def test_of_several_the_sums_and_the_shortest_round_trip_and_no_time_in_which_the_receiver_was_full():
+def test_several_connections_give_sums_and_the_shortest_round_trip():
     ends = Addresses(HERE, THERE)
     names = ends.named(SENT), ends.named(BUSY), ends.named(ROUND_TRIP)
     found = summed(
@@ -92,15 +92,15 @@ print(read_connections(), os.listdir("/proc/self/fd") == before)
 """
 
 
-def test_no_others_and_nothing_is_left_open():
-    """Those of one address, servers, datagrams, pipes and pairs of a process; in one where nobody else opens files."""
+def test_other_sockets_are_not_counted_and_no_descriptor_is_left_open():
+    """Connections within one address, servers, datagrams, pipes and pairs; the process opens no other files."""
     command = [sys.executable, "-Wignore::ResourceWarning", "-c", WITH_OTHERS]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout == "{} True\n"
 
 
-def test_connections_wait_as_before_where_new_ones_are_given_a_timeout(connected):
-    """A socket of Python that is made for a descriptor would have the connection wait for nothing."""
+def test_connections_stay_blocking_if_new_sockets_get_a_timeout(connected):
+    """A Python socket made from a descriptor would make the connection non-blocking."""
     socket.setdefaulttimeout(5)
     try:
         assert Addresses(HERE, THERE).named(SENT) in read_connections()
@@ -109,7 +109,7 @@ def test_connections_wait_as_before_where_new_ones_are_given_a_timeout(connected
     assert all(os.get_blocking(each.fileno()) for each in connected)
 
 
-def test_addresses_of_ipv4_are_named_alike_however_they_are_written():
+def test_ipv4_addresses_have_one_spelling():
     with socket.socket(socket.AF_INET6) as server:
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         server.bind((f"::ffff:{THERE}", 0))
@@ -121,7 +121,7 @@ def test_addresses_of_ipv4_are_named_alike_however_they_are_written():
 
 
 @pytest.mark.parametrize("ends", [Addresses(HERE, THERE), Addresses("fe80::1", "fd00::2")])
-def test_names_say_which_they_are(ends):
+def test_addresses_are_read_back_from_the_name(ends):
     assert ends_in(ends.named(SENT), SENT) == ends
     assert ends_in(ends.named(SENT), BUSY) is None
     assert ends_in("memory", SENT) is None

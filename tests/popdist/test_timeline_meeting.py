@@ -1,4 +1,4 @@
-"""Instances whose hosts have clocks of their own find out how far these are apart while they work."""
+"""The measurement of clock differences between hosts during a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock_of(rank):
 
 
 def record(folder):
-    """What four instances, each in a thread, record of some barriers."""
+    """Record some barriers of four instances, one in each thread."""
 
     def work(communicator):
         rank = communicator.rank
@@ -55,14 +55,14 @@ def job(tmp_path_factory):
     return put_together(read_recordings(folder))
 
 
-def test_the_difference_is_known_within_what_is_reported(job):
+def test_the_difference_is_known_within_the_reported_uncertainty(job):
     for rank, aligned in enumerate(job.aligned):
         assert aligned.is_measured
         assert abs(aligned.ahead_ns + AHEAD_NS[rank]) <= aligned.uncertainty_ns
     assert [aligned.uncertainty_ns for aligned in job.aligned[:2]] == [0, 0]
 
 
-def test_nobody_sees_the_others_come_before_they_have(job):
+def test_no_instance_sees_an_arrival_before_it_happened(job):
     uncertain = np.array([aligned.uncertainty_ns for aligned in job.aligned])
     meetings = job.meetings
     assert len(meetings.step) == 20
@@ -71,6 +71,6 @@ def test_nobody_sees_the_others_come_before_they_have(job):
         assert np.all(early <= uncertain + uncertain[sender])
 
 
-def test_one_job_is_recognised(job):
+def test_recordings_of_one_job_are_recognised(job):
     assert len({aligned.recording.job for aligned in job.aligned}) == 1
     assert all(aligned.recording.is_complete for aligned in job.aligned)

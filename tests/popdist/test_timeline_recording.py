@@ -32,7 +32,7 @@ def kinds_of(events):
 
 
 class TestTheRing:
-    def test_gives_back_what_was_appended_once_and_in_order(self):
+    def test_the_ring_returns_events_once_and_in_order(self):
         ring = RingBuffer(8, itertools.count(100).__next__)
         for value in range(3):
             ring.append(1, 2, 3, value)
@@ -42,7 +42,7 @@ class TestTheRing:
         assert len(ring.take()[0]) == 0
 
     @pytest.mark.parametrize("size", [1, 8, 512, 1024])
-    def test_goes_round(self, size):
+    def test_the_ring_wraps_around(self, size):
         ring = RingBuffer(size)
         taken = []
         for value in range(5 * size + 3):
@@ -53,7 +53,7 @@ class TestTheRing:
         assert taken == list(range(5 * size + 3))
 
     @pytest.mark.parametrize("much", [1, 3, 8, 20])
-    def test_counts_what_is_lost_where_nobody_takes_it_in_time(self, much):
+    def test_the_ring_counts_lost_events(self, much):
         ring = RingBuffer(8)
         for value in range(8 + much):
             ring.append(1, 0, 0, value)
@@ -63,7 +63,7 @@ class TestTheRing:
         events, lost = ring.take()
         assert (lost, events["value"].tolist()) == (0, [7])
 
-    def test_has_all_that_several_threads_append_each_in_its_order(self):
+    def test_the_ring_keeps_the_order_of_each_of_several_threads(self):
         ring = RingBuffer(1 << 14)
         begin = threading.Barrier(4)
 
@@ -87,8 +87,8 @@ class TestTheRing:
         [((True, True), [(0, [0, 1]), (1, [3, 4])]), ((False,), [(1, [0, 1, 3, 4])])],
         ids=["at the second look", "at the end"],
     )
-    def test_goes_on_behind_a_record_that_never_came(self, case, told):
-        """An exception came between drawing a number and filling the slot."""
+    def test_the_ring_skips_a_record_that_never_came(self, case, told):
+        """An exception came between the draw of a number and the write of its slot."""
         numbers = itertools.count()
 
         def now_ns():
@@ -108,7 +108,7 @@ class TestTheRing:
         ring.append(1, 0, 0, 7)
         assert ring.take()[0]["value"].tolist() == [7]
 
-    def test_has_a_power_of_two_slots(self):
+    def test_the_number_of_slots_is_a_power_of_two(self):
         with pytest.raises(ValueError, match="7 slots; use a power of two"):
             RingBuffer(7)
 
@@ -124,12 +124,14 @@ def some_events(seed, count=50):
 
 class TestAFile:
     @pytest.mark.parametrize("count", [0, 1, 50])
-    def test_holds_events_as_they_were(self, seed, count):
+    def test_a_file_holds_events_unchanged(self, seed, count):
         events = some_events(seed, count)
         assert blocks.unpack_events(blocks.pack_events(events)).tolist() == events.tolist()
 
-    def test_has_the_bytes_that_versions_before_have_written(self):
-        """All first bytes of the differences of times, all second ones, ...; then kinds, tracks, names and values."""
+    def test_the_format_equals_that_of_earlier_versions(self):
+        """The columns are the first bytes of all time differences, the second bytes, ...; then kinds, tracks, names,
+        values.
+        """
         first = 10**15
         events = [(first, 1, 0, 0, 7), (first + 256, 3, 2, 70_000, -1), (first + 200, 12, 0, 3, 2**40)]
         columns = (
@@ -141,7 +143,7 @@ class TestAFile:
         assert (packed[:4], zlib.decompress(packed[4:])) == (b"\x03\0\0\0", bytes.fromhex(columns))
         assert blocks.unpack_events(packed[:4] + zlib.compress(bytes.fromhex(columns))).tolist() == events
 
-    def test_that_is_cut_at_any_byte_is_read_up_to_there(self, seed):
+    def test_a_truncated_file_is_read_up_to_the_cut(self, seed):
         written = [
             blocks.json_block(blocks.HEADER, {"instance": 1}),
             blocks.names_block({0: {"name": "data"}}),
@@ -156,7 +158,7 @@ class TestAFile:
             assert len(found) == max(0, np.searchsorted(ends, length, side="right") - 1)
 
     @pytest.mark.parametrize("place", [0, 4, 8, 12, 14], ids=["kind", "length", "longer", "checksum", "content"])
-    def test_that_is_damaged_is_refused_after_the_blocks_before(self, place):
+    def test_a_damaged_file_is_refused_after_its_intact_blocks(self, place):
         first = blocks.MAGIC + blocks.json_block(blocks.HEADER, {})
         data = bytearray(first + blocks.json_block(blocks.JOINED, {"job": "a"}) + blocks.block(blocks.END, b""))
         data[len(first) + place - (place == 8)] ^= 1
@@ -165,11 +167,11 @@ class TestAFile:
         with pytest.raises(ValueError, match=f"it is damaged at byte {len(first)}"):
             next(found)
 
-    def test_that_ends_in_zeros_is_one_whose_machine_lost_power(self):
+    def test_a_file_that_ends_in_zeros_is_read_up_to_them(self):
         data = blocks.MAGIC + blocks.json_block(blocks.HEADER, {}) + bytes(4096)
         assert [each.kind for each in blocks.read_blocks(data)] == [blocks.HEADER]
 
-    def test_with_more_events_than_its_bytes_can_hold_is_refused_before_they_are_unpacked(self):
+    def test_a_block_with_too_many_events_is_refused_before_it_is_unpacked(self):
         """1.8 MB became 400 MB and more."""
         bomb = zlib.compress(bytes(24 << 20))
         with pytest.raises(ValueError, match="more than 64 for each byte"):
@@ -177,24 +179,24 @@ class TestAFile:
         with pytest.raises(ValueError, match="it does not have the 1 events that it announces"):
             blocks.unpack_events((1).to_bytes(4, "little") + bomb, 64 * len(bomb))
 
-    def test_of_another_kind_is_refused(self):
+    def test_a_file_of_another_kind_is_refused(self):
         with pytest.raises(ValueError, match="does not begin as a recording"):
             list(blocks.read_blocks(b"[{}]"))
 
 
 class TestSampling:
-    def test_leaves_nothing_out_until_half_of_the_room_is_taken(self):
+    def test_all_steps_are_recorded_until_half_of_the_room_is_taken(self):
         assert {stride_of(written, 1000) for written in range(470)} == {1}
         assert stride_of(480, 1000) == 2
 
-    def test_takes_powers_of_two_so_that_instances_have_steps_in_common(self):
+    def test_strides_are_powers_of_two_so_that_instances_share_steps(self):
         strides = [stride_of(written, 10**6) for written in range(0, 10**6, 100)]
         assert strides == [*sorted(stride for stride in strides if stride), *(0 for s in strides if not s)]
         assert all(stride & (stride - 1) == 0 for stride in strides)
 
     @pytest.mark.complete
-    def test_records_a_run_of_any_length_within_its_limit(self):
-        """Ten thousand times as long as all of its steps would have room for."""
+    def test_a_run_of_any_length_stays_within_the_limit(self):
+        """The run has ten thousand times as many steps as the limit has room for."""
         written, limit = 0, 10_000
         for step in range(1_000_000):
             stride = stride_of(written, limit)
@@ -203,7 +205,7 @@ class TestSampling:
 
 
 class TestTheInstrument:
-    def test_records_what_it_sees_in_its_order(self):
+    def test_the_instrument_records_events_in_order(self):
         ring = RingBuffer(64)
         recorder = Recorder(ring)
         instruments = Instruments(recorder)
@@ -237,7 +239,7 @@ class TestTheInstrument:
         assert events["value"][-1:].view(np.float64)[0] == 0.5
         assert recorder.take_new_names() == {}
 
-    def test_leaves_whole_steps_out_with_the_data_that_are_read_for_them(self):
+    def test_omitted_steps_include_their_data_phase(self):
         ring, stride = RingBuffer(64), [1]
         instruments = Instruments(Recorder(ring, lambda: stride[0]))
         stride[0] = 2
@@ -256,7 +258,7 @@ class TestTheInstrument:
         ]
         assert kinds == [*recorded, EventKind.PHASE_BEGINS, EventKind.PHASE_ENDS, EventKind.STEP_BEGINS, *recorded]
 
-    def test_records_nothing_but_that_there_are_steps_where_there_is_no_room(self):
+    def test_only_steps_are_recorded_if_there_is_no_room(self):
         ring = RingBuffer(64)
         instruments = Instruments(Recorder(ring, lambda: 0))
         instruments.step_begins(0)
@@ -267,7 +269,7 @@ class TestTheInstrument:
 
 
 class TestARecording:
-    def test_has_everything_when_it_is_closed(self, tmp_path):
+    def test_a_closed_recording_has_all_events(self, tmp_path):
         recording = TimelineFile(tmp_path / "folder" / "a", {"instance": 0}, 10**6)
         recording.start()
         recording.recorder.step_begins(1)
@@ -281,7 +283,7 @@ class TestARecording:
         assert EventKind.STEP_BEGINS in np.concatenate(events)["kind"]
         assert kinds.index(blocks.NAMES) < kinds.index(blocks.EVENTS)
 
-    def test_never_disturbs_the_program(self, tmp_path, caplog):
+    def test_an_unwritable_recording_does_not_disturb_the_program(self, tmp_path, caplog):
         (tmp_path / "folder").write_text("a file")
         recording = TimelineFile(tmp_path / "folder" / "a", {}, 10**6)
         recording.start()
@@ -289,14 +291,14 @@ class TestARecording:
         recording.close()
         assert "the program goes on without" in caplog.text
 
-    def test_goes_on_without_a_disk_that_is_full(self, caplog, tmp_path):
+    def test_a_full_disk_does_not_stop_the_recording(self, caplog, tmp_path):
         (tmp_path / "full").symlink_to("/dev/full")
         recording = TimelineFile(tmp_path / "full", {}, 10**6)
         recording.spill()
         recording.close()
         assert caplog.text.count("No space left on device") == 1
 
-    def test_stays_below_its_limit_whatever_comes_and_says_what_had_no_room(self, tmp_path):
+    def test_a_recording_stays_below_its_limit_and_reports_omitted_events(self, tmp_path):
         limit, steps = 20_000, 5000
         recording = TimelineFile(tmp_path / "a", {"instance": 0}, limit)
         random = np.random.default_rng(0)
@@ -316,7 +318,7 @@ class TestARecording:
         assert 0 < begun < steps
         assert lost >= 2 * (steps - begun)
 
-    def test_says_how_much_came_too_fast_to_be_kept(self, tmp_path):
+    def test_a_recording_reports_events_lost_in_the_ring(self, tmp_path):
         recording = TimelineFile(tmp_path / "a", {"instance": 0}, 10**7)
         for value in range((1 << 16) + 5):
             recording._ring.append(EventKind.WAITS_FOR, 0, 0, value)
@@ -327,7 +329,7 @@ class TestARecording:
         assert (events["kind"][0], events["value"][0]) == (EventKind.EVENTS_LOST, 5)
         assert events["value"][1:].tolist() == list(range(5, (1 << 16) + 5))
 
-    def test_writes_all_of_a_block_of_which_the_disk_takes_a_part(self, tmp_path):
+    def test_a_partial_write_is_completed(self, tmp_path):
         class Little(io.FileIO):
             def write(self, data):
                 return super().write(data[:7])
@@ -341,7 +343,7 @@ class TestARecording:
         assert (kinds[0], kinds[-1]) == (blocks.HEADER, blocks.END)
 
     @pytest.mark.filterwarnings("ignore:.*fork")
-    def test_is_not_written_by_processes_that_are_forked(self, tmp_path):
+    def test_forked_processes_do_not_write_the_recording(self, tmp_path):
         recording = TimelineFile(tmp_path / "a", {"instance": 0}, 10**6)
         recording.recorder.step_begins(1)
         child = multiprocessing.get_context("fork").Process(target=recording.close)
@@ -353,7 +355,7 @@ class TestARecording:
         assert kinds.count(blocks.END) == 1
         assert kinds.count(blocks.EVENTS) == 1
 
-    def test_has_a_file_of_its_own_where_another_process_writes(self, tmp_path):
+    def test_a_file_in_use_makes_a_recording_choose_another_name(self, tmp_path):
         """Two jobs record into one folder."""
         path = tmp_path / "instance-0.timeline"
         first = TimelineFile(path, {"instance": 0}, 10**6)
@@ -373,14 +375,14 @@ print(is_being_written(path), Path(open_recording(path).name).stem.replace(str(o
 
 
 def in_another_process(path):
-    """Whether it is written to, and the name of the file that another process gets instead of it."""
+    """Return whether the file is in use, and the name that another process gets in its place."""
     return subprocess.run([sys.executable, "-c", ANOTHER, path], capture_output=True, text=True, check=True).stdout
 
 
 class TestAGauge:
     @pytest.mark.parametrize(("takes_s", "reads"), [(0.0001, 10), (0.0007, 5), (0.0024, 2), (0.006, 1)])
-    def test_is_read_the_more_rarely_the_longer_that_takes(self, takes_s, reads):
-        """Ten times it is asked for, every half second; it takes a thousandth of the time at most."""
+    def test_a_slow_gauge_is_read_more_rarely(self, takes_s, reads):
+        """The gauge is requested ten times, every half second; reading takes at most a thousandth of the time."""
         clock, spent, told = [0.0], [0.0], []
 
         def read():
@@ -396,16 +398,16 @@ class TestAGauge:
         assert told == [("a", 1.0), ("b", 2.0)] * (reads + 1)
 
 
-class TestWhatIsAsked:
-    def test_is_nothing_unless_a_folder_is_named(self):
+class TestTimelineOptions:
+    def test_no_timeline_is_recorded_without_a_folder(self):
         assert TimelineOptions.from_environ({"POPDIST_TIMELINE": ""}) is None
 
-    def test_is_a_folder_and_a_limit(self):
+    def test_folder_and_limit_are_read(self):
         asked = TimelineOptions.from_environ({"POPDIST_TIMELINE": "/a", "POPDIST_TIMELINE_LIMIT": "3"})
         assert (str(asked.folder), asked.limit_bytes) == ("/a", 3_000_000)
 
     @pytest.mark.parametrize("limit", ["0", "-1", "3MB"])
-    def test_is_refused_with_an_impossible_limit(self, limit):
+    def test_an_impossible_limit_is_refused(self, limit):
         with pytest.raises(
             EnvironmentMismatchError, match="POPDIST_TIMELINE_LIMIT='.*' is not a positive whole number"
         ):
@@ -413,8 +415,8 @@ class TestWhatIsAsked:
 
 
 class TestTheLineBetweenSteps:
-    def test_is_asked_for_only_there(self):
-        """Not before the first step, in a step, in a phase, or in a collective."""
+    def test_the_line_is_looked_up_only_between_steps(self):
+        """No line is looked up before the first step, in a step, in a phase, or in a collective."""
         recorder = Recorder(RingBuffer())
         happens = [
             (lambda: None, False),
@@ -430,12 +432,12 @@ class TestTheLineBetweenSteps:
             what()
             assert recorder.idle_thread == (threading.get_ident() if is_idle else 0)
 
-    def test_is_the_innermost_one_of_the_program_itself(self):
+    def test_the_line_is_the_innermost_one_of_the_program(self):
         there, go_on = threading.Event(), threading.Event()
 
         def wait():
             there.set()
-            go_on.wait(60)  # inside of it is a line of the standard library
+            go_on.wait(60)  # a line of the standard library is further inside
 
         thread = threading.Thread(target=wait)
         thread.start()
@@ -448,7 +450,7 @@ class TestTheLineBetweenSteps:
         assert abs(int(number) - wait.__code__.co_firstlineno - 2) <= 1
         assert line_of(-1) == ""
 
-    def test_is_an_event_with_a_name_that_is_told_before_it(self):
+    def test_a_line_is_an_event_preceded_by_its_name(self):
         recorder = Recorder(ring := RingBuffer())
         recorder.seen_at("train.py:12")
         recorder.seen_at("train.py:12")
@@ -456,7 +458,7 @@ class TestTheLineBetweenSteps:
         assert kinds_of(events) == [EventKind.SEEN_AT] * 2
         assert recorder.take_new_names()[int(events["name"][0])] == {"name": "train.py:12"}
 
-    def test_is_recorded_while_the_program_waits_there(self, tmp_path):
+    def test_the_line_is_recorded_while_the_program_waits_there(self, tmp_path):
         recording = TimelineFile(tmp_path / "a", {}, 10**6)
         recording.recorder.step_begins(0)
         recording.recorder.step_ends(8, 0.5)

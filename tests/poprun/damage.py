@@ -1,4 +1,4 @@
-"""Files as disks, editors and strangers damage them, from a seed."""
+"""Damaged and forged recordings, made from a seed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Harm = Callable[[random.Random, bytes], bytes]
 
 
 def header_of(recording: InstanceRecording) -> dict[str, object]:
-    """What an instance says first."""
+    """Return the header that an instance writes first."""
     names = ("instance", "instances", "host", "attempt", "clock", "began_ns", "began_at_s")
     return {name: getattr(recording, name) for name in names} | {"program": ["train.py"], "replicas": [0, 1, 2]}
 
 
 def file_of(recording: InstanceRecording, parts: int = 4) -> bytes:
-    """The file of a recording, with its events in so many blocks."""
+    """Return the file of a recording, with its events in `parts` blocks."""
     data = blocks.MAGIC + blocks.json_block(blocks.HEADER, header_of(recording))
     data += blocks.json_block(blocks.JOINED, {"job": recording.job, "clocks": [recording.clock]})
     data += blocks.names_block(recording.names)
@@ -29,7 +29,7 @@ def file_of(recording: InstanceRecording, parts: int = 4) -> bytes:
 
 
 def flipped(chance: random.Random, data: bytes) -> bytes:
-    """Some bits have turned."""
+    """Flip some bits."""
     harmed = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 20))):
         harmed[chance.randrange(len(harmed))] ^= 1 << chance.randrange(8)
@@ -37,27 +37,27 @@ def flipped(chance: random.Random, data: bytes) -> bytes:
 
 
 def overwritten(chance: random.Random, data: bytes) -> bytes:
-    """A piece has been replaced by noise, or by zeros."""
+    """Overwrite a piece with noise or zeros."""
     begin, size = chance.randrange(len(data)), chance.randrange(1, 64)
     noise = chance.randbytes(size) if chance.random() < 0.5 else bytes(size)
     return data[:begin] + noise + data[begin + size :]
 
 
 def torn(chance: random.Random, data: bytes) -> bytes:
-    """A piece in the middle has got lost."""
+    """Remove a piece from the middle."""
     begin = chance.randrange(len(data) - 1)
     return data[:begin] + data[begin + chance.randrange(1, max(len(data) // 4, 2)) :]
 
 
 def doubled(chance: random.Random, data: bytes) -> bytes:
-    """A piece is there twice."""
+    """Repeat a piece."""
     begin = chance.randrange(len(data))
     end = begin + chance.randrange(1, 100)
     return data[:end] + data[begin:]
 
 
 def replaced(chance: random.Random, data: bytes) -> bytes:
-    """It is another file altogether."""
+    """Replace the whole file by another one."""
     return chance.choice((b"", b"{}", b"[" * 100_000, b"\x1f\x8b", chance.randbytes(300), data[::-1]))
 
 
@@ -65,7 +65,7 @@ HARMS: tuple[Harm, ...] = (flipped, overwritten, torn, doubled, replaced)
 
 
 def damaged(data: bytes, count: int, seed: int = 0) -> Iterator[bytes]:
-    """So many files that are not the one that was written."""
+    """Yield `count` different damaged copies of a file."""
     chance = random.Random(seed)
     while count:
         harmed = chance.choice(HARMS)(chance, data)
@@ -97,7 +97,7 @@ ODD = (
 
 
 def forged(recording: InstanceRecording, count: int, seed: int = 0) -> Iterator[bytes]:
-    """So many files whose checksums are right, and that say what no instance would."""
+    """Yield `count` files with correct checksums and contents that no instance writes."""
     chance = random.Random(seed)
     while count:
         count -= 1

@@ -1,4 +1,4 @@
-"""A job on a clock that stands still unless somebody waits: agents and mpirun that do what a script says."""
+"""A simulated job on a fake clock: agents and mpirun that follow a script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from poprun.supervisor.job_machine import JobMachine, JobPhase
 
 BEGIN_S = 1000.0
 ANSWER_S = 0.01
-"""How long agents and mpirun take to do what they are told, unless the script says otherwise."""
+"""The time that agents and mpirun take to obey an order, unless the script sets another one."""
 
 ASK, EXAMINE, RELEASE, PASS_ON, STOP = Command
 TOLD, ORPHANED, EXAMINED, CLOSED, LOST = InstanceChange
@@ -59,41 +59,41 @@ def killed(number: int = 9, at_s: float = 0.0, **more: Any) -> Ending:
 
 
 def running(number: int = 4, since_s: float = 0.0, **more: Any) -> ProgressRecord:
-    """Between collectives."""
+    """Return the record of an instance between collectives."""
     return ProgressRecord(3, number, "barrier", State.RUNNING, BEGIN_S + since_s, **more)
 
 
 def inside(*waiting_for: int, number: int = 5, since_s: float = 0.0) -> ProgressRecord:
-    """In a collective."""
+    """Return the record of an instance in a collective."""
     return ProgressRecord(3, number, "all_reduce", State.IN_COLLECTIVE, BEGIN_S + since_s, waiting_for)
 
 
 def joining(since_s: float = 0.0) -> ProgressRecord:
-    """In `popdist.init`, where it waits for the others."""
+    """Return the record of an instance that waits for the others in `popdist.init`."""
     return ProgressRecord(state=State.JOINING, since_s=BEGIN_S + since_s)
 
 
 def leaving(number: int = 4, since_s: float = 0.0, **more: Any) -> ProgressRecord:
-    """In its exit handlers."""
+    """Return the record of an instance in its exit handlers."""
     return ProgressRecord(3, number, "barrier", State.LEAVING, BEGIN_S + since_s, **more)
 
 
 @dataclass
 class Instance:
-    """What an instance and its agent do when poprun speaks to them.
+    """The behaviour of an instance and its agent when poprun sends them orders.
 
     Attributes:
-        host: where it runs.
-        record: what it answers.
-        answers: whether it does so.
-        is_stopped: whether a signal has stopped it.
-        works: whether it uses CPU time before it has come to `popdist.init`.
-        stops: whether it heeds `Stop`.
-        after_signal: how it ends after a signal that is passed on, and how long later; None: not at all.
-        state: what it shows when it is examined; "": nothing.
-        stack: its stack then.
-        after_release: how it ends after `Release`, and how long later; None: not at all.
-        heeds: whether it notes that it was released.
+        host: The name of its host.
+        record: The progress record that it answers with.
+        answers: Whether it answers.
+        is_stopped: Whether a signal has stopped it.
+        works: Whether it uses CPU time before it reaches `popdist.init`.
+        stops: Whether it obeys `Stop`.
+        after_signal: Seconds until it ends after a forwarded signal, and how it ends; None if it does not end.
+        state: The process state that an examination shows; "" for none.
+        stack: The stack that an examination shows.
+        after_release: Seconds until it ends after `Release`, and how it ends; None if it does not end.
+        heeds: Whether it notes its release.
     """
 
     host: str = "node0"
@@ -112,13 +112,13 @@ class Instance:
 
 
 class Script:
-    """A job and what happens to it; times are seconds since its beginning.
+    """A job and its events; times are seconds since its beginning.
 
     Args:
-        count: how many instances, all of which connect at once.
-        hosts: where they run; all on node0, as mpirun, unless they are named.
-        connected: how many of them connect.
-        across: attributes of `Across`.
+        count: The number of instances, all of which connect at once.
+        hosts: Their hosts; without names, all run on node0, as mpirun does.
+        connected: The number of instances that connect.
+        across: Attributes of `Across`.
     """
 
     def __init__(self, count: int = 2, hosts: str = "", connected: int | None = None, **across: Any) -> None:
@@ -138,24 +138,24 @@ class Script:
             self._tell(MemberConnected(index, 100 + index, self.instances[index].host))
         self._tell(self._tick)
 
-    # What happens.
+    # Events
 
     def at(self, at_s: float, *events: Event | Callable[[], None]) -> None:
-        """Have something happen, or be changed, so long after the beginning."""
+        """Schedule events or changes `at_s` seconds after the beginning."""
         for event in events:
             heapq.heappush(self._coming, (BEGIN_S + at_s, next(self._order), event))
 
     def end(self, at_s: float, index: int, ending: Ending) -> None:
-        """Have a program end; nothing is left of it."""
+        """End a program at `at_s`; it leaves no process behind."""
         self.at(at_s, lambda: self._end(index, replace(ending, at_s=BEGIN_S + at_s)))
 
     def lose(self, at_s: float, *indices: int, fault: str = "") -> None:
-        """Have the connections to some agents break, and them be gone."""
+        """Break the connections to some agents at `at_s`, and remove the agents."""
         for index in indices:
             self.at(at_s, InstanceChanged(index, LOST, fault), lambda index=index: self._forget(index))
 
     def note(self, at_s: float, index: int, record: ProgressRecord) -> None:
-        """Have an instance note something."""
+        """Replace an instance's progress record at `at_s`."""
         self.at(at_s, lambda: setattr(self.instances[index], "record", record))
 
     def interrupt(self, at_s: float, number: int) -> None:
@@ -167,14 +167,14 @@ class Script:
         self.at(at_s, lambda: setattr(self, "_tick", replace(self._tick, **changes)))
 
     def end_mpirun(self, at_s: float, status: int) -> None:
-        """Have mpirun end."""
+        """End mpirun at `at_s` with a status."""
         self.at(at_s, lambda: setattr(self, "_mpirun_is_over", True))
         self.see(at_s, mpirun_status=status)
 
-    # What comes of it.
+    # Results
 
     def run(self, until_s: float = 10_000.0) -> None:
-        """Let time pass until the job is over, or until so long after the beginning."""
+        """Let time pass until the job is over or `until_s` is reached."""
         while not self._is_over:
             next_s = min(self.machine.deadline_s, self._coming[0][0] if self._coming else float("inf"))
             if next_s > BEGIN_S + until_s:
@@ -191,7 +191,7 @@ class Script:
 
     @property
     def ended(self) -> JobEnd:
-        """How the job ended; it has to be over."""
+        """Return how the job ended, which it must have."""
         (finish,) = self.all_of(Finish)
         ended: JobEnd = finish.ended
         return ended
@@ -208,12 +208,12 @@ class Script:
 
     @property
     def over_s(self) -> float:
-        """When the job was over."""
+        """Return the time at which the job was over."""
         return self.times_of(Finish)[0]
 
     @property
     def closed_s(self) -> float:
-        """When poprun decided to end everything."""
+        """Return the time at which poprun decided to end everything."""
         return min(self.times_of(STOP))
 
     def all_of(self, kind: type[Action] | Command | DeedKind) -> list[Any]:
@@ -225,10 +225,10 @@ class Script:
         return [round(at_s, 6) for at_s, action in self.done if kind_of(action) is kind]
 
     def said(self, level: Level = Level.ERROR) -> list[str]:
-        """poprun's own words of one level."""
+        """Return poprun's own messages of one level."""
         return [action.text for action in self.all_of(Say) if action.level is level]
 
-    # How it is done.
+    # Mechanics
 
     def _tell(self, event: Event) -> None:
         assert not self._is_over, "nothing follows Finish"
@@ -296,7 +296,7 @@ class Script:
         self.see(self.now_s - BEGIN_S + ANSWER_S, mpirun_status=status)
 
     def hold_mpirun(self) -> None:
-        """Have mpirun go on when its instances have ended."""
+        """Let mpirun go on after its instances have ended."""
         self._mpirun_waits = True
 
 

@@ -1,4 +1,4 @@
-"""Facts about hosts as they were recorded, for tests."""
+"""Recorded facts about hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NETWORK = HostNetwork("10.77.0.0/24", "10.77.0.10", "eth0")
 
 
 def host(index: int, **changes) -> HostFacts:
-    """A host in good order."""
+    """Return the facts about a host in good order."""
     facts = HostFacts(
         host=f"h{index}",
         name=f"h{index}",

@@ -185,7 +185,7 @@ PATH = "/etc/mpi/hostfile"
         ),
     ],
 )
-def test_the_hosts_that_were_reserved(environ, files, slots, source):
+def test_find_allocation_returns_the_reserved_hosts_in_order_with_their_slots(environ, files, slots, source):
     allocation = find(environ, files)
     assert list(slots_of(allocation).items()) == list(slots.items())
     assert allocation.slots == sum(slots.values())
@@ -202,7 +202,7 @@ def test_the_hosts_that_were_reserved(environ, files, slots, source):
         {"PRTE_MCA_prte_default_hostfile": ""},
     ],
 )
-def test_nobody_has_reserved_hosts(environ):
+def test_without_an_allocation_no_hosts_are_found(environ):
     assert find(environ) is None
 
 
@@ -235,17 +235,17 @@ def test_nobody_has_reserved_hosts(environ):
         ),
     ],
 )
-def test_what_cannot_be_understood_is_refused_with_the_way_out(environ, files, message):
+def test_an_unreadable_allocation_is_refused_with_the_way_out(environ, files, message):
     with pytest.raises(UsageError, match=message):
         find(environ, files)
 
 
 class TestSlurm:
-    def test_mpirun_may_share_a_step(self):
+    def test_mpirun_is_allowed_to_share_a_step(self):
         assert dict(find(records.TERMINAL_TASK).variables) == {"SLURM_OVERLAP": "1", "SLURM_EXPORT_ENV": "ALL"}
 
     @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"])
-    def test_a_half_set_environment_is_refused_naming_what_is_missing(self, name):
+    def test_a_half_set_environment_is_refused_with_the_missing_variable(self, name):
         environ = {key: value for key, value in records.JOB_OF_3.items() if key != name}
         with pytest.raises(UsageError, match=f"{name} unset.*set {name}, or name the hosts with --host"):
             find(environ)
@@ -280,11 +280,11 @@ class TestSlurmLists:
             ("a-b[1].site,c", "a-b1.site c"),
         ],
     )
-    def test_names_keep_their_order_to_which_the_slots_belong(self, text, names):
+    def test_expanded_names_keep_the_order_of_the_slots(self, text, names):
         assert " ".join(expand_nodes(text)) == names
 
     @pytest.mark.parametrize("text", ["", "h[", "h[1", "h]1", "h[1-x]", "h[]", "h[1-2-3]", "a,,b", "h[[1]]", ",h"])
-    def test_what_is_no_list_of_names_is_refused(self, text):
+    def test_an_invalid_list_of_nodes_is_refused(self, text):
         with pytest.raises(UsageError, match="cannot be understood; name the hosts with --host"):
             expand_nodes(text)
 
@@ -293,17 +293,17 @@ class TestSlurmLists:
         assert list(expand_counts(text)) == numbers
 
     @pytest.mark.parametrize("text", ["", "two", "2(x)", "2x3", "2(x3", "1,,2", "-1"])
-    def test_what_is_no_list_of_counts_is_refused(self, text):
+    def test_an_invalid_list_of_counts_is_refused(self, text):
         with pytest.raises(UsageError, match="cannot be understood; name the hosts with --host"):
             expand_counts(text)
 
 
-def test_a_host_without_slots_takes_any_number():
+def test_a_host_without_slots_accepts_any_number_of_instances():
     allocation = find(HOSTFILE, {"/home/alice/hosts": "fast\nslow slots=2\n"})
     assert (slots_of(allocation), allocation.slots) == ({"fast": None, "slow": 2}, None)
 
 
-def test_files_are_read_from_disk(tmp_path):
+def test_node_files_are_read_from_disk(tmp_path):
     (tmp_path / "nodes").write_text("one\ntwo\n")
     assert slots_of(find_allocation({"PBS_NODEFILE": str(tmp_path / "nodes")})) == {"one": 1, "two": 1}
     (tmp_path / "nodes").write_bytes(b"\xff\xfe")
@@ -350,7 +350,7 @@ class TestChoosingHosts:
         )
 
     @pytest.mark.parametrize("slots", [(4, 1, 1), (4, 2, 2, 1), (1, 1, 1, 1, 1)])
-    def test_what_is_advised_is_not_refused(self, slots):
+    def test_the_advised_number_of_instances_is_accepted(self, slots):
         for replicas in range(1, 13):
             with pytest.raises(UsageError) as refused:
                 choose_hosts(allocation_of(*slots), 60, replicas)
@@ -359,7 +359,7 @@ class TestChoosingHosts:
             settings = LaunchSettings(("p",), num_instances=advised, num_replicas=replicas)
             check_hosts(choose_hosts(allocation_of(*slots), advised, replicas).hosts, settings)
 
-    def test_what_is_not_used_is_said(self):
+    def test_unused_slots_are_reported(self):
         reserved = allocation_of(4, 2, 1)
         used = choose_hosts(reserved, 4).hosts
         assert describe_use(reserved, used, LaunchSettings(("p",), num_instances=4, num_replicas=12)) == (
@@ -371,12 +371,12 @@ class TestChoosingHosts:
         assert describe_use(reserved, everything, LaunchSettings(("p",), num_instances=7, num_replicas=7)) == ""
         assert describe_use(allocation_of(None), (Host("h0"),), LaunchSettings(("p",))) == ""
 
-    def test_many_hosts_are_cut_short_in_messages(self):
+    def test_a_long_list_of_hosts_is_shortened_in_messages(self):
         with pytest.raises(UsageError, match=r"\(h0: 1, h1: 1, h2: 1, h3: 1, ... 64 hosts in all\)"):
             choose_hosts(allocation_of(*[1] * 64), 65)
 
 
-def test_reading_an_allocation_costs_no_heavy_import():
+def test_reading_an_allocation_imports_no_heavy_package():
     heavy = "{'numpy', 'mpi4py', 'jax', 'collectives', 'ClusterShell'}"
     program = f"import sys, poprun.hosts.allocation; sys.exit(repr({heavy} & set(sys.modules) or ''))"
     finished = subprocess.run(

@@ -8,13 +8,13 @@ from poprun.cli.log import show
 from poprun.errors import OutputError
 
 
-def test_a_text_comes_out_as_the_user_wrote_it(capfdbinary):
+def test_show_writes_the_bytes_that_the_user_wrote(capfdbinary):
     show(os.fsdecode(b"b\xffc"))
     show("zwölf", 2)
     assert capfdbinary.readouterr() == (b"b\xffc\n", "zwölf\n".encode())
 
 
-def test_nothing_is_said_to_a_reader_that_is_gone():
+def test_show_exits_with_141_when_its_reader_is_gone():
     reader, writer = os.pipe()
     os.close(reader)
     with pytest.raises(SystemExit) as left:
@@ -23,7 +23,7 @@ def test_nothing_is_said_to_a_reader_that_is_gone():
     assert left.value.code == 141
 
 
-def test_a_full_disk_is_named():
+def test_show_names_a_full_disk():
     descriptor = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OutputError, match="cannot be written: No space left on device; nothing was started"):
         show("text", descriptor)

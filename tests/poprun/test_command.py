@@ -48,7 +48,7 @@ def pair(hosts=HERE, remote=None, **options) -> list[str]:
 
 
 def exported(words: list[str]) -> list[dict[str, str]]:
-    """What each application context exports with a value."""
+    """Return the variables that each application context exports with a value."""
     contexts = " ".join(words).split(" : ")
     pairs = [[w for w in context.split() if "=" in w and not w.startswith("+")] for context in contexts]
     return [dict(pair.split("=", 1) for pair in each) for each in pairs]
@@ -78,7 +78,7 @@ def test_each_instance_is_told_its_rank_for_torch_distributed():
         ((Host("b"),), "10.0.0.7", "b"),
     ],
 )
-def test_instance_0_is_where_the_others_of_torch_distributed_call(hosts, here, address):
+def test_instance_0_is_the_meeting_point_of_torch_distributed(hosts, here, address):
     point = meeting_point(hosts, here, {})
     assert point["MASTER_ADDR"] == address
     assert 1024 <= int(point["MASTER_PORT"]) <= 65535
@@ -88,7 +88,7 @@ def test_instance_0_is_where_the_others_of_torch_distributed_call(hosts, here, a
     }
 
 
-def test_the_order_is_that_of_the_original():
+def test_the_words_of_the_command_have_the_order_of_the_original():
     words = command(
         num_replicas=4,
         ipus_per_replica=2,
@@ -119,7 +119,7 @@ def test_the_order_is_that_of_the_original():
 
 
 def contexts(words: list[str]) -> list[list[str]]:
-    """The application contexts, from their `-np` on."""
+    """Return the application contexts, each from its `-np` on."""
     found: list[list[str]] = [[]]
     for word in words[words.index("-np") :]:
         if word == ":":
@@ -130,7 +130,7 @@ def contexts(words: list[str]) -> list[list[str]]:
 
 
 def user_part(context: list[str]) -> list[str]:
-    """What a context has between poprun's own options and the agent."""
+    """Return the words of a context between poprun's own options and the agent."""
     return context[context.index("POPRUN_CONTROL") + 1 : context.index("/opt/python")]
 
 
@@ -151,19 +151,19 @@ def test_global_arguments_come_once():
     assert words.index("--timeout") < words.index("-np")
 
 
-def test_binding_is_left_to_the_user_who_asks_for_it():
+def test_binding_is_left_to_the_users_arguments():
     words = command(**TWO, mpi_global_args=("--bind-to", "core"))
     assert words.count("--bind-to") == 1
     assert "none" not in words
 
 
 @pytest.mark.parametrize(("instances", "yields"), [(2, False), (3, True)])
-def test_more_instances_than_cores_yield_while_they_wait(instances, yields):
+def test_instances_yield_while_they_wait_if_they_outnumber_the_cores(instances, yields):
     words = command(num_instances=instances, num_replicas=instances)
     assert ("mpi_yield_when_idle" in words) == yields
 
 
-def test_parameters_that_the_user_sets_are_not_set_again():
+def test_mca_parameters_of_the_user_are_not_set_again():
     words = command(mpi_global_args=("--mca", "osc", "sm", "--mca", "async_mpi_finalize", "0"))
     assert words.count("osc") == words.count("async_mpi_finalize") == 1
 
@@ -188,12 +188,12 @@ class TestExtraVariables:
         assert "JAX_PLATFORMS" not in extra_variables(told, {}, {})
 
 
-def test_nothing_names_the_host_as_long_as_everything_runs_here():
+def test_no_host_option_is_given_for_a_job_on_this_machine():
     assert "--host" not in command(**TWO)
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"], ["here", "b"]])
-def test_every_context_names_its_host_when_one_is_another(names):
+def test_every_context_names_its_host_if_one_host_is_remote(names):
     hosts = tuple(Host(name, is_this_machine=name == "here") for name in names)
     found = contexts(command(num_instances=4, num_replicas=4, hosts=hosts))
     share = 4 // len(names)
@@ -205,17 +205,17 @@ def test_the_local_index_begins_anew_on_each_host():
     assert [[word for word in words if "LOCAL_INSTANCE" in word][0][-1] for words in found] == ["0", "1", "0", "1"]
 
 
-def test_an_instance_gets_its_own_arguments_after_those_of_all():
+def test_arguments_of_one_instance_follow_those_of_all():
     own = ((1, ("-x", "A=2", "--mca", "x", "y")), (1, ("-x", "B")))
     first, second = contexts(command(**TWO, mpi_local_args=("-x", "A=1"), instance_mpi_local_args=own))
     assert user_part(first) == ["-x", "A=1"]
     assert user_part(second) == ["-x", "A=2", "-x", "B", "--mca", "x", "y"]
 
 
-class TestOfTwoExportsTheLastCountsForEachInstance:
-    """mpirun itself takes the first, and gives what the first context exports to the others."""
+class TestExportsOfTheSameVariable:
+    """mpirun itself takes the first export, and gives the exports of the first context to all others."""
 
-    def test_general_options_leave_what_instances_export_again_to_them(self):
+    def test_an_export_for_one_instance_takes_the_place_of_the_general_one(self):
         words = command(
             num_instances=2,
             num_replicas=2,
@@ -225,7 +225,7 @@ class TestOfTwoExportsTheLastCountsForEachInstance:
         assert [word for word in words if word[:2] in ("A=", "B=")] == ["B=1", "A=1", "A=2"]
         assert words.index("B=1") < words.index("-np") < words.index("A=1")
 
-    def test_a_value_takes_the_place_of_what_is_forwarded(self):
+    def test_an_exported_value_takes_the_place_of_a_forwarded_variable(self):
         for option in ("mpi_global_args", "mpi_local_args"):
             words = command(forwarded=("PATH", "PYTHONPATH"), **{option: ("-x", "PATH=/bin")})
             assert [word for word in words if "PATH" in word] in (
@@ -233,26 +233,26 @@ class TestOfTwoExportsTheLastCountsForEachInstance:
                 ["PYTHONPATH", "PATH=/bin"],
             )
 
-    def test_what_describes_an_instance_is_never_the_users(self):
+    def test_variables_that_describe_an_instance_are_never_taken_from_the_user(self):
         for option in ("mpi_global_args", "mpi_local_args"):
             words = command(**{option: ("-x", "POPDIST_NUM_TOTAL_REPLICAS=7")})
             assert [word for word in words if "TOTAL" in word] == ["POPDIST_NUM_TOTAL_REPLICAS=1"]
 
-    def test_what_the_first_instance_alone_exports_goes_past_mpirun(self):
+    def test_exports_of_the_first_instance_alone_bypass_mpirun(self):
         own = ((0, ("-x", "A=1", "-x", "B=1")), (1, ("-x", "B=2")))
         first, second = contexts(command(**TWO, instance_mpi_local_args=own))
         assert user_part(first) == ["-x", "B=1", "/usr/bin/env", "A=1"]
         assert user_part(second) == ["-x", "B=2"]
 
 
-def test_what_an_instance_exports_is_left_to_it_alone():
+def test_a_variable_exported_for_one_instance_is_not_set_by_poprun_for_it():
     own = ((0, ("-x", "PJRT_NPROC=3")),)
     first, second = contexts(command(**TWO, instance_mpi_local_args=own))
     assert [word for word in first if "PJRT" in word] == ["PJRT_NPROC=3"]
     assert [word for word in second if "PJRT" in word] == ["PJRT_NPROC=8"]
 
 
-def test_the_cache_and_the_device_reach_the_programs_when_they_are_known():
+def test_cache_path_and_device_are_exported_when_they_are_known():
     assert not [word for word in command() if "CACHE" in word or "DEVICE" in word]
     words = command(executable_cache_path="/tmp/c d", devices=(24,))
     assert "POPDIST_EXECUTABLE_CACHE_PATH=/tmp/c d" in words
@@ -260,7 +260,7 @@ def test_the_cache_and_the_device_reach_the_programs_when_they_are_known():
 
 
 def following(words: list[str], word: str) -> list[str]:
-    """The words that stand behind each occurrence of one."""
+    """Return the words behind each occurrence of a word."""
     return [after for before, after in zip(words, words[1:], strict=False) if before == word]
 
 
@@ -275,19 +275,19 @@ def test_only_jobs_that_shrink_have_open_mpi_tolerate_faults():
         assert not [word for word in words if "SHRINKS" in word]
 
 
-def test_root_is_allowed_only_where_that_is_asked_for():
+def test_root_is_allowed_only_on_request():
     assert "--allow-run-as-root" in pair(allow_run_as_root=True)
     assert "--allow-run-as-root" not in pair()
 
 
-def test_a_partition_is_named_to_the_programs_that_use_it():
+def test_the_partition_is_exported_to_programs_that_use_it():
     words = pair(vipu_partition="p1", devices=(4, 5))
     assert [word for word in words if "PARTITION" in word] == ["IPUOF_VIPU_API_PARTITION_ID=p1"] * 2
     assert not [word for word in pair() if "PARTITION" in word]
     assert not [word for word in pair(vipu_partition="p1", offline_mode=True) if "PARTITION" in word]
 
 
-def test_other_hosts_are_reached_over_one_network_with_the_options_for_ssh():
+def test_remote_hosts_are_reached_over_one_network_with_the_ssh_options():
     words = pair(BOTH, REMOTE)
     assert following(words, "plm_ssh_args") == ["-o BatchMode=yes"]
     assert following(words, "prte_if_include") == following(words, "btl_tcp_if_include") == ["10.0.0.0/24"]
@@ -295,13 +295,13 @@ def test_other_hosts_are_reached_over_one_network_with_the_options_for_ssh():
     assert "plm_ssh_args" not in pair()
 
 
-def test_faults_on_purpose_reach_every_instance():
+def test_injected_faults_reach_every_instance():
     words = pair(inject=("kill:instance=0", "stop:instance=1"))
     assert words.count("POPDIST_INJECT=kill:instance=0;stop:instance=1") == 2
     assert not [word for word in pair() if "INJECT" in word]
 
 
-def test_each_agent_is_told_the_name_of_the_host_for_which_it_is_meant():
+def test_each_agent_gets_the_name_of_its_host():
     words = pair(BOTH, replace(REMOTE, names={"h": "h.east", "other": "other.east"}))
     assert [word for word in words if word.startswith("POPRUN_HOST")] == [
         "POPRUN_HOST=h.east",
@@ -311,7 +311,7 @@ def test_each_agent_is_told_the_name_of_the_host_for_which_it_is_meant():
         assert not [word for word in pair(BOTH, replace(REMOTE, names=known)) if "POPRUN_HOST" in word]
 
 
-def test_what_is_recorded_for_a_timeline_goes_into_a_folder_beside_it():
+def test_timeline_parts_go_into_a_folder_beside_the_timeline():
     folder = f"POPDIST_TIMELINE={Path('a.json.parts').absolute()}"
     words = pair(timeline="a.json", timeline_limit=3)
     assert [word for word in words if "TIMELINE" in word] == [folder, "POPDIST_TIMELINE_LIMIT=3"] * 2
@@ -319,24 +319,24 @@ def test_what_is_recorded_for_a_timeline_goes_into_a_folder_beside_it():
     assert not [word for word in pair(timeline_limit=3) if "TIMELINE" in word]
 
 
-def test_a_profile_is_told_to_the_instances_that_record():
+def test_the_profile_option_reaches_the_instances_that_record():
     assert "POPDIST_PROFILE=jax:3" in pair(timeline="a.json", profile="jax:3")
     assert not [word for word in pair(timeline="a.json") if "PROFILE" in word]
 
 
 @pytest.mark.parametrize("word", [*GRAMMAR, "", "+", "++", "+x", "-", " ", "=", "\n"])
-def test_a_word_is_marked_and_comes_back(word):
+def test_a_marked_word_is_restored_by_unmark(word):
     assert mark(word) == f"+{word}"
     assert unmark(mark(word)) == word
 
 
 @pytest.mark.parametrize("word", ["python3", "./x.py", "/bin/true", "3e-4", "_x", "a:b", "key=--mca", "ü", "\udcff"])
-def test_names_numbers_and_paths_stay_as_they_are(word):
+def test_names_numbers_and_paths_are_not_marked(word):
     assert mark(word) == word == unmark(word)
 
 
 @pytest.mark.parametrize("word", GRAMMAR)
-def test_mpirun_sees_no_word_of_its_own_whether_it_names_the_program_or_follows_it(word):
+def test_mpirun_never_sees_a_program_word_as_its_own(word):
     plain = command("train", "3", **TWO)
     assert command(word, word, **TWO) == [f"+{word}" if each in ("train", "3") else each for each in plain]
     assert plain.count(":") == 1

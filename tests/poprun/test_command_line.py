@@ -29,7 +29,7 @@ def test_options_end_at_the_first_other_word():
     assert line.program == ("python", "-v", "--num-replicas", "4", "--help")
 
 
-def test_two_dashes_end_the_options_too():
+def test_two_dashes_end_the_options():
     assert read("--num-replicas 2 -- --odd-program -v").program == ("--odd-program", "-v")
 
 
@@ -45,26 +45,26 @@ def test_two_dashes_end_the_options_too():
         ("--verb p", 1),
     ],
 )
-def test_verbosity(text, verbosity):
+def test_v_and_vv_set_the_verbosity(text, verbosity):
     assert settings_from(read(text)).verbosity == verbosity
 
 
 @pytest.mark.parametrize("word", ["yes", "on", "true", "1", "YES", "On"])
-def test_words_for_yes(word):
+def test_words_for_yes_set_an_option(word):
     assert read(f"--print-topology {word} p").values == {"print-topology": True}
 
 
 @pytest.mark.parametrize("word", ["no", "off", "false", "0"])
-def test_words_for_no(word):
+def test_words_for_no_unset_an_option(word):
     assert read(f"--print-topology={word} p").values == {"print-topology": False}
 
 
-def test_a_flag_needs_no_value_and_may_have_one():
+def test_a_flag_accepts_an_optional_value():
     assert settings_from(read("--dry-run p")).dry_run
     assert not settings_from(read("--dry-run=no p")).dry_run
 
 
-def test_arguments_for_mpirun_are_split_like_a_shell_does_and_add_up():
+def test_mpirun_arguments_are_split_like_shell_words_and_add_up():
     words = ["--mpi-global-args", "--tag-output", "--mpi-global-args=-x A='b, c' --mca x y", "p"]
     settings = settings_from(read_command_line(words))
     assert settings.mpi_global_args == ("--tag-output", "-x", "A=b, c", "--mca", "x", "y")
@@ -77,20 +77,20 @@ def test_lists_of_hosts_add_up():
 @pytest.mark.parametrize(
     "text", ["2:-x A=1 -x B='c d'", "2:\"-x A=1 -x B='c d'\"", " 2 : -x A=1 -x 'B=c d'", "2:'-x A=1 -x B=c\\ d'"]
 )
-def test_arguments_of_one_instance_may_be_quoted_as_a_whole(text):
+def test_arguments_of_one_instance_accept_outer_quotes(text):
     assert read_instance_arguments(text) == (2, ("-x", "A=1", "-x", "B=c d"))
 
 
-def test_arguments_of_one_instance_may_be_empty_or_a_single_word():
+def test_arguments_of_one_instance_accept_an_empty_list_and_a_single_word():
     assert read_instance_arguments("0:") == (0, ())
     assert read_instance_arguments("0:-v") == (0, ("-v",))
 
 
-def test_what_follows_an_equals_sign_may_look_like_an_option():
+def test_a_value_after_an_equals_sign_may_look_like_an_option():
     assert read("--output-dir=--odd p").values == {"output-dir": "--odd"}
 
 
-def test_seconds_may_have_a_fraction_and_whole_ones_stay_whole():
+def test_seconds_accept_fractions_and_whole_numbers_stay_whole():
     words = "--stuck-timeout-s 2.5 --restart-backoff-s .25 --start-timeout-s 9 --host-timeout-s=10.0 p"
     assert list(read(words).values.items()) == [
         ("stuck-timeout-s", 2.5),
@@ -101,7 +101,7 @@ def test_seconds_may_have_a_fraction_and_whole_ones_stay_whole():
     assert settings_from(read(words)).stuck_timeout_s == 2.5
 
 
-def test_the_last_of_several_values_holds():
+def test_the_last_of_repeated_values_wins():
     assert settings_from(read("--num-replicas 2 --num-replicas 4 p")).num_replicas == 4
 
 
@@ -166,7 +166,7 @@ def test_the_last_of_several_values_holds():
         ("--version-format xml p", "use one of text, json, full-text, full-json"),
     ],
 )
-def test_what_cannot_be_understood_is_refused_with_a_way_out(text, message):
+def test_an_invalid_command_line_is_refused_with_a_way_out(text, message):
     with pytest.raises(UsageError, match=message):
         read(text)
 
@@ -187,7 +187,7 @@ def test_an_exact_name_wins_over_longer_ones():
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_is_found_by_all_its_spellings_and_is_in_the_help(option):
+def test_every_option_is_found_by_all_its_spellings_and_listed_in_the_help(option):
     for spelling in (f"--{option.name}", *option.spellings):
         assert find_option(spelling) is option
         assert spelling in describe_options(with_rare=True)
@@ -196,13 +196,13 @@ def test_every_option_is_found_by_all_its_spellings_and_is_in_the_help(option):
 
 @pytest.mark.parametrize("columns", [60, 72, 80, 133])
 @pytest.mark.parametrize("with_rare", [False, True])
-def test_the_help_fits_its_page(columns, with_rare):
+def test_the_help_fits_the_width_of_the_terminal(columns, with_rare):
     lines = describe_options(columns, with_rare).splitlines()
     assert max(map(len, lines)) <= columns
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_options_without_effect_are_left_to_the_whole_help_and_say_so_there():
+def test_options_without_effect_appear_only_in_the_full_help():
     for option in OPTIONS:
         assert option.is_rare or not option.is_always_idle
         assert option.section != VIPU or option.is_rare
@@ -218,7 +218,7 @@ def test_the_help_begins_with_an_example():
 
 
 @pytest.mark.parametrize("spelling", ["-n", "-np", "--np", "--num-instances"])
-def test_users_of_other_launchers_find_their_option(spelling):
+def test_spellings_of_other_launchers_are_accepted(spelling):
     for words in ([spelling, "2"], [f"{spelling}=2"]):
         settings = settings_from(read_command_line([*words, "python", "x.py", "-n", "3"]))
         assert (settings.num_instances, settings.num_replicas) == (2, 2)
@@ -266,7 +266,7 @@ class TestSettings:
             ("jax", None, "--profile is given without --timeline, and a profile is a part of a timeline; give both"),
         ],
     )
-    def test_a_profile_is_one_of_a_timeline(self, profile, timeline, why):
+    def test_a_profile_needs_a_timeline_and_a_known_profiler(self, profile, timeline, why):
         with pytest.raises(UsageError, match=why):
             LaunchSettings(program=("p",), profile=profile, timeline=timeline)
 
@@ -284,11 +284,11 @@ class TestSettings:
             LaunchSettings(program=("p",), **{name: number})
 
     @pytest.mark.parametrize("shown", [-1, 2])
-    def test_the_instance_that_is_shown_exists(self, shown):
+    def test_the_only_instance_shown_must_exist(self, shown):
         with pytest.raises(UsageError, match="the job has 2 instances; use 0 to 1"):
             LaunchSettings(program=("p",), num_replicas=2, num_instances=2, only_output_from_instance=shown)
 
-    def test_without_replicas_there_is_one_for_each_instance(self):
+    def test_the_default_number_of_replicas_is_one_per_instance(self):
         assert settings_from(read("--num-instances 3 p")).num_replicas == 3
         assert settings_from(read("p")).num_replicas == 1
         assert settings_from(read("--num-replicas 4 p")).num_instances == 1
@@ -299,7 +299,7 @@ class TestSettings:
         with pytest.raises(UsageError, match="no program given"):
             settings_from(read("--num-replicas 2"))
 
-    def test_very_verbose_shows_the_topology(self):
+    def test_very_verbose_prints_the_topology(self):
         assert settings_from(read("-vv p")).shows_topology
         assert settings_from(read("--print-topology 1 p")).shows_topology
         assert not settings_from(read("-v p")).shows_topology
@@ -336,8 +336,8 @@ class TestSettings:
             ({"num_replicas": 128, "vipu_partition": "p", "offline_mode": True}, 1),
         ],
     )
-    def test_the_partition_decides_the_domains_unless_they_are_given(self, given, domains):
+    def test_the_partition_sets_the_number_of_ilds_unless_it_is_given(self, given, domains):
         assert LaunchSettings(program=("p",), **given).domains == domains
 
-    def test_debug_is_very_verbose(self):
+    def test_debug_means_very_verbose(self):
         assert settings_from(read("--debug p")).verbosity == 2

@@ -21,12 +21,12 @@ EVERYTHING = [
 ]
 
 
-def test_everything_that_was_given_is_read_back():
+def test_all_options_survive_format_and_parse():
     line = read_command_line(EVERYTHING)
     assert parse_config(format_config(line), "f") == line
 
 
-def test_export_import_export_gives_the_same_file(tmp_path):
+def test_export_import_export_writes_the_same_file(tmp_path):
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     export_config(read_command_line(["--export-config", str(first), *EVERYTHING]))
     export_config(import_config(read_command_line(["--import-config", str(first), "--export-config", str(second)])))
@@ -34,7 +34,7 @@ def test_export_import_export_gives_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if not option.once], ids=lambda option: option.name)
-def test_each_option_alone_is_read_back(option):
+def test_each_option_alone_survives_format_and_parse(option):
     examples = {
         OptionKind.FLAG: (True, False),
         OptionKind.BOOLEAN: (True, False),
@@ -53,7 +53,7 @@ def test_each_option_alone_is_read_back(option):
         assert parse_config(format_config(line), "f") == line
 
 
-def test_a_file_reads_like_the_command_line():
+def test_the_file_resembles_the_command_line():
     line = read_command_line(
         ["--offline-mode", "yes", "--num-replicas", "4", "--mpi-local-args=-x A", "python", "x.py"]
     )
@@ -63,14 +63,14 @@ def test_a_file_reads_like_the_command_line():
     )
 
 
-def test_defaults_and_what_once_are_not_written():
+def test_defaults_and_options_of_a_single_call_are_not_written():
     once = ["--dry-run", "--json", "--export-config", "f", "--overwrite-config", "yes", "--import-config", "g"]
     assert tomllib.loads(format_config(read_command_line([*once, "--version-format", "json", "p"]))) == {
         "program": ["p"]
     }
 
 
-def test_words_are_understood_as_on_a_command_line():
+def test_values_are_parsed_like_words_of_a_command_line():
     text = 'host = "a,b"\nnum-instances = "2"\nprint-topology = "on"\nmpi-global-args = "-x A=\'b c\'"\noffline-mode=0'
     line = parse_config(text, "f")
     assert line.values == {
@@ -94,7 +94,7 @@ class TestMerge:
         assert merge(CommandLine({}, ("q",)), CommandLine({}, ("p", "1"))).program == ("q",)
 
     @pytest.mark.parametrize(("given", "imported"), [("host", "hostfile"), ("hostfile", "host")])
-    def test_hosts_on_the_command_line_replace_those_of_the_file_however_they_are_named(self, given, imported):
+    def test_hosts_on_the_command_line_replace_the_hosts_of_the_file(self, given, imported):
         values = {"host": ("a",), "hostfile": "f"}
         merged = merge(CommandLine({given: values[given]}), CommandLine({imported: values[imported]}))
         assert set(merged.values) == {given}
@@ -129,22 +129,22 @@ class TestRefusals:
             ("[topology]\nnum-replicas = 4", "has an unknown key topology"),
         ],
     )
-    def test_what_cannot_be_understood(self, text, message):
+    def test_an_invalid_configuration_is_refused(self, text, message):
         with pytest.raises(UsageError, match=message):
             parse_config(text, "f")
 
-    def test_a_file_that_is_not_there(self, tmp_path):
+    def test_a_missing_file_is_refused(self, tmp_path):
         with pytest.raises(
             UsageError, match="none.toml cannot be read: No such file or directory; check --import-config"
         ):
             import_config(read_command_line(["--import-config", str(tmp_path / "none.toml"), "p"]))
 
-    def test_a_file_that_is_no_text(self, tmp_path):
+    def test_a_binary_file_is_refused(self, tmp_path):
         (tmp_path / "f").write_bytes(b"\xff\xfe")
         with pytest.raises(UsageError, match="is not a text file"):
             import_config(read_command_line(["--import-config", str(tmp_path / "f"), "p"]))
 
-    def test_a_file_that_exists_is_replaced_only_when_told(self, tmp_path):
+    def test_an_existing_file_is_overwritten_only_on_request(self, tmp_path):
         file = tmp_path / "f.toml"
         file.write_text("mine")
         with pytest.raises(UsageError, match="f.toml exists; give --overwrite-config yes, or another name"):
@@ -153,30 +153,30 @@ class TestRefusals:
         export_config(read_command_line(["--export-config", str(file), "--overwrite-config", "yes", "p"]))
         assert file.read_text() == format_config(CommandLine({}, ("p",)))
 
-    def test_a_directory_that_is_not_there(self, tmp_path):
+    def test_a_missing_directory_is_refused(self, tmp_path):
         with pytest.raises(UsageError, match="cannot be written: No such file or directory; check --export-config"):
             export_config(read_command_line(["--export-config", str(tmp_path / "none" / "f"), "p"]))
 
-    def test_words_that_toml_cannot_hold_leave_no_file(self, tmp_path):
+    def test_words_that_toml_cannot_hold_create_no_file(self, tmp_path):
         with pytest.raises(UsageError, match="not valid UTF-8"):
             export_config(CommandLine({"export-config": str(tmp_path / "f")}, ("p", "\udcff")))
         assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_options_nothing_happens():
+def test_import_and_export_do_nothing_without_their_options():
     line = read_command_line(["p"])
     assert import_config(line) is line
     assert export_config(line) is None
 
 
-def test_a_file_alone_starts_its_program(tmp_path):
+def test_an_imported_file_suffices_to_start_its_program(tmp_path):
     (tmp_path / "f").write_text('num-replicas = 2\nprogram = ["p", "--x"]')
     settings = settings_from(import_config(read_command_line(["--import-config", str(tmp_path / "f")])))
     assert (settings.program, settings.num_replicas) == (("p", "--x"), 2)
 
 
-class TestWhoseItIs:
-    """A configuration says what is run, with all rights of the user."""
+class TestOwnershipAndMode:
+    """A configuration decides which program runs with all rights of the user."""
 
     @pytest.fixture
     def path(self, tmp_path):
@@ -184,18 +184,18 @@ class TestWhoseItIs:
         path.write_text('program = ["true"]\n')
         return path
 
-    def test_one_that_others_can_write_to_is_refused_with_the_way_out(self, path):
+    def test_a_file_writable_by_others_is_refused_with_the_way_out(self, path):
         path.chmod(0o666)
         with pytest.raises(UsageError, match=rf"{path} decides what is run, and others can write .*0666.*chmod go-w"):
             import_config(CommandLine({"import-config": str(path)}))
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-    def test_one_of_somebody_else_is_refused_with_the_way_out(self, path):
+    def test_a_file_of_another_user_is_refused_with_the_way_out(self, path):
         os.chown(path, 65534, 65534)
         with pytest.raises(UsageError, match="belongs to user 65534, and this is user 0; .* copy it"):
             import_config(CommandLine({"import-config": str(path)}))
 
-    def test_a_pipe_will_do(self):
+    def test_a_pipe_is_accepted(self):
         reading, writing = os.pipe()
         os.write(writing, b'program = ["true"]\n')
         os.close(writing)
@@ -204,7 +204,7 @@ class TestWhoseItIs:
         assert line.program == ("true",)
 
     @pytest.mark.parametrize("mode", [None, 0o666])
-    def test_one_that_poprun_writes_is_closed_to_others(self, tmp_path, mode):
+    def test_an_exported_file_is_not_writable_by_others(self, tmp_path, mode):
         path = tmp_path / "written.toml"
         if mode is not None:
             path.touch()

@@ -1,4 +1,4 @@
-"""The socket at which agents report: who is let in, what they send, and what they are sent."""
+"""The socket at which agents report: admission of agents, their messages, and the orders to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def name_of(reception: Reception) -> str:
     return name
 
 
-def test_an_agent_that_has_the_token_is_let_in(reception):
+def test_an_agent_with_the_token_is_admitted(reception):
     token = bytes.fromhex(reception.contact.split()[1])
     with connect(name_of(reception)) as agent:
         member = reception.accept(0.0)
@@ -60,7 +60,7 @@ def test_an_agent_that_has_the_token_is_let_in(reception):
         member.close()
 
 
-def test_one_that_has_not_is_not(reception):
+def test_an_agent_with_a_wrong_token_is_rejected(reception):
     with connect(name_of(reception)) as stranger:
         member = reception.accept(0.0)
         stranger.sendall(wire.pack_hello(1, 77, 1.5, bytes(16), "node0"))
@@ -70,14 +70,14 @@ def test_one_that_has_not_is_not(reception):
         member.close()
 
 
-def test_nobody_is_let_in_any_more_after_the_end(reception):
+def test_a_closed_reception_admits_nobody(reception):
     name = name_of(reception)
     reception.close()
     with pytest.raises(ConnectionRefusedError):
         connect(name)
 
 
-def test_whoever_calls_and_goes_at_once_does_no_harm(reception):
+def test_a_caller_that_hangs_up_at_once_does_no_harm(reception):
     connect(name_of(reception)).close()
     member = reception.accept(0.0)
     assert member.receive() == []
@@ -87,7 +87,7 @@ def test_whoever_calls_and_goes_at_once_does_no_harm(reception):
     assert not reception.shortage
 
 
-def test_while_descriptors_are_lacking_nobody_is_let_in_and_it_is_tried_again_after_a_pause(reception):
+def test_a_shortage_of_descriptors_delays_admission_by_a_pause(reception):
     with connect(name_of(reception)):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -107,7 +107,7 @@ def test_while_descriptors_are_lacking_nobody_is_let_in_and_it_is_tried_again_af
 class TestStrangers:
     @pytest.fixture
     def members(self):
-        """One that has said who it is, and 100 that have not, in the order in which they have called."""
+        """Return an identified member and 100 unidentified ones, in the order of their calls."""
         pairs = [socket.socketpair() for _ in range(101)]
         members = [Member(ours, bytes(16), shares_clock=True) for ours, _ in pairs]
         for at_s, member in enumerate(members):
@@ -117,12 +117,12 @@ class TestStrangers:
         for each in (*members, *(theirs for _, theirs in pairs)):
             each.close()
 
-    def test_have_some_time_to_say_who_they_are(self, members):
+    def test_unidentified_callers_are_dropped_after_the_greeting_limit(self, members):
         assert strangers_to_leave(members[:3], 2, GREETING_LIMIT_S + 0.9) == []
         assert strangers_to_leave(members[:3], 2, GREETING_LIMIT_S + 1.0) == [members[1]]
         assert strangers_to_leave(members[:3], 2, GREETING_LIMIT_S + 2.0) == members[1:3]
 
-    def test_that_have_called_first_make_room_for_others(self, members):
+    def test_the_oldest_unidentified_callers_make_room_for_new_ones(self, members):
         assert strangers_to_leave(members, 2, 0.0) == members[1 : 101 - MOST_STRANGERS - 2]
         assert strangers_to_leave(members[: 1 + MOST_STRANGERS + 2], 2, 0.0) == []
 
@@ -135,14 +135,14 @@ class TestAnotherUser:
         yield
         os.seteuid(0)
 
-    def test_is_turned_away(self, reception, nobody):
+    def test_another_user_is_rejected(self, reception, nobody):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(f"\0{name_of(reception)}")
             os.seteuid(0)
             assert reception.accept(0.0) is None
             assert stranger.recv(1) == b""
 
-    def test_is_not_taken_for_poprun(self, nobody):
+    def test_the_socket_of_another_user_is_not_taken_for_popruns(self, nobody):
         listening, name = open_socket()
         listening.listen()
         os.seteuid(0)
@@ -156,7 +156,7 @@ HELLO = wire.pack_hello(0, 77, 1.5, TOKEN, "node0")
 
 @pytest.fixture
 def pair():
-    """The agent's end of the connection of the only instance, and ours."""
+    """Return the agent's end of the connection of the only instance, and poprun's end."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield theirs, Member(ours, TOKEN, shares_clock=True)
@@ -179,13 +179,13 @@ def pair():
         ),
     ],
 )
-def test_each_message_is_an_event(pair, message, event):
+def test_each_message_becomes_an_event(pair, message, event):
     theirs, member = pair
     theirs.sendall(HELLO + message)
     assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0"), event]
 
 
-def test_times_of_another_host_are_brought_to_our_clock(pair):
+def test_times_of_another_host_are_converted_to_popruns_clock(pair):
     theirs, member = pair
     page = bytearray(NEW_PAGE)
     page[16:24] = State.IN_COLLECTIVE.to_bytes(8, "little")
@@ -203,7 +203,7 @@ def test_times_of_another_host_are_brought_to_our_clock(pair):
     assert ended == InstanceEnded(0, Ending(EndKind.EXIT, 0, 103.0))
 
 
-def test_an_instance_that_has_begun_nothing_has_no_time(pair):
+def test_an_instance_that_has_begun_nothing_has_no_start_time(pair):
     theirs, member = pair
     theirs.sendall(HELLO + wire.pack_progress(2.0, NEW_PAGE))
     _, progress = read_reports(member, 1)
@@ -211,7 +211,7 @@ def test_an_instance_that_has_begun_nothing_has_no_time(pair):
     assert len(NEW_PAGE) == PAGE_BYTES
 
 
-def test_the_end_of_the_connection_is_a_loss(pair):
+def test_the_end_of_the_connection_means_a_lost_instance(pair):
     theirs, member = pair
     theirs.sendall(HELLO)
     theirs.close()
@@ -230,7 +230,7 @@ def test_the_end_of_the_connection_is_a_loss(pair):
     ],
     ids=["another token", "no such instance", "no hello", "without a hello"],
 )
-def test_a_stranger_is_turned_away_without_a_word(pair, words):
+def test_an_unidentified_caller_is_rejected_without_an_event(pair, words):
     theirs, member = pair
     theirs.sendall(words + wire.pack(wire.CLOSED))
     assert list(read_reports(member, 1)) == []
@@ -238,21 +238,21 @@ def test_a_stranger_is_turned_away_without_a_word(pair, words):
 
 
 @pytest.mark.parametrize("kind", [wire.HELLO, wire.STDOUT])
-def test_of_a_stranger_no_more_is_collected_than_a_hello_has(pair, kind):
+def test_an_unidentified_caller_may_send_no_more_than_a_hello(pair, kind):
     theirs, member = pair
     theirs.sendall(struct.pack("!BI", kind, 1 << 32 - 1))
     assert list(read_reports(member, 1)) == []
     assert not member.is_open
 
 
-def test_an_instance_may_send_long_output_along_with_its_hello(pair):
+def test_long_output_may_follow_the_hello_at_once(pair):
     theirs, member = pair
     output = b"x" * 5000 + b"\n"
     theirs.sendall(HELLO + wire.pack(wire.STDOUT, output))
     assert list(read_reports(member, 1)) == [MemberConnected(0, 77, "node0"), OutputPiece(0, 1, output)]
 
 
-def test_an_instance_that_announces_more_than_anything_has_is_lost_and_the_reason_known(pair):
+def test_an_instance_that_announces_an_oversized_message_is_lost_with_the_reason(pair):
     theirs, member = pair
     theirs.sendall(HELLO)
     list(read_reports(member, 1))
@@ -263,7 +263,7 @@ def test_an_instance_that_announces_more_than_anything_has_is_lost_and_the_reaso
 
 
 @pytest.mark.parametrize(("offset", "value"), [(16, 99), (16, (1 << 64) - 1)])
-def test_a_page_with_a_state_that_there_is_not_says_nothing_but_that(pair, offset, value):
+def test_a_page_with_an_unknown_state_yields_only_that_fault(pair, offset, value):
     theirs, member = pair
     page = bytearray(NEW_PAGE)
     page[offset : offset + 8] = value.to_bytes(8, "little")
@@ -272,7 +272,7 @@ def test_a_page_with_a_state_that_there_is_not_says_nothing_but_that(pair, offse
     assert progress == ProgressCame(0, ProgressRecord(fault=f"its state is {value}"))
 
 
-def test_what_a_page_says_is_one_line_that_no_terminal_obeys(pair):
+def test_text_from_a_page_is_one_line_without_terminal_controls(pair):
     theirs, member = pair
     page = bytearray(NEW_PAGE)
     label = b"sum 'a\n\x1b[2J'"
@@ -283,7 +283,7 @@ def test_what_a_page_says_is_one_line_that_no_terminal_obeys(pair):
     assert progress.record.label == r"sum 'a\n\x1b[2J'"
 
 
-def test_each_order_is_a_message(pair):
+def test_each_order_becomes_a_message(pair):
     theirs, member = pair
     for command, number in ((ASK, 0), (EXAMINE, 0), (RELEASE, 2), (PASS_ON, 15), (STOP, 0)):
         member.order(AgentOrder(command, 0, number))

@@ -1,4 +1,4 @@
-"""Configurations, certificates and snapshots that are damaged, or say what nobody writes: one line, or no harm."""
+"""Damaged and absurd configurations, certificates and snapshots: each gives one line of error, or no harm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = ("1", "-1", "nan", "inf", "true", "''", "{}", "[1]", "1979-05-27", "'''
 
 
 def is_refused(path: Path, data: bytes) -> bool:
-    """Whether a configuration is refused, in one line that fits a terminal."""
+    """Return whether a configuration is refused with one line that fits a terminal."""
     path.write_bytes(data)
     try:
         settings_from(import_config(read_command_line(["--import-config", str(path), "p"])))
@@ -40,23 +40,23 @@ def is_refused(path: Path, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_damaged_configurations_are_refused_in_one_line_or_are_whole(tmp_path: Path, seed: int) -> None:
+def test_a_damaged_configuration_is_read_or_refused_in_one_line(tmp_path: Path, seed: int) -> None:
     refused = [is_refused(tmp_path / "c.toml", data) for data in damaged(CONFIG.encode(), 100, seed)]
     assert sum(refused) > 70, "the rest has another word, or a comment"
 
 
 @pytest.mark.parametrize("data", [b"a = " + DEEP, b"num-instances = " + LONG, b'"a\\nb" = 1', b"\xff"])
-def test_configurations_that_a_parser_cannot_bear_are_refused_in_one_line(tmp_path: Path, data: bytes) -> None:
+def test_a_configuration_that_overwhelms_a_parser_is_refused_in_one_line(tmp_path: Path, data: bytes) -> None:
     assert is_refused(tmp_path / "c.toml", data)
 
 
-def test_keys_with_values_of_another_kind_are_refused_in_one_line_or_understood(tmp_path: Path) -> None:
+def test_a_key_with_a_value_of_another_type_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     for number, option in enumerate(OPTIONS):
         for value in VALUES[number % 3 :: 3]:
             is_refused(tmp_path / "c.toml", f"{option.name} = {value}".encode())
 
 
-def test_a_file_without_an_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poprun.cli.config._MOST_CHARACTERS", 1000)
     with pytest.raises(UsageError, match="has 1000 characters or more; name the right file"):
         read_trusted(Path("/dev/zero"), "configuration")
@@ -82,7 +82,7 @@ def read(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_damaged_certificates_are_refused_in_one_line(tmp_path: Path, seed: int) -> None:
+def test_a_damaged_certificate_is_refused_in_one_line(tmp_path: Path, seed: int) -> None:
     for data in (*damaged(json.dumps(certificate()).encode(), 100, seed), DEEP, LONG):
         read(tmp_path / "c.json", data)
     for name in certificate():
@@ -91,7 +91,7 @@ def test_damaged_certificates_are_refused_in_one_line(tmp_path: Path, seed: int)
 
 
 def look(data: bytes) -> bool:
-    """Whether there is a picture of what poprun says."""
+    """Return whether a snapshot can be drawn."""
     try:
         snapshot = Snapshot.unpack(data)
     except ValueError as error:
@@ -106,13 +106,13 @@ def look(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_damaged_snapshots_are_one_line_or_a_picture(seed: int) -> None:
+def test_a_damaged_snapshot_is_drawn_or_refused_in_one_line(seed: int) -> None:
     shown = [look(data) for data in damaged(SNAPSHOT.pack(), 100, seed)]
     assert sum(shown) < 40, "only what turned a letter or a digit into another one"
     assert not any(map(look, (DEEP, LONG, b"", b"\xff", b"3")))
 
 
-def test_snapshots_that_say_what_no_poprun_says_are_one_line_or_a_picture() -> None:
+def test_an_absurd_snapshot_is_drawn_or_refused_in_one_line() -> None:
     chance = random.Random(0)
     for odd in ODD:
         whole = json.loads(SNAPSHOT.pack())

@@ -1,4 +1,4 @@
-"""Which processes poprun finds to end: all that a program has left, however far down."""
+"""The search for all processes that a program has started, at any depth."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ else:
     print(os.getpid(), flush=True)
 time.sleep(600)
 """
-"""Each generation is the child of the one before; the last one says who it is."""
+"""Each process is a child of the previous one; the last one prints its pid."""
 
 
 @pytest.fixture
 def family() -> Iterator[tuple[int, int]]:
-    """The oldest of four generations, and the youngest."""
+    """Provide the oldest and the youngest of four generations."""
     command = [sys.executable, "-c", FAMILY, "3"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as oldest:
         assert oldest.stdout is not None
@@ -44,7 +44,7 @@ def test_children_of_children_are_found(family: tuple[int, int]) -> None:
     assert {oldest, youngest} < set(descendants(os.getpid()))
 
 
-def test_who_has_ended_and_is_not_yet_waited_for_is_no_descendant() -> None:
+def test_a_zombie_is_not_a_descendant() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert ended.stdout is not None
     ended.stdout.read()
@@ -62,7 +62,7 @@ print(child.pid, flush=True)
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 ctypes.CDLL(None).syscall(60, 0)
 """
-"""exit(2), which ends only the calling thread; a process is like that, too, while it is being killed."""
+"""A call of exit(2), which ends only the calling thread; a process being killed looks like that, too."""
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of exit(2) is that of x86-64")

@@ -1,4 +1,4 @@
-"""The instance to blame for a failure, and what is said about it."""
+"""The choice of the instance to blame for a failure, and the text about it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TestFirstCause:
     }
 
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-    def test_is(self, case):
+    def test_the_first_cause_of_each_case_is_blamed(self, case):
         expected, *instances = case
         facts = job(*instances)
         assert first_cause(facts) == expected
@@ -125,7 +125,7 @@ class TestFirstCause:
     def test_blame_does_not_go_round_in_circles(self):
         assert first_cause(job((exited(1, 10.0), inside(1)), (exited(1, 10.1), inside(0)))) in (0, 1)
 
-    def test_a_vain_wait_alone_blames_the_one_that_left(self):
+    def test_a_vain_wait_alone_blames_the_instance_that_left(self):
         facts = job((exited(0), leaving()), (None, inside(0)))
         assert first_cause(facts, vain_waits(facts)) == 0
         assert first_cause(facts) is None
@@ -139,12 +139,12 @@ class TestFirstCause:
         ],
         ids=["a later failure", "the others cannot do without it", "another one ended by itself"],
     )
-    def test_after_a_loss_that_was_survived(self, given_up, expected, instances):
+    def test_the_first_cause_after_a_survived_loss_is_blamed(self, given_up, expected, instances):
         facts = job(*instances)
         facts[given_up] = replace(facts[given_up], is_given_up=True)
         assert first_cause(facts) == expected
 
-    def test_one_that_was_given_up_is_not_seen_as_a_failure_again(self):
+    def test_an_instance_that_was_given_up_does_not_count_as_a_failure_again(self):
         facts = job((None, inside(1)), (killed(), running()))
         assert has_failed(facts)
         facts[1] = replace(facts[1], is_given_up=True)
@@ -153,7 +153,7 @@ class TestFirstCause:
 
 class TestVainWaits:
     @pytest.mark.parametrize("gone", [(exited(0), running()), (None, leaving())])
-    def test_are_for_one_that_has_ended_well_or_is_in_its_exit_handlers(self, gone):
+    def test_an_instance_that_ended_well_or_exits_causes_a_vain_wait(self, gone):
         assert vain_waits(job(gone, (None, inside(0)))) == {(1, 0, 5)}
 
     @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ class TestVainWaits:
             [(None, in_state(State.LEAVING_INSIDE, 1)), (exited(0), running())],
         ],
     )
-    def test_nothing_else_is_one(self, instances):
+    def test_other_waits_are_not_in_vain(self, instances):
         assert vain_waits(job(*instances)) == frozenset()
 
 
 class TestVerdict:
-    def test_it_names_instance_host_end_and_collectives(self):
+    def test_the_verdict_names_instance_host_end_and_collectives(self):
         verdict = verdict_on((None, inside(1)), (exited(3), running()), (None, inside(1)))
         assert (verdict.instance, verdict.exit_status) == (1, 3)
         assert verdict.lines == (
@@ -203,7 +203,7 @@ class TestVerdict:
         ],
         ids=["a signal", "without a record", "before the first collective", "a lost agent"],
     )
-    def test_it_is_one_line_where_nobody_waits(self, ending, record, status, text):
+    def test_the_verdict_is_one_line_if_nobody_waits(self, ending, record, status, text):
         verdict = verdict_on((ending, record), (None, UNUSED))
         assert (verdict.exit_status, verdict.lines) == (status, (f"instance 0 on host node0 (pid 100) {text}",))
 
@@ -220,52 +220,52 @@ class TestVerdict:
             (killed(11), UNUSED, False),
         ],
     )
-    def test_what_open_mpi_may_have_ended_needs_its_own_words(self, ending, record, is_aborted):
-        """As if one host cannot connect to another."""
+    def test_an_end_that_open_mpi_may_have_caused_is_unexplained(self, ending, record, is_aborted):
+        """Such an end happens when one host cannot connect to another."""
         facts = job((None, inside(1)), (None, UNUSED), (ending, record))
         assert judge(facts, HERE).is_unexplained is is_aborted
         assert not judge([replace(each, host="node0") for each in facts], HERE).is_unexplained
 
-    def test_a_premature_end_names_only_those_that_still_needed_the_one_that_left(self):
+    def test_a_premature_end_names_only_instances_that_still_needed_the_one_that_left(self):
         verdict = verdict_on(
             (exited(0), leaving()),
             (None, inside(0)),
-            (None, inside()),  # its wait is too short to be noted, and instance 0 has not come
+            (None, inside()),  # its wait is too short for a note, and instance 0 has not arrived
             (None, running()),
             (None, inside(1)),
-            (None, inside(number=4)),  # instance 0 has come to that one
-            (None, in_state(State.RUNNING, 0)),  # what it waited for before
+            (None, inside(number=4)),  # instance 0 has arrived at collective 4
+            (None, in_state(State.RUNNING, 0)),  # an earlier wait
         )
         assert verdict.exit_status == 1
         assert verdict.lines[0] == (
             "instance 0 on host node0 (pid 100) ended with exit status 0 too early: instances 1-2 still needed it"
         )
 
-    def test_it_is_never_long(self):
+    def test_the_verdict_has_a_limited_number_of_lines(self):
         assert len(verdict_on((exited(1), running()), *[(None, inside(0, number=n)) for n in range(40)]).lines) == (
             MOST_LINES
         )
 
-    def test_an_exit_status_of_15_is_no_sigterm(self):
+    def test_exit_status_15_is_not_taken_for_sigterm(self):
         facts = job((exited(15), running()), (None, running()))
         facts[0] = replace(facts[0], told_at_s=9.0)
         verdict = judge(facts, HERE)
         assert (verdict.instance, verdict.exit_status) == (0, 15)
 
-    def test_a_broken_connection_is_of_the_hosts(self):
+    def test_a_broken_connection_is_a_fault_of_the_hosts(self):
         assert verdict_on((None, inside(1)), (lost(fault="Connection timed out"), running())).is_of_hosts
         assert not verdict_on((None, inside(1)), (killed(), running())).is_of_hosts
 
 
-class TestAHostThatHasLostItsDaemon:
-    """Instances 2 and 3 run on host b; Open MPI lets instance 0 on host a fail."""
+class TestAHostWithoutItsDaemon:
+    """Instances 2 and 3 run on host b; Open MPI makes instance 0 on host a fail."""
 
     def facts(self, told_at_s, victim=None, record=None):
         ends = [victim or exited(14, 10.0), None, None, None]
         record = record or inside()
         return [Facts(index, "aabb"[index], 100 + index, ends[index], record, told_at_s[index]) for index in range(4)]
 
-    def test_is_named_with_its_instances(self):
+    def test_the_host_is_named_with_its_instances(self):
         verdict = judge(self.facts((0.0, 0.0, 9.9, 9.8)), "a")
         assert (verdict.instance, verdict.exit_status) == (None, 1)
         assert verdict.lines[0] == "host b has lost its daemon of Open MPI, and with it instances 2-3"
@@ -273,14 +273,14 @@ class TestAHostThatHasLostItsDaemon:
     @pytest.mark.parametrize(
         "told_at_s", [(0.0, 0.0, 0.0, 9.9), (9.9, 9.9, 9.9, 9.9), (0.0, 10.1, 10.1, 10.1), (0.0, 0.0, 9.9, 10.1)]
     )
-    def test_is_none_whose_instances_were_told_later_or_not_alone(self, told_at_s):
+    def test_a_host_whose_instances_were_told_later_or_not_alone_is_not_blamed(self, told_at_s):
         assert judge(self.facts(told_at_s), "a").instance == 0
 
     @pytest.mark.parametrize("options", [{"record": running()}, {"victim": killed()}])
-    def test_is_none_when_an_instance_failed_by_itself(self, options):
+    def test_an_instance_that_failed_by_itself_is_blamed_instead(self, options):
         assert judge(self.facts((0.0, 0.0, 9.9, 9.9), **options), "a").instance == 0
 
-    def test_is_not_the_host_of_mpirun_which_has_none(self):
+    def test_the_host_of_mpirun_is_never_blamed(self):
         assert judge(self.facts((0.0, 0.0, 9.9, 9.8)), "b") is None
 
     @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ class TestAHostThatHasLostItsDaemon:
         [((0.0, 0.0, 9.0), "c"), ((0.0, 9.1, 9.0), "c"), ((8.99, 9.0, 0.0), "b"), ((8.0, 9.0, 0.0), "")],
         ids=["the only one", "the first one", "at once with mpirun", "after mpirun"],
     )
-    def test_is_the_one_whose_agents_say_so_first_whatever_has_become_of_others(self, orphaned_at_s, host):
-        """mpirun runs on host a; where it has gone first, who fails in a collective then does so because of that."""
+    def test_the_host_whose_agents_were_orphaned_first_is_blamed(self, orphaned_at_s, host):
+        """mpirun runs on host a; if a host is lost first, a later failure in a collective follows from that loss."""
         facts = [
             Facts(index, "abc"[index], 100 + index, killed(told=True), inside(), 9.0, at_s)
             for index, at_s in enumerate(orphaned_at_s)
@@ -298,20 +298,20 @@ class TestAHostThatHasLostItsDaemon:
         line = f"host {host} has lost its daemon of Open MPI, and with it instance {'abc'.find(host)}"
         assert verdict.lines[0].startswith(line) if host else verdict is None
 
-    def test_ends_the_job_with_1(self):
+    def test_the_job_ends_with_1(self):
         verdict = judge([Facts(0, HERE, 7), Facts(1, "b", 8, orphaned_at_s=5.0, told_at_s=5.0)], HERE)
         assert (verdict.instance, verdict.exit_status, verdict.lost) == (None, 1, (1,))
 
 
-class TestAJobThatABatchSystemEnds:
-    """SIGTERM comes to instance 1 and to its agent; instance 0 loses its connection to it."""
+class TestAJobEndedByABatchSystem:
+    """SIGTERM reaches instance 1 and its agent; instance 0 loses its connection to it."""
 
     def facts(self, victim=None, record=None, told=True):
         swept = Facts(1, "node1", 101, killed(15, 10.0, told), inside(), told_at_s=10.0)
         return [Facts(0, "node0", 100, victim or exited(14, 10.1), record or inside()), swept]
 
     @pytest.mark.parametrize("told", [True, False])
-    def test_blames_no_instance(self, told):
+    def test_no_instance_is_blamed(self, told):
         assert judge(self.facts(told=told), HERE) is None
         assert judge_missing(self.facts(told=told), None).lines == (
             "the job was ended before every instance had completed",
@@ -319,11 +319,11 @@ class TestAJobThatABatchSystemEnds:
             "as when a batch system ends a job",
         )
 
-    def test_blames_one_that_failed_by_itself(self):
+    def test_an_instance_that_failed_by_itself_is_blamed(self):
         assert judge(self.facts(exited(1), running()), HERE).instance == 0
         assert judge(self.facts(killed(9, 9.0)), HERE).instance == 0
 
-    def test_is_another_one_than_an_instance_to_which_alone_the_signal_came(self):
+    def test_sigterm_to_an_instance_alone_is_its_own_failure(self):
         assert verdict_on((None, inside()), (killed(15), UNUSED)).instance == 1
 
 
@@ -366,12 +366,12 @@ class TestAJobThatNoInstanceExplains:
         ],
         ids=["mpirun ended", "not in time", "all had to stop"],
     )
-    def test_says_how_mpirun_ended_and_what_is_known_of_each(self, facts, mpirun_status, status, lines):
+    def test_the_verdict_says_how_mpirun_ended_and_lists_each_instance(self, facts, mpirun_status, status, lines):
         verdict = judge_missing(facts, mpirun_status)
         assert (verdict.instance, verdict.exit_status, verdict.is_unexplained) == (None, status, True)
         assert list(verdict.lines) == lines
 
-    def test_ends_with_1_where_mpirun_ended_with_0(self):
+    def test_the_job_ends_with_1_if_mpirun_ended_with_0(self):
         assert judge_missing([Facts(0, "h", 7)], 0).exit_status == 1
 
 
@@ -379,12 +379,12 @@ class TestAJobThatNoInstanceExplains:
     ("indices", "text"),
     [([3], "instance 3"), ([0, 1, 2, 5], "instances 0-2, 5"), ([4, 2], "instances 2, 4"), ([0, 1], "instances 0-1")],
 )
-def test_instances_are_listed_in_short(indices, text):
+def test_lists_of_instances_are_shortened_to_ranges(indices, text):
     assert list_instances(indices) == text
 
 
 class TestAnInstanceThatIsStuck:
-    """Everything in `running` and `inside` began at 1 s."""
+    """Each record of `running` and `inside` began at 1 s."""
 
     CASES = {
         "waited for": (1, 11.0, (None, inside(1)), (None, running()), (None, inside(1))),
@@ -419,11 +419,11 @@ class TestAnInstanceThatIsStuck:
     }
 
     @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-    def test_is(self, case):
+    def test_the_stuck_instance_of_each_case_is_found(self, case):
         expected, now_s, *instances = case
         assert find_stuck(job(*instances), now_s, 10.0) == expected
 
-    def test_is_told_from_those_at_the_end(self):
+    def test_a_stuck_instance_is_told_apart_from_instances_at_the_end(self):
         facts = job((None, leaving()), (None, running()), (exited(0), leaving()))
         assert judge_stuck(facts, 1, 10.0).lines[1:] == ("instance 0 had come to the end of the program",)
 
@@ -436,7 +436,7 @@ class TestAnInstanceThatIsStuck:
             ("", "", "at an unknown place of its program"),
         ],
     )
-    def test_is_described_by_what_it_does(self, state, stack, where):
+    def test_a_stuck_instance_is_described_by_its_state_and_stack(self, state, stack, where):
         facts = job((None, inside(1)), (None, running()))
         facts[1] = replace(facts[1], state=state, stack=stack)
         verdict = judge_stuck(facts, 1, 10.0)
@@ -491,8 +491,8 @@ is_over.set()
 
 
 @pytest.mark.parametrize(("others", "line"), [(1, "<string>, line 6, in <module>"), (101, "")])
-def test_what_faulthandler_writes_while_other_threads_run(others, line):
-    """It shows a hundred threads, the newest first."""
+def test_the_main_thread_is_found_in_a_dump_of_faulthandler(others, line):
+    """faulthandler shows a hundred threads, the newest first."""
     dump = subprocess.run([sys.executable, "-c", DUMPING, str(others)], capture_output=True, text=True, check=True)
     assert innermost_line(dump.stdout) == line
 
@@ -518,11 +518,11 @@ def cause(*pieces: bytes, ending: Ending | None = FAILED, count: int = 2, blamed
     return lines.describe_cause(Verdict(blamed, 3, ("line",)), facts)
 
 
-def test_an_exception_is_named_with_instance_and_status():
+def test_an_exception_is_shown_with_instance_and_status():
     expected = "first cause: instance 1 on host node0: ValueError: no such data: 5 rows (exit status 3)"
     assert cause(TRACE) == expected
     assert cause(*(bytes([each]) for each in TRACE)) == expected
-    assert cause(TRACE, ending=None) == expected  # it has not come to its end yet
+    assert cause(TRACE, ending=None) == expected  # the instance has not ended yet
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_an_exception_is_named_with_instance_and_status():
         ("class Own(Exception): pass\nraise Own('own')", "Own: own"),
     ],
 )
-def test_what_python_shows_is_understood(program, exception):
+def test_each_kind_of_python_exception_is_recognised(program, exception):
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, timeout=60).stderr
     assert f"host node0: {exception}" in cause(b"before\n", shown)
 
@@ -547,11 +547,11 @@ def test_without_an_exception_the_last_line_is_shown():
     assert cause(b"this needs an extra") == expected
 
 
-def test_an_exception_that_was_caught_long_before_is_not_the_reason():
+def test_an_exception_caught_long_ago_is_not_shown():
     assert cause(TRACE, b"going on\n" * 30, b"no more\n").endswith("which wrote last: no more")
 
 
-def test_a_long_traceback_and_strange_bytes_do_no_harm():
+def test_long_tracebacks_and_invalid_bytes_do_no_harm():
     frames = b"Traceback (most recent call last):\n" + b'  File "x.py", line 1, in f\n    f()\n' * KEPT_BYTES
     assert cause(frames, b"RecursionError: \x1b[31m\xff" + b"x" * 1000).startswith(
         "first cause: instance 1 on host node0: RecursionError: ?[31m\N{REPLACEMENT CHARACTER}xxx"
@@ -568,16 +568,16 @@ def test_a_long_traceback_and_strange_bytes_do_no_harm():
     ],
     ids=["alone", "nobody is to blame", "killed", "left too early"],
 )
-def test_nothing_is_said_of(options):
+def test_no_cause_is_shown_for(options):
     assert cause(TRACE, **options) == ""
 
 
-def test_nothing_is_said_where_nothing_was_written():
+def test_no_cause_is_shown_if_nothing_was_written():
     assert cause() == ""
     assert cause(b"\n \n") == ""
     assert cause(b"a warning\n", ending=None) == ""
 
 
-def test_warnings_are_no_exceptions():
+def test_warnings_are_not_taken_for_exceptions():
     assert find_exception(['  File "x.py", line 3', "    f()", "not an exception line"]) == ""
     assert find_exception(["x.py:3: UserWarning: beware", "  f()", "done"]) == ""

@@ -17,7 +17,7 @@ def places(instances: int, replicas: int, host: str) -> list[InstancePlace]:
     return [InstancePlace(i, host, i, range(i * local, (i + 1) * local)) for i in range(instances)]
 
 
-def test_the_first_public_sample():
+def test_the_topology_equals_the_first_public_sample():
     assert draw_topology(places(2, 2, "a-long-host-name")).splitlines() == [
         " ===================",
         "|  poprun topology  |",
@@ -34,7 +34,7 @@ def test_the_first_public_sample():
     ]
 
 
-def test_the_second_public_sample():
+def test_the_topology_equals_the_second_public_sample():
     assert draw_topology(places(1, 4, "gc-poplar-02")).splitlines() == [
         " ===========================",
         "|      poprun topology      |",
@@ -58,7 +58,7 @@ def test_cells_are_as_wide_as_the_widest_index():
 
 
 @pytest.mark.parametrize("columns", [80, 60, 20])
-def test_what_does_not_fit_the_page_stands_in_tables_below(columns):
+def test_a_topology_wider_than_the_page_is_split_into_tables(columns):
     lines = draw_topology(places(4, 40, "a-long-name" * 9), columns).splitlines()
     assert max(map(len, lines[:-1])) <= max(columns, 20)
     cells = [cell.strip() for line in lines if "replicas" in line for cell in line.split("|")[2:-1]]
@@ -66,7 +66,7 @@ def test_what_does_not_fit_the_page_stands_in_tables_below(columns):
     assert [line for line in lines if " = " in line] == [f" [0] = {'a-long-name' * 9}"]
 
 
-def test_tables_are_cut_between_instances_where_one_fits():
+def test_tables_are_split_between_instances_if_one_fits():
     lines = draw_topology(places(4, 40, "node"), 80).splitlines()
     assert [line.split("|")[2].strip() for line in lines if "instances" in line] == ["0", "1", "2", "3"]
 
@@ -108,13 +108,13 @@ def test_hosts_domains_and_instances_are_centred_over_their_replicas():
     ]
 
 
-def test_domains_may_lie_across_hosts():
+def test_an_ild_may_span_hosts():
     lines = draw_topology(many(6, 6, ["a", "b"], domains=3)).splitlines()
     assert lines[3] == "| hosts     |     a     |     b     |"
     assert lines[5] == "| ILDs      |   0   |   1   |   2   |"
 
 
-def test_only_the_hosts_whose_names_are_too_long_are_explained():
+def test_only_host_names_that_are_too_long_are_explained_below():
     uneven = [
         InstancePlace(0, "abcd", 0, range(0, 1)),
         InstancePlace(1, "a-long-name", 0, range(1, 2)),
@@ -136,7 +136,7 @@ def test_a_name_may_fill_its_span():
     assert len(lines) == 11
 
 
-def test_the_index_of_a_host_fits_however_many_there_are():
+def test_the_index_of_a_host_fits_for_any_number_of_hosts():
     lines = draw_topology(many(12, 12, [f"node{i:02}" for i in range(12)])).splitlines()
     assert lines[3].endswith("|[9] |[10]|[11]|")
     assert {len(line) for line in lines[1:10]} == {len(lines[0]) + 1}
@@ -153,7 +153,7 @@ def plan(*names: str, devices=(), **options) -> Launch:
     return Launch(settings, hosts, places, "/mpirun", "/python", extra, ("PATH",), oversubscribes=False)
 
 
-def test_the_table_of_a_job_on_two_hosts():
+def test_the_placement_table_shows_a_job_on_two_hosts():
     launch = plan(
         *("node0", "n1"),
         devices=(24, 25, 26, 27),
@@ -202,7 +202,7 @@ def test_the_table_of_a_job_on_two_hosts():
     ]
 
 
-def test_a_single_instance_has_its_whole_environment_at_once_and_no_device():
+def test_a_single_instance_gets_one_block_of_environment_and_no_device():
     lines = draw_placement(plan("here")).splitlines()
     assert lines[1].split() == ["0", "here", "any", "any", "0", "0", "-"]
     assert "environment of all instances:" in lines
@@ -210,16 +210,16 @@ def test_a_single_instance_has_its_whole_environment_at_once_and_no_device():
 
 
 @pytest.mark.parametrize(("names", "is_said"), [(["here"], False), (["here", "b"], True)])
-def test_what_is_assumed_about_other_hosts_is_said(names, is_said):
+def test_assumptions_about_remote_hosts_are_shown(names, is_said):
     text = draw_placement(plan(*names, num_instances=4, num_replicas=4))
     assert ("The cores of b are assumed to be like those of this machine." in text) == is_said
 
 
-def test_nothing_is_assumed_where_nothing_is_pinned():
+def test_no_assumption_is_shown_if_no_instance_is_pinned():
     assert "taken to be" not in draw_placement(plan("a", "b", num_instances=2, num_replicas=2))
 
 
-def test_the_plan_says_the_same_in_values_that_json_has():
+def test_the_plan_as_json_holds_the_same_facts():
     launch = plan("here", "b", num_instances=2, num_replicas=4, num_ilds=2, devices=(2, 3), mpi_local_args=("-x", "B"))
     described = describe_plan(launch, ["mpirun", "x"])
     assert json.loads(json.dumps(described)) == described

@@ -1,4 +1,4 @@
-"""What `poprun doctor` reads, measures and shows."""
+"""The facts that `poprun doctor` reads, measures and shows."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def _busy_machines_have_time(monkeypatch):
         (["--host-subnet=10.0.0.0/8"], DoctorRequest((), "10.0.0.0/8")),
     ],
 )
-def test_the_command_line(words, asked):
+def test_the_command_line_is_parsed(words, asked):
     assert read_words(words) == asked
 
 
 @pytest.mark.parametrize("words", [["--hots", "a"], ["--host"], ["--host="], ["a"], ["--json=yes"]])
-def test_a_wrong_command_line_shows_the_right_one(words):
+def test_an_invalid_command_line_is_answered_with_the_usage(words):
     with pytest.raises(UsageError, match="usage: poprun doctor"):
         read_words(words)
 
@@ -89,31 +89,31 @@ def test_hosts_in_good_order_get_no_advice():
         ({"addresses": KNOWN | {"h0": ["192.0.2.1"]}}, "name service", "has no address, or a different one, for h0"),
     ],
 )
-def test_what_works_but_badly_gets_advice(found, check, fact):
+def test_a_working_but_bad_configuration_gets_advice(found, check, fact):
     measured = [replace(HostMeasurements("h1", addresses=KNOWN), **found)]
     (advice,) = [each for each in check_measurements(measured, FACTS) if each.way_out]
     assert (advice.check, advice.host, advice.is_fault) == (check, "h1", False)
     assert fact in advice.fact
 
 
-def test_a_clock_that_cannot_be_read_exactly_is_not_blamed():
+def test_an_imprecise_clock_measurement_gets_no_advice():
     measured = [HostMeasurements("h1", clock=ClockOffset(3.0, 2.9), addresses=KNOWN)]
     assert [each for each in check_measurements(measured, FACTS) if each.way_out] == []
 
 
-def test_a_host_where_nothing_can_be_measured_is_a_fault():
+def test_a_host_without_measurements_is_a_fault():
     (finding,) = check_measurements([HostMeasurements("h1", "gave no answer within 5 s")], FACTS)
     assert finding.is_fault
 
 
-def test_the_host_with_another_packet_size_is_named():
+def test_a_host_with_a_different_packet_size_is_named():
     jumbo = replace(host(1), interfaces=(Interface("eth0", "10.77.0.11", 24, 9000),))
     (finding,) = check_mtu({"h0": host(0), "h1": jumbo, "h2": host(2)}, NETWORK)
     assert (finding.host, finding.fact) == ("h1", "packets of 9000 bytes, 1500 on most hosts")
     assert list(check_mtu(FACTS, NETWORK)) == []
 
 
-def test_a_busy_host_is_worth_a_hint():
+def test_a_busy_host_gets_advice():
     calm, busy = check_load({"h0": host(0), "h1": host(1, load=9.0)})
     assert (calm.fact, calm.way_out) == ("load 0.5", "")
     assert (busy.fact, busy.is_fault) == ("load 9.0", False)
@@ -131,20 +131,20 @@ def test_the_slowest_link_bounds_an_all_reduce():
     ]
 
 
-def test_a_link_that_carries_nothing_is_a_fault_and_there_is_no_bound():
+def test_a_link_without_traffic_is_a_fault_and_has_no_bound():
     (finding,) = check_links([MeasuredLink("h0", "h1", fault="no connection to 10.77.0.11: timed out")])
     assert finding.is_fault
     assert "let all TCP ports pass" in finding.way_out
 
 
-def test_the_links_of_the_ring():
+def test_the_ring_has_a_link_from_each_host_to_the_next():
     assert ring_of(["a"]) == []
     assert ring_of(["a", "b"]) == [("a", "b"), ("b", "a")]
     assert ring_of(["a", "b", "c"]) == [("a", "b"), ("b", "c"), ("c", "a")]
 
 
 @pytest.mark.parametrize("count", range(8))
-def test_in_each_round_a_host_sends_or_receives(count):
+def test_each_host_has_at_most_one_link_in_a_round(count):
     ring = ring_of([str(index) for index in range(count)])
     rounds = rounds_of(ring)
     assert len(rounds) <= 3
@@ -170,7 +170,7 @@ def test_hosts_with_the_same_result_share_a_row():
 
 
 @pytest.mark.parametrize("columns", [80, 60])
-def test_on_a_narrow_page_the_way_out_stands_below_the_result(columns):
+def test_a_narrow_table_puts_the_way_out_below_the_result(columns):
     fact, way_out = (
         "jaxlib 0.10.2 adds up wrongly on CPUs, and SUMS is 1",
         "take that out of the environment of all hosts",
@@ -184,7 +184,7 @@ def test_on_a_narrow_page_the_way_out_stands_below_the_result(columns):
     assert max(map(len, draw_table(findings).splitlines())) > columns
 
 
-def test_advice_is_no_fault():
+def test_advice_is_not_a_fault():
     assert DoctorReport((Finding("load", "h0", "load 9", "others compute there"),)).is_well
     assert not DoctorReport((Finding("ssh", "h0", "is down", "start it", is_fault=True),)).is_well
 
@@ -203,17 +203,17 @@ def test_hosts_that_reach_each_other_are_not_blocked():
     assert find_blocked({}, sys.executable, LOCAL, 60.0) == []
 
 
-def test_a_link_to_an_address_that_nobody_has_is_a_fault():
+def test_a_link_to_an_unused_address_is_a_fault():
     _, links = measure({"a": "127.0.0.1", "b": "192.0.2.1"}, [], sys.executable, LOCAL)
     assert "b cannot listen at 192.0.2.1" in {link.fault for link in links}
 
 
-def test_a_helper_that_cannot_start_says_why():
+def test_a_helper_that_cannot_start_gives_the_reason():
     with LinkHelper("far", "/no/python", LOCAL) as helper, pytest.raises(HelperError, match="not found"):
         helper.ask("clock", limit_s=60)
 
 
-def test_this_machine_is_examined_without_any_host(capfd):
+def test_doctor_examines_this_machine_without_a_list_of_hosts(capfd):
     assert main(["--json"]) in (0, 1)
     report = json.loads(capfd.readouterr().out)
     assert {each["host"] for each in report["findings"]} == {this_host()}
@@ -249,7 +249,7 @@ def says(jaxlib: str, **environ: str) -> Finding:
     ],
 )
 @pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda"}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}])
-def test_nothing_is_to_be_done_where_strategies_see_to_it(jaxlib, fact, environ):
+def test_wrong_sums_that_strategies_prevent_need_no_advice(jaxlib, fact, environ):
     assert says(jaxlib, **environ) == Finding("sums", "h0", fact)
 
 
@@ -260,11 +260,11 @@ def test_flags_that_ask_for_wrong_sums_are_a_fault():
     assert finding.way_out.startswith("take reduce out of it")
 
 
-def test_a_user_who_allows_wrong_sums_gets_a_hint():
+def test_a_user_who_allows_wrong_sums_gets_advice():
     finding = says("0.10.2", POPDIST_ALLOW_WRONG_SUMS="1")
     assert finding.fact == "jaxlib 0.10.2 adds up wrongly on CPUs, and POPDIST_ALLOW_WRONG_SUMS is 1"
     assert (finding.way_out, finding.is_fault) == ("remove POPDIST_ALLOW_WRONG_SUMS from the environment", False)
 
 
-def test_hosts_without_jaxlib_have_no_sums():
+def test_hosts_without_jaxlib_get_no_finding_about_sums():
     assert list(check_sums({"h0": host(0, versions=VERSIONS | {"jaxlib": ""})}, {})) == []

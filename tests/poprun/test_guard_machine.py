@@ -1,4 +1,4 @@
-"""What the agent decides about its instance, and when, on a fake clock."""
+"""The decisions of an agent about its instance, on a fake clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEVER = float("inf")
 
 
 class Instance:
-    """A machine and its clock; keeps what was to be done, and when."""
+    """A machine on a fake clock; records the actions and their times."""
 
     def __init__(self) -> None:
         self.machine = GuardMachine()
@@ -47,7 +47,7 @@ class Instance:
         return actions
 
     def pass_time(self, seconds: float) -> list[Action]:
-        """Let time pass, with a tick whenever one is due; what was done."""
+        """Let time pass with a tick whenever one is due, and return the actions."""
         before, end_s = len(self.done), self.now_s + seconds
         while self.machine.deadline_s <= end_s:
             self.now_s = max(self.now_s, self.machine.deadline_s)
@@ -67,12 +67,12 @@ def instance() -> Instance:
 
 class TestAProgramThatEnds:
     @pytest.mark.parametrize("code", [0, 3, -9])
-    def test_has_its_output_and_its_record_told_before_its_end(self, instance, code):
+    def test_output_and_record_are_sent_before_the_end(self, instance, code):
         assert instance.end(code) == [(Do.DRAIN, 0), (Do.REPORT, 0), (Do.TELL_ENDED, code)]
         assert instance.machine.note_none_left() == [(Do.DRAIN, 0), (Do.TELL_CLOSED, 0)]
 
-    def test_leaves_its_descendants_a_tenth_of_a_second_and_then_they_are_killed_again_and_again(self, instance):
-        """Whoever is being killed may start another one."""
+    def test_descendants_have_a_grace_period_and_are_then_killed_repeatedly(self, instance):
+        """A process that is being killed may start another one."""
         instance.end(0)
         assert instance.pass_time(LINGER_S - 0.001) == []
         assert instance.machine.deadline_s == pytest.approx(100.0 + LINGER_S)
@@ -81,33 +81,33 @@ class TestAProgramThatEnds:
         assert instance.pass_time(10.0) == []
         assert instance.machine.deadline_s == NEVER
 
-    def test_is_not_over_before_poprun_says_so(self, instance):
+    def test_the_agent_waits_for_poprun_to_dismiss_it(self, instance):
         instance.end(0)
         instance.machine.note_none_left()
         assert not instance.machine.is_over
         instance.machine.dismiss()
         assert instance.machine.is_over
 
-    def test_is_not_over_while_something_of_it_is_left(self, instance):
+    def test_the_agent_waits_for_the_last_descendant(self, instance):
         instance.end(0)
         instance.machine.dismiss()
         assert not instance.machine.is_over
         assert instance.machine.has_children
-        assert instance.pass_time(0.0)[0] == SWEEP  # nobody waits any more
+        assert instance.pass_time(0.0)[0] == SWEEP  # no grace period any more
         instance.machine.note_none_left()
         assert instance.machine.is_over
 
 
-class TestToldToStop:
+class TestAnOrderToStop:
     @pytest.mark.parametrize("number", STOPPING)
-    def test_it_says_so_and_the_program_has_a_moment_to_end_by_itself(self, instance, number):
+    def test_the_agent_reports_it_and_gives_the_program_a_grace_period(self, instance, number):
         assert instance.machine.take_signal(number, instance.now_s) == [(Do.TELL_TOLD, number)]
         assert instance.machine.told == number
         assert instance.pass_time(ABORT_GRACE_S - 0.001) == []
         assert instance.pass_time(0.001) == [KILL]
         assert instance.pass_time(10.0) == []  # once is enough
 
-    def test_only_the_first_time(self, instance):
+    def test_only_the_first_order_counts(self, instance):
         instance.machine.take_signal(signal.SIGTERM, instance.now_s)
         instance.pass_time(0.1)
         assert instance.machine.take_signal(wire.ORPHANED, instance.now_s) == []
@@ -120,7 +120,7 @@ class TestToldToStop:
         instance.end(5)
         assert KILL not in instance.pass_time(1.0)
 
-    def test_by_poprun_it_kills_at_once(self, instance):
+    def test_an_order_of_poprun_kills_at_once(self, instance):
         instance.machine.dismiss()
         assert instance.machine.told == signal.SIGKILL
         assert instance.machine.deadline_s <= instance.now_s
@@ -128,7 +128,7 @@ class TestToldToStop:
         instance.end(-9)
         assert SWEEP in instance.pass_time(LINGER_S)
 
-    def test_by_mpirun_before_keeps_its_reason(self, instance):
+    def test_an_earlier_order_of_mpirun_remains_the_reason(self, instance):
         instance.machine.take_signal(signal.SIGHUP, instance.now_s)
         instance.machine.dismiss()
         assert instance.machine.told == signal.SIGHUP
@@ -137,21 +137,21 @@ class TestToldToStop:
 
 class TestSignalsForTheProgram:
     @pytest.mark.parametrize("number", PASSED_ON)
-    def test_are_passed_on_and_it_is_stopped_where_it_could_refuse(self, instance, number):
+    def test_signals_are_forwarded_with_sigstop_in_place_of_sigtstp(self, instance, number):
         passed_on = signal.SIGSTOP if number == signal.SIGTSTP else number
         assert instance.machine.take_signal(number, instance.now_s) == [(Do.SEND, passed_on)]
         assert instance.machine.pass_on(number) == [(Do.SEND, passed_on)]
         assert instance.machine.told == 0
 
-    def test_reach_no_other_process_once_it_has_ended(self, instance):
+    def test_signals_reach_no_other_process_after_the_program_has_ended(self, instance):
         instance.end(0)
         assert instance.machine.take_signal(signal.SIGUSR1, instance.now_s) == []
         assert instance.machine.pass_on(signal.SIGTERM) == []
 
-    def test_that_are_none_are_dropped(self, instance):
+    def test_signals_for_the_agent_are_not_forwarded(self, instance):
         assert instance.machine.take_signal(signal.SIGCHLD, instance.now_s) == []
 
-    def test_one_of_an_injected_fault_breaks_the_connection(self, instance):
+    def test_the_signal_of_an_injected_fault_breaks_the_connection(self, instance):
         assert instance.machine.take_signal(CUT_SIGNAL, instance.now_s) == [(Do.CUT, 0)]
 
 
@@ -165,7 +165,7 @@ class TestTheStackOfTheProgram:
     def see(self, instance: Instance, stack_bytes: int, is_stopped: bool = False) -> list[Action]:
         return instance.do(instance.machine.see_stack(stack_bytes, is_stopped, instance.now_s))
 
-    def test_is_told_when_it_grows_no_more(self, instance):
+    def test_the_stack_is_sent_when_it_stops_growing(self, instance):
         self.ask(instance, 10)
         assert self.see(instance, 10) == []
         assert instance.pass_time(STACK_S) == [LOOK]
@@ -176,35 +176,35 @@ class TestTheStackOfTheProgram:
         assert self.see(instance, 900) == [(Do.TELL_STACK, 10)]
         assert instance.pass_time(10.0) == []
 
-    def test_is_waited_for_four_seconds(self, instance):
+    def test_the_wait_for_the_stack_is_limited(self, instance):
         self.ask(instance, 10)
         began_s = instance.now_s - STACK_S
         while self.see(instance, 10) == []:
             assert instance.pass_time(STACK_S) == [LOOK]
         assert began_s + STACK_LIMIT_S <= instance.now_s < began_s + STACK_LIMIT_S + 2 * STACK_S
 
-    def test_is_not_asked_of_a_program_that_shows_none(self, instance):
-        """The signal would end it."""
+    def test_a_program_without_a_stack_file_gets_no_signal(self, instance):
+        """The signal would end the program."""
         self.ask(instance, 0)
         assert self.see(instance, 0) == [(Do.TELL_STACK, -1)]
 
-    def test_is_not_waited_for_where_it_is_stopped(self, instance):
+    def test_a_stopped_program_is_not_waited_for(self, instance):
         self.ask(instance, 10)
         assert self.see(instance, 10, is_stopped=True) == [(Do.TELL_STACK, 10)]
 
-    def test_is_not_waited_for_when_it_has_ended(self, instance):
+    def test_a_program_that_has_ended_is_not_waited_for(self, instance):
         instance.machine.examine(10, instance.now_s)
         instance.end(1)
         instance.pass_time(STACK_S)
         assert self.see(instance, 10) == [(Do.TELL_STACK, 10)]
 
-    def test_is_not_asked_of_one_that_has_ended(self, instance):
+    def test_an_ended_program_is_not_examined(self, instance):
         instance.end(1)
         assert instance.machine.examine(10, instance.now_s) == []
 
 
-def test_whatever_happens_it_is_over_soon_after_it_was_dismissed(seed):
-    """Random scripts: signals, questions, the end of the program and the dismissal in any order."""
+def test_the_machine_is_over_soon_after_its_dismissal_in_any_order_of_events(seed):
+    """Random scripts contain signals, questions, the end of the program and the dismissal in any order."""
     for number in range(500):
         generator, instance = random.Random(f"{seed} {number}"), Instance()
         is_running, dismissed_s = True, NEVER
@@ -242,12 +242,12 @@ def test_whatever_happens_it_is_over_soon_after_it_was_dismissed(seed):
 PURE = ("diagnosis", "job_events", "job_machine", "lookout", "members")
 
 
-class TestItIsQuickToLoad:
+class TestLoadTime:
     """The agent starts before each program."""
 
     SLOW = {"dataclasses", "typing", "inspect", "subprocess", "json", "asyncio", "logging", "pathlib", "threading"}
 
-    def test_the_agent_loads_nothing_slow(self):
+    def test_the_agent_imports_no_slow_module(self):
         program = (
             "import sys; before = set(sys.modules); "
             "import poprun.agent.guard; print(*sorted(set(sys.modules) - before))"
@@ -260,7 +260,7 @@ class TestItIsQuickToLoad:
         "name",
         ["agent/guard_machine", *(f"supervisor/{name}" for name in PURE)],
     )
-    def test_a_machine_knows_no_clock_and_no_process(self, name):
+    def test_a_machine_imports_no_clock_and_no_process_module(self, name):
         tree = ast.parse(Path(ROOT, "poprun", f"{name}.py").read_text())
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not imported & {"time", "os", "socket", "select", "threading", "subprocess"}

@@ -1,4 +1,4 @@
-"""What is said about hosts, from recorded facts."""
+"""Findings about hosts, from recorded facts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def faults(other: HostFacts | HostFault, **changes) -> list[str]:
     return faults_of({"h0": host(0), "h1": other}, wanted(**changes))
 
 
-def test_nothing_is_said_about_hosts_in_good_order():
+def test_hosts_in_good_order_have_no_faults_and_no_advice():
     facts = {"h0": host(0), "h1": host(1)}
     assert faults_of(facts, wanted()) == []
     assert advice_of(facts, wanted()) == []
     assert {each.host for each in findings_of(facts, wanted())} == {"h0", "h1"}
 
 
-def test_a_host_that_does_not_answer_is_named_with_the_words_of_ssh():
+def test_a_host_that_does_not_answer_is_reported_in_the_words_of_ssh():
     fault = HostFault("h1", "ssh: connect to host h1 port 22: Connection refused", "start sshd there")
     assert faults(fault) == ["host h1: ssh: connect to host h1 port 22: Connection refused; start sshd there"]
 
@@ -64,7 +64,7 @@ def test_a_different_version_is_a_fault(name, version, line):
     assert faults(host(1, versions=VERSIONS | {name: version})) == [f"host h1: {line}"]
 
 
-def test_what_is_installed_nowhere_is_no_difference():
+def test_a_package_installed_on_no_host_is_not_a_difference():
     bare = VERSIONS | {"jax": "", "jaxlib": ""}
     here = host(0, versions=bare)
     assert faults_of({"h0": here, "h1": host(1, versions=bare)}, wanted(here=here)) == []
@@ -95,7 +95,7 @@ def test_the_working_directory_must_exist():
     ]
 
 
-def test_too_few_cores_are_worth_a_warning():
+def test_too_few_cores_get_a_warning():
     line = "host h1: 4 cores for 5 instances; use fewer instances or more hosts"
     roomy = replace(host(0), cores=host(0).cores * 2)
     facts = {"h0": roomy, "h1": host(1)}
@@ -120,13 +120,13 @@ def test_every_host_needs_an_address_in_the_chosen_network():
     ]
 
 
-def test_two_hosts_with_the_same_name_are_refused_because_open_mpi_hangs():
+def test_two_hosts_with_the_same_name_are_refused():
     assert faults(host(1, name="h0")) == [
         "host h1: has the host name h0, as h0 has; Open MPI would hang; name it anew with `hostnamectl set-hostname`"
     ]
 
 
-def test_so_is_one_with_the_name_of_the_machine_that_launches_and_takes_no_part():
+def test_a_host_with_the_name_of_the_launching_machine_is_refused():
     facts = {"h1.west": host(1, host="h1.west", name="h0")}
     assert faults_of(facts, wanted()) == [
         "host h1.west: has the host name h0, as h0 has; "
@@ -138,14 +138,14 @@ def test_containers_that_share_a_kernel_are_different_machines():
     assert faults(host(1, identity="boot-0 machine 4026532")) == []
 
 
-def test_a_machine_that_is_named_twice_is_refused():
+def test_a_machine_that_is_given_twice_is_refused():
     alias = replace(host(0), host="alias")
     assert faults_of({"h0": host(0), "alias": alias}, wanted()) == [
         "host alias: is the same machine as h0; name it once, and give it all the instances"
     ]
 
 
-def test_few_open_files_are_only_worth_a_warning():
+def test_few_open_files_get_a_warning():
     facts = {"h0": host(0), "h1": host(1, open_files=64)}
     assert faults_of(facts, wanted()) == []
     assert advice_of(facts, wanted()) == [
@@ -163,6 +163,6 @@ def test_every_fault_of_every_host_is_one_line():
 
 
 @pytest.mark.parametrize("nonsense", [None, [], "text", {}, {"name": "h1"}])
-def test_an_answer_that_is_none_is_refused(nonsense):
+def test_an_invalid_answer_is_refused(nonsense):
     with pytest.raises(ValueError, match=r"not an answer of survey_script.py"):
         facts_from("h1", nonsense)

@@ -1,4 +1,4 @@
-"""Commands that run at the same time."""
+"""Concurrent commands on hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(commands, limit_s=LIMIT_S):
     return dict(run_commands(commands, os.environ, limit_s))
 
 
-def test_each_has_its_own_input_output_and_status():
+def test_each_command_has_its_own_input_output_and_status():
     ended = run(
         {name: HostCommand(sh("cat; echo oh >&2; exit $1", str(name)), text=f"text {name}") for name in range(3)}
     )
@@ -31,8 +31,8 @@ def test_each_has_its_own_input_output_and_status():
     }
 
 
-def test_they_run_at_the_same_time(tmp_path):
-    """Each waits for the other one."""
+def test_commands_run_at_the_same_time(tmp_path):
+    """Each command waits for the other one."""
     os.mkfifo(tmp_path / "there")
     os.mkfifo(tmp_path / "back")
     ended = run(
@@ -44,23 +44,23 @@ def test_they_run_at_the_same_time(tmp_path):
     assert (ended["a"].out, ended["b"].out) == ("well\n", "hello\n")
 
 
-def test_the_output_of_a_feeder_is_the_input():
+def test_the_output_of_a_feeder_is_the_input_of_its_command():
     ended = run({"a": HostCommand(("cat",), feeder=sh("echo fed; echo from me >&2"))})["a"]
     assert (ended.status, ended.out, ended.err) == (0, "fed\n", "from me\n")
 
 
-def test_a_feeder_that_fails_is_a_failure():
+def test_a_failing_feeder_makes_the_command_fail():
     assert run({"a": HostCommand(("cat",), feeder=sh("echo half; exit 3"))})["a"].status == 3
     assert run({"a": HostCommand(sh("cat; exit 4"), feeder=sh("exit 3"))})["a"].status == 4
 
 
-def test_a_feeder_ends_when_nobody_reads():
+def test_a_feeder_ends_when_its_command_stops_reading():
     ended = run({"a": HostCommand(sh("exit 5"), feeder=("yes",))})["a"]
     assert ended.status == 5
 
 
-def test_what_takes_too_long_is_killed_with_all_that_it_has_started(monkeypatch, tmp_path):
-    """The limit is over when the other one has ended and the child has been started, however long that takes here."""
+def test_a_command_that_exceeds_the_limit_is_killed_with_its_children(monkeypatch, tmp_path):
+    """The fake limit expires after the other command has ended and the child has started, so load does not matter."""
     now_s = 0.0
     monkeypatch.setattr("poprun.hosts.ssh.time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
     child = tmp_path / "child"
@@ -82,14 +82,14 @@ def until(holds):
 
 
 def is_over(pid):
-    """Whether a process has ended, though nobody may have asked how."""
+    """Return whether a process has ended, even as a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
 
-def test_nothing_outlives_an_iteration_that_is_given_up(tmp_path):
+def test_no_command_outlives_an_iteration_that_is_given_up(tmp_path):
     commands = {
         "fast": HostCommand(("true",)),
         "slow": HostCommand(sh("echo $$ >$1; exec sleep 300", str(tmp_path / "pid"))),
@@ -102,7 +102,7 @@ def test_nothing_outlives_an_iteration_that_is_given_up(tmp_path):
     assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
 
 
-def test_a_command_that_is_missing_says_so():
+def test_a_missing_command_is_reported():
     ended = run({"a": HostCommand(("no-such-command",))})["a"]
     assert ended.status == 127
     assert "cannot start no-such-command" in ended.err
@@ -123,7 +123,7 @@ else:
 """
 
 
-def test_ctrl_c_is_not_lost_where_it_comes_while_a_command_is_started():
-    """Python drops exceptions in what it calls around a fork; `logging` has it call something too."""
+def test_ctrl_c_is_not_lost_while_a_command_is_started():
+    """Python drops exceptions in functions that it calls around a fork; `logging` registers one, too."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")

@@ -33,11 +33,11 @@ def names(*lists: str) -> list[str]:
         ("GC_poplar-02", "GC_poplar-02"),
     ],
 )
-def test_lists_and_ranges(text, wanted):
+def test_lists_and_ranges_are_expanded(text, wanted):
     assert names(text) == wanted.split()
 
 
-def test_the_order_is_the_one_that_is_written():
+def test_hosts_keep_the_order_of_the_command_line():
     assert names("node2,node10,node1", "a") == ["node2", "node10", "node1", "a"]
 
 
@@ -64,7 +64,7 @@ def test_the_order_is_the_one_that_is_written():
         ("node[0-2],node1", "host node1 is given twice"),
     ],
 )
-def test_what_is_no_list_of_hosts_is_refused(text, message):
+def test_an_invalid_list_of_hosts_is_refused(text, message):
     with pytest.raises(UsageError, match=message):
         names(text)
 
@@ -75,11 +75,11 @@ def test_a_host_in_two_lists_is_refused():
 
 
 class TestHostfile:
-    def test_names_slots_comments_and_empty_lines(self):
+    def test_names_slots_comments_and_empty_lines_are_read(self):
         text = "# cluster\n\nnode0 slots=4\nnode1   slots=2 max_slots=8 # the small one\nnode2\n"
         assert parse_hostfile(text, "f") == (Host("node0", 4), Host("node1", 2), Host("node2"))
 
-    def test_that_of_the_mpi_operator_of_kubernetes(self):
+    def test_the_hostfile_of_the_kubernetes_mpi_operator_is_read(self):
         text = "job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.svc slots=2\n"
         assert [(host.name, host.slots) for host in parse_hostfile(text, "f")] == [
             ("job-worker-0.job.default.svc", 2),
@@ -93,7 +93,7 @@ class TestHostfile:
     def test_a_limit_alone_counts_as_slots(self):
         assert parse_hostfile("a max-slots=3", "f") == (Host("a", 3),)
 
-    def test_blanks_around_the_equals_sign_are_open_mpis_too(self):
+    def test_blanks_around_the_equals_sign_are_accepted(self):
         assert parse_hostfile("a slots = 2 max_slots= 3\nb slots =4", "f") == (Host("a", 2), Host("b", 4))
 
     @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ class TestHostfile:
             ("^a", "is not the name of a host"),
         ],
     )
-    def test_what_cannot_be_understood_is_refused_with_its_line(self, text, message):
+    def test_an_invalid_line_is_refused_with_its_number(self, text, message):
         with pytest.raises(UsageError, match=message):
             parse_hostfile(text, "f")
 
@@ -131,12 +131,12 @@ class TestThisMachine:
             ("node1", ["node0", "localhost"], False),
         ],
     )
-    def test_it_is_recognised_by_its_names(self, name, own, is_this):
+    def test_the_local_machine_is_recognised_by_its_names(self, name, own, is_this):
         assert is_named(name, own, lambda host: (), {"10.0.0.1"}.__contains__) is (is_this or name == "10.0.0.1")
 
     @pytest.mark.parametrize("own", ["node0", "node0.east"])
     @pytest.mark.parametrize("name", ["node0", "node0.east", "Node0.west", "node0.west.example"])
-    def test_names_that_agree_up_to_the_first_dot_are_its_own_only_where_the_addresses_are(self, name, own):
+    def test_a_name_equal_up_to_the_first_dot_must_resolve_to_an_own_address(self, name, own):
         for address, is_own in (("10.0.0.1", True), ("fd77::1", True), ("10.0.0.2", False)):
             found = is_named(
                 name, [own, "localhost"], {name: [address]}.__getitem__, {"10.0.0.1", "fd77::1"}.__contains__
@@ -147,7 +147,7 @@ class TestThisMachine:
     def test_other_names_are_not_looked_up(self):
         assert not is_named("node1.east", ["node0.east", "localhost", "127.0.0.1"], {}.__getitem__, {}.__getitem__)
 
-    def test_it_is_marked(self):
+    def test_the_local_machine_is_marked(self):
         hosts = recognise_this_machine([Host("node0", 2), Host("node1", 2)], "node1".__eq__)
         assert hosts == (Host("node0", 2), Host("node1", 2, is_this_machine=True))
 
@@ -157,7 +157,7 @@ class TestThisMachine:
                 [Host("node0"), Host("node1"), Host("node0.example")], lambda name: name.startswith("node0")
             )
 
-    def test_localhost_is_no_name_among_several_hosts(self):
+    def test_localhost_is_refused_among_several_hosts(self):
         with pytest.raises(UsageError, match="localhost is one of 2 hosts.*use the name that this machine has"):
             recognise_this_machine([Host("localhost"), Host("node1")], "localhost".__eq__)
 
@@ -188,7 +188,7 @@ class TestConstraints:
             (6, 6, 5, "use 10 .*or 3 hosts"),
         ],
     )
-    def test_others_are_refused_with_the_nearest_numbers_that_work(self, instances, replicas, count, message):
+    def test_uneven_divisions_are_refused_with_the_nearest_numbers_that_work(self, instances, replicas, count, message):
         with pytest.raises(UsageError, match=message):
             check_hosts(hosts(count), job(instances, replicas))
 
@@ -202,7 +202,7 @@ class TestConstraints:
         with pytest.raises(UsageError, match=r"have 3 slots, but 4 .*: use 3 .* with a multiple of 3 replicas"):
             check_hosts([Host("a", 1), Host("b", 1), Host("c", 1)], job(4))
 
-    def test_hosts_of_which_only_some_have_slots_get_equally_many(self):
+    def test_hosts_with_and_without_slots_get_equal_shares(self):
         with pytest.raises(
             UsageError,
             match=r"host a has 2 slots, but 6 instances on 2 hosts need 3 on each: use 2 \(--num-instances\)",
@@ -231,7 +231,7 @@ class TestConstraints:
     def test_shares_are_equal_or_as_equal_as_slots_allow(self, slots, instances, shares):
         assert shares_of([Host(f"h{index}", number) for index, number in enumerate(slots)], instances) == shares
 
-    def test_every_number_from_one_for_each_host_to_all_slots_has_shares(self):
+    def test_every_number_from_one_per_host_to_all_slots_has_shares(self):
         for slots in itertools.product(range(1, 5), repeat=3):
             hosts = [Host(f"h{index}", number) for index, number in enumerate(slots)]
             for instances in range(3, sum(slots) + 1):

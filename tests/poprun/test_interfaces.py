@@ -1,4 +1,4 @@
-"""Which network the hosts of a job talk over."""
+"""The choice of the network between the hosts of a job."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def choose(hosts, subnet=None, ours=OURS):
     return choose_network(ours, hosts, subnet, ROUTES.get)
 
 
-def test_the_route_to_the_hosts_names_the_network():
+def test_the_route_to_the_hosts_decides_the_network():
     assert choose({"h1": ["10.77.0.11"], "h2": ["10.77.0.12"]}) == ETHERNET
 
 
-def test_the_address_by_which_a_host_is_known_counts_first():
+def test_the_first_address_of_a_host_decides_the_network():
     assert choose({"h1": ["10.77.0.11", "10.99.0.11"], "h2": ["10.77.0.12", "172.17.0.1"]}) == ETHERNET
 
 
@@ -52,17 +52,17 @@ def test_the_address_by_which_a_host_is_known_counts_first():
         ("fd77::/64", HostNetwork("fd77::/64", "fd77::10", "eth0")),
     ],
 )
-def test_the_user_may_name_an_interface_or_an_address_mask(subnet, network):
+def test_an_interface_or_an_address_mask_selects_the_network(subnet, network):
     assert choose({"h1": ["10.77.0.11", "10.99.0.11", "fd77::11"]}, subnet) == network
 
 
-def test_ipv6_is_used_where_that_is_all_there_is():
+def test_ipv6_is_used_if_a_host_has_no_ipv4_address():
     assert choose({"h1": ["fd77::11"]}) == HostNetwork("fd77::/64", "fd77::10", "eth0")
     assert choose({"h1": ["fd77::11", "10.77.0.11"]}) == ETHERNET
 
 
-def test_a_routed_network_is_made_wide_enough_for_all_hosts():
-    """Some clouds give every machine a network of one address."""
+def test_a_routed_network_is_widened_to_all_hosts():
+    """Some clouds give every machine a network with one address."""
     alone = (Interface("ens4", "10.128.0.2", 32),)
     hosts = {"h1": ["10.128.0.3"], "h2": ["10.128.0.6"]}
     network = choose_network(alone, hosts, None, lambda _: "10.128.0.2")
@@ -70,7 +70,7 @@ def test_a_routed_network_is_made_wide_enough_for_all_hosts():
     assert choose_network(alone, hosts, "ens4") == network
 
 
-def test_one_machine_needs_no_network():
+def test_a_single_machine_uses_the_loopback_interface():
     assert choose({}) == HostNetwork("127.0.0.0/8", "127.0.0.1", "lo")
 
 
@@ -107,12 +107,12 @@ def test_one_machine_needs_no_network():
         ),
     ],
 )
-def test_what_cannot_be_is_explained(hosts, subnet, error, message):
+def test_an_impossible_choice_is_refused_with_the_reason(hosts, subnet, error, message):
     with pytest.raises(error, match=message):
         choose(hosts, subnet)
 
 
-def test_a_network_knows_its_addresses():
+def test_a_network_includes_its_addresses():
     assert ETHERNET.includes("10.77.0.200")
     assert not ETHERNET.includes("10.78.0.1")
     assert not ETHERNET.includes("fd77::1")
@@ -120,19 +120,19 @@ def test_a_network_knows_its_addresses():
     assert ETHERNET.address_among([]) == ""
 
 
-def test_this_machine_has_a_loopback_interface_and_a_route_to_itself():
+def test_the_loopback_interface_and_its_route_are_found():
     loopback = [each for each in read_interfaces() if each.is_loopback]
     assert "127.0.0.1" in [each.address for each in loopback]
     assert source_address("127.0.0.1") == "127.0.0.1"
 
 
-def test_names_are_looked_up_together():
+def test_look_up_resolves_several_names():
     assert "127.0.0.1" in look_up(["localhost"], limit_s=60)["localhost"]
     assert look_up(["no.such.host.invalid"], limit_s=10) == {"no.such.host.invalid": ()}
 
 
-def test_one_limit_holds_for_all_names(monkeypatch):
-    """Whoever waits for a thread says how long; all waits together are within the limit."""
+def test_one_limit_holds_for_all_lookups(monkeypatch):
+    """Each wait for a thread has a limit, and all waits together respect it."""
     answer = threading.Event()
     clock = FakeClock()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [answer.wait(60)][:0])
@@ -146,7 +146,7 @@ def test_one_limit_holds_for_all_names(monkeypatch):
 
 
 class FakeClock:
-    """Stands still unless somebody waits."""
+    """A clock that stands still unless somebody waits."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

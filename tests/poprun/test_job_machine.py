@@ -1,4 +1,4 @@
-"""What poprun decides about a job, and when, on a fake clock: the rows of failure_table.md.
+"""The decisions of poprun about a job, on a fake clock: the rows of failure_table.md.
 
 Real processes are in tests/jobs/test_poprun_*.py: one job for each mechanism of the operating system.
 """
@@ -64,7 +64,7 @@ from poprun.supervisor.job_events import (
 from poprun.supervisor.members import MOST_QUESTIONS
 
 SOON_S = 1.0
-"""What failure_table.md promises for most failures."""
+"""The time limit of failure_table.md for the end of a job after most failures."""
 
 
 def at(seconds: float) -> pytest.approx:
@@ -72,7 +72,7 @@ def at(seconds: float) -> pytest.approx:
 
 
 def training(count: int = 2, **more) -> Script:
-    """Instances that have joined, and compute; the last of them is the one that fails."""
+    """Return a script of instances that have joined and compute; the last one fails."""
     script = Script(count, **more)
     for each in script.instances:
         each.record = running()
@@ -81,7 +81,7 @@ def training(count: int = 2, **more) -> Script:
 
 
 def waiting_for(victim: int, count: int = 2, since_s: float = 0.5, **more) -> Script:
-    """All others wait in a collective for one that computes."""
+    """Return a script that lets all instances except the victim wait for it in a collective."""
     script = training(count, **more)
     for index in range(count):
         if index != victim:
@@ -90,7 +90,7 @@ def waiting_for(victim: int, count: int = 2, since_s: float = 0.5, **more) -> Sc
 
 
 class TestAJobThatSucceeds:
-    def test_ends_when_all_have_ended_with_0_and_nothing_is_left(self):
+    def test_the_job_ends_when_all_have_ended_with_0_and_nothing_is_left(self):
         script = training(3)
         for index in range(3):
             script.end(2.0 + index, index, exited())
@@ -101,32 +101,32 @@ class TestAJobThatSucceeds:
         assert script.all_of(Say) == []
         assert [action for _, action in script.done[-2:]] == [CleanUp(sweeps=False), Finish(script.ended)]
 
-    def test_lets_nobody_in_once_all_have_connected(self):
+    def test_nobody_is_admitted_once_all_instances_have_connected(self):
         script = Script(2, connected=1)
         assert script.all_of(STOP_LISTENING) == []
         script.at(1.0, MemberConnected(1, 101, "node0"))
         script.run(until_s=1.5)
         assert script.times_of(STOP_LISTENING) == [at(1.0)]
 
-    def test_asks_all_five_times_a_second_what_they_do(self):
+    def test_all_instances_are_asked_for_their_progress_five_times_a_second(self):
         script = training(2)
         script.run(until_s=1.1)
         assert LOOK_S == 0.2
         assert script.times_of(ASK) == [at(each) for each in (0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8, 1.0, 1.0)]
 
-    def test_may_be_left_early_where_nobody_waits(self):
+    def test_an_instance_may_leave_early_if_nobody_waits_for_it(self):
         script = training(2)
         script.end(1.0, 1, exited())
         script.end(60.0, 0, exited())
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(60.0))
 
-    def test_shows_what_it_writes_at_once(self):
+    def test_output_is_shown_at_once(self):
         script = training(2)
         script.run(until_s=0.5)
         assert script.times_of(OutputPiece) == [at(0.1)]
 
-    def test_waits_for_what_is_left_without_looking_again_and_again(self):
+    def test_remaining_processes_are_waited_for_without_polling(self):
         script = training(2)
         for index in range(2):
             script.at(1.0, InstanceEnded(index, exited(at_s=BEGIN_S + 1.0)))
@@ -136,7 +136,7 @@ class TestAJobThatSucceeds:
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(90.0))
 
-    def test_does_not_wait_for_those_that_are_asked(self):
+    def test_unanswered_questions_do_not_delay_the_end(self):
         script = training(2)
         script.instances[0].answers = False
         script.end(1.0, 0, exited())
@@ -145,11 +145,11 @@ class TestAJobThatSucceeds:
         assert script.closed_s == at(1.0)
 
 
-class TestProgramsThatLeaveByThemselves:
-    """With the exit status of a signal that somebody else has sent them, after they have saved."""
+class TestProgramsThatExitWithTheStatusOfASignal:
+    """A process other than poprun has sent the signal, and the programs leave after they have saved."""
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-    def test_are_no_error(self, number):
+    def test_a_job_ends_with_a_warning_if_all_instances_exit_with_a_signal_s_status(self, number):
         script = training(2)
         for instance in range(2):
             script.end(1.0, instance, exited(128 + number))
@@ -161,7 +161,7 @@ class TestProgramsThatLeaveByThemselves:
         assert f"ended with exit status {128 + number}, {usual}" in said
 
     @pytest.mark.parametrize("ending", [exited(1), exited(130), killed(signal.SIGTERM)])
-    def test_are_one_if_they_end_in_another_way(self, ending):
+    def test_a_different_ending_is_an_error(self, ending):
         script = training(2)
         for instance in range(2):
             script.end(1.0, instance, ending)
@@ -169,7 +169,7 @@ class TestProgramsThatLeaveByThemselves:
         assert script.said(Level.WARN) == []
         assert script.said()
 
-    def test_are_one_where_another_instance_waits_for_them(self):
+    def test_an_exit_while_another_instance_waits_is_an_error(self):
         script = training(2)
         script.instances[0].record = inside(1)
         script.end(1.0, 1, exited(143))
@@ -195,7 +195,7 @@ FAILURES = {
 class TestAnInstanceThatFails:
     @pytest.mark.parametrize("count", [2, 3])
     @pytest.mark.parametrize(("ending", "status", "how"), FAILURES.values(), ids=FAILURES)
-    def test_ends_the_job_and_is_blamed(self, ending, status, how, count):
+    def test_the_failed_instance_ends_the_job_and_is_blamed(self, ending, status, how, count):
         script = waiting_for(1, count)
         script.end(2.0, 1, ending)
         script.run()
@@ -209,15 +209,15 @@ class TestAnInstanceThatFails:
         assert script.over_s == at(2.0 + SETTLE_S + 2 * ANSWER_S)
         assert script.over_s < 2.0 + SOON_S
 
-    def test_is_asked_about_before_anyone_is_blamed_and_its_errors_are_shown_before_the_verdict(self):
+    def test_progress_is_asked_before_the_blame_and_errors_are_shown_before_the_verdict(self):
         script = waiting_for(1)
         script.end(2.0, 1, exited(1))
         script.run()
         kinds = [kind_of(action) for at_s, action in script.done if at_s >= 2.0]
-        assert kinds == [ASK, STOP, STOP, CleanUp, SHOW_HIDDEN_ERRORS, Say, Say, Finish]  # only instance 0 is asked
+        assert kinds == [ASK, STOP, STOP, CleanUp, SHOW_HIDDEN_ERRORS, Say, Say, Finish]  # poprun asks only instance 0
         assert script.all_of(SHOW_HIDDEN_ERRORS) == [Deed(SHOW_HIDDEN_ERRORS, 1)]
 
-    def test_what_it_said_comes_last_behind_all_that_the_others_say_of_it(self):
+    def test_the_exception_of_the_first_cause_is_shown_last(self):
         script = waiting_for(1, 3)
         script.at(1.9, OutputPiece(1, 2, b"Traceback (most recent call last):\n"))
         script.at(1.91, OutputPiece(1, 1, b"no error\n"), OutputPiece(1, 2, b"  File\nImportError: no grain\n"))
@@ -227,7 +227,7 @@ class TestAnInstanceThatFails:
         assert script.said()[-1] == "first cause: instance 1 on host node0: ImportError: no grain (exit status 1)"
         assert len(script.said()) == 3
 
-    def test_is_blamed_even_if_it_has_said_nothing_about_itself(self):
+    def test_an_instance_without_a_progress_record_is_blamed(self):
         script = Script(2)
         script.end(1.0, 1, exited(7))
         script.run()
@@ -236,7 +236,7 @@ class TestAnInstanceThatFails:
             ["instance 1 on host node0 (pid 101) ended with exit status 7"],
         )
 
-    def test_waits_for_an_answer_that_is_under_way_but_not_for_ever(self):
+    def test_the_wait_for_an_outstanding_answer_is_limited(self):
         script = waiting_for(1)
         script.instances[0].answers = False
         script.end(2.0, 1, killed())
@@ -244,29 +244,29 @@ class TestAnInstanceThatFails:
         assert script.closed_s == at(2.0 + SETTLE_LIMIT_S)
         assert script.over_s < 2.0 + SOON_S
 
-    def test_is_not_blamed_for_what_another_one_did_before(self):
-        """Instance 0 fails in a collective because instance 1 has gone, and is heard first."""
+    def test_an_instance_is_not_blamed_for_an_earlier_failure_of_another(self):
+        """Instance 0 fails in a collective because instance 1 has gone, and its end arrives first."""
         script = waiting_for(1)
         script.end(2.0, 0, exited(1))
         script.end(2.04, 1, exited(3))
         script.run()
         assert (script.exit_status, script.verdict.instance) == (3, 1)
 
-    def test_of_two_at_once_the_first_is_blamed(self):
+    def test_the_first_of_two_simultaneous_failures_is_blamed(self):
         script = training(3)
         script.end(2.04, 1, killed(signal.SIGSEGV))
         script.end(2.0, 2, killed())
         script.run()
         assert (script.exit_status, script.verdict.instance) == (137, 2)
 
-    def test_before_all_have_connected(self):
+    def test_a_failure_before_all_have_connected_ends_the_job(self):
         script = Script(3, connected=2)
         script.end(1.0, 0, exited(5))
         script.run()
         assert (script.exit_status, script.verdict.instance) == (5, 0)
         assert script.over_s < 1.0 + SOON_S + CLOSE_LIMIT_S + MPIRUN_LIMIT_S  # mpirun still waits for the third one
 
-    def test_stops_who_connects_only_then(self):
+    def test_an_instance_that_connects_after_the_failure_is_stopped(self):
         script = Script(2, connected=1)
         script.instances[0].stops = False
         script.end(1.0, 0, exited(5))
@@ -274,7 +274,7 @@ class TestAnInstanceThatFails:
         script.run()
         assert script.times_of(STOP) == [at(1.0 + SETTLE_S), at(1.3)]
 
-    def test_after_mpi_abort_the_one_with_an_end_of_its_own_is_blamed(self):
+    def test_the_caller_of_mpi_abort_is_blamed(self):
         """Open MPI tells all agents to stop before the caller has ended."""
         script = training(2)
         script.at(1.0, InstanceChanged(0, TOLD), InstanceChanged(1, TOLD))
@@ -286,7 +286,7 @@ class TestAnInstanceThatFails:
 
 
 class TestAnInstanceThatLeavesTooEarly:
-    def test_with_0_while_another_waits_is_blamed_when_two_looks_have_seen_it(self):
+    def test_an_exit_with_0_while_another_waits_is_blamed_after_two_looks(self):
         script = waiting_for(1)
         script.end(2.0, 1, exited())
         script.run()
@@ -298,7 +298,7 @@ class TestAnInstanceThatLeavesTooEarly:
         assert script.closed_s <= 2.0 + 2 * QUICK_LOOK_S + SETTLE_S + 1e-6
         assert script.over_s < 2.0 + SOON_S
 
-    def test_is_not_blamed_for_a_collective_that_ends_between_two_looks(self):
+    def test_an_exit_is_not_blamed_for_a_collective_that_ends_between_two_looks(self):
         script = waiting_for(1)
         script.end(2.0, 1, exited())
         script.note(2.005, 0, running(number=5))
@@ -312,7 +312,7 @@ class TestAnInstanceThatLeavesTooEarly:
         script.note(2.0, 0, inside(1, since_s=2.0))
         return script
 
-    def test_in_its_exit_handlers_is_released_and_shows_its_status(self):
+    def test_an_instance_in_its_exit_handlers_is_released_and_its_status_is_kept(self):
         script = self.leaves()
         script.instances[1].after_release = (0.3, exited(3))
         script.run()
@@ -320,14 +320,14 @@ class TestAnInstanceThatLeavesTooEarly:
         assert (script.exit_status, script.verdict.instance) == (3, 1)
         assert script.closed_s == at(script.times_of(RELEASE)[0] + 0.3)
 
-    def test_in_its_exit_handlers_has_half_a_second_to_heed_that(self):
+    def test_an_instance_in_its_exit_handlers_has_half_a_second_to_heed_the_release(self):
         script = self.leaves()
         script.run()
         assert script.exit_status == 1
         assert script.said()[0].endswith("left the program too early: instance 0 still needed it")
         assert script.closed_s == at(script.times_of(RELEASE)[0] + LEAVE_S)
 
-    def test_in_its_exit_handlers_has_three_seconds_more_if_it_heeds(self):
+    def test_an_instance_that_heeds_the_release_has_three_seconds_more(self):
         script = self.leaves()
         script.instances[1].heeds = True
         script.run()
@@ -349,7 +349,7 @@ class TestAnInstanceThatIsStuck:
         ids=["stopped", "looping", "silent"],
     )
     @pytest.mark.parametrize("limit_s", [1.0, 300.0])
-    def test_is_examined_after_the_limit_and_blamed(self, state, stack, where, limit_s):
+    def test_a_stuck_instance_is_examined_after_the_limit_and_blamed(self, state, stack, where, limit_s):
         script = waiting_for(1, stuck_timeout_s=limit_s)
         script.instances[1].state, script.instances[1].stack = state, stack
         script.run()
@@ -363,13 +363,13 @@ class TestAnInstanceThatIsStuck:
         assert 0.5 + limit_s <= examined_s <= 0.5 + limit_s + 2 * LOOK_S
         assert script.closed_s == at(examined_s + ANSWER_S)
 
-    def test_may_be_unable_to_show_anything(self):
+    def test_an_examination_without_an_answer_ends_after_its_limit(self):
         script = waiting_for(1, stuck_timeout_s=1.0)
         script.run()
         assert script.closed_s == at(script.times_of(EXAMINE)[0] + EXAMINE_S)
         assert script.said()[0].endswith("it is at an unknown place of its program")
 
-    def test_after_its_last_collective_while_others_wait_at_their_end(self):
+    def test_an_instance_stuck_after_its_last_collective_is_blamed(self):
         script = training(2, stuck_timeout_s=10.0)
         script.instances[1].state = "T"
         script.note(0.5, 0, leaving(since_s=0.5))
@@ -377,7 +377,7 @@ class TestAnInstanceThatIsStuck:
         assert script.exit_status == 124
         assert script.said()[-1] == "instance 0 had come to the end of the program"
 
-    def test_without_a_limit_nobody_is(self):
+    def test_no_instance_is_stuck_without_a_limit(self):
         script = waiting_for(1, stuck_timeout_s=0.0)
         script.end(900.0, 1, exited())
         script.note(899.0, 0, running(number=5))
@@ -385,7 +385,7 @@ class TestAnInstanceThatIsStuck:
         script.run()
         assert (script.exit_status, script.over_s) == (0, at(901.0 + 2 * ANSWER_S))
 
-    def test_nobody_is_while_output_waits_for_its_reader(self):
+    def test_no_instance_is_stuck_while_output_waits_for_its_reader(self):
         script = waiting_for(1, stuck_timeout_s=5.0)
         script.see(1.0, is_behind=True)
         script.see(50.0, is_behind=False)
@@ -394,7 +394,7 @@ class TestAnInstanceThatIsStuck:
         script.run(until_s=56.0)
         assert script.all_of(EXAMINE) == [AgentOrder(EXAMINE, 1)]
 
-    def test_with_shrink_it_is_ended_and_the_others_go_on(self):
+    def test_with_shrink_the_stuck_instance_is_stopped_and_the_others_go_on(self):
         script = waiting_for(1, stuck_timeout_s=10.0, least=1)
         script.instances[1].state = "T"
         script.note(12.0, 0, running(number=6, since_s=12.0))
@@ -417,14 +417,14 @@ class TestTheWholeLifeOfAnInstance:
     LIMIT_S = 20.0
 
     def starting(self, **more) -> Script:
-        """The others wait in `popdist.init` for the last one, which has not come there yet."""
+        """Return a script that lets all instances except the last wait in `popdist.init`."""
         script = Script(3, stuck_timeout_s=self.LIMIT_S, **more)
         for index in (0, 1):
             script.note(2.0, index, joining(since_s=2.0))
         return script
 
     @MODES
-    def test_one_that_is_stopped_before_init_is_named(self, least):
+    def test_an_instance_stopped_before_init_is_blamed(self, least):
         script = self.starting(least=least)
         script.instances[2].is_stopped, script.instances[2].state = True, "T"
         script.run()
@@ -437,7 +437,7 @@ class TestTheWholeLifeOfAnInstance:
         assert script.closed_s <= self.LIMIT_S + 3 * LOOK_S
 
     @MODES
-    def test_one_that_is_blocked_before_init_is_named(self, least):
+    def test_an_instance_blocked_before_init_is_blamed(self, least):
         script = self.starting(least=least)
         script.instances[2].works, script.instances[2].state = False, "D"
         script.run()
@@ -445,14 +445,14 @@ class TestTheWholeLifeOfAnInstance:
         assert "before popdist.init: it is waiting for a disk or a file server" in script.said()[0]
         assert script.closed_s <= 2.0 + self.LIMIT_S + 3 * LOOK_S
 
-    def test_one_that_works_before_init_has_ten_times_as_long(self):
+    def test_an_instance_busy_before_init_has_ten_times_the_limit(self):
         script = self.starting()
         script.run(until_s=2.0 + 10 * self.LIMIT_S)
         assert script.all_of(EXAMINE) == []
         script.run()
         assert script.exit_status == 124
 
-    def test_nobody_is_stuck_where_all_sleep_before_init(self):
+    def test_no_instance_is_stuck_if_all_sleep_before_init(self):
         script = Script(2, stuck_timeout_s=self.LIMIT_S)
         for index in range(2):
             script.instances[index].works = False
@@ -461,7 +461,7 @@ class TestTheWholeLifeOfAnInstance:
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(25 * self.LIMIT_S + 1.0))
 
-    def test_one_that_ends_before_init_is_waited_for_in_vain(self):
+    def test_an_instance_that_ends_before_init_has_left_too_early(self):
         script = self.starting()
         script.end(3.0, 2, exited())
         script.run()
@@ -470,13 +470,13 @@ class TestTheWholeLifeOfAnInstance:
         assert script.over_s < 3.0 + SOON_S
 
     def alone(self, **more) -> Script:
-        """All others have ended well, so nobody waits for the last one."""
+        """Return a script that ends all instances except the last successfully."""
         script = training(2, stuck_timeout_s=self.LIMIT_S, **more)
         script.end(1.0, 0, exited())
         return script
 
     @MODES
-    def test_the_last_one_is_stopped(self, least):
+    def test_a_stopped_last_instance_is_blamed(self, least):
         script = self.alone(least=least)
         script.at(5.0, lambda: setattr(script.instances[1], "is_stopped", True))
         script.instances[1].state = "T"
@@ -484,7 +484,7 @@ class TestTheWholeLifeOfAnInstance:
         assert (script.exit_status, script.verdict.instance) == (124, 1)
         assert 5.0 + self.LIMIT_S <= script.closed_s <= 5.0 + self.LIMIT_S + 3 * LOOK_S
 
-    def test_one_that_was_stopped_for_less_goes_on(self):
+    def test_an_instance_stopped_for_less_than_the_limit_goes_on(self):
         script = self.alone()
         for at_s in (5.0, 30.0):
             script.at(at_s, lambda: setattr(script.instances[1], "is_stopped", True))
@@ -493,7 +493,7 @@ class TestTheWholeLifeOfAnInstance:
         script.run()
         assert (script.exit_status, script.closed_s) == (0, at(60.0))
 
-    def test_the_last_one_may_compute_or_sleep_for_many_times_the_limit(self):
+    def test_the_last_instance_may_compute_or_sleep_for_many_times_the_limit(self):
         script = self.alone()
         script.end(25 * self.LIMIT_S, 1, exited())
         script.run()
@@ -504,8 +504,8 @@ class TestAHalt:
     LIMIT_S = 20.0
 
     @MODES
-    def test_an_agent_that_does_not_answer(self, least):
-        """The others cannot go on: nobody ends its program."""
+    def test_an_agent_that_does_not_answer_ends_the_job(self, least):
+        """The others cannot go on, because no process is left to end its program."""
         script = training(2, stuck_timeout_s=self.LIMIT_S, least=least)
         script.at(5.0, lambda: setattr(script.instances[1], "answers", False))
         script.instances[1].stops = False
@@ -515,8 +515,8 @@ class TestAHalt:
         assert 5.0 + self.LIMIT_S - LOOK_S <= script.closed_s <= 5.0 + self.LIMIT_S + 2 * LOOK_S
         assert script.over_s <= script.closed_s + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S + 1e-6
 
-    def test_an_agent_that_does_not_answer_is_not_asked_for_ever(self):
-        """Its socket takes so much and no more, and then poprun would wait."""
+    def test_a_silent_agent_gets_a_limited_number_of_questions(self):
+        """Its socket buffer is finite, and poprun would wait for space."""
         script = training(2)
         script.instances[1].answers = False
         script.run(until_s=100.0)
@@ -534,7 +534,7 @@ class TestAHalt:
         assert not is_over(script)
         assert script.all_of(ASK).count(AgentOrder(ASK, 1)) > 400
 
-    def test_nobody_is_silent_while_output_waits_for_its_reader(self):
+    def test_no_agent_counts_as_silent_while_output_waits_for_its_reader(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
         script.instances[1].answers = False
         script.see(1.0, is_behind=True)
@@ -542,7 +542,7 @@ class TestAHalt:
         assert not is_over(script)
 
     @MODES
-    def test_mpirun_that_is_stopped(self, least):
+    def test_a_stopped_mpirun_ends_the_job(self, least):
         script = training(2, stuck_timeout_s=self.LIMIT_S, least=least)
         script.see(5.0, is_mpirun_stopped=True)
         script.run()
@@ -550,14 +550,14 @@ class TestAHalt:
         assert script.said() == ["mpirun was stopped by a signal or a debugger for 20 s (--stuck-timeout-s)"]
         assert 5.0 + self.LIMIT_S - LOOK_S <= script.closed_s <= 5.0 + self.LIMIT_S + 2 * LOOK_S
 
-    def test_mpirun_that_was_stopped_for_less(self):
+    def test_an_mpirun_stopped_for_less_than_the_limit_does_no_harm(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
         script.see(5.0, is_mpirun_stopped=True)
         script.see(5.0 + self.LIMIT_S - 1, is_mpirun_stopped=False)
         script.run(until_s=500.0)
         assert not is_over(script)
 
-    def test_open_mpi_that_connects_nobody(self):
+    def test_instances_that_open_mpi_never_connects_end_the_job(self):
         script = Script(2, stuck_timeout_s=self.LIMIT_S)
         for index in range(2):
             script.note(2.0 + index, index, joining(since_s=2.0 + index))
@@ -566,7 +566,7 @@ class TestAHalt:
         assert script.said()[0].startswith("instances 0-1 have waited for 20 s (--stuck-timeout-s) in popdist.init")
         assert 3.0 + self.LIMIT_S <= script.closed_s <= 3.0 + self.LIMIT_S + 2 * LOOK_S
 
-    def test_a_process_that_is_left_of_an_instance_is_not_waited_for_any_longer(self):
+    def test_the_wait_for_remaining_processes_of_an_instance_is_limited(self):
         script = training(2, stuck_timeout_s=self.LIMIT_S)
         script.end(1.0, 0, exited())
         script.at(1.0, InstanceEnded(1, exited(at_s=BEGIN_S + 1.0)))
@@ -577,8 +577,8 @@ class TestAHalt:
             "instance 1 on host node0 (pid 101) has ended, but its supervisor process has not confirmed"
         )
 
-    def test_an_agent_that_is_told_to_stop_unlike_the_others_is_lost(self):
-        """By a user; mpirun would tell all, and end."""
+    def test_an_agent_that_alone_is_told_to_stop_is_lost(self):
+        """A user has told it; mpirun would tell all agents, and end."""
         script = waiting_for(1)
         script.at(2.0, InstanceChanged(1, TOLD))
         script.end(2.15, 1, killed(told=True))
@@ -588,7 +588,7 @@ class TestAHalt:
         assert script.closed_s <= 2.0 + TOLD_LIMIT_S + LOOK_S + SETTLE_S + 1e-6
 
 
-class TestGoingOnWithoutTheLost:
+class TestShrink:
     @pytest.mark.parametrize(("ending", "status", "how"), FAILURES.values(), ids=FAILURES)
     def test_the_others_are_told_at_once_and_complete(self, ending, status, how):
         script = waiting_for(1, 3, least=1)
@@ -610,7 +610,7 @@ class TestGoingOnWithoutTheLost:
         assert script.closed_s == at(2.0)
         assert script.over_s == at(6.0 + 2 * ANSWER_S)
 
-    def test_one_after_another(self):
+    def test_losses_one_after_another_are_survived(self):
         script = training(4, least=1)
         for index in (1, 2, 3):
             script.end(float(index), index, killed())
@@ -620,7 +620,7 @@ class TestGoingOnWithoutTheLost:
         assert script.all_of(RELEASE)[-1] == AgentOrder(RELEASE, 0, 3)
         assert script.said(Level.WARN)[-1].startswith("the job completed without 3 instances: instance 1 on host")
 
-    def test_two_at_once(self):
+    def test_two_simultaneous_losses_are_survived(self):
         script = training(4, least=1)
         script.end(1.0, 1, killed())
         script.end(1.0, 3, exited(1))
@@ -630,7 +630,7 @@ class TestGoingOnWithoutTheLost:
         assert script.exit_status == 0
         assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 0, 2), AgentOrder(RELEASE, 2, 2)]
 
-    def test_one_whose_agent_is_lost(self):
+    def test_a_lost_agent_is_survived(self):
         script = training(2, least=1)
         script.lose(1.0, 1)
         script.end(9.0, 0, exited())
@@ -638,8 +638,8 @@ class TestGoingOnWithoutTheLost:
         assert script.exit_status == 0
         assert "was lost: its supervisor process was killed or cut off" in script.said(Level.WARN)[0]
 
-    def test_one_whose_agent_does_not_hear_is_not_waited_for_at_the_end(self):
-        """As one that is stopped itself; whoever has succeeded may tidy up for as long as it likes."""
+    def test_a_lost_instance_with_an_unreachable_agent_does_not_delay_the_end(self):
+        """Such an agent may be stopped itself; successful instances may clean up for any time."""
         script = training(2, least=1)
         script.instances[1].stops = False
         script.at(1.0, InstanceEnded(1, killed(at_s=BEGIN_S + 1.0)))
@@ -649,7 +649,7 @@ class TestGoingOnWithoutTheLost:
         assert [at_s for at_s in script.times_of(STOP) if at_s > 1.0] == [at(90.0 + CLOSE_LIMIT_S)] * 2
         assert script.exit_status == 0
 
-    def test_one_that_left_too_early(self):
+    def test_an_instance_that_leaves_too_early_is_given_up(self):
         script = waiting_for(1, least=1)
         script.end(2.0, 1, exited())
         script.note(3.0, 0, running(number=5, since_s=3.0))
@@ -659,7 +659,7 @@ class TestGoingOnWithoutTheLost:
         assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 0, 1)]
         assert "ended with exit status 0 too early" in script.said(Level.WARN)[0]
 
-    def test_not_below_the_least(self):
+    def test_fewer_instances_than_the_minimum_end_the_job(self):
         script = training(3, least=2)
         script.end(1.0, 1, killed())
         script.end(2.0, 2, exited(3))
@@ -669,7 +669,7 @@ class TestGoingOnWithoutTheLost:
         assert script.closed_s == at(1.0)
         assert script.over_s < 2.0 + SOON_S
 
-    def test_not_before_all_have_joined(self):
+    def test_a_loss_before_all_have_joined_ends_the_job(self):
         script = Script(2, least=1)
         script.instances[1].record = running()
         script.end(1.0, 1, killed())
@@ -679,20 +679,20 @@ class TestGoingOnWithoutTheLost:
             "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
         )
 
-    def test_not_without_the_wish(self):
+    def test_without_shrink_a_loss_ends_the_job(self):
         script = training(2, least=0)
         script.end(1.0, 1, killed())
         script.run()
         assert (script.exit_status, script.all_of(RELEASE)) == (137, [])
 
-    def test_not_without_mpirun(self):
+    def test_a_loss_after_the_end_of_mpirun_ends_the_job(self):
         script = training(2, least=1)
         script.end_mpirun(1.0, 0)
         script.end(1.0, 1, killed())
         script.run()
         assert script.exit_status == 137
 
-    def test_not_where_a_host_is_lost(self):
+    def test_the_loss_of_a_host_ends_the_job(self):
         script = training(2, least=1, hosts="node0 node1", others=("node1",))
         script.lose(1.0, 1, fault="Connection timed out")
         script.run()
@@ -700,8 +700,8 @@ class TestGoingOnWithoutTheLost:
         assert script.verdict.is_of_hosts
         assert script.all_of(RELEASE) == []
 
-    def test_nothing_is_withheld_from_those_that_go_on(self):
-        """One that is in its exit handlers is given up; until then it was not clear who is to blame."""
+    def test_held_output_is_shown_when_the_others_go_on(self):
+        """The stuck instance is given up in the end; until then the cause was unknown and output was held."""
         script = waiting_for(1, stuck_timeout_s=1.0, least=1)
         script.at(2.0, OutputPiece(0, 1, b"meanwhile\n"))
         script.run(until_s=9.0)
@@ -721,7 +721,7 @@ class TestOutputAfterAFailure:
         script.at(1.01, OutputPiece(0, 1, b"other\n"), OutputPiece(1, 2, b"last words\n"))
         return script
 
-    def test_is_withheld_until_it_is_clear_who_is_to_blame_and_then_only_that_one_is_heard(self):
+    def test_output_is_held_until_the_blame_is_clear_and_then_only_the_culprits_is_shown(self):
         script = self.fails()
         script.run(until_s=1.0 + SETTLE_S - 0.01)
         assert self.shown(script) == []
@@ -729,7 +729,7 @@ class TestOutputAfterAFailure:
         script.run()
         assert self.shown(script) == [(1, b"last words\n"), (1, b"the very last\n")]
 
-    def test_is_all_shown_if_the_user_ends_the_job_meanwhile(self):
+    def test_all_output_is_shown_if_the_user_ends_the_job_meanwhile(self):
         script = self.fails()
         script.interrupt(1.02, signal.SIGINT)
         script.run()
@@ -738,7 +738,7 @@ class TestOutputAfterAFailure:
 
 class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_are_passed_on_and_the_job_ends_when_the_programs_have(self, number):
+    def test_ending_signals_are_forwarded_and_the_job_ends_with_its_programs(self, number):
         script = training(2)
         for each in script.instances:
             each.after_signal = (0.5, exited(0))
@@ -750,14 +750,14 @@ class TestSignals:
         assert script.closed_s == at(1.5)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_that_programs_do_not_listen_to_end_them_after_the_grace(self, number):
+    def test_programs_that_ignore_the_signal_are_ended_after_the_grace_period(self, number):
         script = training(2)
         script.interrupt(1.0, number)
         script.run()
         assert script.closed_s == at(1.0 + INTERRUPT_GRACE_S)
         assert script.over_s < 1.0 + 2.0
 
-    def test_a_second_one_does_not_wait(self):
+    def test_a_second_signal_ends_the_job_at_once(self):
         script = training(2)
         script.interrupt(1.0, signal.SIGINT)
         script.interrupt(1.2, signal.SIGINT)
@@ -765,7 +765,7 @@ class TestSignals:
         assert script.closed_s == at(1.2)
         assert script.exit_status == 130
 
-    def test_a_third_one_changes_nothing(self):
+    def test_a_third_signal_changes_nothing(self):
         script = training(2)
         for each in script.instances:
             each.stops = False
@@ -780,15 +780,15 @@ class TestSignals:
             each.record = running(grace_s=grace_s)
         return script
 
-    def test_sigterm_lets_programs_save_for_as_long_as_they_asked_for(self):
+    def test_sigterm_gives_programs_the_grace_period_that_they_asked_for(self):
         script = self.saves()
         script.interrupt(1.0, signal.SIGTERM)
         script.run()
         assert script.closed_s == at(1.0 + 30.0)
 
     @pytest.mark.parametrize(("answer_s", "closed_s"), [(2.5, 31.0), (9.0, 1.0 + GRACE_ANSWER_LIMIT_S)])
-    def test_sigterm_waits_for_late_answers_that_ask_for_that_time(self, answer_s, closed_s):
-        """As on a machine with too few cores, right after the program has begun to ask for it."""
+    def test_sigterm_waits_for_late_answers_that_ask_for_a_grace_period(self, answer_s, closed_s):
+        """On a machine with too few cores, an answer is late right after the program has asked for time."""
         script = self.saves()
         for index, each in enumerate(script.instances):
             each.answers = False
@@ -798,41 +798,41 @@ class TestSignals:
         assert script.closed_s == at(closed_s)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-    def test_other_signals_do_not(self, number):
+    def test_other_signals_give_only_the_usual_grace_period(self, number):
         script = self.saves()
         script.interrupt(1.0, number)
         script.run()
         assert script.closed_s == at(1.0 + INTERRUPT_GRACE_S)
 
-    def test_once_one_instance_has_left_the_others_do_not_get_that_time(self):
+    def test_the_grace_period_is_shortened_once_an_instance_has_left(self):
         script = self.saves()
         script.instances[0].after_signal = (2.0, exited(0))
         script.interrupt(1.0, signal.SIGTERM)
         script.run()
         assert script.closed_s == at(3.0 + INTERRUPT_GRACE_S)
 
-    def test_one_that_had_ended_before_does_not_count(self):
+    def test_an_instance_that_ended_before_the_signal_does_not_shorten_the_grace_period(self):
         script = self.saves()
         script.end(0.5, 0, exited(0))
         script.interrupt(1.0, signal.SIGTERM)
         script.run()
         assert script.closed_s == at(31.0)
 
-    def test_a_second_one_does_not_wait_for_those_that_save_either(self):
+    def test_a_second_signal_ends_programs_that_are_saving(self):
         script = self.saves()
         script.interrupt(1.0, signal.SIGTERM)
         script.interrupt(4.0, signal.SIGINT)
         script.run()
         assert (script.closed_s, script.exit_status) == (at(4.0), 143)
 
-    def test_an_interrupt_while_the_blame_is_sought_decides(self):
+    def test_a_signal_during_the_search_for_the_cause_decides_the_end(self):
         script = training(2)
         script.end(1.0, 1, exited(3))
         script.interrupt(1.02, signal.SIGTERM)
         script.run()
         assert (script.exit_status, script.verdict.instance, script.ended.was_told) == (143, None, True)
 
-    def test_an_interrupt_while_everything_ends_changes_nothing(self):
+    def test_a_signal_while_the_job_ends_changes_nothing(self):
         script = training(2)
         for each in script.instances:
             each.stops = False
@@ -842,8 +842,8 @@ class TestSignals:
         assert (script.exit_status, script.verdict.instance) == (3, 1)
         assert script.all_of(PASS_ON) == []
 
-    def test_those_that_save_are_told_of_one_that_is_lost_meanwhile(self):
-        """Or they would wait for it in the collective before they save."""
+    def test_instances_that_save_learn_of_a_loss(self):
+        """Otherwise they would wait for the lost one in the collective before they save."""
         script = self.saves()
         script = waiting_for(1, 3, least=1)
         for each in script.instances:
@@ -858,7 +858,7 @@ class TestSignals:
         assert (script.closed_s, script.exit_status) == (at(2.0), 143)
         assert script.over_s == at(2.5 + 2 * ANSWER_S)
 
-    def test_who_ends_because_of_the_signal_is_no_loss(self):
+    def test_an_instance_ended_by_the_signal_is_not_a_loss(self):
         script = training(2, least=1)
         script.instances[1].after_signal = (0.1, killed(signal.SIGTERM))
         script.interrupt(1.0, signal.SIGTERM)
@@ -866,7 +866,7 @@ class TestSignals:
         assert script.all_of(RELEASE) == []
 
     @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-    def test_user_signals_are_passed_on_and_nothing_else(self, number):
+    def test_user_signals_are_only_forwarded(self, number):
         script = training(2)
         script.interrupt(1.0, number)
         for index in range(2):
@@ -875,7 +875,7 @@ class TestSignals:
         assert script.all_of(PASS_ON) == [AgentOrder(PASS_ON, 0, number), AgentOrder(PASS_ON, 1, number)]
         assert (script.exit_status, script.ended.was_told, script.closed_s) == (0, False, at(5.0))
 
-    def test_a_program_that_leaves_because_of_a_user_signal_was_told_to(self):
+    def test_an_exit_because_of_a_user_signal_counts_as_told(self):
         script = training(2, least=1)
         for each in script.instances:
             each.after_signal = (0.1, exited(128 + signal.SIGUSR1))
@@ -887,7 +887,7 @@ class TestSignals:
 
 class TestMpirun:
     @pytest.mark.parametrize("status", [0, 1, 137])
-    def test_that_ends_before_its_instances_is_a_failure(self, status):
+    def test_an_end_of_mpirun_before_its_instances_is_a_failure(self, status):
         script = training(2)
         script.end_mpirun(1.0, status)
         script.run()
@@ -901,7 +901,7 @@ class TestMpirun:
         assert script.all_of(SHOW_COMPLAINT) == [Deed(SHOW_COMPLAINT)]
         assert script.closed_s == at(1.0 + SETTLE_S)
 
-    def test_whose_instances_end_well_meanwhile_is_none(self):
+    def test_an_early_end_of_mpirun_is_forgiven_if_the_instances_end_well(self):
         script = training(2)
         script.end_mpirun(1.0, 0)
         for index in range(2):
@@ -909,14 +909,14 @@ class TestMpirun:
         script.run()
         assert script.closed_s <= 1.0 + SETTLE_S + 1e-6
 
-    def test_on_several_hosts_is_waited_for_longer(self):
-        """Instances on a host whose daemon is gone end by and by."""
+    def test_the_wait_after_the_end_of_mpirun_is_longer_with_several_hosts(self):
+        """Instances on a host without its daemon end with delays."""
         script = training(2, hosts="node0 node1", others=("node1",))
         script.end_mpirun(1.0, 0)
         script.run()
         assert script.closed_s == at(1.0 + LOST_HOST_SETTLE_S)
 
-    def test_that_starts_nothing_is_waited_for_so_long(self):
+    def test_an_mpirun_that_starts_nothing_is_ended_after_the_limit(self):
         script = Script(3, connected=1, start_timeout_s=60.0)
         script.run()
         assert script.exit_status == 1
@@ -927,28 +927,28 @@ class TestMpirun:
         assert script.closed_s == at(60.0 + SETTLE_S)
 
     @pytest.mark.parametrize("others", [(), ("node1",)])
-    def test_that_starts_nothing_on_other_hosts_may_be_kept_from_it_by_a_firewall(self, others):
+    def test_a_firewall_is_suggested_only_for_jobs_on_other_hosts(self, others):
         script = Script(3, connected=1, start_timeout_s=60.0, others=others)
         script.run()
         assert ("firewall" in script.said()[-1]) is bool(others)
         assert ("ip_local_port_range" in script.said()[-1]) is bool(others)
 
-    def test_that_cannot_start_is_over_at_once(self):
+    def test_an_mpirun_that_cannot_start_ends_the_job_at_once(self):
         script = Script(1, connected=0)
         script.end_mpirun(0.1, 213)
         script.run()
         assert (script.exit_status, script.said()[-1]) == (213, "instance 0 never started")
         assert script.over_s == at(0.1 + SETTLE_S + CLOSE_LIMIT_S) or script.over_s == at(0.1 + SETTLE_S)
 
-    def test_may_take_its_time_once_all_have_started(self):
+    def test_the_start_limit_ends_once_all_have_started(self):
         script = Script(2, connected=1, start_timeout_s=5.0)
         script.at(4.0, MemberConnected(1, 101, "node0"))
         script.run(until_s=100.0)
         assert not is_over(script)
         assert script.all_of(STOP) == []
 
-    def test_that_is_killed_lets_instances_fail_in_init_and_is_named_all_the_same(self):
-        """Its connections are closed before the agents learn that it is gone; and no host is to blame but the job's."""
+    def test_a_killed_mpirun_is_blamed_for_failures_in_init(self):
+        """Its connections close before the agents learn of its end; no single host is to blame."""
         script = Script(2, least=1)
         script.note(0.1, 0, joining(since_s=0.1))
         script.at(1.0, InstanceChanged(0, ORPHANED), InstanceChanged(1, ORPHANED))
@@ -958,7 +958,7 @@ class TestMpirun:
         assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (137, None, True)
         assert script.said()[0] == "mpirun ended with 137 before every instance had completed"
 
-    def test_that_kills_an_agent_before_it_has_said_how_its_program_ended_blames_the_missing_one(self):
+    def test_an_instance_that_never_started_is_named_if_mpirun_kills_the_others(self):
         script = Script(2, connected=1)
         script.at(1.0, InstanceChanged(0, TOLD))
         script.lose(1.1, 0)
@@ -967,7 +967,7 @@ class TestMpirun:
         assert (script.exit_status, script.verdict.instance) == (137, None)
         assert script.said()[1] == "instance 1 never started"
 
-    def test_that_does_not_end_is_told_to_and_then_killed(self):
+    def test_an_mpirun_that_does_not_end_is_told_and_then_killed(self):
         script = training(2)
         script.hold_mpirun()
         for index in range(2):
@@ -983,7 +983,7 @@ class TestMpirun:
         assert script.over_s == at(told_s + MPIRUN_LIMIT_S + ANSWER_S)
         assert script.exit_status == 0
 
-    def test_that_cannot_even_be_killed_is_left_alone(self):
+    def test_an_mpirun_that_survives_sigkill_is_left_alone(self):
         script = training(2)
         script.hold_mpirun()
         for index in range(2):
@@ -992,7 +992,7 @@ class TestMpirun:
         script.run()
         assert script.over_s == at(1.0 + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S)
 
-    def test_agents_that_do_not_end_are_not_waited_for(self):
+    def test_the_wait_for_agents_that_do_not_end_is_limited(self):
         script = training(2)
         for each in script.instances:
             each.stops = False
@@ -1010,7 +1010,7 @@ class TestMpirun:
 class TestHosts:
     HOSTS = "node0 h1 h1"
 
-    def test_an_agent_that_is_killed_or_cut_off_is_a_lost_instance(self):
+    def test_a_killed_or_disconnected_agent_is_a_lost_instance(self):
         script = training(2)
         script.lose(1.0, 1)
         script.run()
@@ -1021,7 +1021,7 @@ class TestHosts:
         ]
         assert script.over_s < 1.0 + SOON_S
 
-    def test_a_link_that_is_cut_is_named_and_its_host_is_not_asked_to_clean_up_for_long(self):
+    def test_a_broken_link_is_named_with_its_host(self):
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.lose(1.0, 1, 2, fault="Connection timed out")
         script.run()
@@ -1031,7 +1031,7 @@ class TestHosts:
         )
         assert script.verdict.is_of_hosts
 
-    def test_the_daemon_of_a_host_is_named_with_its_instances(self):
+    def test_a_lost_daemon_is_named_with_its_host_and_instances(self):
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.at(1.0, InstanceChanged(1, ORPHANED), InstanceChanged(2, ORPHANED))
         for index in (1, 2):
@@ -1042,8 +1042,8 @@ class TestHosts:
         assert script.said()[0] == "host h1 has lost its daemon of Open MPI, and with it instances 1-2"
         assert script.over_s < 1.0 + 2.0
 
-    def test_a_job_that_a_batch_system_ends_blames_no_instance(self):
-        """SIGTERM comes to agents and programs alike."""
+    def test_a_job_ended_by_a_batch_system_blames_no_instance(self):
+        """SIGTERM reaches agents and programs alike."""
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.at(1.0, InstanceChanged(1, TOLD), InstanceChanged(2, TOLD))
         for index in (1, 2):
@@ -1056,19 +1056,19 @@ class TestHosts:
         assert "instances 1-2 on host h1 had to stop because SIGTERM came to all processes there" in script.said()[-1]
 
     @pytest.mark.parametrize(("status", "sweeps"), [(0, True), (1, True), (137, True)])
-    def test_are_swept_when_mpirun_ended_too_early(self, status, sweeps):
+    def test_hosts_are_swept_if_mpirun_ended_too_early(self, status, sweeps):
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.end_mpirun(1.0, status)
         script.run()
         assert script.all_of(CleanUp) == [CleanUp(sweeps)]
 
-    def test_are_not_swept_when_mpirun_has_ended_by_itself(self):
+    def test_hosts_are_not_swept_if_mpirun_ended_by_itself(self):
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.end(1.0, 1, exited(3))
         script.run()
         assert script.all_of(CleanUp) == [CleanUp(sweeps=False)]
 
-    def test_are_swept_when_mpirun_had_to_be_killed_and_silent_ones_are_known(self):
+    def test_hosts_are_swept_if_mpirun_was_killed_and_silent_hosts_are_known(self):
         script = training(3, hosts=self.HOSTS, others=("h1",))
         script.hold_mpirun()
         script.lose(1.0, 1, 2, fault="Connection timed out")
@@ -1077,14 +1077,14 @@ class TestHosts:
 
 
 class TestStandardOutput:
-    def test_whose_reader_has_gone_ends_the_job_in_silence(self):
+    def test_a_closed_reader_ends_the_job_silently(self):
         script = training(2)
         script.see(1.0, closed="")
         script.run()
         assert (script.exit_status, script.ended.was_told, script.said()) == (141, True, [])
         assert script.closed_s == at(1.0)
 
-    def test_that_cannot_be_written_ends_the_job_and_says_why(self):
+    def test_a_failed_write_ends_the_job_with_the_reason(self):
         script = training(2)
         script.see(1.0, closed="No space left on device")
         script.run()
@@ -1094,7 +1094,7 @@ class TestStandardOutput:
             "the job ends because nobody could see its output"
         ]
 
-    def test_matters_no_more_when_all_has_ended(self):
+    def test_a_closed_reader_after_the_end_of_all_programs_does_no_harm(self):
         script = training(2)
         for index in range(2):
             script.end(1.0, index, exited(0))
@@ -1103,7 +1103,7 @@ class TestStandardOutput:
         assert script.exit_status == 0
 
 
-class TestWhateverHappens:
+class TestRandomScripts:
     """Random scripts: `--seed N`; more of them in the complete tier."""
 
     LIMIT_S = 2 * SETTLE_LIMIT_S + LEAVE_S + LEAVE_LIMIT_S + EXAMINE_S + CLOSE_LIMIT_S + 2 * MPIRUN_LIMIT_S
@@ -1114,7 +1114,7 @@ class TestWhateverHappens:
             self.check(f"{seed} {number}")
 
     @pytest.mark.complete
-    def test_so_do_many_more(self, seed):
+    def test_many_more_jobs_end_once_and_in_time(self, seed):
         for number in range(200, 2_000):
             self.check(f"{seed} {number}")
 
@@ -1122,7 +1122,7 @@ class TestWhateverHappens:
         script = self.draw(random.Random(seed))
         script.run()
         assert len(script.all_of(Finish)) == len(script.all_of(CleanUp)) == 1, seed
-        last_s = 30.0 + self.STUCK_S + 30.0  # events, a stuck instance, what it takes to save
+        last_s = 30.0 + self.STUCK_S + 30.0  # events, a stuck instance, the time to save
         assert script.over_s < last_s + 4 * self.LIMIT_S, seed
         assert 0 <= script.exit_status < 256, seed
         ended = script.ended

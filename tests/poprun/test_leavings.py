@@ -1,4 +1,4 @@
-"""Which files of dead jobs are removed, and which are somebody else's."""
+"""The removal of files of dead jobs; files of other owners stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USER = os.geteuid()
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Path:
-    """A temporary folder."""
+    """Provide a temporary folder."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     return folder
@@ -25,7 +25,7 @@ def temporary(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """What stands for shared memory."""
+    """Provide a folder in place of shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
     return folder
@@ -33,14 +33,14 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def dead() -> int:
-    """The pid of a process that has ended."""
+    """Provide the pid of a process that has ended."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     return ended.pid
 
 
 def session(folder: Path, kind: str, pid: int, host: str = HOST) -> Path:
-    """What Open MPI's mpirun or daemon with this pid makes."""
+    """Make the session folder of Open MPI's mpirun or daemon with this pid."""
     made = folder / f"{kind}.{pid}"
     (made / "0" / "0").mkdir(parents=True)
     (made / "hwloc.sm").write_text("topology")
@@ -65,7 +65,7 @@ def test_the_folder_of_a_dead_process_of_this_host_is_removed(
     assert not made.exists()
 
 
-def test_that_of_a_living_process_stays(temporary: Path, shared: Path) -> None:
+def test_the_folder_of_a_living_process_stays(temporary: Path, shared: Path) -> None:
     session(temporary, "ompi", os.getpid())
     assert remove_leavings(str(temporary), (), str(shared)) == []
 
@@ -74,10 +74,10 @@ def test_that_of_a_living_process_stays(temporary: Path, shared: Path) -> None:
     ("host", "removed"),
     [(HOST, True), (f"{HOST}.cluster.example", True), ("elsewhere", False), (f"{HOST}-2", False)],
 )
-def test_that_of_one_which_was_killed_while_it_ended_is_known_by_the_data_of_its_jobs(
+def test_the_folder_of_a_process_killed_at_its_end_is_recognised_by_its_job_data(
     temporary: Path, shared: Path, dead: int, host: str, removed: bool
 ) -> None:
-    """What tells its host at once is then gone already."""
+    """Open MPI removes the file with the host's name first."""
     made = session(temporary, "ompi", dead, host="")
     (made / "1").mkdir()
     (made / "1" / f"pmix-gds-shmem2.{host}-prterun-{host}-{dead}@1.jobdata.{dead}").touch()
@@ -86,26 +86,24 @@ def test_that_of_one_which_was_killed_while_it_ended_is_known_by_the_data_of_its
 
 
 @pytest.mark.parametrize("host", ["elsewhere", ""])
-def test_one_that_may_be_of_another_host_stays_as_hosts_may_share_a_folder(
-    temporary: Path, shared: Path, dead: int, host: str
-) -> None:
+def test_a_folder_that_may_belong_to_another_host_stays(temporary: Path, shared: Path, dead: int, host: str) -> None:
     session(temporary, "prted", dead, host)
     assert remove_leavings(str(temporary), (), str(shared)) == []
 
 
-def test_one_of_which_we_know_that_its_process_has_ended_is_removed(temporary: Path, shared: Path, dead: int) -> None:
+def test_the_folder_of_a_process_known_to_have_ended_is_removed(temporary: Path, shared: Path, dead: int) -> None:
     made = session(temporary, "ompi", dead, "")
     assert remove_leavings(str(temporary), [dead], str(shared)) == [str(made)]
 
 
-def test_what_a_process_has_open_stays(temporary: Path, shared: Path, dead: int) -> None:
+def test_a_file_that_a_process_has_open_stays(temporary: Path, shared: Path, dead: int) -> None:
     made = session(temporary, "ompi", dead)
     with open(made / "hwloc.sm"), open(segment(shared)):
         assert remove_leavings(str(temporary), [dead], str(shared)) == []
     assert len(remove_leavings(str(temporary), [dead], str(shared))) == 2
 
 
-def test_what_a_process_has_mapped_stays(temporary: Path, shared: Path) -> None:
+def test_a_file_that_a_process_has_mapped_stays(temporary: Path, shared: Path) -> None:
     made = segment(shared)
     with open(made, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 4096)
@@ -123,22 +121,20 @@ def test_a_segment_of_another_host_or_user_stays(temporary: Path, shared: Path, 
 
 
 @pytest.mark.skipif(USER != 0, reason="only root can give files away")
-def test_what_belongs_to_another_user_stays_whatever_its_name_is(temporary: Path, shared: Path, dead: int) -> None:
+def test_files_of_another_user_stay(temporary: Path, shared: Path, dead: int) -> None:
     os.chown(session(temporary, "ompi", dead), 12345, 12345)
     os.chown(segment(shared), 12345, 12345)
     assert remove_leavings(str(temporary), [dead], str(shared)) == []
 
 
-def test_a_window_that_was_about_to_be_unlinked_is_removed_once_its_process_is_dead(
-    temporary: Path, shared: Path, dead: int
-) -> None:
+def test_a_leftover_window_is_removed_once_its_process_is_dead(temporary: Path, shared: Path, dead: int) -> None:
     (shared / f"popdist-{os.getpid()}-0123456789abcdef").touch()
     left = shared / f"popdist-{dead}-0123456789abcdef"
     left.touch()
     assert remove_leavings(str(temporary), (), str(shared)) == [str(left)]
 
 
-def test_links_and_everything_else_stay(temporary: Path, shared: Path, dead: int) -> None:
+def test_links_and_unrelated_files_stay(temporary: Path, shared: Path, dead: int) -> None:
     elsewhere = temporary / "mine"
     session(temporary, "ompi", dead).rename(elsewhere)
     (temporary / f"ompi.{dead}").symlink_to(elsewhere)
@@ -149,11 +145,11 @@ def test_links_and_everything_else_stay(temporary: Path, shared: Path, dead: int
     assert remove_leavings(str(temporary), [dead], str(shared)) == []
 
 
-def test_folders_that_are_not_there_are_fine(tmp_path: Path) -> None:
+def test_missing_folders_are_accepted(tmp_path: Path) -> None:
     assert remove_leavings(str(tmp_path / "none"), (), str(tmp_path / "neither")) == []
 
 
-def test_the_folder_is_that_of_the_daemon_or_the_one_for_temporary_files() -> None:
+def test_the_session_folder_is_the_daemons_or_the_temporary_one() -> None:
     assert folder_of({"PMIX_SERVER_TMPDIR": "/scratch/prted.31", "TMPDIR": "/elsewhere"}) == "/scratch"
     assert folder_of({"PMIX_SERVER_TMPDIR": "/odd", "TMPDIR": "/elsewhere"}) == "/elsewhere"
     assert folder_of({}) == folder_of({"TMPDIR": ""}) == "/tmp"

@@ -1,4 +1,4 @@
-"""Instances that stand still, are waited for in vain, or are given up; from their start to their end."""
+"""The detection of instances that are stuck, waited for in vain, or given up, from their start to their end."""
 
 from __future__ import annotations
 
@@ -52,42 +52,44 @@ def job(*records: ProgressRecord, **of_the_last: object) -> list[Facts]:
 class TestStopped:
     @pytest.mark.parametrize("record", [UNUSED, IMPORTS, joins(1.0), RUNS, FINISHED], ids=lambda each: each.state.name)
     @pytest.mark.parametrize("other", [None, DONE], ids=["others run", "others have ended"])
-    def test_whatever_it_does_and_whoever_waits_for_it(self, record: ProgressRecord, other: Ending | None) -> None:
+    def test_an_instance_stopped_for_the_limit_is_found_in_any_state(
+        self, record: ProgressRecord, other: Ending | None
+    ) -> None:
         facts = job(RUNS, record, stopped_since_s=NOW_S - LIMIT_S)
         facts[0] = replace(facts[0], ending=other)
         assert find_stopped(facts, NOW_S, LIMIT_S) == 1
         assert find_stopped(facts, NOW_S - 0.1, LIMIT_S) is None
 
-    def test_of_several_the_first(self) -> None:
+    def test_the_first_of_several_stopped_instances_is_found(self) -> None:
         facts = [replace(each, stopped_since_s=900.0 - each.index) for each in job(RUNS, RUNS)]
         assert find_stopped(facts, NOW_S, LIMIT_S) == 1
 
-    def test_nobody_who_has_ended_or_was_given_up(self) -> None:
+    def test_ended_and_given_up_instances_are_ignored(self) -> None:
         assert find_stopped(job(RUNS, RUNS, stopped_since_s=900.0, ending=DONE), NOW_S, LIMIT_S) is None
         assert find_stopped(job(RUNS, RUNS, stopped_since_s=900.0, is_given_up=True), NOW_S, LIMIT_S) is None
 
 
 class TestAbsentFromInit:
     @pytest.mark.parametrize("record", [UNUSED, IMPORTS], ids=["before popdist", "importing in popdist.init"])
-    def test_is_stuck_when_it_does_nothing_while_another_waits(self, record: ProgressRecord) -> None:
+    def test_an_idle_instance_is_stuck_while_another_waits_in_init(self, record: ProgressRecord) -> None:
         facts = job(joins(LIMIT_S), record, busy_at_s=NOW_S - LIMIT_S)
         assert find_absent(facts, NOW_S, LIMIT_S) == 1
         assert find_absent(facts, NOW_S - 0.1, LIMIT_S) is None
 
-    def test_may_work_ten_times_as_long(self) -> None:
+    def test_a_busy_instance_has_ten_times_the_limit(self) -> None:
         late_s = BUSY_FACTOR * LIMIT_S
         assert find_absent(job(joins(late_s - 0.1), IMPORTS), NOW_S, LIMIT_S) is None
         assert find_absent(job(joins(late_s), IMPORTS), NOW_S, LIMIT_S) == 1
 
-    def test_is_not_stuck_before_another_has_waited(self) -> None:
+    def test_an_instance_is_not_stuck_before_another_has_waited_for_the_limit(self) -> None:
         assert find_absent(job(joins(LIMIT_S - 0.1), UNUSED, busy_at_s=1.0), NOW_S, LIMIT_S) is None
 
-    def test_is_nobody_where_nobody_waits(self) -> None:
-        """All may prepare data for hours, or sleep, before they begin; and a program may never use popdist."""
+    def test_an_instance_is_not_stuck_if_nobody_waits(self) -> None:
+        """All may prepare data or sleep for hours before they begin, and a program may never use popdist."""
         facts = [replace(each, busy_at_s=1.0) for each in job(UNUSED, UNUSED, IMPORTS)]
         assert find_absent(facts, NOW_S, LIMIT_S) is None
 
-    def test_has_ten_seconds_on_a_busy_machine(self) -> None:
+    def test_the_limit_is_at_least_ten_seconds(self) -> None:
         assert find_absent(job(joins(LEAST_S - 1), UNUSED, busy_at_s=1.0), NOW_S, 1.0) is None
         assert find_absent(job(joins(LEAST_S), UNUSED, busy_at_s=1.0), NOW_S, 1.0) == 1
 
@@ -100,7 +102,7 @@ class TestAbsentFromInit:
             ("R", "computing (process state R)"),
         ],
     )
-    def test_is_named_with_what_it_does(self, state: str, what: str) -> None:
+    def test_the_verdict_describes_the_state_of_the_process(self, state: str, what: str) -> None:
         verdict = judge_stuck(job(joins(LIMIT_S), joins(3.0), UNUSED, state=state), 2, LIMIT_S)
         assert verdict.exit_status == 124
         assert verdict.lines == (
@@ -109,13 +111,13 @@ class TestAbsentFromInit:
             "instances 0-1 were in popdist.init, waiting for instance 2",
         )
 
-    def test_is_waited_for_in_vain_once_it_has_ended(self) -> None:
+    def test_an_ended_instance_is_waited_for_in_vain(self) -> None:
         assert vain_waits(job(joins(1.0), UNUSED, ending=DONE)) == {(0, 1, 0)}
-        assert vain_waits(job(joins(1.0), RUNS, ending=DONE)) == frozenset()  # it was there
+        assert vain_waits(job(joins(1.0), RUNS, ending=DONE)) == frozenset()  # it had joined
 
 
 class TestAHalt:
-    def test_is_an_agent_that_does_not_answer(self) -> None:
+    def test_an_agent_that_does_not_answer_halts_the_job(self) -> None:
         facts = job(RUNS, RUNS, answered_at_s=NOW_S - LIMIT_S)
         assert find_halt(facts, NOW_S - 0.1, LIMIT_S, 0.0) is None
         verdict = find_halt(facts, NOW_S, LIMIT_S, 0.0)
@@ -126,18 +128,18 @@ class TestAHalt:
             "(--stuck-timeout-s); that process, or its host, is stopped",
         )
 
-    def test_is_none_while_an_agent_waits_for_a_busy_machine(self) -> None:
+    def test_the_limit_for_agents_is_at_least_ten_seconds(self) -> None:
         facts = job(RUNS, RUNS, answered_at_s=NOW_S - LEAST_S + 1)
         assert find_halt(facts, NOW_S, 1.0, 0.0) is None
 
-    def test_is_mpirun_that_is_stopped(self) -> None:
+    def test_a_stopped_mpirun_halts_the_job(self) -> None:
         assert find_halt(job(RUNS, RUNS), NOW_S, LIMIT_S, LIMIT_S - 0.1) is None
         verdict = find_halt(job(RUNS, RUNS), NOW_S, LIMIT_S, LIMIT_S)
         assert verdict is not None
         assert (verdict.instance, verdict.exit_status, verdict.is_of_hosts) == (None, 124, True)
         assert verdict.lines == ("mpirun was stopped by a signal or a debugger for 20 s (--stuck-timeout-s)",)
 
-    def test_is_open_mpi_that_connects_nobody_though_all_have_come(self) -> None:
+    def test_a_halt_is_found_if_open_mpi_connects_nobody_in_init(self) -> None:
         assert find_halt(job(joins(30.0), joins(LIMIT_S - 0.1)), NOW_S, LIMIT_S, 0.0) is None
         assert find_halt(job(joins(30.0), joins(30.0), UNUSED), NOW_S, LIMIT_S, 0.0) is None
         verdict = find_halt(job(joins(30.0), joins(LIMIT_S)), NOW_S, LIMIT_S, 0.0)
@@ -146,7 +148,7 @@ class TestAHalt:
 
 
 class TestLookout:
-    """Instance 0 waits for instance 1, which has come to the collective before."""
+    """Instance 0 waits for instance 1, which has completed an earlier collective."""
 
     FACTS = (Facts(0, "node0", 100, record=WAITS), Facts(1, "node1", 101, record=replace(RUNS, since_s=1.0)))
 
@@ -157,7 +159,7 @@ class TestLookout:
     def is_stuck(
         self, lookout: Lookout, begin_s: float, end_s: float, pause_s: float = 1.0, is_behind: bool = False
     ) -> bool:
-        """Return whether someone is found within that time after the beginning."""
+        """Return whether a stuck instance is found between two times after the beginning."""
         now_s = BEGIN_S + begin_s
         while now_s <= BEGIN_S + end_s and lookout.stuck is None:
             lookout.look([replace(each, answered_at_s=now_s) for each in self.FACTS], now_s, is_behind)
@@ -172,15 +174,15 @@ class TestLookout:
         assert (lookout.in_vain, lookout.useless) == ({(0, 1, 5)}, {1})
         assert lookout.judge(facts, None).instance == 1
 
-    def test_who_is_stuck_is_found_after_the_limit(self, lookout: Lookout) -> None:
+    def test_a_stuck_instance_is_found_after_the_limit(self, lookout: Lookout) -> None:
         assert not self.is_stuck(lookout, 0, LIMIT_S - 1)
         assert self.is_stuck(lookout, LIMIT_S, LIMIT_S + 2)
         assert lookout.useless == {1}
         assert lookout.judge(self.FACTS, None).exit_status == 124
         assert "has made no progress for 20 s" in lookout.describe(self.FACTS[1], self.FACTS)
 
-    def test_after_a_loss_the_limit_begins_anew(self, lookout: Lookout) -> None:
-        """Those that are left have waited for the lost one for long, and go on only now."""
+    def test_the_limit_starts_again_after_a_loss(self, lookout: Lookout) -> None:
+        """The remaining instances have waited for the lost one for long, and go on only now."""
         assert self.is_stuck(lookout, 0, LIMIT_S + 2)
         lookout.forget(BEGIN_S + LIMIT_S + 2)
         assert not self.is_stuck(lookout, LIMIT_S + 2, 2 * LIMIT_S)
@@ -189,7 +191,7 @@ class TestLookout:
     @pytest.mark.parametrize(
         ("limit_s", "pause_s", "is_behind", "is_stuck"),
         [
-            (1.0, 0.6, False, False),  # all may have paused, and have done nothing since
+            (1.0, 0.6, False, False),  # all may have paused and be idle since
             (1.0, 0.4, False, True),
             (LIMIT_S, 1.0, True, False),
             (LIMIT_S, BLIND_S + 1, False, False),
@@ -197,13 +199,15 @@ class TestLookout:
         ],
         ids=["a short pause", "a shorter one", "poprun is behind", "poprun has not looked", "no limit"],
     )
-    def test_pauses_of_poprun_count(self, limit_s: float, pause_s: float, is_behind: bool, is_stuck: bool) -> None:
+    def test_pauses_of_poprun_are_not_counted_as_waits(
+        self, limit_s: float, pause_s: float, is_behind: bool, is_stuck: bool
+    ) -> None:
         lookout = Lookout(limit_s, "node0", BEGIN_S)
         assert self.is_stuck(lookout, 0, 6 * LIMIT_S, pause_s, is_behind) is is_stuck
 
 
 class Group:
-    """Instances that have joined, and what becomes of them."""
+    """Instances that have joined, and their ends."""
 
     def __init__(self, count: int, least: int = 1) -> None:
         self.members = JobMembers(count)
@@ -216,13 +220,13 @@ class Group:
         self.members.take(InstanceEnded(index, ending), ending.at_s)
 
     def give_up(self, *useless: int, was_told: bool = False) -> list[AgentOrder | str]:
-        """Return the orders, and the texts that are said."""
+        """Give up instances, and return the orders and the warnings."""
         actions = self.survival.give_up(useless, lambda _: was_told, lambda each: f"{each.index} is lost")
         return [action.text if isinstance(action, Say) else action for action in actions]
 
 
 class TestSurvival:
-    def test_tells_the_others_and_says_so(self) -> None:
+    def test_the_others_are_told_and_the_loss_is_reported(self) -> None:
         group = Group(4)
         group.end(0, exited(0, 1.5))
         group.end(2, killed(at_s=2.0))
@@ -240,7 +244,7 @@ class TestSurvival:
         ]
         assert group.survival.losses == ["2 is lost", "3 is lost"]
 
-    def test_gives_up_one_that_is_of_no_use_though_it_lives(self) -> None:
+    def test_a_useless_instance_is_given_up_while_it_lives(self) -> None:
         assert Group(3).give_up(1)[:3] == [AgentOrder(STOP, 1), AgentOrder(RELEASE, 0, 1), AgentOrder(RELEASE, 2, 1)]
 
     @pytest.mark.parametrize(
@@ -248,13 +252,15 @@ class TestSurvival:
         [(Ending(EndKind.EXIT, 1, 2.0, told=True), 1, False), (killed(), 1, True), (killed(), 0, False)],
         ids=["told by mpirun", "told by the user", "without the wish"],
     )
-    def test_gives_nobody_up(self, ending: Ending, least: int, was_told: bool) -> None:
+    def test_no_instance_is_given_up_without_shrink_or_after_an_order_to_stop(
+        self, ending: Ending, least: int, was_told: bool
+    ) -> None:
         group = Group(3, least)
         group.end(0, ending)
         assert group.give_up(was_told=was_told) == []
         assert group.survival.obstacle == ""
 
-    def test_says_what_kept_the_others_from_going_on_first(self) -> None:
+    def test_the_first_obstacle_is_kept(self) -> None:
         group = Group(4, least=3)
         group.end(0, killed())
         group.end(1, killed())

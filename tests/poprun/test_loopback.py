@@ -1,4 +1,4 @@
-"""What keeps a job of one host off the network."""
+"""Variables and sockets that keep a job on one host off the network."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ print([each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for each i
 
 
 @pytest.mark.parametrize("name", ["btl", "btl_tcp_if_include", "btl_tcp_if_exclude"])
-def test_the_user_who_names_transports_or_networks_is_obeyed(name):
+def test_transports_and_networks_named_by_the_user_are_kept(name):
     assert loopback_variables(["--mca", name, "x"], {}) == {}
     assert loopback_variables([], {f"OMPI_MCA_{name}": "x"}) == {}
 
 
-def test_otherwise_tcp_is_for_this_machine():
+def test_tcp_is_limited_to_the_loopback_interface_by_default():
     assert loopback_variables(["--mca", "osc", "^ucx"], {"OMPI_MCA_osc": "sm"}) == {"OMPI_MCA_btl_tcp_if_include": "lo"}
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_sockets_at_which_a_child_listens_are_of_the_loopback_interface_from_then_on():
+def test_listening_sockets_of_a_child_are_bound_to_the_loopback_interface():
     with subprocess.Popen(
         [sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -47,7 +47,7 @@ def test_sockets_at_which_a_child_listens_are_of_the_loopback_interface_from_the
     assert eval(said) == [b"lo\0", b"lo\0", b"", b""]
 
 
-def test_a_process_that_is_gone_is_no_matter():
+def test_an_ended_process_is_ignored():
     with subprocess.Popen(["true"]) as child:
         child.wait(60)
         keep_to_loopback(child.pid)

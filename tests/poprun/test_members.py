@@ -20,7 +20,7 @@ def members(count: int = 1) -> JobMembers:
     return found
 
 
-def test_whoever_has_not_answered_every_question_is_still_asked():
+def test_an_instance_is_asked_until_every_question_is_answered():
     only = members()
     assert not only.are_asked
     assert only.ask() == [AgentOrder(ASK, 0)]
@@ -33,13 +33,13 @@ def test_whoever_has_not_answered_every_question_is_still_asked():
     assert not only.are_asked
 
 
-def test_who_has_ended_is_asked_no_more():
+def test_an_ended_instance_is_not_asked():
     both = members(2)
     both.take(InstanceEnded(0, exited()), 2.0)
     assert both.ask() == [AgentOrder(ASK, 1)]
 
 
-def test_nobody_speaks_to_who_is_not_connected():
+def test_no_order_goes_to_an_instance_that_is_not_connected():
     both = JobMembers(2)
     both.take(MemberConnected(1, 77, "node0"), 1.0)
     assert (both.ask(), both.stop(), both.release(0, 1)) == ([AgentOrder(ASK, 1)], [AgentOrder(STOP, 1)], [])
@@ -49,7 +49,7 @@ def test_nobody_speaks_to_who_is_not_connected():
     assert both.stop() == []
 
 
-def test_who_is_lost_without_a_word_has_ended_now():
+def test_an_instance_lost_without_a_report_has_ended_now():
     only = members()
     only.take(InstanceChanged(0, LOST, "Connection timed out"), 7.0)
     ending = only.facts[0].ending
@@ -58,14 +58,14 @@ def test_who_is_lost_without_a_word_has_ended_now():
     assert only.all_closed
 
 
-def test_who_has_ended_before_keeps_its_end():
+def test_an_instance_lost_after_its_end_keeps_that_end():
     only = members()
     only.take(InstanceEnded(0, exited(3)), 5.0)
     only.take(InstanceChanged(0, LOST), 7.0)
     assert only.facts[0].ending == exited(3)
 
 
-def test_all_are_closed_when_nothing_is_left_of_those_that_have_started():
+def test_all_are_closed_when_nothing_is_left_of_the_started_instances():
     found = JobMembers(3)
     assert found.all_closed
     for index in range(2):
@@ -77,7 +77,7 @@ def test_all_are_closed_when_nothing_is_left_of_those_that_have_started():
     assert not found.all_connected
 
 
-def test_when_it_was_told_to_stop_is_kept():
+def test_the_time_of_an_order_to_stop_is_kept():
     both = members(2)
     both.take(InstanceChanged(0, TOLD), 4.0)
     both.take(InstanceChanged(1, ORPHANED), 5.0)

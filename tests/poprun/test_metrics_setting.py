@@ -1,4 +1,4 @@
-"""What `poprun --metrics` tells instances, and what it refuses before any is started."""
+"""The variables and refusals of `poprun --metrics`."""
 
 import shlex
 import socket
@@ -21,19 +21,19 @@ def settings(text, environ=None, program="train.py"):
     return settings_from(read_command_line([*shlex.split(text), program]), environ or {})
 
 
-def test_words_of_several_options_add_up_and_paths_are_those_of_poprun(tmp_path, monkeypatch):
+def test_words_of_several_options_add_up_and_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = settings("--metrics csv:a.csv,wandb --metrics=jsonl:b.jsonl")
     words = f"csv:{tmp_path / 'a.csv'},wandb,jsonl:{tmp_path / 'b.jsonl'}"
     assert job_variables(asked) == {"POPDIST_METRICS": words, "POPDIST_METRICS_RUN": asked.metrics_run}
 
 
-def test_a_job_has_a_name_for_services_that_the_user_may_choose():
+def test_a_job_gets_a_unique_name_for_metric_services_unless_the_user_sets_one():
     assert settings("--metrics wandb").metrics_run != settings("--metrics wandb").metrics_run != ""
     assert settings("--metrics wandb", {"POPDIST_METRICS_RUN": "mine"}).metrics_run == "mine"
 
 
-def test_nothing_is_told_where_nothing_is_asked_for():
+def test_no_variables_are_set_without_the_option():
     assert settings("").metrics_run == ""
     assert job_variables(settings("")) == {}
 
@@ -47,12 +47,12 @@ def test_nothing_is_told_where_nothing_is_asked_for():
         ("--metrics --debug", "--metrics needs a destination for metrics, such as csv:run.csv, got '--debug'"),
     ],
 )
-def test_words_that_mean_nothing_are_refused(text, message):
+def test_invalid_destinations_are_refused(text, message):
     with pytest.raises(UsageError, match=message):
         settings(text)
 
 
-def test_what_cannot_be_written_is_refused_where_instance_0_is_to_run(tmp_path):
+def test_an_unwritable_destination_is_refused_on_the_host_of_instance_0(tmp_path):
     asked = settings(f"--metrics csv:{tmp_path}")
     with pytest.raises(UsageError, match=f"^--metrics csv:{tmp_path}: it is a folder; write csv:FILE$"):
         check_sinks(asked, (HERE,), FIRST, {})
@@ -66,7 +66,7 @@ def test_an_address_in_use_is_refused():
             check_sinks(settings(f"--metrics prometheus:{port}"), (HERE,), FIRST, {})
 
 
-def test_a_missing_library_is_refused_for_programs_of_the_same_environment_only(monkeypatch):
+def test_a_missing_library_is_refused_only_for_programs_of_the_same_environment(monkeypatch):
     monkeypatch.setattr("popdist.records.metric_words.LIBRARIES", {"wandb": ("no_such_module", "wandb")})
     with pytest.raises(UsageError, match="no_such_module is not installed; run: pip install wandb"):
         check_sinks(settings("--metrics wandb", program=sys.executable), (HERE,), FIRST, {})

@@ -15,11 +15,11 @@ def test_exports_are_found():
     assert exports(WORDS) == {"A": "1", "B": None, "C": "d=e"}
 
 
-def test_the_last_of_a_name_counts():
+def test_the_last_export_of_a_name_counts():
     assert exports(["-x", "A=1", "-x", "A=2", "-x", "B=1", "-x", "B"]) == {"A": "2", "B": None}
 
 
-def test_writing_and_reading_are_inverse():
+def test_export_options_are_read_back():
     assert exports(export_options({"A": "1", "B": None, "C": ""})) == {"A": "1", "B": None, "C": ""}
 
 
@@ -31,7 +31,7 @@ def test_writing_and_reading_are_inverse():
         (("B", "C"), ["-x", "A=1", "--mca", "x"]),
     ],
 )
-def test_named_exports_are_left_out(names, left):
+def test_named_exports_are_removed(names, left):
     assert MpiArguments.read(WORDS).without_exports(names) == left
 
 
@@ -39,7 +39,7 @@ def test_an_option_without_a_value_is_left_for_mpirun_to_refuse():
     assert MpiArguments.read(["--mca", "x", "-x"]).without_exports(("x",)) == ["--mca", "x", "-x"]
 
 
-def test_an_instance_has_the_arguments_of_all_and_then_its_own():
+def test_an_instance_has_the_arguments_of_all_followed_by_its_own():
     own = ((1, ("-x", "A=2")), (1, ("-x", "B")))
     job = JobArguments.read(("--mca", "x"), ("-x", "A=1"), own, 3)
     assert [each.exports for each in job.instances] == [{"A": "1"}, {"A": "2", "B": None}, {"A": "1"}]

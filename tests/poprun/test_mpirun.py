@@ -1,4 +1,4 @@
-"""What mpirun says, with other programs in its place."""
+"""The output of mpirun, with other programs in its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from poprun.supervisor.mpirun import Mpirun
         ("", b""),
     ],
 )
-def test_its_complaint_is_made_of_whole_lines(said, complaint):
+def test_the_complaint_of_mpirun_consists_of_whole_lines(said, complaint):
     mpirun = Mpirun(["sh", "-c", f"printf '{said}' >&2"], os.environ, lambda _: None)
     while mpirun.status is None:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)

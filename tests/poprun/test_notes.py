@@ -12,13 +12,13 @@ def noted(given, elsewhere=False, **options):
     return note_without_effect(given, LaunchSettings(("p",), **options), elsewhere)
 
 
-def test_nothing_is_said_about_what_was_not_given():
+def test_options_that_were_not_given_get_no_note():
     assert warn_of_deprecated([]) == []
     assert noted([]) == []
     assert noted(["num-replicas", "vv"]) == []
 
 
-def test_deprecated_options_name_what_to_use():
+def test_a_deprecated_option_names_its_replacement():
     assert warn_of_deprecated(["numa-aware"]) == [
         "--numa-aware is deprecated and has no effect; "
         "--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own"
@@ -29,7 +29,7 @@ def test_deprecated_options_name_what_to_use():
     )
 
 
-def test_options_of_mpirun_for_output_that_it_does_not_see_name_what_to_use():
+def test_an_output_option_without_effect_names_its_replacement():
     assert warn_of_output(["--tag-output", "-output-filename", "d", "--mca", "a", "b"]) == [
         "mpirun's --output-filename has no effect, because instances write to poprun; use --output-dir"
     ]
@@ -37,13 +37,13 @@ def test_options_of_mpirun_for_output_that_it_does_not_see_name_what_to_use():
     assert warn_of_output(["--tag-output", "-x", "A"]) == []
 
 
-def test_all_options_of_one_reason_are_in_one_line():
+def test_options_with_the_same_reason_share_one_line():
     assert noted(["sync-type", "vipu-server-host", "vipu-partition"], True, **EVERYTHING) == [
         "without effect, because there is no V-IPU server, partitions are simulated: --sync-type, --vipu-server-host"
     ]
 
 
-def test_every_other_option_of_the_server_is_noted():
+def test_every_other_option_of_the_vipu_server_is_noted():
     of_the_server = [
         o.name for o in OPTIONS if o.section == "V-IPU" and o.name not in ("vipu-partition", "update-partition")
     ]
@@ -66,6 +66,6 @@ def test_every_other_option_of_the_server_is_noted():
         ("synchronise-poplar-sdk", True, EVERYTHING, "there is no Poplar SDK"),
     ],
 )
-def test_it_depends_on_the_circumstances(given, elsewhere, options, reason):
+def test_the_note_gives_the_reason_of_the_circumstances(given, elsewhere, options, reason):
     lines = noted([given], elsewhere, **options)
     assert lines == ([f"without effect, because {reason}: --{given}"] if reason else [])

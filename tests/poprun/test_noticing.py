@@ -1,4 +1,4 @@
-"""Libraries that would train in each instance alone: a Python program under poprun says so, once."""
+"""The warning about libraries that would train in each instance alone, shown once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = "def init_process_group(backend=None, init_method=None, rank=-1): pass\
 
 @pytest.fixture
 def library(tmp_path: Path):
-    """Write a module of this name, and packages around it."""
+    """Return a function that writes a module and the packages around it."""
 
     def write(name: str, text: str = "") -> None:
         *packages, last = name.split(".")
@@ -43,7 +43,7 @@ def run(folder: Path, program: str, **variables: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_that_does_not_know_the_others_is_named_once(tmp_path: Path, library, name: str) -> None:
+def test_a_library_that_ignores_the_other_instances_is_named_once(tmp_path: Path, library, name: str) -> None:
     library(name)
     library("deepspeed")
     said = run(tmp_path, f"import {name}, deepspeed").stderr
@@ -54,13 +54,13 @@ def test_a_library_that_does_not_know_the_others_is_named_once(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_one_that_was_told_of_them_is_not(tmp_path: Path, library, name: str) -> None:
+def test_a_library_that_was_told_of_the_others_is_not_named(tmp_path: Path, library, name: str) -> None:
     library(name)
     assert run(tmp_path, f"import {name}", **MET).stderr == ""
 
 
 @pytest.mark.parametrize(("world_size", "lines"), [(1, 1), (2, 0)])
-def test_a_trainer_of_lightning_that_is_alone_all_the_same_is_named(
+def test_a_lightning_trainer_of_world_size_1_is_named_anyway(
     tmp_path: Path, library, world_size: int, lines: int
 ) -> None:
     library("lightning.pytorch.trainer.trainer", TRAINER)
@@ -70,21 +70,21 @@ def test_a_trainer_of_lightning_that_is_alone_all_the_same_is_named(
 
 
 @pytest.mark.parametrize(("call", "lines"), [("'gloo'", 1), ("'gloo', 'file:///x', rank=0", 0), ("rank=1", 0)])
-def test_a_process_group_that_finds_no_variables_is_named(tmp_path: Path, library, call: str, lines: int) -> None:
+def test_a_process_group_without_variables_is_named(tmp_path: Path, library, call: str, lines: int) -> None:
     library("torch.distributed.distributed_c10d", GROUPS)
     said = run(tmp_path, f"from torch.distributed.distributed_c10d import *\ninit_process_group({call})").stderr
     assert said.count("torch.distributed.init_process_group was called") == said.count("\n") == lines
 
 
-def test_our_own_front_for_programs_of_horovod_is_not(tmp_path: Path, library) -> None:
+def test_the_projects_own_horovod_front_end_is_not_named(tmp_path: Path, library) -> None:
     library("horovod.torch")
     assert run(tmp_path, "import horovod.torch").stderr == ""
     (tmp_path / "horovod" / "runner").mkdir()
     assert "horovod.torch was imported" in run(tmp_path, "import horovod.torch").stderr
 
 
-def test_the_program_finds_everything_as_without_it(tmp_path: Path, library) -> None:
-    """PYTHONPATH, the path of modules, and a `sitecustomize` of the user's own."""
+def test_the_program_sees_the_same_python_path_as_without_the_warning(tmp_path: Path, library) -> None:
+    """PYTHONPATH, the module path, and the user's own `sitecustomize` are unchanged."""
     library("sitecustomize", "import sys\nsys.is_mine = __file__\n")
     program = "import os, sys, sitecustomize\nprint(os.environ.get('PYTHONPATH'), sys.path[1], sys.is_mine)"
     expected = f"{tmp_path} {tmp_path} {tmp_path}/sitecustomize.py"

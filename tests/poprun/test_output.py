@@ -1,4 +1,4 @@
-"""What appears on poprun's own streams, and how tags look."""
+"""poprun's own output streams and the look of tags."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestSink:
         sink.write_own(b"own\n")
         assert os.read(pipe[0], 99) == b"[a]name? \nown\n"
 
-    def test_a_reader_that_is_slow_is_not_waited_for(self, pipe, sink):
+    def test_a_slow_reader_is_not_waited_for(self, pipe, sink):
         text = b"".join(b"%06d\n" % number for number in range(50_000))
         sink.write_tagged(b"", text)
         assert sink.held_bytes > 0
@@ -86,15 +86,15 @@ class TestSink:
             taken += os.read(pipe[0], 65536)
         assert taken == text
 
-    def test_the_same_without_a_descriptor_of_its_own(self, pipe, sink):
+    def test_a_slow_reader_is_not_waited_for_without_a_descriptor_of_its_own(self, pipe, sink):
         sink.close()
-        self.test_a_reader_that_is_slow_is_not_waited_for(pipe, sink)
+        self.test_a_slow_reader_is_not_waited_for(pipe, sink)
 
-    def test_others_who_share_the_descriptor_may_still_wait(self, pipe, sink):
+    def test_the_shared_descriptor_stays_blocking_for_others(self, pipe, sink):
         sink.write_tagged(b"", b"x" * 300_000)
         assert os.get_blocking(pipe[1])
 
-    def test_a_reader_that_is_gone_is_noticed(self):
+    def test_a_closed_reader_is_noticed(self):
         reader, writer = os.pipe()
         sink = OutputStream(writer)
         os.close(reader)
@@ -104,14 +104,14 @@ class TestSink:
         sink.close()
         os.close(writer)
 
-    def test_a_full_disk_is_told_from_a_reader_that_is_gone(self):
+    def test_a_full_disk_is_told_apart_from_a_closed_reader(self):
         descriptor = os.open("/dev/full", os.O_WRONLY)
         sink = OutputStream(descriptor)
         sink.write_tagged(b"[a]", b"one\n")
         os.close(descriptor)
         assert (sink.is_closed, sink.fault) == (True, os.strerror(errno.ENOSPC))
 
-    def test_a_file_takes_everything(self, tmp_path):
+    def test_a_file_takes_everything_at_once(self, tmp_path):
         descriptor = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
         sink = OutputStream(descriptor)
         sink.write_tagged(b"[a]", b"x" * 1_000_000 + b"\n")
@@ -120,7 +120,7 @@ class TestSink:
         assert (tmp_path / "file").stat().st_size == 1_000_004
         os.close(descriptor)
 
-    def test_a_terminal_is_one(self):
+    def test_a_terminal_is_recognised(self):
         ours, theirs = os.openpty()
         sink = OutputStream(theirs)
         assert sink.is_terminal
@@ -138,11 +138,11 @@ class TestStyle:
             (OutputStyle(tag_host=True, hosts=HOSTS), b"[1,2][node1]<stderr>:"),
         ],
     )
-    def test_a_tag_names_instance_and_stream_and_if_asked_the_host(self, style, tag):
+    def test_a_tag_names_instance_stream_and_on_request_the_host(self, style, tag):
         assert style.tag(2, 2) == tag
         assert re.sub(rb"\x1b\[[0-9;]*m", b"", style.tag(2, 2, coloured=True)) == tag
 
-    def test_a_colour_is_that_of_the_instance_and_ends_with_the_tag(self):
+    def test_each_instance_has_its_colour_and_the_colour_ends_with_the_tag(self):
         style = OutputStyle()
         assert style.tag(0, 1, coloured=True) == b"\x1b[0;36m[1,0]<stdout>:\x1b[0m"
         assert style.tag(0, 2, coloured=True) == b"\x1b[0;36m[1,0]\x1b[31m<stderr>:\x1b[0m"
@@ -150,26 +150,26 @@ class TestStyle:
         assert len(set(colours[:10])) == 10
         assert colours[:10] == colours[10:]
 
-    def test_colours_are_for_terminals(self):
+    def test_colours_are_used_only_on_terminals(self):
         assert [OutputStyle().is_coloured(is_terminal) for is_terminal in (True, False)] == [True, False]
         assert not OutputStyle(colours=False).is_coloured(is_terminal=True)
 
-    def test_the_clock_is_shown_if_asked(self):
+    def test_the_clock_is_shown_on_request(self):
         assert OutputStyle().clock(0.0) == b""
         assert re.fullmatch(rb"\d\d:\d\d:\d\d\.250 ", OutputStyle(timestamps=True).clock(1_700_000_000.25))
 
-    def test_programs_have_the_columns_that_tags_leave(self):
+    def test_columns_of_the_tags_are_known(self):
         assert OutputStyle(hosts=HOSTS).columns == len("[1,2]<stderr>:")
         style = OutputStyle(tag_host=True, timestamps=True, hosts=HOSTS)
         assert style.columns == len("12:34:56.789 [1,2][node1]<stderr>:")
 
-    def test_it_comes_from_the_settings(self):
+    def test_the_style_is_read_from_the_settings(self):
         plain = style_from(LaunchSettings(program=("p",)), HOSTS, {"TERM": "xterm", "NO_COLOR": ""})
         assert plain == OutputStyle(hosts=HOSTS)
         settings = LaunchSettings(program=("p",), tag_host=True, timestamps=True, output_dir="out")
         assert style_from(settings, HOSTS, {}) == OutputStyle(True, True, None, Path("out"), HOSTS)
 
-    def test_one_instance_is_shown_as_it_is_in_a_pipe_and_several_are_not(self):
+    def test_only_a_single_instance_in_a_pipe_has_no_tags(self):
         def untagged(is_piped=True, **options):
             return sorted(style_from(LaunchSettings(program=("p",), **options), HOSTS, {}, is_piped).untagged)
 
@@ -179,16 +179,16 @@ class TestStyle:
         assert untagged(tag_host=True) == untagged(timestamps=True) == []
         assert untagged(num_instances=2, num_replicas=2, no_tags=True) == [1, 2]
 
-    def test_without_tags_programs_have_all_columns(self):
+    def test_without_tags_no_columns_are_taken(self):
         assert OutputStyle(hosts=HOSTS, untagged=frozenset((1, 2))).columns == 0
 
     @pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-    def test_colours_can_be_forbidden(self, environ):
+    def test_colours_can_be_disabled(self, environ):
         assert style_from(LaunchSettings(program=("p",)), HOSTS, environ).colours is False
 
 
 class TestOutput:
-    def test_streams_are_apart(self, capfdbinary):
+    def test_streams_stay_separate(self, capfdbinary):
         output = Output()
         output.show(0, 1, b"out\n")
         output.show(1, 2, b"err\n")
@@ -196,7 +196,7 @@ class TestOutput:
         output.finish(1.0)
         assert capfdbinary.readouterr() == (b"[1,0]<stdout>:out\n", b"[1,1]<stderr>:err\nown\n")
 
-    def test_two_streams_into_one_file_are_held_back_together(self, pipe):
+    def test_two_streams_into_one_file_share_a_sink(self, pipe):
         saved = os.dup(1), os.dup(2)
         os.dup2(pipe[1], 1)
         os.dup2(pipe[1], 2)
@@ -218,7 +218,7 @@ class TestOutput:
         output.finish(1.0)
         assert capfdbinary.readouterr().out == b"on\ntwo\nthree\nlast\n"
 
-    def test_a_plain_stream_has_what_was_written(self, capfdbinary):
+    def test_a_plain_stream_gets_the_original_bytes(self, capfdbinary):
         output = Output(style=OutputStyle(hosts=HOSTS, untagged=frozenset((1,)), is_plain=True))
         output.show(0, 1, b"a\rb\r\nla")
         output.show(0, 1, b"st")
@@ -226,7 +226,7 @@ class TestOutput:
         output.finish(1.0)
         assert capfdbinary.readouterr() == (b"a\rb\r\nlast", b"[1,0]<stderr>:err\n")
 
-    def test_style_holds_on_both_streams(self, capfdbinary):
+    def test_the_style_applies_to_both_streams(self, capfdbinary):
         style = OutputStyle(tag_host=True, timestamps=True, hosts=HOSTS)
         output = Output(style=style)
         output.show(2, 1, b"out\n")
@@ -247,7 +247,7 @@ class TestOutput:
         assert err.splitlines()[0] == b"[1,1]<stderr>:9"
         assert len(err.splitlines()) == TAIL_LINES
 
-    def test_much_output_that_nobody_reads_makes_it_fall_behind(self, pipe):
+    def test_unread_output_makes_poprun_fall_behind(self, pipe):
         saved = os.dup(1)
         os.dup2(pipe[1], 1)
         try:

@@ -1,4 +1,4 @@
-"""What --output-dir keeps."""
+"""The files that --output-dir keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poprun.output.output_style import OutputStyle
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """The files that are not empty."""
+    """Return the contents of the files that are not empty."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.stat().st_size}
 
 
@@ -22,13 +22,13 @@ def output_into(directory: Path, only: int | None = None, **style) -> Output:
 
 
 class TestNames:
-    def test_they_sort_as_instances_do(self):
+    def test_file_names_sort_like_instances(self):
         assert name_of(3, 1, 8) == "instance-003.stdout"
         for count in (8, 1000, 1001):
             names = [name_of(instance, 2, count) for instance in range(count)]
             assert names == sorted(names)
 
-    def test_every_file_is_there_from_the_start(self, tmp_path):
+    def test_every_file_exists_from_the_start(self, tmp_path):
         Output(style=OutputStyle(directory=tmp_path / "a" / "b", hosts=("node0",) * 2))
         assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [
             *("instance-000.stderr", "instance-000.stdout", "instance-001.stderr", "instance-001.stdout"),
@@ -37,23 +37,23 @@ class TestNames:
 
 
 class TestFolders:
-    def test_earlier_output_is_never_touched(self, tmp_path):
+    def test_earlier_output_is_never_overwritten(self, tmp_path):
         output_into(tmp_path)
         with pytest.raises(UsageError, match=r"holds the output of an earlier job \(instance-000.stderr\), and poprun"):
             output_into(tmp_path)
 
-    def test_not_even_that_of_other_instances(self, tmp_path):
+    def test_earlier_output_of_other_instances_is_never_mixed_in(self, tmp_path):
         (tmp_path / "instance-007.stdout").touch()
         with pytest.raises(UsageError, match="earlier job"):
             output_into(tmp_path)
         assert len(list(tmp_path.iterdir())) == 1
 
-    def test_other_files_are_no_hindrance(self, tmp_path):
+    def test_unrelated_files_do_not_matter(self, tmp_path):
         (tmp_path / "config.toml").touch()
         (tmp_path / "instance-of-a-class.py").touch()
         output_into(tmp_path)
 
-    def test_what_cannot_be_a_folder_is_named(self, tmp_path):
+    def test_an_unusable_folder_is_refused(self, tmp_path):
         (tmp_path / "file").touch()
         for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
             with pytest.raises(UsageError, match=rf"--output-dir {path} cannot be used: .*; name a folder that you"):
@@ -61,7 +61,7 @@ class TestFolders:
 
 
 class TestContents:
-    def test_instances_have_their_bytes_and_the_merged_file_what_was_shown(self, tmp_path, capfdbinary):
+    def test_instance_files_hold_original_bytes_and_the_merged_file_holds_shown_ones(self, tmp_path, capfdbinary):
         output = output_into(tmp_path)
         pieces = [(0, 1, b"\r1 %\r2"), (2, 1, b"a\r\n"), (0, 1, b" %\n\xff"), (1, 2, b"b\n"), (0, 1, b"end")]
         for instance, descriptor, data in pieces:
@@ -69,7 +69,7 @@ class TestContents:
             output.show(instance, descriptor, data)
         output.show_own(2, b"own\n")
         output.finish(1.0)
-        capfdbinary.readouterr()  # pytest-xdist cannot carry what is no UTF-8
+        capfdbinary.readouterr()  # pytest-xdist cannot carry invalid UTF-8
         assert contents(tmp_path) == {
             "instance-000.stdout": b"\r1 %\r2 %\n\xffend",
             "instance-001.stderr": b"b\n",
@@ -78,7 +78,7 @@ class TestContents:
             b"[1,0]<stdout>:\xff\n[1,1]<stderr>:b\n[1,0]<stdout>:end\nown\n",
         }
 
-    def test_silenced_instances_are_kept_too(self, tmp_path, capfdbinary):
+    def test_silenced_instances_are_kept(self, tmp_path, capfdbinary):
         output = output_into(tmp_path, only=0)
         output.record(1, 1, b"quiet\n")
         output.show(1, 1, b"quiet\n")
@@ -86,13 +86,13 @@ class TestContents:
         assert capfdbinary.readouterr() == (b"", b"")
         assert contents(tmp_path) == {"instance-001.stdout": b"quiet\n", MERGED: b"[1,1]<stdout>:quiet\n"}
 
-    def test_what_is_not_shown_after_a_failure_is_kept_by_instance(self, tmp_path):
+    def test_output_hidden_after_a_failure_is_kept_per_instance(self, tmp_path):
         output = output_into(tmp_path)
         output.record(1, 2, b"dropped\n")
         output.finish(1.0)
         assert contents(tmp_path) == {"instance-001.stderr": b"dropped\n"}
 
-    def test_clock_and_host_are_for_the_merged_file_colours_for_none(self, tmp_path, capfdbinary):
+    def test_clock_and_host_appear_in_the_merged_file_and_colours_in_none(self, tmp_path, capfdbinary):
         output = output_into(tmp_path, tag_host=True, timestamps=True, colours=True)
         output.record(1, 1, b"text\n")
         output.show(1, 1, b"text\n")
@@ -114,7 +114,7 @@ class TestContents:
 
 
 class TestFullDisk:
-    def test_it_is_said_once_and_the_job_goes_on(self, tmp_path, capfdbinary):
+    def test_a_write_error_is_reported_once_and_the_job_goes_on(self, tmp_path, capfdbinary):
         output = output_into(tmp_path)
         output.record(0, 1, b"one\n")
         (tmp_path / "instance-001.stdout").unlink()

@@ -7,8 +7,8 @@ from poprun.errors import UsageError
 from poprun.launch.partition import Partition, device_ids, fit_partition, parse_device_map
 
 
-def test_the_public_sample():
-    """Four instances with four IPUs each: the documentation shows the devices 24 to 27."""
+def test_devices_equal_the_public_sample():
+    """The original documentation shows the devices 24 to 27 for four instances with four IPUs each."""
     assert device_ids(Partition("p", 16), 4) == (24, 25, 26, 27)
 
 
@@ -28,12 +28,12 @@ def test_devices_of_one_size_are_numbered_after_all_smaller_ones(ipus, instances
     assert device_ids(Partition("p", ipus), instances) == tuple(devices)
 
 
-def test_a_device_map_says_which_devices_are_used():
+def test_a_device_map_sets_the_devices():
     assert device_ids(Partition("p", 4, (3, 1)), 2) == (3, 1)
 
 
 class TestDeviceMap:
-    def test_size_and_devices(self):
+    def test_size_and_devices_are_read(self):
         assert parse_device_map("ipus = 16\ndevices = [24, 26]", "m.toml") == Partition("m.toml", 16, (24, 26))
         assert parse_device_map("ipus = 16", "m.toml") == Partition("m.toml", 16)
 
@@ -53,7 +53,7 @@ class TestDeviceMap:
             ("ipus = 2\ndevices = [-1, 1]", "each instance needs its own device"),
         ],
     )
-    def test_what_describes_no_partition_is_refused(self, text, message):
+    def test_an_invalid_device_map_is_refused(self, text, message):
         with pytest.raises(UsageError, match=message):
             parse_device_map(text, "m.toml")
 
@@ -64,15 +64,15 @@ def need(replicas, per_replica, instances, **options):
 
 
 class TestFit:
-    def test_a_partition_that_is_only_named_is_created_with_the_size_that_is_needed(self):
+    def test_a_partition_without_a_map_is_created_with_the_needed_size(self):
         assert fit_partition(None, "p", need(4, 4, 2)) == Partition("p", 16)
 
-    def test_a_partition_of_the_right_size_is_taken_as_it_is(self):
+    def test_a_partition_of_the_right_size_is_kept(self):
         partition = Partition("p", 16, (5, 6))
         assert fit_partition(partition, "p", need(16, 1, 2)) == partition
 
     @pytest.mark.parametrize("ipus", [8, 32])
-    def test_another_size_is_refused_unless_it_may_be_changed(self, ipus):
+    def test_a_partition_of_another_size_is_refused_unless_it_may_be_changed(self, ipus):
         with pytest.raises(
             UsageError, match=rf"has {ipus} IPUs, but the job needs 16 IPUs \(4 replicas x 4\); choose equal"
         ):
@@ -82,10 +82,10 @@ class TestFit:
     @pytest.mark.parametrize(
         ("replicas", "per_replica", "nearest"), [(6, 1, "4 or 8"), (3, 4, "8 or 16"), (5, 5, "16 or 32")]
     )
-    def test_a_need_that_is_no_power_of_two_is_refused(self, replicas, per_replica, nearest):
+    def test_a_size_other_than_a_power_of_two_is_refused(self, replicas, per_replica, nearest):
         with pytest.raises(UsageError, match=f"the size of a partition must be a power of two: use {nearest} "):
             fit_partition(None, "p", need(replicas, per_replica, 1, update_partition=True))
 
-    def test_listed_devices_are_as_many_as_the_instances(self):
+    def test_the_device_map_must_list_one_device_per_instance(self):
         with pytest.raises(UsageError, match="lists 2 devices, but the job has 4 instances"):
             fit_partition(Partition("p", 4, (0, 1)), "p", need(4, 1, 4, update_partition=True))

@@ -12,7 +12,7 @@ from poprun.launch.placement import InstancePlace, deal_cores, deal_sockets, div
 
 
 def machine(nodes: int, cores_per_node: int, threads: int = 1) -> list[Core]:
-    """CPUs numbered as Linux does it on x86: all first threads, then all second threads."""
+    """Return CPUs numbered as Linux numbers them on x86: all first threads, then all second threads."""
     total = nodes * cores_per_node
     return sorted(
         Core(
@@ -66,11 +66,11 @@ def test_the_threads_of_a_core_stay_together():
     assert cpus(divide_cores(machine(1, 4, threads=2), 2)) == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
-def test_threads_are_divided_only_when_cores_are_too_few():
+def test_threads_are_divided_only_if_cores_are_too_few():
     assert cpus(divide_cores(machine(1, 2, threads=2), 4)) == ((0,), (2,), (1,), (3,))
 
 
-def test_more_instances_than_cores_run_anywhere():
+def test_instances_are_not_pinned_if_they_outnumber_the_cores():
     assert divide_cores(machine(1, 2), 3) == ((), (), ())
 
 
@@ -83,16 +83,16 @@ def test_more_instances_than_cores_run_anywhere():
         settings(2, mpi_local_args=("--cpu-set=0,1",)),
     ],
 )
-def test_nothing_is_pinned_when_there_is_one_instance_or_the_user_arranges_it(unpinned):
+def test_a_single_instance_or_the_users_own_binding_is_not_pinned(unpinned):
     assert {place.cpus for place in place(unpinned, machine(1, 4))} == {()}
 
 
-def test_this_machine_tells_the_cores_that_may_be_used():
+def test_usable_cores_are_the_affinity_of_the_process():
     assert {core.cpu for core in usable_cores()} == os.sched_getaffinity(0)
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("1,3,5-6", (1, 3, 5, 6))])
-def test_cpu_lists_are_written_as_the_kernel_writes_them(text, numbers):
+def test_cpu_lists_have_the_format_of_the_kernel(text, numbers):
     assert list_ranges(numbers) == text
     assert parse_cpus(text) == numbers
 
@@ -113,7 +113,7 @@ def test_hosts_get_equal_blocks_of_instances_in_their_order(instances, hosts, wa
     assert [each.index for each in places] == list(range(instances))
 
 
-def test_hosts_may_get_blocks_of_different_lengths():
+def test_hosts_accept_blocks_of_different_lengths():
     places = place(settings(6, 12), machine(1, 4), "abc", shares=(4, 1, 1))
     assert " ".join(f"{each.host}{each.local_index}" for each in places) == "a0 a1 a2 a3 b0 c0"
     assert [each.index for each in places] == list(range(6))
@@ -140,23 +140,23 @@ def test_a_host_with_a_single_instance_is_not_pinned():
     assert {each.cpus for each in place(settings(2), machine(1, 4), "ab")} == {()}
 
 
-def test_a_host_that_is_too_small_is_not_pinned_and_the_others_are():
+def test_only_a_host_with_too_few_cores_is_not_pinned():
     cores = {"a": machine(1, 1), "b": machine(1, 2)}
     assert [each.cpus for each in place_instances(settings(4), ["a", "b"], cores)] == [(), (), (0,), (1,)]
 
 
 @pytest.mark.parametrize(("instances", "domains"), [(4, [0, 0, 1, 1]), (2, [0, 1]), (6, [0, 0, 0, 1, 1, 1])])
-def test_domains_get_equal_blocks_of_instances(instances, domains):
+def test_ilds_get_equal_blocks_of_instances(instances, domains):
     places = place(settings(instances, num_ilds=2), machine(1, 2), "ab")
     assert [each.domain for each in places] == domains
 
 
-def test_domains_need_not_end_where_hosts_do():
+def test_an_ild_may_cross_a_host_boundary():
     places = place(settings(6, num_ilds=3), machine(1, 2), "ab")
     assert [(each.host, each.domain) for each in places] == list(zip("aaabbb", (0, 0, 1, 1, 2, 2), strict=True))
 
 
-def test_devices_are_given_out_in_order():
+def test_devices_are_assigned_in_order():
     assert [each.device for each in place(settings(2), machine(1, 2), "ab", devices=(7, 3))] == [7, 3]
     assert {each.device for each in place(settings(2), machine(1, 2), "ab")} == {None}
 
@@ -166,11 +166,11 @@ class TestOtherStrategies:
         places = place(settings(2, process_placement="cores"), machine(2, 2, threads=2))
         assert [each.cpus for each in places] == [(0, 4), (1, 5)]
 
-    def test_cores_pins_a_single_instance_too_because_it_was_asked_for(self):
+    def test_cores_pins_a_single_instance(self):
         assert place(settings(1, process_placement="cores"), machine(1, 2))[0].cpus == (0,)
 
     @pytest.mark.parametrize(("count", "wanted"), [(3, ((0,), (2,), (1,))), (5, ((),) * 5)])
-    def test_threads_are_dealt_when_cores_are_too_few_and_nothing_when_those_are(self, count, wanted):
+    def test_threads_are_dealt_if_cores_are_too_few_and_nothing_if_threads_are_too_few(self, count, wanted):
         assert cpus(deal_cores(machine(1, 2, threads=2), count)) == wanted
 
     @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -178,6 +178,6 @@ class TestOtherStrategies:
         assert cpus(deal_sockets(machine(2, 2), count)) == tuple([(0, 1), (2, 3)][index % 2] for index in range(count))
 
     @pytest.mark.parametrize("strategy", ["cores", "sockets"])
-    def test_the_binding_of_the_user_wins(self, strategy):
+    def test_the_users_binding_wins(self, strategy):
         bound = settings(2, process_placement=strategy, instance_mpi_local_args=((0, ("--bind-to", "core")),))
         assert {each.cpus for each in place(bound, machine(2, 2))} == {()}

@@ -1,4 +1,4 @@
-"""What is decided before a launch, on this machine; nothing is started."""
+"""The decisions before a launch, on this machine; no process starts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def job(**options) -> LaunchSettings:
 
 
 class TestHosts:
-    def test_without_any_it_is_this_machine(self):
+    def test_the_default_host_is_the_local_machine(self):
         assert find_hosts(job()) == (Host(this_host(), is_this_machine=True),)
 
     @pytest.mark.parametrize("name", [this_host(), this_host().upper(), "localhost", "127.0.0.1"])
-    def test_this_machine_is_recognised(self, name):
+    def test_the_local_machine_is_recognised(self, name):
         assert find_hosts(job(host=(name,))) == (Host(name, is_this_machine=True),)
 
     @pytest.mark.parametrize("name", ["no-such-host", "192.0.2.1", "0.0.0.0"])
-    def test_others_are_not_looked_up(self, name):
+    def test_other_names_are_not_looked_up(self, name):
         assert find_hosts(job(host=(name,))) == (Host(name),)
 
-    def test_a_hostfile(self, tmp_path):
+    def test_hosts_are_read_from_a_hostfile(self, tmp_path):
         (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
         assert find_hosts(job(hostfile=str(tmp_path / "hosts"))) == (Host("a", 2), Host("b", 2))
 
-    def test_a_hostfile_that_is_not_there(self, tmp_path):
+    def test_a_missing_hostfile_is_refused(self, tmp_path):
         with pytest.raises(
             UsageError, match="hostfile .*none cannot be read: No such file or directory; check the path"
         ):
@@ -56,17 +56,17 @@ class TestPlan:
         assert [place.host for place in launch.places] == ["b", "b", "a", "a"]
         assert launch.leaves_this_machine
 
-    def test_hosts_that_do_not_divide_are_refused(self):
+    def test_hosts_that_do_not_divide_the_instances_are_refused(self):
         with pytest.raises(UsageError, match="asked for 4 instances on 3 hosts"):
             plan_launch(job(host=("a,b,c",), **FOUR), os.environ)
 
-    def test_the_program_has_to_be_where_instances_run(self):
+    def test_the_program_must_exist_if_instances_run_here(self):
         elsewhere = LaunchSettings(program=("/only/there",), host=("no-such-host",), dry_run=True)
         assert plan_launch(elsewhere, os.environ).settings.program == ("/only/there",)
         with pytest.raises(UsageError, match="program '/only/there' does not exist"):
             plan_launch(replace(elsewhere, host=("localhost",)), os.environ)
 
-    def test_each_host_has_cores_of_its_own(self):
+    def test_each_host_has_its_own_cores(self):
         cores = len(usable_cores())
 
         def oversubscribes(instances):
@@ -77,7 +77,7 @@ class TestPlan:
         assert oversubscribes(2 * cores + 2)
 
     @pytest.mark.parametrize("option", ["synchronise_python_venv", "distribute_ssh_key"])
-    def test_what_needs_ssh_is_refused_in_a_job_of_slurm_whose_hosts_are_not_named(self, option):
+    def test_options_that_need_ssh_are_refused_in_a_slurm_job_without_named_hosts(self, option):
         options = {"num_instances": 2, "num_replicas": 2, "dry_run": True, option: True}
         environ = os.environ | records.JOB_OF_3
         wanted = rf"--{option.replace('_', '-')} works by ssh, .* the hosts of Slurm job \d+ by srun, .* with --host"
@@ -98,18 +98,18 @@ class TestPlan:
         launch = plan_launch(job(**FOUR, **options), os.environ)
         assert [place.device for place in launch.places] == devices
 
-    def test_a_device_map_is_a_file(self, tmp_path):
+    def test_a_partition_may_be_a_device_map_file(self, tmp_path):
         path = tmp_path / "map.toml"
         path.write_text("ipus = 4\ndevices = [3, 2, 1, 0]")
         launch = plan_launch(job(**FOUR, vipu_partition=str(path)), os.environ)
         assert [place.device for place in launch.places] == [3, 2, 1, 0]
 
-    def test_a_device_map_that_is_not_there(self):
+    def test_a_missing_device_map_is_refused(self):
         with pytest.raises(UsageError, match=r"device map /no/map\.toml cannot be read"):
             plan_launch(job(vipu_partition="/no/map.toml"), os.environ)
 
 
-def test_an_environment_whose_path_has_a_space_is_refused_for_other_hosts(monkeypatch):
+def test_an_environment_with_a_space_in_its_path_is_refused_for_other_hosts(monkeypatch):
     monkeypatch.setattr("poprun.launch.plan.find_mpirun", lambda *_: "/my folder/bin/mpirun")
     with pytest.raises(PopRunError, match="/my folder/bin/mpirun has a space in its path"):
         plan_launch(job(host=("a,b",), **FOUR), os.environ)
@@ -117,11 +117,11 @@ def test_an_environment_whose_path_has_a_space_is_refused_for_other_hosts(monkey
 
 
 class TestCommand:
-    """`main` as far as it goes without starting anything."""
+    """`main` up to the start of processes."""
 
     WORDS = ("--num-instances", "2", "--num-replicas", "2", "-H", "node[00-01]")
 
-    def test_a_dry_run_writes_the_command_alone_to_standard_output(self, capfd):
+    def test_a_dry_run_writes_only_the_command_to_standard_output(self, capfd):
         assert main(["--dry-run", *self.WORDS, "echo", "a b"]) == 0
         shown = capfd.readouterr()
         words = shlex.split(shown.out)
@@ -134,19 +134,19 @@ class TestCommand:
         assert "poprun topology" in shown.err
         assert "instance  host    cores" in shown.err
 
-    def test_a_topology_that_was_asked_for_goes_where_it_goes_in_a_real_run(self, capfd):
+    def test_a_requested_topology_goes_to_standard_output_as_in_a_real_run(self, capfd):
         main(["--dry-run", "--print-topology=yes", *self.WORDS, "echo"])
         shown = capfd.readouterr()
         assert "poprun topology" in shown.out
         assert "poprun topology" not in shown.err
 
-    def test_json_is_all_there_is(self, capfd):
+    def test_json_output_contains_nothing_else(self, capfd):
         assert main(["--dry-run", "--json", "-vv", *self.WORDS, "echo"]) == 0
         described = json.loads(capfd.readouterr().out)
         assert [each["host"] for each in described["instances"]] == ["node00", "node01"]
 
     @pytest.mark.skipif(" " in sys.prefix, reason="jobs on other hosts cannot start from a path with a space")
-    def test_hosts_that_cannot_be_reached_are_refused_in_one_line_each(self, capfd, monkeypatch, tmp_path):
+    def test_each_unreachable_host_is_refused_in_one_line(self, capfd, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert main(["--allow-run-as-root=yes", *self.WORDS, "echo"]) == 1
         shown = capfd.readouterr()
@@ -154,24 +154,24 @@ class TestCommand:
         errors = [line.partition(" POPRUN [E] ")[2] for line in shown.err.splitlines() if " POPRUN [W] " not in line]
         assert [error.split(":")[0] for error in errors] == ["host node00", "host node01"]  # a busy machine may warn
 
-    def test_a_dry_run_refuses_a_network_that_is_none(self, capfd):
+    def test_a_dry_run_refuses_an_invalid_network(self, capfd):
         assert main(["--dry-run", "--host-subnet", "10.0.0.0/99", *self.WORDS, "echo"]) == 2
         assert "--host-subnet is 10.0.0.0/99: " in capfd.readouterr().err
         assert main(["--dry-run", "--host-subnet", "no-interface-of-ours", *self.WORDS, "echo"]) == 0
 
-    def test_words_that_are_not_text_come_out_as_they_are(self, capfdbinary):
+    def test_words_that_are_not_text_are_printed_unchanged(self, capfdbinary):
         odd = b"\xff".decode(errors="surrogateescape")
         assert main(["--dry-run", "echo", odd]) == 0
         assert capfdbinary.readouterr().out.endswith(b" echo '\xff'\n")
 
-    def test_options_for_ssh_that_cannot_be_split_are_one_line(self, capfd, monkeypatch):
+    def test_ssh_arguments_that_cannot_be_split_are_refused_in_one_line(self, capfd, monkeypatch):
         monkeypatch.setenv("POPRUN_SSH_ARGS", "-F 'x")
         assert main(["--dry-run", *self.WORDS, "echo"]) == 2
         assert main(["doctor"]) == 2
         lines = capfd.readouterr().err.splitlines()
         assert [line.partition("[E] ")[2].partition(" cannot")[0] for line in lines] == ["POPRUN_SSH_ARGS"] * 2
 
-    def test_what_has_no_effect_is_noted_once_at_v(self, capfd):
+    def test_options_without_effect_are_noted_once_at_v(self, capfd):
         words = ["--dry-run", "--vipu-server-host", "s", "--vipu-server-port=1", "--reset-partition=no", "echo"]
         main(words)
         assert "without effect" not in capfd.readouterr().err
@@ -179,11 +179,11 @@ class TestCommand:
         (note,) = [line for line in capfd.readouterr().err.splitlines() if "without effect" in line]
         assert note.endswith("simulated: --vipu-server-host, --vipu-server-port, --reset-partition")
 
-    def test_deprecated_options_are_warned_of(self, capfd):
+    def test_deprecated_options_get_a_warning(self, capfd):
         assert main(["--dry-run", "--numa-aware", "yes", "echo"]) == 0
         assert "POPRUN [W] --numa-aware is deprecated" in capfd.readouterr().err
 
-    def test_a_variable_names_the_partition_where_no_option_does(self, capfd, monkeypatch):
+    def test_the_partition_variable_is_used_without_the_option(self, capfd, monkeypatch):
         monkeypatch.setenv("IPUOF_VIPU_API_PARTITION_ID", "p")
         for words, name in (([], "p"), (["--vipu-partition=q"], "q")):
             assert main(["--dry-run", "--json", *words, "echo"]) == 0
@@ -191,7 +191,7 @@ class TestCommand:
             assert instance["device"] == 0
             assert instance["environment"]["IPUOF_VIPU_API_PARTITION_ID"] == name
 
-    def test_a_level_that_is_none_is_warned_of(self, capfd, monkeypatch):
+    def test_an_unknown_log_level_gets_a_warning(self, capfd, monkeypatch):
         monkeypatch.setenv("POPRUN_LOG_LEVEL", "loud")
         assert main(["--dry-run", "echo"]) == 0
         assert "[W] POPRUN_LOG_LEVEL is 'loud', which is no log level; use one of ERROR, WARN" in capfd.readouterr().err
@@ -200,27 +200,27 @@ class TestCommand:
         main(["--debug", "--dry-run", "--num-replicas=2", "echo"])
         assert "POPRUN [D] option --num-replicas: 2" in capfd.readouterr().err
 
-    def test_an_exported_configuration_plans_the_same(self, capfd, tmp_path):
+    def test_an_exported_configuration_gives_the_same_plan(self, capfd, tmp_path):
         file = str(tmp_path / "job.toml")
         main(["--dry-run", "--export-config", file, *self.WORDS, "echo", "x"])
         first = capfd.readouterr()
         assert main(["--dry-run", "--import-config", file]) == 0
         assert capfd.readouterr() == first
 
-    def test_a_file_that_is_not_replaced_is_found_before_any_host_is_asked(self, capfd, tmp_path):
+    def test_an_existing_export_file_is_refused_before_any_host_is_asked(self, capfd, tmp_path):
         (tmp_path / "f").write_text("")
         words = ["--allow-run-as-root=yes", "--export-config", str(tmp_path / "f"), *self.WORDS, "echo"]
         assert main(words) == 2
         (line,) = capfd.readouterr().err.splitlines()
         assert line.endswith("f exists; give --overwrite-config yes, or another name to --export-config")
 
-    def test_nothing_is_exported_when_the_job_is_impossible(self, tmp_path):
+    def test_an_impossible_job_exports_nothing(self, tmp_path):
         assert main(["--export-config", str(tmp_path / "f"), *self.WORDS, "-H", "c", "echo"]) == 2
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_values_of_the_command_line_are_handed_on_seldom():
-    """A reader who follows the first 400 calls of a dry run changes the file at most 70 times, among 28 files."""
+def test_a_dry_run_changes_files_seldom_for_a_reader_who_follows_its_calls():
+    """The first 400 calls of a dry run change the file at most 70 times, among 28 files."""
     files: list[str] = []
     folder = f"{Path(main.__code__.co_filename).parent}/"
 

@@ -20,7 +20,7 @@ WRAPPED = f"{shlex.quote(sys.executable)} -c '{SLEEPS}'; true"
 
 @pytest.fixture(params=[(sys.executable, "-c", SLEEPS), ("sh", "-c", WRAPPED)], ids=["alone", "started by sh"])
 def program(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """What was started, and the process that matters, which sleeps."""
+    """Provide the pids of the started process and of the worker process, which sleeps."""
     with subprocess.Popen(request.param, stdout=subprocess.PIPE, start_new_session=True) as started:
         assert started.stdout is not None
         try:
@@ -36,7 +36,7 @@ def await_state(pid: int, state: str) -> None:
                 return
 
 
-def test_it_is_stopped_when_the_process_that_matters_is(program: tuple[int, int]) -> None:
+def test_activity_is_stopped_if_the_worker_is_stopped(program: tuple[int, int]) -> None:
     started, worker = program
     await_state(worker, "S")
     activity = Activity(started)
@@ -50,7 +50,7 @@ def test_it_is_stopped_when_the_process_that_matters_is(program: tuple[int, int]
     assert not activity.is_stopped
 
 
-def test_one_that_sleeps_makes_no_effort(program: tuple[int, int]) -> None:
+def test_a_sleeping_program_uses_no_cpu_time(program: tuple[int, int]) -> None:
     started, worker = program
     await_state(worker, "S")
     activity = Activity(started)
@@ -58,7 +58,7 @@ def test_one_that_sleeps_makes_no_effort(program: tuple[int, int]) -> None:
     assert before == activity.effort(LOOK_S) == activity.effort(2 * LOOK_S)
 
 
-def test_one_that_computes_does_also_in_a_child() -> None:
+def test_cpu_time_of_a_child_counts() -> None:
     program = "import os\nos.fork()\nif os.getppid() != %d: print(end='x', flush=True); any(iter(int, 1))\nos.wait()"
     words = [sys.executable, "-c", program % os.getpid()]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as started:
@@ -72,14 +72,14 @@ def test_one_that_computes_does_also_in_a_child() -> None:
     assert efforts == sorted(set(efforts))
 
 
-def test_it_is_looked_at_once_a_second() -> None:
+def test_cpu_time_is_read_once_a_second() -> None:
     activity = Activity(os.getpid())
     before = activity.effort(0.0)
     assert activity.effort(0.5 * LOOK_S) == before
     assert activity.effort(LOOK_S) > before  # this very process
 
 
-def test_the_process_that_keeps_the_record_is_the_one_that_matters(program: tuple[int, int]) -> None:
+def test_the_process_that_keeps_the_record_is_the_worker(program: tuple[int, int]) -> None:
     _, worker = program
     activity = Activity(os.getpid())
     activity.note_owner(worker)
@@ -88,7 +88,7 @@ def test_the_process_that_keeps_the_record_is_the_one_that_matters(program: tupl
     assert activity.is_stopped
 
 
-def test_who_is_gone_does_nothing() -> None:
+def test_an_ended_process_has_no_activity() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert children_of(gone.pid) == []
@@ -99,21 +99,21 @@ def test_who_is_gone_does_nothing() -> None:
 MIB = 2**20
 
 
-def test_of_this_process_is_what_the_kernel_says():
+def test_memory_use_agrees_with_the_kernel():
     held = bytearray(os.urandom(1)) * (64 * MIB)
     now, most = MemoryUse().look(os.getpid(), 0.0)
     assert len(held) < now <= most
     assert most <= 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + 64 * MIB
 
 
-def test_the_kernel_is_asked_once_a_second():
+def test_memory_is_read_once_a_second():
     memory = MemoryUse()
     now, most = memory.look(os.getpid(), 5.0)
     assert memory.look(2**22 + 1, 5.0 + LOOK_S / 2) == (now, most)
     assert memory.look(2**22 + 1, 5.0 + LOOK_S) == (0, most), "no process has that number"
 
 
-def test_the_most_of_a_process_is_known_at_its_end_also_if_nobody_looked():
+def test_the_peak_memory_is_known_after_the_end_without_earlier_looks():
     held = f"import os; held = os.urandom({100 * MIB})"
     with subprocess.Popen([sys.executable, "-c", held]) as process:
         _, _, used = os.wait4(process.pid, 0)
@@ -139,7 +139,7 @@ CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
     ids=["first version", "second version", "first in a container", "second in a container"],
 )
 def counter(request, tmp_path):
-    """A memory cgroup, and a function that sets its counter."""
+    """Provide a memory cgroup and a function that sets its counter of kills."""
     cgroups, name, text = request.param
     (tmp_path / "cgroup").write_text(cgroups)
     file = tmp_path / "root" / name
@@ -152,18 +152,18 @@ def counter(request, tmp_path):
     return OutOfMemory(str(tmp_path / "cgroup"), str(tmp_path / "root")), count
 
 
-def test_what_was_before_does_not_count(counter):
+def test_earlier_kills_do_not_count(counter):
     memory, _ = counter
     assert not memory.has_just_killed(100.0)
 
 
-def test_a_counter_that_has_risen_is_found(counter):
+def test_a_risen_counter_is_found(counter):
     memory, count = counter
     count(3)
     assert memory.has_just_killed(100.0)
 
 
-def test_only_if_it_has_risen_lately(counter):
+def test_only_a_recent_rise_counts(counter):
     memory, count = counter
     memory.look(99.0)
     count(3)
@@ -172,7 +172,7 @@ def test_only_if_it_has_risen_lately(counter):
     assert not memory.has_just_killed(100.1 + RECENT_S)
 
 
-def test_nothing_is_found_where_there_is_no_counter(tmp_path):
+def test_no_kill_is_found_without_a_counter(tmp_path):
     assert not OutOfMemory(str(tmp_path / "nowhere"), str(tmp_path)).has_just_killed(0.0)
     (tmp_path / "memory.events").write_text("low 0\n")
     (tmp_path / "cgroup").write_text(NEW)

@@ -1,4 +1,4 @@
-"""Finding the program before anything is started."""
+"""The search for the program before the launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from poprun.launch.program import (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The working directory, with a program, data and a script."""
+    """Provide the working directory, with a program, data and a script."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
     for name in ("prog", "data", "sub/data", "train.py"):
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("program", ["sh", "/bin/sh", "./prog"])
-def test_what_can_be_started_is_accepted(folder, program):
+def test_a_program_that_can_be_started_is_accepted(folder, program):
     check_program(program, os.environ)
 
 
@@ -55,18 +55,18 @@ def test_what_can_be_started_is_accepted(folder, program):
         ("./windows", r"'./windows' needs the interpreter '/bin/sh\r', which does not exist; correct its first line"),
     ],
 )
-def test_what_cannot_is_refused_with_the_way_out(folder, program, message):
+def test_a_program_that_cannot_be_started_is_refused_with_the_way_out(folder, program, message):
     with pytest.raises(UsageError) as refused:
         check_program(program, os.environ)
     assert str(refused.value) == f"program {message.format(folder=folder)}"
 
 
-def test_mpirun_gets_a_home_where_there_is_none():
+def test_mpirun_gets_a_home_if_none_is_set():
     assert home_variables({"HOME": "/home/me"}) == {}
     assert Path(home_variables({})["HOME"]).is_absolute()
 
 
-def test_a_working_directory_that_is_gone_is_refused(folder, monkeypatch):
+def test_a_deleted_working_directory_is_refused(folder, monkeypatch):
     monkeypatch.chdir("sub")
     Path("data").unlink()
     (folder / "sub").rmdir()
@@ -86,7 +86,7 @@ def test_a_working_directory_that_is_gone_is_refused(folder, monkeypatch):
         ("run", "; leave it out: poprun [options] program [program arguments]"),
     ],
 )
-def test_a_word_that_somebody_takes_for_a_command_of_poprun_is_answered_with_one(tmp_path, word, way_out):
+def test_a_word_like_a_command_of_poprun_is_answered_with_that_command(tmp_path, word, way_out):
     environ = {"PATH": str(tmp_path)}
     with pytest.raises(UsageError, match=f"^{re.escape(f'program {word!r} is not in PATH{way_out}')}$"):
         check_word(word, environ)
@@ -94,7 +94,7 @@ def test_a_word_that_somebody_takes_for_a_command_of_poprun_is_answered_with_one
     check_word(word, environ)
 
 
-def test_words_that_are_like_no_command_are_left_to_the_program(tmp_path):
+def test_words_unlike_any_command_are_left_to_the_program(tmp_path):
     for word in ("train", "./doctr", "prog", "to"):
         check_word(word, {"PATH": str(tmp_path)})
 
@@ -117,14 +117,14 @@ ROOT = Path(__file__).parents[2]
         ("echo {}/train.py", None),
     ],
 )
-def test_python_looks_into_the_folder_of_its_program_first(program, folder, tmp_path):
+def test_the_first_folder_on_the_python_path_is_known(program, folder, tmp_path):
     expected = None if folder is None else os.path.realpath(folder.format(tmp_path))
     assert folder_of(program.format(tmp_path).split()) == expected
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", ["{}.py", "{}/__init__.py"])
-def test_what_hides_a_package_is_named(package, name, tmp_path):
+def test_a_file_that_hides_a_package_is_named(package, name, tmp_path):
     path = tmp_path / name.format(package)
     path.parent.mkdir(exist_ok=True)
     path.touch()
@@ -137,7 +137,7 @@ def test_the_packages_themselves_hide_nothing():
     assert list(warn_of_hidden(["python", str(ROOT / "train.py")], {})) == []
 
 
-def test_it_is_said_before_anything_starts(tmp_path, capfd):
+def test_the_warning_about_hidden_packages_comes_before_the_start(tmp_path, capfd):
     (tmp_path / "strategies.py").touch()
     assert main(["--dry-run", "python", f"{tmp_path}/train.py"]) == 0
     assert f"POPRUN [W] {tmp_path}/strategies.py hides the package strategies" in capfd.readouterr().err

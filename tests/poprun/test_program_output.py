@@ -24,13 +24,13 @@ from poprun.ipc import wire
 
 
 class TestLineBuffer:
-    def test_only_whole_lines_come_out(self):
+    def test_only_whole_lines_are_passed_on(self):
         lines = LineBuffer()
         assert lines.feed(b"one\ntw", 0.0) == b"one\n"
         assert lines.feed(b"o\nthree\n", 0.0) == b"two\nthree\n"
         assert lines.flush() == b""
 
-    def test_a_piece_comes_out_after_silence(self):
+    def test_an_unfinished_line_is_passed_on_after_silence(self):
         lines = LineBuffer()
         lines.feed(b"name? ", 1.0)
         assert lines.deadline_s() == 1.0 + LONGEST_SILENCE_S
@@ -38,35 +38,35 @@ class TestLineBuffer:
         assert lines.expire(1.0 + LONGEST_SILENCE_S) == b"name? "
         assert lines.deadline_s() == float("inf")
 
-    def test_writing_goes_on_so_the_line_is_kept_whole(self):
+    def test_a_line_in_progress_is_kept_whole(self):
         lines = LineBuffer()
         for tenth in range(10):
             assert lines.feed(b"x", tenth / 10) == b""
             assert lines.expire(tenth / 10 + 0.05) == b""
         assert lines.feed(b"\n", 1.0) == b"x" * 10 + b"\n"
 
-    def test_a_progress_bar_comes_out_without_silence_up_to_its_newest_state(self):
+    def test_a_progress_bar_is_passed_on_without_silence_up_to_its_newest_state(self):
         lines = LineBuffer()
         for tenth in range(3):
             lines.feed(b"\r%d %%" % tenth, tenth / 10)
         assert lines.expire(0.21) == b"\r0 %\r1 %"
         assert lines.flush() == b"\r2 %"
 
-    def test_a_progress_bar_comes_out_as_fast_where_a_prompt_has_to_wait(self):
+    def test_a_progress_bar_does_not_wait_as_long_as_a_prompt(self):
         lines = LineBuffer(silence_s(is_terminal=False))
         lines.feed(b"\r1 %\r2 %", 0.0)
         assert lines.deadline_s() == REDRAW_S
         assert lines.expire(REDRAW_S) == b"\r1 %"
         assert lines.deadline_s() == silence_s(is_terminal=False) > silence_s(is_terminal=True)
 
-    def test_a_line_that_does_not_end_comes_out_in_long_pieces(self):
+    def test_an_endless_line_is_passed_on_in_long_pieces(self):
         lines = LineBuffer()
         assert lines.feed(b"one\n" + b"x" * LONGEST_LINE_BYTES, 0.0) == b"one\n"
         assert lines.feed(b"y\n", 0.0) == b"x" * LONGEST_LINE_BYTES + b"y\n"
         assert lines.feed(b"one\n" + b"x" * (LONGEST_LINE_BYTES + 1), 0.0).endswith(b"x")
         assert lines.flush() == b""
 
-    def test_the_end_brings_out_the_rest(self):
+    def test_the_end_flushes_the_rest(self):
         lines = LineBuffer()
         lines.feed(b"rest", 0.0)
         assert lines.flush() == b"rest"
@@ -119,7 +119,7 @@ def test_the_agent_and_popdist_agree_on_the_progress_page():
 
 
 class TestLog:
-    def test_the_shape_of_a_line(self):
+    def test_a_log_line_has_time_pid_and_level(self):
         import re
 
         assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} \d+ POPRUN \[E\] text\n", format_line(Level.ERROR, "text"))
@@ -136,7 +136,7 @@ class TestLog:
             (1, "ERROR", Level.INFO),
         ],
     )
-    def test_its_level(self, verbosity, variable, level):
+    def test_the_level_depends_on_verbosity_and_variable(self, verbosity, variable, level):
         environ = {} if variable is None else {"POPRUN_LOG_LEVEL": variable}
         assert level_from(verbosity, environ) is level
 
@@ -145,17 +145,17 @@ PIPE_BYTES = 65536
 
 
 def readings_at_once(pace: Pace, now_s: float = 0.0) -> int:
-    """How many pieces are read without any pause."""
+    """Return the number of pieces that are read without a pause."""
     return next(count for count in range(10 * AT_ONCE) if pace.pause_s(now_s, 100))
 
 
-def test_a_few_pieces_are_read_at_once_then_pauses_begin():
+def test_a_few_pieces_are_read_at_once_before_pauses_begin():
     pace = Pace(PIPE_BYTES)
     assert readings_at_once(pace) == AT_ONCE - 1
     assert [pace.pause_s(PAUSE_S * n, 5000) for n in range(1, 9)] == [PAUSE_S] * 8
 
 
-def test_who_writes_seldom_is_always_read_at_once():
+def test_rare_output_is_always_read_at_once():
     pace = Pace(PIPE_BYTES)
     assert not any(pace.pause_s(2 * PAUSE_S * n, 100) for n in range(200))
 
@@ -166,7 +166,7 @@ def test_silence_ends_the_pauses():
     assert readings_at_once(pace, AT_ONCE * PAUSE_S) == AT_ONCE - 1
 
 
-def test_who_fills_the_pipe_is_not_made_to_wait():
+def test_a_full_pipe_is_read_without_a_pause():
     pace = Pace(PIPE_BYTES)
     readings_at_once(pace)
     assert pace.pause_s(0.0, PIPE_BYTES) == 0.0

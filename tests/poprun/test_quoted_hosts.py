@@ -1,4 +1,4 @@
-"""Ranges of hosts stand in quotes wherever a user may copy them: a shell takes brackets for a pattern."""
+"""Quotes around ranges of hosts in all texts that a user may copy: a shell takes brackets for a pattern."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COMMAND = re.compile(r"(?:--host|-H)[ =][a-z]+\[")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_in_commands_of_the_documentation(path):
+def test_commands_of_the_documentation_quote_ranges(path):
     assert COMMAND.findall(path.read_text(encoding="utf-8")) == []
 
 
-def test_in_the_help():
+def test_the_help_quotes_ranges():
     texts = [option.help for option in OPTIONS] + [OptionKind.HOSTS.needs]
     assert [found for text in texts for found in RANGE.findall(text)] == []
 
 
 @pytest.mark.parametrize("hosts", ["node[2-0]", "a;b"])
-def test_in_messages_that_say_what_to_write(hosts):
+def test_messages_with_a_way_out_quote_ranges(hosts):
     with pytest.raises(UsageError) as refusal:
         parse_hosts([hosts])
     way_out = str(refusal.value).rpartition("; ")[2]

@@ -1,4 +1,4 @@
-"""What is refused before anything starts: one line, which names the way out, and exit status 2."""
+"""Refusals before the start: one line with the way out, and exit status 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from poprun.__main__ import main
 
 @pytest.fixture
 def refusal(monkeypatch, capfd):
-    """Run poprun with words that it refuses; what it says about them."""
+    """Return a function that runs poprun with refused words and returns its message."""
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 
@@ -46,12 +46,12 @@ def refusal(monkeypatch, capfd):
         (["--mpi-global-args", "-x 'A", "echo"], "check the quotes"),
     ],
 )
-def test_each_is_refused_in_one_line_with_status_2(refusal, words, message):
+def test_an_invalid_call_is_refused_in_one_line_with_status_2(refusal, words, message):
     assert message in refusal(*words)
 
 
 @pytest.mark.parametrize("program", ["./train.py", "train.py"])
-def test_a_script_that_is_not_executable(refusal, tmp_path, monkeypatch, program):
+def test_a_script_that_is_not_executable_is_refused(refusal, tmp_path, monkeypatch, program):
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     line = refusal(program)

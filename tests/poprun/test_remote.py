@@ -1,4 +1,4 @@
-"""What mpirun and ssh are told for jobs on several hosts."""
+"""The options of mpirun and ssh for jobs on several hosts."""
 
 import socket
 from dataclasses import replace
@@ -21,17 +21,17 @@ def test_daemons_and_data_use_one_network():
     assert options["plm_ssh_args"] == ("--prtemca", "-F 'my config'")
 
 
-def test_a_daemon_gives_a_silent_host_three_seconds_longer_than_poprun_does():
+def test_a_daemon_gives_a_silent_host_three_seconds_more_than_poprun():
     for silence_s in (1, 2, 3, 4.5, 10, 60, 179.2):
         options = pairs(mpirun_options(Remote("", "", (), silence_s), ()))
         names = ("time", "intvl", "probes")
         first, interval, probes = (int(options[f"oob_tcp_keepalive_{name}"][1]) for name in names)
         assert first >= 1
-        soonest_s = interval * probes  # of a host that was asked, and has answered, just before it fell silent
+        soonest_s = interval * probes  # for a host that answered just before it fell silent
         assert silence_s + 3 <= soonest_s <= silence_s + 3 + interval
 
 
-def test_the_kernel_takes_every_silence():
+def test_the_kernel_accepts_every_keepalive_limit():
     for silence_s in (1, 10, 190, 191, 3600, 86400, 10**7):
         with socket.socket() as connection:
             keep_alive(connection, silence_s)
@@ -41,22 +41,22 @@ def test_the_kernel_takes_every_silence():
             assert silence_s <= first_s + interval_s * probes <= silence_s + interval_s
 
 
-def test_what_the_user_sets_is_left_to_the_user():
+def test_parameters_of_the_user_are_kept():
     options = pairs(mpirun_options(REMOTE, ("--mca", "btl_tcp_if_include", "eth7")))
     assert "btl_tcp_if_include" not in options
     assert "prte_if_include" in options
 
 
-def test_a_dry_run_that_does_not_know_the_network_names_none():
+def test_a_dry_run_without_a_known_network_names_none():
     assert "prte_if_include" not in pairs(mpirun_options(Remote("", "", (), 10), ()))
 
 
-def test_the_user_s_options_for_ssh_come_first():
+def test_the_user_s_ssh_options_come_first():
     assert ssh_options({"POPRUN_SSH_ARGS": "-p 22 -o BatchMode=no"})[:4] == ("-p", "22", "-o", "BatchMode=no")
     assert "BatchMode=yes" in ssh_options({})
 
 
-def test_what_shapes_a_program_s_results_is_forwarded_and_what_belongs_to_one_machine_is_not():
+def test_variables_that_shape_results_are_forwarded_and_machine_specific_ones_are_not():
     environ = (
         "XLA_FLAGS",
         "HOME",
@@ -69,7 +69,7 @@ def test_what_shapes_a_program_s_results_is_forwarded_and_what_belongs_to_one_ma
     assert forwarded_names(environ) == ("POPDIST_TIMEOUT_S", "VIRTUAL_ENV", "XLA_FLAGS")
 
 
-def test_open_mpi_looks_at_whole_names_only_where_two_machines_agree_up_to_the_first_dot():
+def test_open_mpi_compares_full_names_only_if_two_hosts_agree_up_to_the_first_dot():
     assert need_domains([["n1.east"], ["n1.west"]])
     assert need_domains([["a", "n1.east"], ["b", "N1.west"]])
     assert need_domains([["n1.west"], ["n1"]])

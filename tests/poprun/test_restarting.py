@@ -1,4 +1,4 @@
-"""When a failed job is started again, how often, and what is said; the launches themselves are played."""
+"""Restarts of failed jobs and their messages, with scripted launches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def failed(line: str, is_of_hosts: bool = False, was_told: bool = False, lost: t
 
 @dataclass
 class Job:
-    """A job whose launches end as it is written; what poprun says about that goes to a file."""
+    """A job whose launches end as scripted; poprun's messages go to a file."""
 
     said: Path
     environ: dict[str, str]
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def lines(self) -> list[str]:
-        """What was said, without the time."""
+        """Return the messages without their times."""
         return [line.partition(" POPRUN ")[2] for line in self.said.read_text().splitlines()]
 
 
@@ -61,13 +61,13 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "said", dict(os.environ))
 
 
-def test_a_job_that_completes_is_not_started_again(job: Job) -> None:
+def test_a_job_that_completes_is_not_restarted(job: Job) -> None:
     assert job.run([GOOD]) == GOOD
     assert job.lines == []
     assert [launch.extra[ATTEMPT_VARIABLE] for launch in job.launches] == ["0"]
 
 
-def test_one_that_completes_after_restarts_says_why_they_were_needed(job: Job) -> None:
+def test_a_job_that_completes_after_restarts_lists_their_causes(job: Job) -> None:
     assert job.run([failed("one was lost"), failed("another one was lost"), GOOD]) == GOOD
     assert [launch.extra[ATTEMPT_VARIABLE] for launch in job.launches] == ["0", "1", "2"]
     here = job.launches[0].hosts[0].name
@@ -79,42 +79,42 @@ def test_one_that_completes_after_restarts_says_why_they_were_needed(job: Job) -
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_it_is_given_up_after_so_many_restarts(job: Job, most: int) -> None:
+def test_a_job_is_given_up_after_max_restarts(job: Job, most: int) -> None:
     last = failed("the last one")
     assert job.run([*[failed("an earlier one")] * most, last], max_restarts=most) == last
     restarts = "1 restart" if most == 1 else f"{most} restarts"
     assert job.lines[most:] == [f"[E] gave up after {restarts} (--max-restarts {most})"]
 
 
-def test_one_that_the_user_has_ended_stays_so(job: Job) -> None:
+def test_a_job_ended_by_the_user_is_not_restarted(job: Job) -> None:
     told = failed("poprun was told to end", was_told=True)
     assert job.run([told]) == told
     assert job.lines == []
 
 
-def test_one_that_the_user_ends_after_a_restart_has_not_completed(job: Job) -> None:
+def test_a_job_ended_by_the_user_after_a_restart_has_not_completed(job: Job) -> None:
     told = failed("poprun was told to end", was_told=True)
     assert job.run([failed("one was lost"), told]) == told
     assert not any("completed" in line for line in job.lines)
 
 
-class TestWhereTheOthersGoOn:
+class TestShrink:
     def test_a_failure_of_an_instance_is_final(self, job: Job) -> None:
         assert job.run([failed("one failed")], on_failure="shrink").exit_status == 9
 
-    def test_the_loss_of_a_host_is_a_reason_to_start_again(self, job: Job) -> None:
+    def test_the_loss_of_a_host_causes_a_restart(self, job: Job) -> None:
         assert job.run([failed("a host was lost", is_of_hosts=True), GOOD], on_failure="shrink") == GOOD
         assert job.lines[-1] == "[W] the job completed after 1 restart: a host was lost"
 
 
 class TestOnSeveralHosts:
-    """Hosts answer where the program that takes the place of ssh says so."""
+    """Hosts answer if the program in place of ssh says so."""
 
     OPTIONS = {"host": ("a,b,c",), "num_instances": 6, "num_replicas": 12, "dry_run": True}
 
     @pytest.fixture
     def silent(self, job: Job, tmp_path: Path) -> Path:
-        """The names of the hosts that do not answer, to be written there."""
+        """Provide the file with the names of unresponsive hosts."""
         hosts, ssh = tmp_path / "silent", tmp_path / "bin" / "ssh"
         hosts.touch()
         ssh.parent.mkdir()
@@ -125,7 +125,7 @@ class TestOnSeveralHosts:
 
     @pytest.fixture
     def two_slots_each(self, tmp_path: Path) -> dict[str, object]:
-        """Options for hosts that take no more than their part."""
+        """Provide options for hosts with two slots each."""
         hosts = tmp_path / "hosts"
         hosts.write_text("".join(f"{name} slots=2\n" for name in "abc"))
         return {**self.OPTIONS, "host": (), "hostfile": str(hosts)}
@@ -134,25 +134,29 @@ class TestOnSeveralHosts:
     def used(job: Job) -> list[list[str]]:
         return [[host.name for host in launch.hosts] for launch in job.launches]
 
-    def test_those_that_answer_do_the_work_of_all(self, job: Job, silent: Path) -> None:
+    def test_the_answering_hosts_take_all_instances(self, job: Job, silent: Path) -> None:
         silent.write_text("b\n")
         job.run([failed("host b was lost", lost=(2, 3)), GOOD], **self.OPTIONS)
         assert self.used(job) == [["a", "b", "c"], ["a", "c"]]
         assert job.launches[1].settings.num_instances == 6
         assert job.lines[0] == "[W] restart 1 of 3: 6 instances on a, c"
 
-    def test_one_on_which_the_job_has_failed_twice_is_left_out(self, job: Job, silent: Path) -> None:
+    def test_a_host_on_which_the_job_failed_twice_is_left_out(self, job: Job, silent: Path) -> None:
         on_b = failed("instance 2 was lost", lost=(2,))
         everywhere = failed("all were lost", lost=tuple(range(6)))
         job.run([on_b, everywhere, on_b, GOOD], **self.OPTIONS)
         assert self.used(job) == [["a", "b", "c"]] * 3 + [["a", "c"]]
 
-    def test_unless_the_others_are_too_few(self, job: Job, silent: Path, two_slots_each: dict[str, object]) -> None:
+    def test_a_host_is_kept_if_the_others_are_too_few(
+        self, job: Job, silent: Path, two_slots_each: dict[str, object]
+    ) -> None:
         on_b = failed("instance 2 was lost", lost=(2,))
         job.run([on_b, on_b, GOOD], **two_slots_each, min_instances=6)
         assert self.used(job) == [["a", "b", "c"]] * 3
 
-    def test_too_few_that_answer_end_the_job(self, job: Job, silent: Path, two_slots_each: dict[str, object]) -> None:
+    def test_too_few_answering_hosts_end_the_job(
+        self, job: Job, silent: Path, two_slots_each: dict[str, object]
+    ) -> None:
         silent.write_text("a\nc\n")
         last = failed("hosts were lost")
         assert job.run([last], **two_slots_each, min_instances=3) == last

@@ -26,7 +26,7 @@ def hosts(*slots):
         (4, 4, [1], (1, 1)),
     ],
 )
-def test_the_most_instances_that_the_hosts_take(instances, replicas, slots, expected):
+def test_fit_finds_the_largest_number_of_instances_for_the_hosts(instances, replicas, slots, expected):
     found = fit(job(num_instances=instances, num_replicas=replicas), hosts(*slots))
     assert found == (expected[0], tuple(hosts(*slots)[: expected[1]]))
 
@@ -35,15 +35,15 @@ def test_replicas_divide_evenly_among_fewer_instances():
     assert fit(job(num_instances=5, num_replicas=10), hosts(4)) == (2, tuple(hosts(4)))
 
 
-def test_fewer_than_wanted_are_none():
+def test_fewer_instances_than_the_minimum_do_not_fit():
     assert fit(job(num_instances=4, num_replicas=4, min_instances=2), hosts(1)) is None
 
 
-def test_no_host_takes_none():
+def test_no_instances_fit_without_hosts():
     assert fit(job(num_instances=4, num_replicas=4), []) is None
 
 
-def test_what_settings_say_about_instances_that_are_left_out_is_dropped():
+def test_settings_of_omitted_instances_are_dropped():
     faults = ("kill:instance=0", "kill:instance=3")
     wanted = job(num_instances=4, num_replicas=4, inject=faults, only_output_from_instance=3, min_instances=2)
     fewer = with_instances(wanted, 2)
@@ -55,6 +55,6 @@ def test_what_settings_say_about_instances_that_are_left_out_is_dropped():
 @pytest.mark.parametrize(
     ("first_s", "pauses"), [(0.5, [0.5, 1, 2, 4]), (0, [0, 0]), (100, [100, 200, 300, 300]), (400, [400, 400])]
 )
-def test_the_pause_doubles_up_to_five_minutes_or_the_first_one(first_s, pauses):
+def test_the_pause_doubles_up_to_five_minutes_or_the_first_pause(first_s, pauses):
     assert [pause_s(first_s, made) for made in range(len(pauses))] == pauses
     assert pause_s(first_s, 2**31) == (0 if first_s == 0 else max(first_s, 300))

@@ -1,4 +1,4 @@
-"""Which key is installed, and what a host does with it; this machine plays the host."""
+"""The choice of an ssh key and its installation; this machine plays the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestTarget:
     FILES = "userknownhostsfile /u1 /u2\nglobalknownhostsfile /g\n"
 
     @pytest.mark.parametrize(("port", "name"), [(22, "node1.cluster"), (2222, "[node1.cluster]:2222")])
-    def test_a_host_is_known_by_the_name_that_the_configuration_gives_it(self, port, name):
+    def test_a_host_is_known_by_the_name_in_the_ssh_configuration(self, port, name):
         assert read_target(self.SAID.format(port=port) + self.FILES) == Target(
             name, ("/u1", "/u2", "/g"), ("~/.ssh/a", "~/.ssh/b")
         )
@@ -36,7 +36,7 @@ class TestTarget:
 
 
 class TestKey:
-    def test_lines_that_are_no_keys_are_left_out(self):
+    def test_lines_without_keys_are_ignored(self):
         assert read_keys(f"{ED}\nThe agent has no identities.\n\nssh-rsa\nsk-ssh-ed25519@openssh.com AAAA\n") == [
             ED,
             "sk-ssh-ed25519@openssh.com AAAA",
@@ -48,11 +48,11 @@ class TestKey:
             ([], [], None),
             ([], [RSA, ED], RSA),
             ([OTHER], [], OTHER),
-            ([OTHER, ED], [RSA, ED], ED),  # with an agent this one needs no passphrase
+            ([OTHER, ED], [RSA, ED], ED),  # the agent makes this key work without a passphrase
             ([OTHER], [RSA], OTHER),
         ],
     )
-    def test_the_one_that_ssh_will_use_without_a_passphrase(self, agent, files, key):
+    def test_a_key_that_ssh_uses_without_a_passphrase_is_chosen(self, agent, files, key):
         assert choose_key(agent, files) == key
 
 
@@ -75,29 +75,29 @@ class TestHome:
         (tmp_path / ".ssh").mkdir()
         return tmp_path / ".ssh" / "known_hosts"
 
-    def test_a_key_is_added_once_and_only_its_owner_can_read(self, tell, allowed):
+    def test_a_key_is_added_once_and_is_readable_only_by_its_owner(self, tell, allowed):
         assert [tell(allow_script(ED)), tell(allow_script(ED))] == [1, 0]
         assert allowed.read_text() == f"{ED}\n"
         assert allowed.stat().st_mode & 0o777 == 0o600
         assert allowed.parent.stat().st_mode & 0o777 == 0o700
 
-    def test_what_is_there_stays_though_its_line_end_is_missing(self, tell, allowed):
+    def test_existing_keys_stay_if_their_last_line_end_is_missing(self, tell, allowed):
         allowed.parent.mkdir()
         allowed.write_text(RSA)
         assert tell(allow_script(ED)) == 1
         assert allowed.read_text() == f"{RSA}\n{ED}\n"
 
-    def test_a_key_with_restrictions_is_not_given_more_rights(self, tell, allowed):
+    def test_a_key_with_restrictions_gets_no_more_rights(self, tell, allowed):
         allowed.parent.mkdir()
         allowed.write_text(f'command="true" {ED}\n')
         assert tell(allow_script(ED)) == 0
 
-    def test_a_key_that_was_commented_out_is_added(self, tell, allowed):
+    def test_a_commented_out_key_is_added(self, tell, allowed):
         allowed.parent.mkdir()
         allowed.write_text(f" # {ED}\n")
         assert tell(allow_script(ED)) == 1
 
-    def test_a_comment_does_no_harm(self, tell, allowed, tmp_path):
+    def test_quotes_in_a_key_comment_do_no_harm(self, tell, allowed, tmp_path):
         assert tell(allow_script(ED + "'; touch $HOME/harm; '")) == 1
         assert not (tmp_path / "harm").exists()
 
@@ -106,7 +106,7 @@ class TestHome:
         assert [tell(script), tell(script)] == [2, 0]
         assert known.read_text() == "h1 ssh-ed25519 AAAA1\n[h2]:2222 ssh-ed25519 AAAA2\n"
 
-    def test_host_keys_that_are_there_in_another_form_are_left(self, tell, known, tmp_path):
+    def test_host_keys_known_in_another_form_are_not_added(self, tell, known, tmp_path):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
         key = " ".join((tmp_path / "key.pub").read_text().split()[:2])
         known.write_text(f"h1,10.0.0.1 {key}\n")
@@ -116,7 +116,7 @@ class TestHome:
         assert tell(introduce_script([("h1", key)])) == 0
 
 
-def test_authorities_and_revoked_keys_are_not_handed_on():
+def test_certificate_authorities_and_revoked_keys_are_not_passed_on():
     refused = "@revoked h1 ssh-rsa B\n@cert-authority * ssh-rsa C\n"
     assert read_known_hosts(f"# Host h1 found: line 1\nh1,10.0.0.1 ssh-rsa AAAA comment\n{refused}") == ["ssh-rsa AAAA"]
 
@@ -131,7 +131,7 @@ def test_authorities_and_revoked_keys_are_not_handed_on():
         (1, "sh: 8: cannot create .ssh/authorized_keys: Permission denied", True, "cannot change ~/.ssh there: sh: 8:"),
     ],
 )
-def test_a_host_that_does_not_take_the_key_is_explained(status, complaint, has_terminal, line):
+def test_a_host_that_refuses_the_key_is_explained(status, complaint, has_terminal, line):
     found = fault_of("h1", CommandResult(status, "", complaint, 1.0), 2.5, has_terminal)
     assert found.startswith("host h1: ")
     assert line in found

@@ -1,4 +1,4 @@
-"""A terminal shows what a job does that has not shown anything yet."""
+"""The status line in a terminal for a job that has not shown anything yet."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMPILES = "no step is completed yet: the program loads data or compiles (61 s)"
     ],
     ids=["soon", "none is there", "one is there", "no record is kept", "compiling", "a step is made", "one has ended"],
 )
-def test_it_says_what_a_job_does_until_its_first_step(facts, since_s, text):
+def test_the_status_describes_the_job_until_its_first_step(facts, since_s, text):
     assert status_text(facts, 2, since_s) == text
 
 
@@ -54,7 +54,7 @@ def test_it_says_what_a_job_does_until_its_first_step(facts, since_s, text):
         (Level.WARN, {}, False),
     ],
 )
-def test_who_wants_it(level, environ, is_wanted):
+def test_the_status_is_shown_on_capable_terminals_unless_only_errors_are(level, environ, is_wanted):
     assert wants_status(level, environ) is is_wanted
 
 
@@ -71,7 +71,7 @@ def terminal():
 
 
 def expect(ours: int, shown: bytes) -> None:
-    """Read so much, in however many pieces it comes."""
+    """Read exactly these bytes, in any number of pieces."""
     taken = b""
     while len(taken) < len(shown):
         taken += os.read(ours, len(shown) - len(taken))
@@ -79,7 +79,7 @@ def expect(ours: int, shown: bytes) -> None:
 
 
 class TestDrawing:
-    def test_it_is_replaced_and_erased_and_never_wider_than_the_terminal(self, terminal):
+    def test_the_status_is_replaced_and_erased_and_fits_the_terminal(self, terminal):
         ours, theirs = terminal
         sink = OutputStream(theirs)
         for text in ("one", "one", "x" * 50, "", ""):
@@ -87,19 +87,19 @@ class TestDrawing:
         expect(ours, ERASED + b"one" + ERASED + b"x" * 19 + ERASED)
         sink.close()
 
-    def test_whatever_is_written_erases_it(self, terminal):
+    def test_any_other_output_erases_the_status(self, terminal):
         ours, theirs = terminal
         sink = OutputStream(theirs)
         sink.show_status("one")
         sink.write_own(b"own\n")
         sink.show_status("two")
         sink.write_tagged(b"[a]", b"text")
-        sink.show_status("three")  # not into the line of another one
+        sink.show_status("three")  # not in the line of other output
         sink.write_tagged(b"[a]", b" ends\n")
         expect(ours, ERASED + b"one" + ERASED + b"own\n" + ERASED + b"two" + ERASED + b"[a]text ends\n")
         sink.close()
 
-    def test_a_pipe_never_gets_it(self):
+    def test_a_pipe_never_gets_the_status(self):
         reader, writer = os.pipe()
         sink = OutputStream(writer)
         sink.show_status("one")
@@ -109,7 +109,7 @@ class TestDrawing:
         os.close(reader)
         os.close(writer)
 
-    def test_it_does_not_come_back_once_the_job_has_shown_something(self, terminal):
+    def test_the_status_does_not_return_after_the_job_has_shown_output(self, terminal):
         ours, theirs = terminal
         saved = os.dup(2)
         os.dup2(theirs, 2)

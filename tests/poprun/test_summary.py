@@ -1,4 +1,4 @@
-"""What is said about a job when it is over: numbers, lines, and the file."""
+"""The summary of a finished job: numbers, lines, and the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAILED = JobEnd(137, False, Verdict(1, 137, ("instance 1 was killed", "more")))
 
 
 def made(waited_s: float = 0.0, steps: int = 101, seconds: float = 10.0, samples: int = 32) -> Made:
-    """Steps of which the first is not timed."""
+    """Return the record of `steps` steps; the first one is not timed."""
     timed = steps - 1
     return Made(steps, steps * samples, timed, timed * samples, 5.0, 5.0 + seconds, waited_s, 0.25)
 
@@ -43,28 +43,28 @@ def attempt(*all_made: Made, ended: JobEnd = GOOD, losses: tuple[str, ...] = ())
 
 
 class TestNumbers:
-    def test_steps_are_those_of_one_instance_and_samples_those_of_all(self):
+    def test_steps_count_one_instance_and_samples_count_all(self):
         totals = add_up([attempt(made(), made())])
         assert (totals.steps, totals.samples) == (101, 2 * 101 * 32)
         assert totals.steps_per_s == pytest.approx(10.0)
         assert totals.samples_per_s == pytest.approx(640.0)
 
-    def test_the_share_of_waiting_is_that_of_the_time_of_all_instances(self):
+    def test_the_waiting_share_is_relative_to_the_time_of_all_instances(self):
         assert add_up([attempt(made(1.0), made(3.0))]).waiting_share == pytest.approx(0.2)
 
-    def test_the_slowest_is_the_one_for_which_the_others_wait(self):
+    def test_the_slowest_instance_is_the_one_that_waits_least(self):
         slowest = add_up([attempt(made(4.0), made(0.5), made(3.0))]).slowest
         assert slowest == Slowest(1, "node0", pytest.approx(0.05), pytest.approx(0.35))
 
     @pytest.mark.parametrize("count", [1, 2, 3, 4])
-    def test_nobody_is_the_slowest_where_all_wait_alike(self, count):
+    def test_no_instance_is_slowest_if_all_wait_alike(self, count):
         waits = [10.0 * (0.1 + 0.9 * LEAST_DIFFERENCE * each / count) for each in range(count)]
         assert add_up([attempt(*map(made, waits))]).slowest is None
 
-    def test_one_that_was_lost_early_is_not_compared(self):
+    def test_an_instance_lost_early_is_not_compared(self):
         assert add_up([attempt(made(4.0), made(0.0, steps=10, seconds=1.0), made(4.0))]).slowest is None
 
-    def test_before_two_steps_there_are_no_rates(self):
+    def test_rates_need_two_steps(self):
         totals = add_up([attempt(Made(1, 32, 0, 0, 5.0, 5.0), Made(1, 32, 0, 0, 5.0, 5.0))])
         assert (totals.steps, totals.steps_per_s, totals.waiting_share, totals.slowest) == (1, None, None, None)
 
@@ -76,12 +76,12 @@ class TestNumbers:
         assert totals.waiting_share == pytest.approx(2 / 40)
         assert totals.survived == ((0, "restart", "instance 1 was killed"),)
 
-    def test_what_ends_the_job_is_not_survived(self):
+    def test_the_fault_that_ends_the_job_is_not_survived(self):
         assert add_up([attempt(made(), ended=FAILED, losses=("lost",))]).survived == ((0, "shrink", "lost"),)
 
 
 class TestLines:
-    def test_three_of_them_say_how_it_was(self):
+    def test_a_training_job_gets_three_lines(self):
         first = attempt(made(4.0), made(0.5), losses=("instance 2 was killed",))
         first = replace(first, facts=(*first.facts[:1], replace(first.facts[1], peak_memory_bytes=2000 * MIB)))
         assert summary_lines([first], 65.4) == [
@@ -91,17 +91,17 @@ class TestLines:
             "summary: peak memory 100 MiB (instance 0), 2.0 GiB (instance 1)",
         ]
 
-    def test_of_a_program_that_makes_no_steps_they_say_duration_and_memory(self):
+    def test_a_program_without_steps_gets_duration_and_memory(self):
         assert summary_lines([attempt(Made(), Made())], 0.42) == [
             "summary: 2 instances ran for 0.4 s",
             "summary: peak memory 100 MiB (instances 0-1)",
         ]
 
-    def test_of_a_job_that_never_started_one_says_so(self):
+    def test_a_job_that_never_started_gets_one_line(self):
         never = Attempt((Facts(0),), 1.0, FAILED)
         assert summary_lines([never], 1.0) == ["summary: 1 instance ran for 1.0 s"]
 
-    def test_sums_over_attempts_are_called_that(self):
+    def test_sums_over_attempts_are_marked_as_such(self):
         lines = summary_lines([attempt(made(), ended=FAILED), attempt(made())], 7300.0)
         assert lines[0] == (
             "summary: 1 instance ran for 2 h 1 min in 2 attempts; 202 steps (of all attempts), 10.0 steps/s, "
@@ -109,12 +109,12 @@ class TestLines:
         )
         assert lines[1].endswith("; survived 1 fault")
 
-    def test_of_many_instances_the_memory_is_a_range(self):
+    def test_the_memory_of_many_instances_is_shown_as_a_range(self):
         many = Attempt(tuple(facts(each, made(), peak_mib=100 + each) for each in range(64)), 1.0, GOOD)
         assert summary_lines([many], 1.0)[2] == "summary: peak memory 100 MiB to 163 MiB, the highest in instance 63"
 
 
-class TestWhatIsAsked:
+class TestSummaryOption:
     @pytest.mark.parametrize(
         ("text", "asked"),
         [
@@ -125,11 +125,11 @@ class TestWhatIsAsked:
             ("json:a:b.json", SummaryAsked(file="a:b.json")),
         ],
     )
-    def test_is_read(self, text, asked):
+    def test_the_option_is_read(self, text, asked):
         assert SummaryAsked.read(text) == asked
 
     @pytest.mark.parametrize("text", ["json", "json:", "out.json", "maybe"])
-    def test_anything_else_is_refused_with_the_settings(self, text):
+    def test_an_invalid_value_is_refused_with_the_settings(self, text):
         with pytest.raises(UsageError, match=f"--summary is '{text}'; use yes, no or json:FILE"):
             settings_from(CommandLine({"summary": text}, ("p",)))
 
@@ -145,14 +145,14 @@ class TestWhatIsAsked:
             (SummaryAsked(file="f"), True, Level.WARN, "xterm", True),
         ],
     )
-    def test_lines_are_shown_where_somebody_looks_unless_the_user_says_so(self, asked, is_terminal, level, term, shows):
+    def test_lines_are_shown_on_a_terminal_unless_the_user_decides(self, asked, is_terminal, level, term, shows):
         assert asked.shows_lines(is_terminal, level, {"TERM": term}) is shows
 
 
 class TestFile:
     WHOLE = {"program": ["python", "train-\udcff.py"], "began_at_s": 1.7e9, "duration_s": 20.0, "exit_status": 0}
 
-    def test_has_all_attempts_and_instances(self, tmp_path: Path):
+    def test_the_file_has_all_attempts_and_instances(self, tmp_path: Path):
         last = replace(facts(1, made(0.5), host="node1"), ending=None, is_given_up=True)
         attempts = [attempt(made(4.0), ended=FAILED), Attempt((facts(0, made(4.0)), last), 8.0, GOOD, ("lost",))]
         file = tmp_path / "job.json"
@@ -172,26 +172,26 @@ class TestFile:
         assert second["peak_memory_bytes"] == 100 * MIB
         assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 
-    def test_a_loss_that_is_no_number_is_left_out_as_json_has_none(self, tmp_path: Path):
+    def test_a_loss_that_is_nan_becomes_null(self, tmp_path: Path):
         file = tmp_path / "job.json"
         write_summary(str(file), describe_job(self.WHOLE, [attempt(replace(made(), loss=math.nan))]))
         assert json.loads(file.read_text())["attempts"][0]["instances"][0]["loss"] is None
 
-    def test_that_of_an_earlier_job_is_taken_away_and_folders_are_made(self, tmp_path: Path):
+    def test_an_earlier_file_is_removed_and_missing_folders_are_made(self, tmp_path: Path):
         file = tmp_path / "new" / "job.json"
         make_room(str(file))
         file.write_text("old")
         make_room(str(file))
         assert list(file.parent.iterdir()) == []
 
-    def test_a_file_that_cannot_be_is_refused_before_the_job(self, tmp_path: Path):
+    def test_an_impossible_file_is_refused_before_the_job(self, tmp_path: Path):
         with pytest.raises(UsageError, match="cannot be written: it is a folder; name another file"):
             make_room(str(tmp_path))
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match="name another file"):
             make_room(str(tmp_path / "file" / "job.json"))
 
-    def test_the_page_names_every_key(self):
+    def test_the_page_documents_every_key(self):
         """The documentation is the contract of the file."""
         page = page_text("summary_json.md")
         described = describe_job(self.WHOLE, [attempt(made(4.0), made(0.5), ended=FAILED), attempt(made())])
@@ -201,8 +201,8 @@ class TestFile:
         assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 
 
-class TestAJobThatIsPlayed:
-    """What the machine of a job knows at its end is what the summary says."""
+class TestSummaryOfASimulatedJob:
+    """The summary agrees with the final state of the job machine."""
 
     def job(self, **across) -> Script:
         script = Script(3, **across)
@@ -215,7 +215,7 @@ class TestAJobThatIsPlayed:
     def attempt(self, script: Script) -> Attempt:
         return Attempt(tuple(script.machine.facts), script.now_s - BEGIN_S, script.ended, tuple(script.machine.losses))
 
-    def test_well(self):
+    def test_a_job_that_ends_well_is_summarised(self):
         script = self.job()
         for index in range(3):
             script.end(30.0, index, exited())
@@ -224,7 +224,7 @@ class TestAJobThatIsPlayed:
         assert totals.slowest is not None
         assert (totals.steps, totals.slowest.instance, totals.survived) == (101, 0, ())
 
-    def test_without_one_of_its_instances(self):
+    def test_a_survived_loss_is_listed(self):
         script = self.job(least=1)
         script.end(5.0, 2, killed())
         for index in range(2):
@@ -236,7 +236,7 @@ class TestAJobThatIsPlayed:
         assert line.startswith("instance 2 on host node0 (pid 102) was killed by SIGKILL")
         assert (attempt.failure, attempt.ended.exit_status, attempt.facts[2].is_given_up) == ("", 0, True)
 
-    def test_ended_by_the_user(self):
+    def test_an_end_by_the_user_is_the_failure(self):
         script = self.job()
         for each in script.instances:
             each.after_signal = (0.1, killed(signal.SIGINT))
@@ -247,7 +247,7 @@ class TestAJobThatIsPlayed:
         assert add_up([attempt]).steps == 101
         assert add_up([attempt]).survived == ()
 
-    def test_that_lost_a_host_says_what_was_known_last(self):
+    def test_the_last_known_numbers_of_a_lost_host_are_kept(self):
         script = self.job(others=("node1",), interface="10.0.0.1")
         script.lose(5.0, 2, fault="Connection timed out")
         script.run()

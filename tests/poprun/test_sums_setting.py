@@ -1,4 +1,4 @@
-"""Which flags of XLA poprun gives the programs of a job."""
+"""The flags of XLA that poprun gives the programs of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from poprun.launch.variables import find_jaxlib, sums_setting
 
 @pytest.fixture
 def wrong_jaxlib(tmp_path):
-    """Variables with which a program finds a jaxlib that adds up wrongly."""
+    """Provide variables that let a program find a jaxlib with wrong sums."""
     return with_jaxlib(tmp_path, "0.10.2")
 
 
@@ -29,12 +29,12 @@ def job(program: str = sys.executable, **options: object) -> LaunchSettings:
     return LaunchSettings(program=(program, "train.py"), **options)
 
 
-def test_programs_of_our_own_python_get_what_their_jaxlib_needs(wrong_jaxlib):
+def test_programs_of_the_same_python_get_the_flags_of_their_jaxlib(wrong_jaxlib):
     assert sums_setting(job(), wrong_jaxlib) == {"XLA_FLAGS": WITHOUT_SUMS}
     assert plan_launch(job(), wrong_jaxlib).extra["XLA_FLAGS"] == WITHOUT_SUMS
 
 
-def test_flags_of_the_user_stay_on_all_hosts(wrong_jaxlib):
+def test_flags_of_the_user_are_kept_on_all_hosts(wrong_jaxlib):
     environ = wrong_jaxlib | {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
     settings = job(host=("a,b",), num_instances=2, num_replicas=2, dry_run=True)
     launch = plan_launch(settings, environ)
@@ -43,20 +43,20 @@ def test_flags_of_the_user_stay_on_all_hosts(wrong_jaxlib):
 
 
 @pytest.mark.parametrize("version", ["0.10.1", "99.0"])
-def test_a_jaxlib_that_is_right_or_unknown_gets_nothing(tmp_path, version):
+def test_a_correct_or_unknown_jaxlib_gets_no_flags(tmp_path, version):
     assert sums_setting(job(), with_jaxlib(tmp_path, version)) == {}
 
 
 @pytest.mark.parametrize("program", ["echo", "/only/there"])
-def test_other_programs_get_nothing(wrong_jaxlib, program):
+def test_other_programs_get_no_flags(wrong_jaxlib, program):
     assert sums_setting(job(program), wrong_jaxlib) == {}
 
 
-def test_what_the_user_exports_counts(wrong_jaxlib):
+def test_flags_that_the_user_exports_are_kept(wrong_jaxlib):
     assert sums_setting(job(mpi_local_args=("-x", "XLA_FLAGS=--a")), wrong_jaxlib) == {}
 
 
-def test_the_first_jaxlib_counts(tmp_path):
+def test_the_first_jaxlib_on_the_path_counts(tmp_path):
     for version in ("0.9.0.1", "0.11.2"):
         (tmp_path / version).mkdir()
         with_jaxlib(tmp_path / version, version)

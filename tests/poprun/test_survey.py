@@ -1,4 +1,4 @@
-"""Asking hosts, with this machine as the host and other programs in place of ssh."""
+"""The survey of hosts, with this machine as the host and other programs in place of ssh."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from poprun.hosts.survey import LONGEST_AGE_S, SurveyCache, cache_folder, limit_
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
 
 LIMIT_S = 60.0
-"""Of surveys that end by themselves; the machines that run tests may be busy."""
+"""The limit for surveys that end by themselves; test machines may be busy."""
 
 LOCAL = ("sh", "-c", 'eval "$3"', "ssh")
-"""In place of ssh: runs the command here, whatever the host; the words are `--`, the host, the command."""
+"""A replacement for ssh: it runs the command here; its words are `--`, the host and the command."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def question() -> HostQuestion:
 
 
 def pretend(text: str) -> tuple[str, ...]:
-    """In place of ssh: a shell program."""
+    """Return a shell program in place of ssh."""
     return ("sh", "-c", text, "ssh")
 
 
@@ -51,7 +51,7 @@ def facts(question: HostQuestion) -> HostFacts:
     return found
 
 
-def test_a_host_says_what_it_is(facts):
+def test_a_host_reports_its_facts(facts):
     assert (facts.host, facts.name, facts.program) == ("far", this_host(), sys.executable)
     assert facts.cores == usable_cores()
     assert facts.versions["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -61,13 +61,13 @@ def test_a_host_says_what_it_is(facts):
     assert "127.0.0.1" in [each.address for each in facts.interfaces]
 
 
-def test_this_machine_is_asked_without_ssh(question):
+def test_the_local_machine_is_asked_without_ssh(question):
     facts = survey([this_host(), "localhost"], question, ("false",), LIMIT_S)
     assert all(isinstance(each, HostFacts) for each in facts.values())
     assert list(facts) == [this_host(), "localhost"]
 
 
-def test_what_a_login_shell_prints_does_no_harm(question):
+def test_text_from_a_login_shell_does_no_harm(question):
     noisy = pretend('echo Welcome; echo "No mail." >&2; eval "$3"; echo Bye')
     assert isinstance(survey(["far"], question, noisy, LIMIT_S)["far"], HostFacts)
 
@@ -81,7 +81,7 @@ def test_what_a_login_shell_prints_does_no_harm(question):
     ],
     ids=["more", "less", "other"],
 )
-def test_a_host_runs_no_other_text_than_ours(question, in_between, said):
+def test_a_host_runs_only_the_unchanged_survey_script(question, in_between, said):
     fault = fault_of(question, pretend(in_between))
     assert said in fault.fact
     assert "standard input did not bring the program of poprun" in fault.fact
@@ -106,7 +106,7 @@ def test_a_host_without_the_interpreter_is_named(question):
         ("kex_exchange_identification: read: Connection reset by peer", "try `ssh far true` by hand"),
     ],
 )
-def test_the_words_of_ssh_are_passed_on_with_advice(question, complaint, way_out):
+def test_the_message_of_ssh_is_passed_on_with_advice(question, complaint, way_out):
     failing = pretend(f'echo "Warning: something" >&2; echo "{complaint}" >&2; exit 255')
     fault = fault_of(question, failing)
     assert fault.fact == complaint
@@ -114,25 +114,25 @@ def test_the_words_of_ssh_are_passed_on_with_advice(question, complaint, way_out
     assert fault.way_out == way_out_of(complaint, "far")
 
 
-def test_a_changed_host_key_is_not_to_be_trusted_anew(question):
+def test_a_changed_host_key_gets_its_own_advice(question):
     changed = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nIt may be.\nHost key verification failed."
     fault = fault_of(question, pretend(f"echo '{changed}' >&2; exit 255"))
     assert fault.fact == "Host key verification failed."
     assert fault.way_out.startswith("if far was set up anew: `ssh-keygen -R far`")
 
 
-def test_the_last_words_of_ssh_are_the_reason():
+def test_the_last_message_of_ssh_is_the_reason():
     said = "Permission denied, try again.\nssh: connect to host far port 22: Connection refused\nrsync error: 255"
     assert way_out_of(said, "far").startswith("start sshd there")
 
 
-def test_an_answer_that_makes_no_sense_is_a_fault(question):
+def test_an_invalid_answer_is_a_fault(question):
     fault = survey(["far"], question, pretend('echo "poprun-survey {}"'), LIMIT_S)["far"]
     assert fault == HostFault("far", "gave no answer, exit status 0", "check that `ssh far echo ok` prints ok")
 
 
-def test_who_is_late_is_a_fault(question, tmp_path, monkeypatch):
-    """The limit is over when the program has started, however long that takes here."""
+def test_a_late_answer_is_a_fault(question, tmp_path, monkeypatch):
+    """The fake limit expires when the program has started, so load does not matter."""
     started = tmp_path / "started"
     clock = SimpleNamespace(monotonic=lambda: 9.0 * started.exists(), sleep=time.sleep)
     monkeypatch.setattr("poprun.hosts.ssh.time", clock)
@@ -141,8 +141,8 @@ def test_who_is_late_is_a_fault(question, tmp_path, monkeypatch):
     assert "POPRUN_CHECK_TIMEOUT_S" in fault.way_out
 
 
-def test_a_host_that_takes_long_is_waited_for_and_named_meanwhile(question, tmp_path, monkeypatch, capfd):
-    """It answers when somebody has looked at the clock ten times after it was late."""
+def test_a_slow_host_is_named_while_it_is_waited_for(question, tmp_path, monkeypatch, capfd):
+    """The host answers after poprun has looked at the clock ten times past the notice."""
     started, seen = tmp_path / "started", tmp_path / "seen"
     looks = iter(range(10))
 
@@ -164,7 +164,7 @@ def test_a_host_that_takes_long_is_waited_for_and_named_meanwhile(question, tmp_
 
 
 def test_a_process_that_ssh_leaves_behind_is_not_waited_for(question, tmp_path):
-    """As a master for later connections, which holds standard error open: this one ends after the answer."""
+    """A connection master of ssh holds standard error open; this one ends after the answer."""
     answered = tmp_path / "answered"
     leaving = pretend(f'until [ -e {answered} ]; do sleep 0.05; done >/dev/null </dev/null & eval "$3"')
     try:
@@ -174,30 +174,30 @@ def test_a_process_that_ssh_leaves_behind_is_not_waited_for(question, tmp_path):
 
 
 def test_hosts_are_asked_at_the_same_time(question, tmp_path):
-    """Each waits until the other has started."""
+    """Each host waits until the other has started."""
     wait = f"touch {tmp_path}/$2; until [ -e {tmp_path}/a ] && [ -e {tmp_path}/b ]; do sleep 0.01; done; "
     facts = survey(["a", "b"], question, pretend(wait + 'eval "$3"'), LIMIT_S)
     assert all(isinstance(each, HostFacts) for each in facts.values())
 
 
-def test_no_host_can_be_an_option_of_ssh():
+def test_a_host_name_is_never_taken_for_an_ssh_option():
     assert remote_words(["ssh"], "-oProxyCommand=x", ["a b"]) == ["ssh", "--", "-oProxyCommand=x", "'a b'"]
 
 
-def test_ssh_knows_what_an_alias_stands_for():
+def test_ssh_resolves_an_alias():
     assert name_behind("far", pretend("echo user me; echo hostname 192.0.2.7; echo port 22")) == "192.0.2.7"
     assert name_behind("far", pretend("exit 255")) == "far"
     assert name_behind("far", ("/no/ssh",)) == "far"
 
 
-def test_the_users_arguments_come_first_because_they_win():
+def test_the_user_s_ssh_arguments_come_first():
     words = ssh_words({"POPRUN_SSH_ARGS": "-F 'my config' -o ConnectTimeout=9"})
     assert words[:5] == ("ssh", "-F", "my config", "-o", "ConnectTimeout=9")
     assert "BatchMode=yes" in words
     assert "ConnectTimeout=5" in words
 
 
-def test_arguments_with_an_open_quote_are_refused():
+def test_ssh_arguments_with_an_open_quote_are_refused():
     with pytest.raises(
         UsageError, match="POPRUN_SSH_ARGS cannot be split into words as in a shell: No closing quot.*check"
     ):
@@ -205,24 +205,24 @@ def test_arguments_with_an_open_quote_are_refused():
 
 
 @pytest.mark.parametrize(("text", "limit_s"), [("", 20), ("7", 7.0), ("0", 20), ("soon", 20), ("inf", 20)])
-def test_the_limit_can_be_set(text, limit_s):
+def test_the_limit_is_read_from_the_environment(text, limit_s):
     assert limit_from({"POPRUN_CHECK_TIMEOUT_S": text}) == limit_s
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.1.1", this_host()])
-def test_names_of_this_machine(name):
+def test_names_of_the_local_machine_are_recognised(name):
     assert is_this_machine(name)
     assert not is_this_machine(f"not-{name}")
 
 
-def test_the_user_s_own_login_is_not_taken_for_ours(question, monkeypatch):
+def test_the_users_own_ssh_login_is_ignored(question, monkeypatch):
     monkeypatch.setenv("SSH_CONNECTION", "192.0.2.1 50000 192.0.2.2 22")
     facts = survey([this_host()], question, ("false",), LIMIT_S)[this_host()]
     assert isinstance(facts, HostFacts)
     assert facts.reached_at == ""
 
 
-def test_the_script_sees_the_cores_that_poprun_sees():
+def test_the_script_finds_the_usable_cores():
     assert tuple(Core(*each) for each in survey_script.cores()) == usable_cores()
 
 
@@ -237,7 +237,7 @@ def test_the_script_sees_the_cores_that_poprun_sees():
         ("bin/none", ("", "missing")),
     ],
 )
-def test_a_program_is_looked_up_as_a_shell_does(tmp_path, program, found):
+def test_a_program_is_looked_up_as_in_a_shell(tmp_path, program, found):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "run").touch(mode=0o755)
     (tmp_path / "bin" / "data").touch(mode=0o644)
@@ -245,7 +245,7 @@ def test_a_program_is_looked_up_as_a_shell_does(tmp_path, program, found):
     assert survey_script.find_program(program, f"/none:{tmp_path}/bin", str(tmp_path)) == expected
 
 
-def test_open_mpi_from_elsewhere_tells_its_version_itself(tmp_path):
+def test_a_foreign_open_mpi_is_asked_for_its_version(tmp_path):
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'; echo; echo Report bugs\n")
     mpirun.chmod(0o755)
@@ -256,18 +256,18 @@ def test_open_mpi_from_elsewhere_tells_its_version_itself(tmp_path):
 class TestCache:
     @pytest.fixture
     def cache(self, question, facts, tmp_path):
-        """A cache that has the facts of one host, in a folder beside other things."""
+        """Provide a cache that has the facts of one host, in a folder beside other things."""
         cache = SurveyCache(tmp_path / "a", question, LOCAL, "stamp")
         cache.store(facts)
         return cache
 
     @pytest.fixture
     def kept(self, cache, tmp_path):
-        """Its only file."""
+        """Provide the only file of the cache."""
         (kept,) = (tmp_path / "a").iterdir()
         return kept
 
-    def test_what_was_kept_comes_back(self, question, facts, tmp_path):
+    def test_stored_facts_are_loaded(self, question, facts, tmp_path):
         cache = SurveyCache(tmp_path / "a" / "b", question, LOCAL, "stamp")
         assert cache.load("far") is None
         cache.store(facts)
@@ -276,7 +276,7 @@ class TestCache:
         assert os.stat(tmp_path / "a" / "b").st_mode & 0o777 == 0o700
 
     @pytest.mark.usefixtures("cache")
-    def test_another_question_has_another_answer(self, question, tmp_path):
+    def test_another_question_has_no_cached_answer(self, question, tmp_path):
         for other in (
             SurveyCache(tmp_path / "a", replace(question, program="other"), LOCAL, "stamp"),
             SurveyCache(tmp_path / "a", question, ("ssh",), "stamp"),
@@ -284,7 +284,7 @@ class TestCache:
         ):
             assert other.load("far") is None
 
-    def test_it_is_forgotten_after_some_minutes(self, cache, kept, facts):
+    def test_facts_expire_after_some_minutes(self, cache, kept, facts):
         old_s = time.time() - LONGEST_AGE_S - 1
         os.utime(kept, (old_s, old_s))
         assert cache.load("far") is None
@@ -296,10 +296,10 @@ class TestCache:
         kept.write_text(damage)
         assert cache.load("far") is None
 
-    def test_its_files_are_this_user_s_alone(self, kept):
+    def test_cache_files_are_readable_only_by_the_user(self, kept):
         assert kept.stat().st_mode & 0o777 == 0o600
 
-    def test_a_folder_to_which_others_can_write_is_neither_read_nor_added_to(self, cache, facts, tmp_path):
+    def test_a_folder_writable_by_others_is_not_used(self, cache, facts, tmp_path):
         (tmp_path / "a").chmod(0o777)
         assert cache.load("far") is None
         cache.store(replace(facts, host="near"))
@@ -309,12 +309,12 @@ class TestCache:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
     @pytest.mark.parametrize("what", ["folder", "file"])
-    def test_nothing_of_another_user_is_read(self, cache, kept, what):
+    def test_files_of_another_user_are_not_read(self, cache, kept, what):
         os.chown(kept if what == "file" else kept.parent, 65534, 65534)
         assert cache.load("far") is None
 
     @pytest.mark.parametrize("what", ["link", "pipe", "writable"])
-    def test_what_is_no_file_of_its_own_is_ignored(self, cache, kept, tmp_path, what):
+    def test_links_pipes_and_files_writable_by_others_are_ignored(self, cache, kept, tmp_path, what):
         if what == "writable":
             kept.chmod(0o666)
         else:
@@ -322,17 +322,17 @@ class TestCache:
             kept.symlink_to(tmp_path / "elsewhere") if what == "link" else os.mkfifo(kept)
         assert cache.load("far") is None
 
-    def test_a_folder_that_cannot_be_written_is_no_fault(self, question, facts, tmp_path):
+    def test_an_unwritable_folder_is_not_a_fault(self, question, facts, tmp_path):
         (tmp_path / "file").touch()
         cache = SurveyCache(tmp_path / "file" / "below", question, LOCAL, "stamp")
         cache.store(facts)
         assert cache.load("far") is None
 
-    def test_its_folder_follows_the_standard(self):
+    def test_the_cache_folder_follows_the_xdg_standard(self):
         assert cache_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/popdist-everywhere/hosts")
         assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/popdist-everywhere/hosts")
 
-    def test_what_is_installed_here_is_part_of_the_key(self, question, tmp_path):
+    def test_installed_packages_are_part_of_the_key(self, question, tmp_path):
         asked = replace(question, python_path=(str(tmp_path),))
         before = stamp_of(asked)
         assert stamp_of(asked) == before

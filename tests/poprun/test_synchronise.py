@@ -1,4 +1,4 @@
-"""What is copied to other hosts, and what their answers mean; this machine plays the hosts."""
+"""The copy of a Python environment to other hosts and their answers; this machine plays the hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ended(status, err="", out=""):
 
 
 def ask(environment, has_rsync=False):
-    """What a host, here this machine, answers."""
+    """Return the claim of a host, here this machine, and its process."""
     script = claim_script(environment, TOKEN, has_rsync)
     done = subprocess.run(["sh", "-s"], input=script, capture_output=True, text=True, timeout=60, check=False)
     return read_claim(done.stdout, environment), done
@@ -48,7 +48,7 @@ def ask(environment, has_rsync=False):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of an environment that is not there yet."""
+    """Provide the path of an environment that does not exist yet."""
     return tmp_path / "my env"
 
 
@@ -63,18 +63,18 @@ class TestEnvironment:
         (tmp_path / "venv" / "bin").mkdir(parents=True)
         return tmp_path / "venv"
 
-    def test_the_interpreter_that_a_venv_refers_to_is_needed(self, prefix):
+    def test_the_interpreter_behind_a_venv_is_needed(self, prefix):
         (prefix / "bin" / "python3").symlink_to("/usr/bin/python3")
         (prefix / "bin" / "python").symlink_to("python3")
         found = describe_environment(prefix, prefix / "bin" / "python", prefix / "lib", LIBRARY)
         assert found == PythonEnvironment((Tree(prefix),), (Path("/usr/bin/python3"), LIBRARY))
 
-    def test_an_environment_with_its_own_interpreter_needs_nothing(self, prefix):
+    def test_an_environment_with_its_own_interpreter_needs_nothing_else(self, prefix):
         (prefix / "bin" / "python").touch()
         found = describe_environment(prefix, prefix / "bin" / "python", prefix / "lib", prefix / "lib" / "python3")
         assert found.needed == ()
 
-    def test_packages_outside_are_a_tree_of_their_own(self, prefix, tmp_path):
+    def test_packages_outside_the_environment_are_a_separate_tree(self, prefix, tmp_path):
         for name in ("popdist", "poprun", "docs"):
             (tmp_path / "project" / name).mkdir(parents=True)
         found = describe_environment(prefix, prefix / "bin" / "python", tmp_path / "project", LIBRARY)
@@ -82,7 +82,7 @@ class TestEnvironment:
         assert found.folders == (prefix, tmp_path / "project" / "popdist", tmp_path / "project" / "poprun")
 
     @pytest.mark.parametrize("prefix", ["/", "/usr", "/usr/local"])
-    def test_the_python_of_the_system_is_not_copied(self, prefix):
+    def test_the_system_python_is_not_copied(self, prefix):
         with pytest.raises(PopRunError, match=f"the system's own \\({prefix}\\) and is not copied; use a virtual env"):
             describe_environment(Path(prefix), Path("/usr/bin/python3"), Path("/p"), LIBRARY)
 
@@ -94,7 +94,7 @@ class TestDigest:
         (tmp_path / "lib" / "a.py").write_text("1")
         return tmp_path
 
-    def test_what_is_not_copied_does_not_count(self, tree):
+    def test_files_that_are_not_copied_do_not_change_the_digest(self, tree):
         before = digest_tree(tree)
         (tree / "lib" / "__pycache__" / "a.pyc").touch()
         (tree / MARKER).write_text(before)
@@ -112,12 +112,12 @@ class TestDigest:
             lambda tree: (tree / "link").symlink_to("lib"),
         ],
     )
-    def test_every_change_counts(self, tree, change):
+    def test_every_change_of_a_copied_file_changes_the_digest(self, tree, change):
         before = digest_tree(tree)
         change(tree)
         assert digest_tree(tree) != before
 
-    def test_a_size_counts_where_the_time_is_the_same(self, tree):
+    def test_a_different_size_changes_the_digest_even_at_the_same_time(self, tree):
         file = tree / "lib" / "a.py"
         before, state = digest_tree(tree), file.stat()
         file.write_text("22")
@@ -126,32 +126,32 @@ class TestDigest:
 
 
 class TestClaim:
-    def test_a_folder_that_is_missing_or_empty_is_taken(self, environment, folder):
+    def test_a_missing_folder_is_claimed(self, environment, folder):
         assert ask(environment)[0] == FolderClaim(False, {folder: ""})
         assert sorted(path.name for path in folder.iterdir()) == [TOKEN, MARKER]
 
-    def test_an_empty_folder_is_taken(self, environment, folder):
+    def test_an_empty_folder_is_claimed(self, environment, folder):
         folder.mkdir()
         assert ask(environment)[0] == FolderClaim(False, {folder: ""})
 
-    def test_a_folder_that_was_taken_before_says_what_tar_has_copied(self, environment, folder):
+    def test_a_folder_claimed_before_reports_the_digest_of_the_last_tar_copy(self, environment, folder):
         folder.mkdir()
         (folder / "data").touch()
         (folder / MARKER).write_text("abc\n")
         assert ask(environment)[0] == FolderClaim(False, {folder: "abc"})
         assert (folder / MARKER).read_text() == "abc\n"
 
-    def test_rsync_forgets_what_tar_has_copied(self, environment, folder):
+    def test_rsync_discards_the_digest_of_the_last_tar_copy(self, environment, folder):
         folder.mkdir()
         (folder / MARKER).write_text("abc\n")
         claim = ask(environment, has_rsync=True)[0]
         assert (folder / MARKER).read_text() == ("" if claim.has_rsync else "abc\n")
 
-    def test_whoever_finds_the_token_shares_the_folder(self, environment, folder):
+    def test_a_folder_with_the_token_is_shared(self, environment, folder):
         ask(environment)
         assert ask(environment)[0] == FolderClaim(False, {}, shared=(folder,))
 
-    def test_a_folder_with_something_else_is_refused_and_left_as_it_is(self, environment, folder):
+    def test_a_folder_with_other_files_is_refused_and_left_unchanged(self, environment, folder):
         folder.mkdir()
         (folder / "thesis").touch()
         both = PythonEnvironment((Tree(folder.with_name("other")), *environment.trees), ())
@@ -164,11 +164,11 @@ class TestClaim:
             f"or leave out --synchronise-python-venv"
         ]
 
-    def test_a_file_in_its_place_is_refused(self, environment, folder):
+    def test_a_file_in_place_of_the_folder_is_refused(self, environment, folder):
         folder.touch()
         assert ask(environment)[0] == FolderClaim(False, {}, foreign=(folder,))
 
-    def test_what_the_environment_refers_to_must_be_there(self, environment, folder):
+    def test_files_that_the_environment_refers_to_must_exist_on_the_host(self, environment, folder):
         claim, _ = ask(PythonEnvironment(environment.trees, (Path("/"), Path("/no/python3"))))
         assert claim == FolderClaim(False, {}, missing=(Path("/no/python3"),))
         assert not folder.exists()
@@ -177,21 +177,21 @@ class TestClaim:
             "install the same Python there"
         ]
 
-    def test_a_folder_that_cannot_be_made_is_no_answer(self, environment, folder):
+    def test_a_folder_that_cannot_be_made_gives_no_claim(self, environment, folder):
         folder.parent.joinpath("file").touch()
         claim, done = ask(PythonEnvironment((Tree(folder.parent / "file" / "env"),), ()))
         assert claim is None
         assert "Not a directory" in claim_faults("h1", claim, ended(done.returncode, done.stderr), LATE)[0]
 
-    def test_a_login_shell_that_talks_does_no_harm(self):
+    def test_text_from_a_login_shell_does_no_harm(self):
         said = "Welcome mine 0\npoprun-synchronise mine 0 abc\npoprun-synchronise shared 1\npoprun-synchronise end\n"
         assert read_claim(said, ENV) == FolderClaim(False, {Path("/e"): "abc"}, shared=(Path("/p/a"),))
 
     @pytest.mark.parametrize("line", ["", "mine", "mine x", "shared 7", "foreign  ", "missing 1e9"])
-    def test_an_answer_that_our_program_did_not_give_is_none(self, line):
+    def test_an_invalid_answer_gives_no_claim(self, line):
         assert read_claim(f"poprun-synchronise {line}\npoprun-synchronise end\n", ENV) is None
 
-    def test_an_answer_without_its_end_is_none(self):
+    def test_an_answer_without_its_end_gives_no_claim(self):
         assert read_claim("poprun-synchronise mine 0\n", ENV) is None
 
     @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ class TestClaim:
             (127, "", "exit status 127; try `ssh h1 true` by hand"),
         ],
     )
-    def test_a_host_that_does_not_answer_is_explained(self, status, complaint, line):
+    def test_a_host_without_an_answer_is_explained(self, status, complaint, line):
         (found,) = claim_faults("h1", None, ended(status, complaint), LATE)
         assert found.startswith("host h1: ")
         assert line in found
 
-    def test_the_release_takes_the_token_and_notes_what_tar_has_copied(self, environment, folder):
+    def test_the_release_removes_the_token_and_records_the_digest_of_the_tar_copy(self, environment, folder):
         ask(environment)
         subprocess.run(["sh", "-s"], input=release_script([folder], TOKEN, {folder: "abc"}), text=True, check=True)
         assert [path.name for path in folder.iterdir()] == [MARKER]
@@ -223,16 +223,16 @@ class TestClaim:
 
 ODD_NAMES = ["$(touch bad)", "`touch bad`", "it's", 'a "b"', "a  b", "; touch bad;", "-x", "a\\b", "*", "$HOME", "a:b"]
 AS_SSH = ("sh", "-c", '[ "$1" != -- ] || shift; shift; exec sh -c "$*"', "ssh")
-"""Does what ssh does, without another host: joins the words after the host for a shell."""
+"""A replacement for ssh: it joins the words after the host for a shell, on this machine."""
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-class TestOddPaths:
-    """No shell on either side takes a path for anything but a path."""
+class TestUnusualPaths:
+    """Paths that a shell on either side could misread."""
 
     @pytest.fixture
     def copied(self, name, tmp_path):
-        """A copy of a folder of that name, which is beside one of the same name on the host."""
+        """Provide the path of a copy of a folder with this name, beside its twin on the host."""
         (tmp_path / "here" / name / "lib").mkdir(parents=True)
         (tmp_path / "here" / name / "lib" / name).write_text("data")
         (tmp_path / "there").mkdir()
@@ -245,7 +245,7 @@ class TestOddPaths:
         assert not (tmp_path / "bad").exists()
         return done
 
-    def test_are_claimed_and_released(self, name, copied, tmp_path):
+    def test_unusual_paths_are_claimed_and_released(self, name, copied, tmp_path):
         script = claim_script(PythonEnvironment((Tree(copied),), (Path("/"),)), TOKEN, False)
         done = self.run(["sh", "-s"], tmp_path, input=script)
         assert done.stderr == ""
@@ -255,7 +255,7 @@ class TestOddPaths:
         assert not (copied / TOKEN).exists()
 
     @pytest.mark.parametrize("way", ["rsync", "tar"])
-    def test_are_copied(self, name, way, copied, tmp_path):
+    def test_unusual_paths_are_copied(self, name, way, copied, tmp_path):
         if way == "rsync" and shutil.which("rsync") is None:
             pytest.skip("no rsync (apt-get install rsync)")
         copied.mkdir()
@@ -263,7 +263,7 @@ class TestOddPaths:
         moved = Copy("h1", Tree(copied), way == "rsync")
         command = copy_command(moved, AS_SSH)
         target, source = str(copied), str(tmp_path / "here" / "name")
-        swap = {target: source, f"{target}/": f"{source}/"}  # what would be the same path on another host
+        swap = {target: source, f"{target}/": f"{source}/"}  # on another host, both paths would be the same
         if way == "rsync":
             done = self.run([swap.get(word, word) for word in command.words], tmp_path)
         else:
@@ -274,18 +274,18 @@ class TestOddPaths:
         assert (done.returncode, done.stderr) == (0, "")
         assert (copied / "lib" / name).read_text() == "data"
 
-    def test_are_probed_and_nothing_is_left(self, name, copied, tmp_path):
+    def test_unusual_paths_are_probed_without_a_trace(self, name, copied, tmp_path):
         copied.mkdir()
         done = self.run(["sh", "-s"], tmp_path, input=probe_script(Copy("h1", Tree(copied), True), TOKEN))
         assert (done.returncode, done.stderr) == (0, "")
         assert list(copied.iterdir()) == []
 
 
-def test_the_shell_of_a_host_never_sees_a_path_of_rsyncs():
+def test_the_remote_shell_never_sees_paths_of_rsync():
     assert "s" in copy_command(Copy("h1", Tree(Path("/e")), True), ("ssh",)).words[1]
 
 
-def test_what_a_host_says_is_one_line_of_bearable_length_that_no_terminal_obeys(capfd):
+def test_text_from_a_host_is_one_short_line_without_terminal_controls(capfd):
     said = "warning\n\x1b[2Jrefused" + "x" * 100_000
     (line,) = claim_faults("h1", None, ended(1, said), LATE)
     Log().error(line)
@@ -298,21 +298,21 @@ class TestCopies:
     MINE = {Path("/e"): "", Path("/p/b"): "old"}
     DIGESTS = {Path("/e"): "new", Path("/p/b"): "old"}
 
-    def test_rsync_looks_at_everything_that_is_not_shared(self):
+    def test_rsync_compares_all_folders_that_are_not_shared(self):
         assert plan_copies("h1", FolderClaim(True, self.MINE), ENV, {}) == [
             Copy("h1", Tree(Path("/e")), True),
             Copy("h1", Tree(Path("/p"), ("b",)), True),
         ]
 
-    def test_tar_copies_what_is_different(self):
+    def test_tar_copies_folders_with_a_different_digest(self):
         assert plan_copies("h1", FolderClaim(False, self.MINE), ENV, self.DIGESTS) == [
             Copy("h1", Tree(Path("/e")), False)
         ]
 
-    def test_nothing_is_copied_where_all_is_shared(self):
+    def test_shared_folders_are_not_copied(self):
         assert plan_copies("h1", FolderClaim(True, {}, shared=ENV.folders), ENV, {}) == []
 
-    def test_rsync_removes_inside_the_folders_only(self):
+    def test_rsync_deletes_only_inside_the_folders(self):
         whole = copy_command(Copy("h1", Tree(Path("/e")), True), ("ssh", "-F", "my file")).words
         assert whole[-3:] == ("--", "/e/", "h1:/e/")
         assert whole[whole.index("-e") + 1] == "ssh -F 'my file'"
@@ -320,7 +320,7 @@ class TestCopies:
         parts = copy_command(Copy("h1", Tree(Path("/p"), ("a", "b")), True), ("ssh",)).words
         assert parts[-4:] == ("--", "/p/a", "/p/b", "h1:/p/")
 
-    def test_what_has_failed_is_named_by_its_first_known_reason(self):
+    def test_a_failed_copy_is_explained_by_its_first_known_reason(self):
         said = (
             'rsync: [receiver] write failed on "/e/x": No space left on device (28)\n'
             "rsync error: error in file IO (code 11) at receiver.c(381)\n"
@@ -338,11 +338,11 @@ class TestCopies:
         assert has_lost_reason(copy, ended(11, said)) == (not reason)
         assert not has_lost_reason(copy, ended(12, said))
 
-    def test_files_that_vanish_meanwhile_are_no_failure(self):
+    def test_files_that_vanish_during_the_copy_are_not_a_failure(self):
         assert copy_fault(Copy("h1", Tree(Path("/e")), True), ended(24), LATE) is None
         assert copy_fault(Copy("h1", Tree(Path("/e")), False), ended(24), LATE) is not None
 
-    def test_what_was_copied_is_counted(self):
+    def test_copied_files_are_counted(self):
         copy = Copy("h1", Tree(Path("/p"), ("a", "b")), True)
         said = "Number of regular files transferred: 1,234\nTotal transferred file size: 5,678,901 bytes\n"
         assert describe_copy(copy, ended(0, out=said)) == (
@@ -352,6 +352,6 @@ class TestCopies:
         assert describe_copy(copy, ended(0, out=said)) == "host h1: nothing has changed in /p (a, b)"
 
 
-def test_an_environment_that_cannot_be_written_here_is_refused():
+def test_an_unwritable_environment_is_refused():
     with pytest.raises(PopRunError, match=r"/proc cannot be written here \(.*\), so poprun cannot tell which hosts"):
         synchronise(["far"], PythonEnvironment((Tree(Path("/proc")),), ()), os.environ, Log())

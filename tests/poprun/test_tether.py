@@ -1,4 +1,4 @@
-"""A program that is tied to the life of the process that has started it."""
+"""A program whose life is tied to its starter's."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ os.write(1, "{} {}\\n".format(*started).encode())  # at once: the program writes
 signal.pause()
 """
 STUBBORN = "trap '' HUP TERM; setsid sleep 1000 & sh -c 'setsid sleep 1000 & wait' & echo up; wait"
-"""It and its children heed nothing; some are in sessions of their own, one soon without a parent."""
+"""The program and its children ignore signals; some have their own sessions, one soon loses its parent."""
 
 
 class Holder:
-    """A process that has started a program, and waits; `limits_s` are those after each SIGHUP.
+    """A process that has started a program and waits; `limits_s` are the waits after each SIGHUP.
 
     Attributes:
-        tether: the process between.
-        program: the program.
+        tether: The pid of the process between them.
+        program: The pid of the program.
     """
 
     def __init__(self, note: Path, words: Sequence[str], limits_s: str = "0.1,0.1") -> None:
@@ -47,7 +47,7 @@ class Holder:
         self.tether, self.program = next(map(int, line.split()) for line in lines if line != "up\n")
 
     def await_end(self) -> None:
-        """Return when whoever writes to the same pipe is gone; all do."""
+        """Return when all writers of the pipe have ended."""
         self._out.read()
         self._out.close()
         self.process.wait()
@@ -60,15 +60,15 @@ def await_note(note: Path, tether: int) -> str:
 
 
 @pytest.mark.parametrize("whom", ["holder", "group"])
-def test_when_we_are_killed_it_ends_with_all_that_it_has_started(tmp_path: Path, whom: str) -> None:
+def test_the_program_ends_with_all_its_children_when_its_starter_is_killed(tmp_path: Path, whom: str) -> None:
     holder = Holder(tmp_path / "note", ["sh", "-c", STUBBORN])
     os.kill(holder.process.pid if whom == "holder" else -holder.process.pid, signal.SIGKILL)
     holder.await_end()
     assert await_note(tmp_path / "note", holder.tether) == str(holder.program)
 
 
-def test_one_that_heeds_the_second_signal_only_ends_by_it(tmp_path: Path) -> None:
-    """As mpirun does while it starts daemons on other hosts."""
+def test_a_program_that_heeds_only_the_second_signal_ends_by_it(tmp_path: Path) -> None:
+    """mpirun does so while it starts daemons on other hosts."""
     ended = tmp_path / "ended"
     program = f"trap 'n=1$n; test $n = 11 && echo $n >{ended} && exit' HUP; echo up; while :; do sleep 0.01; done"
     holder = Holder(tmp_path / "note", ["sh", "-c", program], limits_s="2,60")
@@ -78,7 +78,7 @@ def test_one_that_heeds_the_second_signal_only_ends_by_it(tmp_path: Path) -> Non
     assert ended.read_text() == "11\n"
 
 
-def test_it_is_in_our_group_and_what_is_between_is_not(tmp_path: Path) -> None:
+def test_the_program_is_in_its_starters_process_group_and_the_tether_is_not(tmp_path: Path) -> None:
     holder = Holder(tmp_path / "note", ["sh", "-c", "echo up; exec sleep 1000"])
     assert os.getpgid(holder.program) == os.getpgid(holder.process.pid)
     assert os.getpgid(holder.tether) == holder.tether
@@ -94,15 +94,15 @@ from poprun.supervisor.mpirun import start_tethered
 tether, _ = start_tethered(sys.argv[1:], dict(os.environ), lambda: None, [], lambda pid: None)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(tether, 0)[1]))
 """
-"""A process of its own, as poprun is: other tests may have left threads of gRPC in ours, which do not bear a fork."""
+"""A separate process, as poprun is: gRPC threads of other tests in this process would not survive a fork."""
 
 
 @pytest.mark.parametrize(("program", "status"), [("exit 3", 3), ("kill -9 $$", 137), ("true", 0)])
-def test_its_exit_status_becomes_that_of_what_is_between(program: str, status: int) -> None:
+def test_the_tether_exits_with_the_status_of_the_program(program: str, status: int) -> None:
     assert subprocess.run([sys.executable, "-c", WAITING, "sh", "-c", program], check=False).returncode == status
 
 
-def test_it_finds_signals_as_we_have_them() -> None:
-    """Not blocked, as they are in what is between."""
+def test_the_program_starts_with_no_signal_blocked() -> None:
+    """The tether itself blocks signals."""
     looking = "test $(sed -n 's/SigBlk:.//p' /proc/self/status) = 0000000000000000"
     assert subprocess.run([sys.executable, "-c", WAITING, "sh", "-c", looking], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What a report must not confuse: failed collectives with matched ones, sums with the longest, means with medians."""
+"""Pairs that a report must tell apart: failed and matched collectives, sums and maxima, means and medians."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from poprun.trace.spans import COMPILE, Sort, Spans, spans_of
 
 
 def places(recording: InstanceRecording, kind: EventKind) -> np.ndarray:
-    """Where the events of a kind are."""
+    """Return the positions of the events of a kind."""
     return np.flatnonzero(recording.events["kind"] == kind)
 
 
 def with_event(recording: InstanceRecording, place: int, kind: EventKind, **more: int) -> InstanceRecording:
-    """One more event, before the one at a place and at the same time."""
+    """Insert an event before a position, at the time of its successor."""
     event = recording.events[place : place + 1].copy()
     event["kind"] = kind
     for field, value in more.items():
@@ -36,7 +36,7 @@ def with_event(recording: InstanceRecording, place: int, kind: EventKind, **more
 
 
 def later(recording: InstanceRecording, place: int, ns: int) -> InstanceRecording:
-    """The events from a place on come so much later."""
+    """Delay the events from a position on."""
     events = recording.events.copy()
     events["when_ns"][place:] += ns
     return replace(recording, events=events)
@@ -49,25 +49,25 @@ def culprit_of(made: Made):
 class TestACollectiveThatFails:
     @pytest.fixture
     def recordings(self):
-        """Instance 0 has begun that of step 3 twice, and it failed the first time."""
+        """Return recordings of an instance 0 that began the collective of step 3 twice; the first attempt failed."""
         first, second = Made(2, steps=6).recordings()
         return with_event(first, places(first, EventKind.OPERATION_BEGINS)[3], EventKind.OPERATION_BEGINS), second
 
-    def test_is_none_of_those_that_instances_have_in_common(self, recordings):
+    def test_a_failed_collective_is_matched_with_none(self, recordings):
         meetings = put_together(recordings).meetings
         assert meetings.step.tolist() == [0, 1, 2, 3, 4, 5]
         assert meetings.took_part.all()
         assert np.all(meetings.left_ns - meetings.moved_ns == np.int64(1_001_000))
 
-    def test_is_a_wait_for_the_others(self, recordings):
+    def test_a_failed_collective_counts_as_waiting(self, recordings):
         waits = spans_of(recordings[0]).of(Sort.WAIT)
         assert waits["failed"].sum() == 1
         assert len(waits) == 7
         assert len(spans_of(recordings[0]).of(Sort.OPERATION)) == 0
 
 
-def test_collectives_of_one_name_in_one_step_are_matched_in_their_order():
-    """Two steps have become one."""
+def test_collectives_with_one_name_in_one_step_are_matched_in_order():
+    """Two steps are merged into one."""
     merged = []
     for each in Made(2, steps=5).recordings():
         gone = [places(each, EventKind.STEP_ENDS)[1], places(each, EventKind.STEP_BEGINS)[2]]
@@ -85,7 +85,7 @@ NEAR, FAR, OTHER = (
 
 
 def counted(**counts: tuple[Addresses, float, float]) -> Spans:
-    """An instance that counted bytes and seconds from 0 to 10 s."""
+    """Return the spans of an instance that counted bytes and seconds from 0 to 10 s."""
     measured = {}
     for ends, nbytes, busy_s in counts.values():
         for what, value in ((SENT, nbytes), (BUSY, busy_s)):
@@ -98,17 +98,17 @@ class TestTrafficBetweenHosts:
     def of(self, *spans: Spans) -> list[LinkTraffic]:
         return traffic_of(["a", "a", "b"], [*spans, counted(x=(FAR, 1.0, 0.1))], 0, 10 * 10**9)[:1]
 
-    def test_of_two_instances_of_a_host_is_busy_as_long_as_the_busier_one(self):
+    def test_a_link_with_two_instances_is_busy_as_long_as_the_busier_one(self):
         """Their times overlap; bytes add up."""
         both = counted(x=(NEAR, 100, 4.0)), counted(x=(NEAR, 100, 6.0))
         assert self.of(*both) == [LinkTraffic("a", "b", 200.0, 6.0)]
 
-    def test_is_busy_no_longer_than_there_is_time(self):
-        """A kernel counts for several connections between the same two addresses."""
+    def test_a_link_is_busy_for_at_most_the_elapsed_time(self):
+        """The kernel counts several connections between the same two addresses."""
         assert self.of(counted(x=(NEAR, 100, 14.0)), counted()) == [LinkTraffic("a", "b", 100.0, 10.0)]
 
-    def test_has_nothing_of_what_stays_inside_of_a_host(self):
-        """Also where a host has two addresses."""
+    def test_traffic_inside_a_host_is_not_counted(self):
+        """The rule holds for a host with two addresses, too."""
         inside = counted(x=(OTHER, 5000, 5.0), y=(NEAR, 100, 1.0))
         second = counted(x=(Addresses("10.0.0.2", "10.0.0.1"), 5000, 5.0))
         assert traffic_of(["a", "a", "b"], [inside, second, counted(x=(FAR, 90, 0.5))], 0, 10 * 10**9) == [
@@ -116,13 +116,13 @@ class TestTrafficBetweenHosts:
             LinkTraffic("b", "a", 90.0, 0.5),
         ]
 
-    def test_is_compared_with_the_median_of_the_others(self):
+    def test_a_link_is_compared_with_the_median_of_the_others(self):
         links = [LinkTraffic("a", str(rate), 10.0 * rate, 10.0) for rate in (1, 30, 40, 100)]
         slow = slow_traffic_of(links, lasted_s=10, exchange=0.9)
         assert slow is not None
         assert (slow.links, slow.usual) == ([links[0]], 40)
 
-    def test_blames_a_host_only_if_all_other_links_are_fast_elsewhere(self):
+    def test_a_host_is_blamed_only_if_all_other_links_are_fast(self):
         slow = [LinkTraffic("a", "b", 10.0, 10.0), LinkTraffic("a", "c", 10.0, 10.0)]
         for fast, host in ((LinkTraffic("b", "c", 400.0, 10.0), "a"), (LinkTraffic("c", "a", 400.0, 10.0), "")):
             found = slow_traffic_of([*slow, fast], lasted_s=10, exchange=0.9)
@@ -130,26 +130,26 @@ class TestTrafficBetweenHosts:
             assert found.host == host
 
 
-class TestWhatIsUsual:
-    """The median of the others, of whom one is odd."""
+class TestMedians:
+    """The usual value is the median of the others, one of whom is unusual."""
 
-    def test_cause_of_lateness(self):
-        """One of the others waits for its data, as the late one does, and computes little."""
+    def test_the_cause_of_lateness_is_relative_to_the_median(self):
+        """One other instance waits for its data, as the late one does, and computes little."""
         culprit = culprit_of(Made(4, input_ms={1: 10, 3: 9}, compute_ms={3: 1}, jitter=0.0))
         assert (culprit.instance, culprit.cause) == (1, Cause.INPUT)
         assert culprit.explained > 0.95
 
-    def test_lateness_itself(self):
+    def test_lateness_is_relative_to_the_median(self):
         often = {(1, step): 10 for step in range(2, 60, 3)}
         culprit = culprit_of(Made(2, compute_ms={1: 14}, delays_ms=often, jitter=0.0))
         assert culprit.late_s == pytest.approx(0.004, rel=0.05)
 
-    def test_waits_for_cores(self):
-        """One of the others waits for cores too, and has time to."""
+    def test_core_waits_are_relative_to_the_median(self):
+        """One other instance waits for cores, too, and has time for that."""
         culprit = culprit_of(Made(4, compute_ms={1: 14, 3: 5}, core_wait_ms={1: 3.8, 3: 8}))
         assert (culprit.instance, culprit.cause) == (1, Cause.HOST)
 
-    def test_exchanges_with_which_clocks_are_compared(self):
+    def test_clock_exchanges_are_judged_by_their_median(self):
         first, second = (
             later(each, places(each, EventKind.DATA_MOVES)[2] + 1, 100 * MS) for each in Made(2).recordings()
         )
@@ -162,12 +162,12 @@ class TestWhatIsUsual:
         assert "half of the exchanges took less than 1001 us; do not trust their order between hosts" in said
 
 
-def test_two_that_are_late_in_turn_are_none_to_blame():
+def test_two_instances_that_are_late_in_turn_are_not_blamed():
     in_turn = {(1 + step % 2, step): 10 for step in range(200)}
     assert culprit_of(Made(3, steps=200, delays_ms=in_turn, jitter=0.0)) is None
 
 
-def test_what_is_compiled_inside_of_compute_is_counted_once():
+def test_compilation_inside_of_compute_is_counted_once():
     (recording,) = Made(1, steps=6, jitter=0.0).recordings()
     place = next(p for p in places(recording, EventKind.PHASE_ENDS) if p > places(recording, EventKind.STEP_BEGINS)[4])
     number = NAMES.index("compile")
@@ -179,7 +179,7 @@ def test_what_is_compiled_inside_of_compute_is_counted_once():
     assert table.of[COMPUTE][0, 4] == table.of[COMPUTE][0, 3]
 
 
-def test_a_step_does_not_begin_before_an_evaluation():
+def test_a_step_begins_after_an_evaluation():
     (recording,) = Made(1, steps=6).recordings()
     place = places(recording, EventKind.STEP_ENDS)[2] + 1
     evaluated = later(with_event(recording, place, EventKind.STEP_BEGINS, value=2), place + 1, 500 * MS)
@@ -188,7 +188,7 @@ def test_a_step_does_not_begin_before_an_evaluation():
     assert table.lasted_ns.max() < 20 * MS, "from its data on"
 
 
-def test_clocks_on_walls_are_compared_when_each_recording_began():
+def test_wall_clocks_are_compared_at_the_start_of_each_recording():
     first, second = Made(2).recordings()
     _, aligned = align([first, replace(second, clock="two", began_ns=10**9, began_at_s=100.0)])
     assert not aligned.is_measured

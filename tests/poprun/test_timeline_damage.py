@@ -1,4 +1,4 @@
-"""Recordings that are cut, damaged or forged: one line says so, and nothing takes the memory."""
+"""Truncated, damaged and forged recordings: each gives one line of error, and none fills the memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(folder: Path, *files: bytes) -> None:
 
 
 def show_all(folder: Path) -> bool:
-    """Whether there is a trace and a report of it; without what the command does for files nobody has thought of."""
+    """Return whether the folder gives a trace and a report; unexpected exceptions pass through."""
     said = ""
     try:
         job = to_be_judged(read_recordings(folder))
@@ -53,7 +53,7 @@ def show_all(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.complete)])
-def test_damaged_files_are_one_line_or_what_is_left_of_them(tmp_path: Path, seed: int) -> None:
+def test_a_damaged_file_gives_one_line_or_a_partial_report(tmp_path: Path, seed: int) -> None:
     write(tmp_path, *FILES)
     shown = 0
     for data in damaged(FILES[1], 60, seed):
@@ -63,14 +63,14 @@ def test_damaged_files_are_one_line_or_what_is_left_of_them(tmp_path: Path, seed
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.complete)])
-def test_forged_files_are_one_line_or_no_harm(tmp_path: Path, seed: int) -> None:
+def test_a_forged_file_gives_one_line_or_no_harm(tmp_path: Path, seed: int) -> None:
     write(tmp_path, *FILES)
     for data in forged(RECORDED[1], 60, seed):
         (tmp_path / "instance-1.timeline").write_bytes(data)
         show_all(tmp_path)
 
 
-def test_an_instance_that_was_killed_before_its_first_step_ended_is_named(tmp_path: Path) -> None:
+def test_an_instance_killed_in_its_first_step_is_named(tmp_path: Path) -> None:
     write(tmp_path, FILES[0], file_of(replace(RECORDED[1], events=RECORDED[1].events[:5], is_complete=False)))
     with pytest.raises(PopRunError) as raised:
         main(["report", str(tmp_path)])
@@ -81,14 +81,14 @@ def test_an_instance_that_was_killed_before_its_first_step_ended_is_named(tmp_pa
     assert raised.value.exit_status == 1
 
 
-def test_instances_without_a_step_in_common_are_told_so() -> None:
+def test_instances_without_a_common_step_are_refused() -> None:
     later = RECORDED[1].events.copy()
     later["value"][later["kind"] == 1] += 100
     with pytest.raises(ValueError, match="instances have recorded no step in common"):
         judge(put_together([RECORDED[0], replace(RECORDED[1], events=later)]))
 
 
-def test_files_that_are_cut_anywhere_have_a_trace(tmp_path: Path) -> None:
+def test_a_truncated_file_still_gives_a_trace(tmp_path: Path) -> None:
     write(tmp_path, *FILES)
     for length in range(len(blocks.MAGIC), len(FILES[1]), 97):
         (tmp_path / "instance-1.timeline").write_bytes(FILES[1][:length])
@@ -97,7 +97,7 @@ def test_files_that_are_cut_anywhere_have_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "words"), [(1, "does not have the 1 events that it announces"), (24 << 20, "has")])
-def test_events_that_unpack_to_far_more_than_their_file_are_not_unpacked(tmp_path: Path, said: int, words: str) -> None:
+def test_events_that_unpack_to_far_more_than_their_file_are_refused(tmp_path: Path, said: int, words: str) -> None:
     bomb = zlib.compress(bytes(24 << 20))
     head = FILES[1][: FILES[1].index(blocks.EVENTS)]
     count = (said // EVENT.itemsize or 1).to_bytes(4, "little")
@@ -106,7 +106,7 @@ def test_events_that_unpack_to_far_more_than_their_file_are_not_unpacked(tmp_pat
         main(["report", str(tmp_path)])
 
 
-def test_many_small_blocks_of_events_do_not_add_up_to_more_either(tmp_path: Path) -> None:
+def test_many_small_blocks_of_events_share_the_limit(tmp_path: Path) -> None:
     zeros = np.zeros(20_000, EVENT)
     zeros["kind"] = 8
     head = FILES[1][: FILES[1].index(blocks.EVENTS)]
@@ -115,7 +115,7 @@ def test_many_small_blocks_of_events_do_not_add_up_to_more_either(tmp_path: Path
         parse_recording(bomb)
 
 
-def test_a_profile_that_unpacks_to_far_more_than_its_file_is_not_read(tmp_path: Path) -> None:
+def test_a_profile_that_unpacks_to_far_more_than_its_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b"[" + bytes(8 << 20), 9))
     with pytest.raises(ValueError, match="more than 200 bytes for each byte"):
         read_profile(tmp_path, Profile("jax", "bomb.json.gz", []))

@@ -1,4 +1,4 @@
-"""The page of a report as Chromium shows it, on light and on dark screens. Needs Debian's package chromium."""
+"""The page of a report in Chromium, on light and dark screens. Needs Debian's package chromium."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALE, WIDTH, HEIGHT = 0.3, 1100, 1500
 
 
 def screenshot(page, folder, scheme):
-    """The pixels of a page: rows of (red, green, blue)."""
+    """Return the pixels of a page as rows of (red, green, blue)."""
     (folder / "page.html").write_text(page, encoding="utf-8")
     picture = folder / "page.png"
     words = [
@@ -43,7 +43,7 @@ def screenshot(page, folder, scheme):
 
 
 def pixels_of(png):
-    """Those of a PNG with 8 bits, as https://www.w3.org/TR/png-3/ has it."""
+    """Return the pixels of a PNG with 8 bits per channel (https://www.w3.org/TR/png-3/)."""
     position, data, width, channels = 8, b"", 0, 0
     while position < len(png):
         (length,), kind = struct.unpack_from(">I", png, position), png[position + 4 : position + 8]
@@ -78,7 +78,7 @@ def rgb(colour):
 
 
 @pytest.mark.parametrize(("scheme", "background", "place"), [(LIGHT, "#fff", 0), (DARK, "#15191d", 1)])
-def test_a_report_is_seen_in_the_colours_of_the_screen(tmp_path, scheme, background, place):
+def test_a_report_has_the_colours_of_the_screens_theme(tmp_path, scheme, background, place):
     job = put_together(Made(3, compute_ms={2: 20}, delays_ms={(1, 30): 400}).recordings())
     rows = screenshot(report_page(job, judge(job)), tmp_path, scheme)
     found = Counter(pixel for row in rows for pixel in row)

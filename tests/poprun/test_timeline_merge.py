@@ -1,4 +1,4 @@
-"""Merging recordings: what is paired, matched and written."""
+"""The merging of recordings: pairs, matches and the written trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def header(**facts):
 
 
 def record_steps(folder, instance, steps=3):
-    """What an instrument has recorded in some steps, as a file."""
+    """Record some steps with an instrument, as a file."""
     recorded = Recorded(folder / f"instance-{instance}.timeline", header(instance=instance, instances=2), 10**6)
     instruments = Instruments(recorded.recorder)
     call = Call("all_reduce", 'gradients "%s"', "sum", "float32", (4,))
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
 
 class TestATrace:
     @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-    def test_has_what_was_recorded(self, folder, tmp_path, name):
+    def test_the_trace_has_all_recorded_events(self, folder, tmp_path, name):
         job, counts = merge(folder, tmp_path / name)
         assert job.warnings == []
         events = read_strictly(tmp_path / name)
@@ -86,13 +86,13 @@ class TestATrace:
         assert {"instance 0 (h)", "instance 1 (h)", "replica 0", "replica 2", "communication"} <= said
         assert {event["name"] for event in events if event["ph"] == "C"} >= {"loss", "memory", "exchanged bytes"}
 
-    def test_has_the_step_of_the_data_that_are_read_for_it(self, folder, tmp_path):
+    def test_the_data_phase_belongs_to_the_step_that_uses_the_data(self, folder, tmp_path):
         merge(folder, tmp_path / "trace.json")
         events = read_strictly(tmp_path / "trace.json")
         steps = [event["args"]["step"] for event in events if event["name"] == DATA and event["pid"] == 0]
         assert steps == [0, 1, 2]
 
-    def test_leads_from_who_came_last_to_those_who_waited(self, tmp_path):
+    def test_arrows_lead_from_the_last_instance_to_the_waiting_ones(self, tmp_path):
         job = put_together(Made(3, steps=5, compute_ms={1: 30}).recordings())
         write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
         events = read_strictly(tmp_path / "trace.json")
@@ -100,8 +100,8 @@ class TestATrace:
         assert Counter(event["pid"] for event in events if event["ph"] == "f") == {0: 5, 2: 5}
 
 
-class TestWhatWasCutOff:
-    def test_is_merged_up_to_there_whatever_the_byte(self, folder, tmp_path):
+class TestTruncatedRecordings:
+    def test_a_recording_is_parsed_up_to_any_cut(self, folder, tmp_path):
         whole = (folder / "instance-0.timeline").read_bytes()
         steps = set()
         for length in range(0, len(whole), 7):
@@ -111,7 +111,7 @@ class TestWhatWasCutOff:
                 steps.add(len(spans_of(recording).of(Sort.STEP)))
         assert steps == {0, 3}
 
-    def test_is_a_trace_up_to_there(self, folder, tmp_path):
+    def test_a_truncated_recording_gives_a_trace(self, folder, tmp_path):
         whole = (folder / "instance-0.timeline").read_bytes()
         counts = []
         for length in range(0, len(whole) + 1, 61):
@@ -125,7 +125,7 @@ class TestWhatWasCutOff:
         assert counts == sorted(counts)
         assert len(counts) > 5
 
-    def test_is_said(self, tmp_path, folder):
+    def test_a_truncated_recording_gets_a_warning(self, tmp_path, folder):
         whole = (folder / "instance-0.timeline").read_bytes()
         (tmp_path / "instance-0.timeline").write_bytes(whole[:-12])
         job, _ = merge(tmp_path, tmp_path / "trace.json")
@@ -134,7 +134,7 @@ class TestWhatWasCutOff:
         assert absent == "instance 1 has no recording here; if it ran on another host, copy its file here"
         assert cut.startswith("instance 0 (h) did not come to its end")
 
-    def test_lasts_until_the_end_of_what_is_known(self):
+    def test_open_spans_last_until_the_last_event(self):
         (recording,) = Made(1, steps=2).recordings()
         cut = replace(recording, events=recording.events[:6])
         spans = spans_of(cut).of(Sort.WAIT, Sort.PHASE, Sort.OPERATION)
@@ -143,18 +143,18 @@ class TestWhatWasCutOff:
 
 
 class TestTheNewestJob:
-    def test_is_meant_where_others_have_left_files(self):
+    def test_the_newest_job_is_chosen_among_files_of_others(self):
         (one,) = Made(1).recordings()
         old = [replace(one, job="old", instance=number, began_at_s=number) for number in range(3)]
         new = [replace(one, job="new", instance=number, began_at_s=10 + number) for number in range(2)]
         assert of_newest_job([*old, *new]) == new
 
-    def test_has_the_attempts_before_the_last_one(self):
+    def test_all_attempts_of_the_newest_job_are_included(self):
         (one,) = Made(1).recordings()
         attempts = [replace(one, job=f"job {number}", attempt=number, began_at_s=number) for number in range(3)]
         assert of_newest_job(attempts[::-1]) == attempts
 
-    def test_has_to_be_there(self, tmp_path):
+    def test_a_folder_without_recordings_is_refused(self, tmp_path):
         with pytest.raises(PopRunError, match="there are no recordings in"):
             read_recordings(tmp_path)
         (tmp_path / "a.timeline").write_text("anything")
@@ -170,23 +170,23 @@ class TestClocks:
         table = np.array(exchanges, np.int64).reshape(-1, 4)
         return [first, replace(second, clock="two", asked_clock="one", events=events, exchanges=table)]
 
-    def test_are_aligned_by_exchanges(self):
+    def test_clocks_are_aligned_by_exchanges(self):
         ahead, sent = 5 * 10**9, -5 * 10**9
         job = put_together(self.recordings([[sent, sent + ahead + 40_000, sent + ahead + 50_000, sent + 90_000]]))
         assert abs(job.aligned[1].ahead_ns - ahead) < 46_000
         assert job.warnings == []
         assert job.meetings.late_ns.max() < 3 * MS
 
-    def test_that_are_not_known_well_enough_are_said(self):
+    def test_a_clock_known_too_imprecisely_gets_a_warning(self):
         ahead, sent = 5 * 10**9, -5 * 10**9
         job = put_together(self.recordings([[sent, sent + ahead + 20 * MS, sent + ahead + 20 * MS, sent + 40 * MS]]))
         assert "its clock is known to 20" in job.warnings[0]
 
-    def test_that_nobody_has_compared_are_said(self):
+    def test_a_clock_that_was_never_compared_gets_a_warning(self):
         job = put_together(self.recordings([]))
         assert "has not compared its clock" in job.warnings[0]
 
-    def test_are_aligned_by_exchanges_also_where_the_recording_of_instance_0_is_missing(self):
+    def test_clocks_are_aligned_without_the_recording_of_instance_0(self):
         ahead, sent = 5 * 10**9, -5 * 10**9
         second = self.recordings([[sent, sent + ahead + 40_000, sent + ahead + 50_000, sent + 90_000]])[1]
         third = replace(second, instance=2, clock="one", exchanges=np.zeros((0, 4), np.int64))
@@ -195,7 +195,7 @@ class TestClocks:
         assert abs(aligned[0].ahead_ns - ahead) < 46_000
         assert aligned[1].ahead_ns == 0
 
-    def test_that_were_compared_with_another_one_than_that_of_the_job_are_those_on_walls(self):
+    def test_wall_clocks_are_used_if_the_reference_clock_is_not_recorded(self):
         """Instance 0 of a second attempt ran on another host."""
         first, second = self.recordings([])
         exchanges = np.array([[0, 40_000, 50_000, 90_000]])
@@ -204,12 +204,12 @@ class TestClocks:
         assert not aligned.is_measured
         assert aligned.ahead_ns == 100e9
 
-    def test_of_one_host_are_the_same(self):
+    def test_clocks_of_one_host_are_the_same(self):
         recordings = Made(2).recordings()
         assert [each.uncertainty_ns for each in align(recordings)] == [0, 0]
 
 
-def test_only_what_was_sampled_by_both_is_matched():
+def test_only_steps_sampled_by_both_instances_are_matched():
     first, second = Made(2, steps=8).recordings()
     kinds = second.events["kind"]
     steps = np.cumsum(kinds == EventKind.STEP_BEGINS)
@@ -218,7 +218,7 @@ def test_only_what_was_sampled_by_both_is_matched():
     assert put_together([first, kept]).meetings.step.tolist() == [0, 2, 4, 6]
 
 
-def test_collectives_of_one_attempt_are_none_of_another_one(tmp_path):
+def test_collectives_of_different_attempts_are_not_matched(tmp_path):
     first = Made(2, steps=4).recordings()
     again = [replace(each, attempt=1) for each in Made(2, steps=6, seed=1).recordings()]
     job = put_together([*first, *again])
@@ -234,7 +234,7 @@ def test_collectives_of_one_attempt_are_none_of_another_one(tmp_path):
 
 class TestLostEvents:
     def recording(self):
-        """In the middle of step 1 it has lost what follows until the middle of step 3."""
+        """Return a recording that has lost its events from the middle of step 1 to the middle of step 3."""
         (recording,) = Made(1, steps=5).recordings()
         events = recording.events
         begins = np.flatnonzero(events["kind"] == EventKind.STEP_BEGINS)
@@ -242,17 +242,17 @@ class TestLostEvents:
         lost["when_ns"], lost["kind"], lost["value"] = events["when_ns"][begins[3] + 2], EventKind.EVENTS_LOST, 77
         return replace(recording, events=np.concatenate([events[: begins[1] + 2], lost, events[begins[3] + 2 :]]))
 
-    def test_are_said(self):
+    def test_lost_events_are_reported(self):
         assert "77 events are not recorded" in what_is_missing([self.recording()])[0]
 
-    def test_leave_no_step_that_nobody_made(self):
+    def test_lost_events_leave_no_false_step(self):
         spans = spans_of(self.recording())
         assert spans.of(Sort.STEP)["step"].tolist() == [0, 4]
         ended = spans.of(Sort.PHASE, Sort.WAIT, Sort.TRANSFER)
         ended = ended[~ended["failed"]]
         assert np.all(ended["end_ns"] - ended["begin_ns"] < 15 * MS)
 
-    def test_are_in_the_trace(self, tmp_path):
+    def test_lost_events_are_marked_in_the_trace(self, tmp_path):
         job = put_together([self.recording()])
         write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
         names = [event["name"] for event in read_strictly(tmp_path / "trace.json") if event["ph"] == "i"]
@@ -260,7 +260,7 @@ class TestLostEvents:
 
 
 class TestAJobThatCarriedOn:
-    """Instance 1 of three is lost after step 9, and instance 2, which is number 1 then, after step 39."""
+    """Instance 1 of three is lost after step 9, and instance 2, renumbered to 1, after step 39."""
 
     def recordings(self):
         number_of = {0: [0, 0], 2: [1]}
@@ -278,12 +278,12 @@ class TestAJobThatCarriedOn:
         end = [10, 40, 60][len(numbers)]
         parts.append(recording.events[begun : begins[end] if end < 60 else None])
         events = np.concatenate(parts)
-        if recording.instance == 0:  # after step 9 instance 2 has number 1
+        if recording.instance == 0:  # after step 9, instance 2 has number 1
             waits = (events["kind"] == EventKind.WAITS_FOR) & (np.arange(len(events)) >= begins[10])
             events["value"][waits] = 1
         return replace(recording, events=events, is_complete=len(numbers) == 2)
 
-    def test_is_judged_while_the_same_instances_made_most_steps(self):
+    def test_the_longest_membership_is_judged(self):
         job = to_be_judged(self.recordings())
         assert [each.recording.instance for each in job.aligned] == [0, 2]
         assert job.warnings[0].startswith("instances 1, 2 were lost")
@@ -294,26 +294,26 @@ class TestAJobThatCarriedOn:
         assert (verdict.link.source, verdict.link.target) == (1, 0)
         assert "from instance 2 (host1) to instance 0 (host0)" in findings(verdict)[-1]
 
-    def test_names_one_lost_instance_in_the_singular(self):
+    def test_one_lost_instance_is_named_in_the_singular(self):
         first, last = Made(2, steps=60).recordings()
         _, (said,) = of_longest_membership([self.cut(first, [0]), self.cut(last, [])])
         assert said.startswith("instance 1 was lost, and the others carried on")
         assert said.endswith("30 of 40 steps that instance 0 began")
 
-    def test_names_no_lost_instance_without_its_recording(self):
+    def test_a_lost_instance_without_recording_is_not_named(self):
         first, _, last = Made(3, steps=60).recordings()
         _, (said,) = of_longest_membership([self.cut(first, [0]), self.cut(last, [1])])
         assert said.startswith("some instances were lost, and the others carried on")
         assert said.endswith("30 of 40 steps that instances 0, 2 began together")
 
-    def test_has_the_numbers_that_instances_had_at_first_in_the_trace(self, tmp_path):
+    def test_the_trace_keeps_the_original_numbers_of_instances(self, tmp_path):
         job = put_together(self.recordings())
         write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
         names = Counter(event["name"] for event in read_strictly(tmp_path / "trace.json") if event["ph"] == "i")
         assert names["still waits for instance 2"] == 40
         assert names["carries on as instance 1 of 2"] == 1
 
-    def test_that_lost_nobody_is_judged_as_a_whole(self):
+    def test_a_job_without_losses_is_judged_as_a_whole(self):
         whole = Made(2).recordings()
         assert of_longest_membership(whole) == (whole, [])
 
@@ -325,32 +325,32 @@ def test_missing_instances_are_named():
 
 
 class TestTheCommand:
-    def test_merges_and_reports(self, folder, tmp_path, capfd):
+    def test_merge_and_report_write_their_results(self, folder, tmp_path, capfd):
         assert main(["merge", str(folder), "-o", str(tmp_path / "a.json")]) == 0
         assert re.match(r"wrote 54 spans, 3 arrows and \d+ values to ", capfd.readouterr().out)
         assert main(["report", str(folder), "--html", str(tmp_path / "a.html")]) == 0
         assert capfd.readouterr().out.startswith("3 steps of 2 instances in ")
         assert (tmp_path / "a.html").read_text().endswith("</html>\n")
 
-    def test_says_where_it_cannot_write(self, folder, tmp_path):
+    def test_an_unwritable_file_is_refused(self, folder, tmp_path):
         with pytest.raises(PopRunError, match="cannot be written: No such file"):
             main(["merge", str(folder), "-o", str(tmp_path / "no" / "a.json")])
 
-    def test_warns(self, tmp_path, folder, capfd):
+    def test_a_missing_recording_gets_a_warning(self, tmp_path, folder, capfd):
         (tmp_path / "instance-0.timeline").write_bytes((folder / "instance-0.timeline").read_bytes())
         main(["merge", str(tmp_path), "-o", str(tmp_path / "a.json")])
         assert capfd.readouterr().err.startswith("warning: instance 1 has no recording here")
 
 
-class TestAroundAJob:
-    def test_room_is_made_for_recordings(self, tmp_path):
+class TestRecordingsOfAJob:
+    def test_old_recordings_are_removed(self, tmp_path):
         make_room(str(tmp_path / "a.json"))
         old = tmp_path / "a.json.parts" / "instance-7.timeline"
         old.touch()
         make_room(str(tmp_path / "a.json"))
         assert not old.exists()
 
-    def test_a_place_without_room_is_refused(self, tmp_path):
+    def test_an_unusable_folder_is_refused(self, tmp_path):
         (tmp_path / "file").touch()
         with pytest.raises(UsageError, match="recordings go to .*, which cannot be made"):
             make_room(str(tmp_path / "file" / "a.json"))
@@ -358,7 +358,7 @@ class TestAroundAJob:
     @pytest.mark.parametrize(
         ("trace", "said"), [("a.json", "there is no timeline"), ("no/a.json", "cannot be written")]
     )
-    def test_a_timeline_that_cannot_be_written_changes_nothing(self, tmp_path, folder, capfd, trace, said):
+    def test_a_timeline_that_cannot_be_written_does_not_fail_the_job(self, tmp_path, folder, capfd, trace, said):
         if said == "cannot be written":
             shutil.copytree(folder, f"{tmp_path / trace}.parts")
             (tmp_path / trace).mkdir()
@@ -367,7 +367,7 @@ class TestAroundAJob:
 
 
 class TestWords:
-    def test_name_a_folder_or_the_trace_beside_it(self, tmp_path):
+    def test_the_folder_or_the_trace_beside_it_may_be_named(self, tmp_path):
         (tmp_path / "a.json.parts").mkdir()
         assert folder_of(str(tmp_path / "a.json")) == tmp_path / "a.json.parts"
         assert folder_of(str(tmp_path)) == tmp_path
@@ -376,7 +376,7 @@ class TestWords:
         assert read_words(["merge", "--output=x.json", str(tmp_path)]) == wanted
 
     @pytest.mark.parametrize("words", [[], ["--help"], ["merge", "-h"], ["report", "--help"]])
-    def test_ask_for_help(self, words):
+    def test_help_is_shown_on_request(self, words):
         assert read_words(words) is None
         assert "poprun timeline merge FOLDER" in describe()
 
@@ -389,12 +389,12 @@ class TestWords:
             (["report", "-o", "c"], "unknown option -o"),
         ],
     )
-    def test_that_cannot_be_are_refused(self, words, message):
+    def test_invalid_words_are_refused(self, words, message):
         with pytest.raises(UsageError, match=message):
             read_words(words)
 
 
-def test_a_block_of_names_comes_before_events_that_have_them(folder):
+def test_a_block_of_names_precedes_the_events_that_use_them(folder):
     known = set()
     for found in blocks.read_blocks((folder / "instance-1.timeline").read_bytes()):
         if found.kind == blocks.NAMES:

@@ -1,4 +1,4 @@
-"""Profiles of JAX and PyTorch in a trace: on which clock, in which threads, and who has none."""
+"""Profiles of JAX and PyTorch in a trace: clocks, threads, and missing profiles."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from poprun.trace.trace_events import write_trace
 AHEAD_NS = 3 * 10**15
 MARKED_NS = (1 * MS, 5 * MS, 9 * MS)
 HALF_NS = 2000
-"""Markers lie in the middle of twice as much of the recording's clock."""
+"""Half the length of the interval in the recording's clock around each marker."""
 PROFILE = Profile("jax", "a.profile/b.trace.json.gz", [(at - HALF_NS, at + HALF_NS) for at in MARKED_NS])
 
 
 def span(name, begin_ns, lasts_ns, thread=7, process=3, faster=0.0, **facts):
-    """As a profiler writes it whose clock is ahead, and may run faster."""
+    """Return a span from a profiler whose clock is ahead and may run faster."""
     at = AHEAD_NS + begin_ns * (1 + faster)
     return {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": at / 1e3, "dur": lasts_ns / 1e3} | facts
 
@@ -38,7 +38,7 @@ def trace_of(*spans, faster=0.0):
 
 class TestAProfile:
     @pytest.mark.parametrize("faster", [0.0, 3e-4, -3e-4])
-    def test_is_set_onto_the_clock_of_the_recording_no_worse_than_it_says(self, faster):
+    def test_a_profile_is_aligned_within_its_stated_uncertainty(self, faster):
         true = np.arange(0, 10 * MS, MS // 3)
         seen = on_clock_of_recording(
             trace_of(*(span("op", at, 10, faster=faster) for at in true), faster=faster), PROFILE
@@ -46,7 +46,7 @@ class TestAProfile:
         assert np.abs(seen.begin_ns - true).max() <= seen.uncertainty_ns < HALF_NS + DRIFT * 4 * MS + 100
         assert set((seen.end_ns - seen.begin_ns).tolist()) == {10}
 
-    def test_has_its_spans_without_markers_in_threads_with_names(self):
+    def test_spans_keep_their_named_threads_and_markers_are_removed(self):
         seen = on_clock_of_recording(
             trace_of(
                 span("a", 0, 5, args={"op": "dot"}),
@@ -60,18 +60,18 @@ class TestAProfile:
         assert (seen.thread.tolist(), seen.names) == ([0, 1, 2], ["a", "b", "c"])
         assert seen.args == ['{"op": "dot"}', "{}", "{}"]
 
-    def test_names_processes_where_several_are_shown(self):
+    def test_processes_are_named_if_there_are_several(self):
         seen = on_clock_of_recording(trace_of(span("a", 0, 5), span("b", 0, 5, process=4)), PROFILE)
         assert seen.threads == ["jax: /host:CPU python", "jax: thread 7"]
 
-    def test_is_not_set_by_what_a_device_calls_like_a_marker(self):
-        """PyTorch shows annotations again where a GPU came to them, which is later."""
+    def test_a_devices_copy_of_a_marker_is_ignored(self):
+        """PyTorch repeats annotations at the time when a GPU reaches them, which is later."""
         late = span("popdist marker 0", 8 * MS, 0, thread=9, cat="gpu_user_annotation")
         seen = on_clock_of_recording(trace_of(span("a", 4 * MS, 5), late), PROFILE)
         assert abs(int(seen.begin_ns[0]) - 4 * MS) <= seen.uncertainty_ns
         assert seen.names == ["a"]
 
-    def test_without_markers_is_refused(self):
+    def test_a_profile_without_markers_is_refused(self):
         with pytest.raises(ValueError, match="none of the markers"):
             on_clock_of_recording(trace_of(), replace(PROFILE, markers=[]))
 
@@ -85,13 +85,13 @@ class TestAProfile:
     ],
     ids=["one inside of another", "another thread", "begun together"],
 )
-def test_spans_of_a_thread_end_no_later_than_those_around_them(spans, ends):
+def test_inner_spans_of_a_thread_end_no_later_than_outer_ones(spans, ends):
     assert nested(*np.array(spans).T).tolist() == ends
 
 
 class TestATrace:
     def merged(self, tmp_path, profile, file=b""):
-        """A job of two instances, of which the second has this profile."""
+        """Merge a job of two instances; the second one has this profile."""
         (tmp_path / "a.profile").mkdir()
         (tmp_path / PROFILE.file).write_bytes(file)
         first, second = Made(instances=2, steps=3).recordings()
@@ -100,7 +100,7 @@ class TestATrace:
         counts = write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings, found)
         return read_strictly(tmp_path / "trace.json"), counts, said
 
-    def test_has_a_profile_as_further_threads_of_its_instance(self, tmp_path):
+    def test_a_profile_becomes_further_threads_of_its_instance(self, tmp_path):
         written = trace_of(span("dot %s", MS, MS), span("tanh", MS + 10, 2 * MS, args={"op": 1}))
         events, counts, said = self.merged(tmp_path, PROFILE, gzip.compress(json.dumps(written).encode()))
         found = [event for event in events if event.get("cat") == "profile"]
@@ -117,19 +117,19 @@ class TestATrace:
     @pytest.mark.parametrize(
         "file",
         [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"{}")[:-9]],
-        ids=["empty", "no gzip", "no profile", "cut off"],  # a file of gzip has the time in it
+        ids=["empty", "no gzip", "no profile", "cut off"],  # gzip files contain the time, which would change the ids
     )
-    def test_says_whose_profile_cannot_be_read(self, tmp_path, file):
+    def test_an_unreadable_profile_is_reported_with_its_instance(self, tmp_path, file):
         events, _, (said,) = self.merged(tmp_path, PROFILE, file)
         assert not [event for event in events if event.get("cat") == "profile"]
         assert "instance 1 (host0): its profile is left out, " in said
         assert "it is cut off or damaged" in said
 
-    def test_says_whose_profile_is_not_there(self, tmp_path):
+    def test_a_missing_profile_is_reported_with_its_instance(self, tmp_path):
         _, _, (said,) = self.merged(tmp_path, replace(PROFILE, file="elsewhere"))
         assert "elsewhere: No such file or directory; if the file was written on another host, copy it there" in said
 
-    def test_says_whose_profile_was_begun_and_never_written(self, tmp_path):
+    def test_a_profile_that_was_never_written_is_reported_with_its_instance(self, tmp_path):
         events, _, (said,) = self.merged(tmp_path, Profile("jax", "", []), b"")
         assert not [event for event in events if event.get("cat") == "profile"]
         assert said.startswith("instance 1 (host0): the profiler of jax had begun, and its profile is lost")

@@ -1,4 +1,4 @@
-"""The report about a timeline: who is named for what, and what the page has."""
+"""The report about a timeline: the blamed instances and links, and the page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestALateInstance:
         ],
         ids=lambda value: value.name if isinstance(value, Cause) else "",
     )
-    def test_is_named_with_the_cause(self, seed, instances, wrong, cause):
+    def test_a_late_instance_is_named_with_the_cause(self, seed, instances, wrong, cause):
         verdict = verdict_of(Made(instances, seed=seed, **wrong))
         culprit = verdict.culprit
         assert (culprit.instance, culprit.cause) == (1, cause)
@@ -49,7 +49,7 @@ class TestALateInstance:
         assert verdict.link is None
 
     @pytest.mark.parametrize("slower", [1.5, 2, 3])
-    def test_costs_what_it_is_later_than_the_last_but_one(self, slower):
+    def test_a_late_instance_costs_its_distance_from_the_second_slowest(self, slower):
         made = Made(3, compute_ms={2: 10 * slower}, jitter=0.0)
         culprit = verdict_of(made).culprit
         lasted_ms = 10 * slower + 0.2 + 1 + 1.02 + 0.03
@@ -57,7 +57,7 @@ class TestALateInstance:
         assert culprit.late_s == pytest.approx(0.01 * (slower - 1), rel=0.02)
 
     @pytest.mark.parametrize("instances", SIZES)
-    def test_that_does_something_else_between_its_steps_is_told_the_line(self, seed, instances):
+    def test_time_between_steps_is_explained_by_the_line_of_the_program(self, seed, instances):
         verdict = verdict_of(Made(instances, between_ms={1: 14}, seed=seed))
         culprit = verdict.culprit
         assert (culprit.instance, culprit.cause, culprit.line) == (1, Cause.BETWEEN, "train.py:12")
@@ -68,12 +68,12 @@ class TestALateInstance:
         assert verdict.shares[0]["between"] == pytest.approx(0, abs=0.01)
         assert paths(verdict)[0][1].startswith("your code between steps on instance 1 ")
 
-    def test_that_does_it_once_is_told_so_of_that_step(self):
+    def test_a_single_pause_between_steps_is_reported_for_that_step(self):
         (said,) = findings(verdict_of(Made(2, pauses_ms={(1, 20): 300}, jitter=0.0)))
         assert said.endswith("instance 1 (host0) needed 300 ms longer for your code between steps.")
 
-    def test_whose_time_is_in_no_phase_is_told_that(self):
-        """It comes late, and its events of the phase are missing."""
+    def test_time_outside_of_all_phases_has_the_cause_rest(self):
+        """The instance is late, and its events of the phase are missing."""
         recordings = Made(2, compute_ms={1: 20}).recordings()
         table = table_of(put_together(recordings))
         hidden = replace(recordings[1], names={**recordings[1].names, 1: {"name": "something else"}})
@@ -82,12 +82,12 @@ class TestALateInstance:
         assert culprit.cause is Cause.REST
 
     @pytest.mark.parametrize(("steps", "is_named"), [(10, False), (60, True)])
-    def test_is_named_only_where_that_is_no_chance(self, steps, is_named):
-        """In eight steps that count, one of two is the last one every time with a probability of 1/128."""
+    def test_an_instance_is_named_only_if_chance_is_excluded(self, steps, is_named):
+        """In eight counted steps, one of two instances is always last by chance with a probability of 1/128."""
         assert bool(verdict_of(Made(2, steps=steps, compute_ms={1: 14})).culprit) == is_named
 
     @pytest.mark.parametrize("instances", SIZES)
-    def test_is_not_one_that_was_late_once(self, instances):
+    def test_an_instance_that_was_late_once_is_an_outlier(self, instances):
         verdict = verdict_of(Made(instances, delays_ms={(1, 20): 300}))
         assert verdict.culprit is None
         (outlier,) = verdict.outliers
@@ -96,7 +96,7 @@ class TestALateInstance:
         assert "Step 20 took" in findings(verdict)[0]
 
 
-def test_a_long_step_without_one_reason_is_told_without_one():
+def test_a_long_step_without_a_single_reason_is_reported_so():
     verdict = verdict_of(Made(3, delays_ms={(1, 20): 300}))
     (outlier,) = verdict.outliers
     shared = replace(verdict, outliers=[replace(outlier, longer_s=0.1)])
@@ -107,13 +107,13 @@ def test_a_long_step_without_one_reason_is_told_without_one():
 class TestAHealthyJob:
     @pytest.mark.parametrize("instances", [1, *SIZES, 8])
     @pytest.mark.parametrize("jitter", [0.0, 0.05, 0.2])
-    def test_has_no_culprit(self, seed, instances, jitter):
+    def test_a_healthy_job_has_no_culprit(self, seed, instances, jitter):
         verdict = verdict_of(Made(instances, seed=seed, jitter=jitter))
         assert (verdict.culprit, verdict.link, verdict.input_bound) == (None, None, 0)
         assert verdict.outliers == []
         assert findings(verdict) == ["No instance, link or input holds the job up."]
 
-    def test_has_shares_that_add_up_to_all_of_the_time(self):
+    def test_shares_of_the_time_add_up_to_one(self):
         for shares in verdict_of(Made(3)).shares:
             assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
 
@@ -127,14 +127,14 @@ def test_a_slow_link_is_named(seed, instances):
 
 
 def traffic_among(instances, slow=(), nbytes=1e6, ms=2.0, slow_ms=20.0):
-    """As much on all links; some need longer."""
+    """Return equal traffic on all links, some of them slower."""
     pairs = [(source, target) for source in range(instances) for target in range(instances) if source != target]
     return {pair: (nbytes, slow_ms if pair in slow else ms) for pair in pairs}
 
 
-class TestHowFastDataGetFromHostToHost:
+class TestTrafficBetweenHosts:
     @pytest.mark.parametrize("instances", SIZES)
-    def test_a_link_on_which_they_take_longer_is_named_with_both_rates(self, seed, instances):
+    def test_a_slow_link_is_named_with_both_rates(self, seed, instances):
         traffic = traffic_among(instances, slow={(instances - 1, 0)})
         verdict = verdict_of(Made(instances, traffic=traffic, transfer_ms=20, seed=seed))
         (said,) = findings(verdict)
@@ -147,20 +147,20 @@ class TestHowFastDataGetFromHostToHost:
         assert verdict.culprit is None
 
     @pytest.mark.parametrize("instances", [3, 4])
-    def test_a_host_is_named_where_all_of_its_links_are_slow_and_no_other(self, instances):
+    def test_a_host_is_named_if_all_its_links_and_no_others_are_slow(self, instances):
         slow = {pair for pair in traffic_among(instances) if 1 in pair}
         verdict = verdict_of(Made(instances, traffic=traffic_among(instances, slow=slow), transfer_ms=20))
         assert findings(verdict)[0].startswith("The links of host1 to other hosts are slow: they carry 400 Mbit/s")
         assert verdict.changes[0].what == "mend or avoid the links of host1"
 
-    def test_no_host_is_named_where_one_of_its_links_is_as_fast_as_others(self):
+    def test_no_host_is_named_if_one_of_its_links_is_fast(self):
         slow = {(0, 1), (1, 0)}
         verdict = verdict_of(Made(3, traffic=traffic_among(3, slow=slow), transfer_ms=20))
         assert verdict.traffic.host == ""
         assert "is slow, like 1 more: it carries" in findings(verdict)[0]
 
     @pytest.mark.parametrize("instances", SIZES)
-    def test_none_is_named_where_all_are_alike_but_how_busy_they_are(self, instances):
+    def test_no_link_is_called_slow_if_all_are_alike(self, instances):
         verdict = verdict_of(Made(instances, traffic=traffic_among(instances, ms=20.0), transfer_ms=20))
         (said,) = findings(verdict)
         assert said.startswith("Data from host")
@@ -173,12 +173,12 @@ class TestHowFastDataGetFromHostToHost:
         traffic = {pair: (1e6, random.uniform(0.5, 1.4)) for pair in traffic_among(instances)}
         assert verdict_of(Made(instances, traffic=traffic)).traffic is None
 
-    def test_links_that_carry_next_to_nothing_are_not_compared(self):
+    def test_links_with_little_traffic_are_not_compared(self):
         traffic = traffic_among(3) | {(0, 1): (1e3, 8.0)}
         assert verdict_of(Made(3, traffic=traffic, transfer_ms=10)).traffic is None
 
     def test_a_slow_link_that_nobody_waits_for_is_not_named(self):
-        """Its data are on their way while everybody computes."""
+        """Its data travel while all instances compute."""
         traffic = traffic_among(3, slow={(0, 1)}, slow_ms=9.0)
         verdict = verdict_of(Made(3, traffic=traffic, transfer_ms=0.1))
         assert verdict.table.of["exchange"].sum() < 0.02 * verdict.table.lasted_ns.sum()
@@ -187,16 +187,16 @@ class TestHowFastDataGetFromHostToHost:
 
 class TestALateInstanceBehindASlowLink:
     @pytest.mark.parametrize("instances", SIZES)
-    def test_is_named_with_its_link(self, seed, instances):
-        """Its exchanges take longer, and so it comes later to the next ones."""
+    def test_the_instance_is_named_with_its_link(self, seed, instances):
+        """Its exchanges take longer, and so it arrives later at the next ones."""
         verdict = verdict_of(Made(instances, late_data_ms={1: 5}, seed=seed))
         assert (verdict.culprit.instance, verdict.culprit.cause) == (1, Cause.LINK)
         assert verdict.changes[0].what == "instance 1 is late: mend or avoid its link"
 
 
 @pytest.mark.parametrize("held_up", [1, 10])
-def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
-    """Only some of the steps have a wait in the middle."""
+def test_a_link_that_delayed_few_exchanges_is_not_named(held_up):
+    """Only some steps have a wait in the middle."""
     recordings = Made(2, slow_link=(1, 0), link_ms=30).recordings()
     events = recordings[0].events
     waits = np.flatnonzero(events["kind"] == EventKind.WAITS_FOR)
@@ -205,14 +205,14 @@ def test_a_link_that_held_few_exchanges_up_is_not_named(held_up):
 
 
 @pytest.mark.parametrize("instances", [1, *SIZES])
-def test_slow_input_of_all_is_named(seed, instances):
+def test_slow_input_of_all_instances_is_named(seed, instances):
     verdict = verdict_of(Made(instances, all_input_ms=20, seed=seed))
     assert verdict.input_bound == pytest.approx(20 / 32.2, abs=0.05)
     assert verdict.culprit is None
     assert verdict.changes[0].what.startswith("read data ahead")
 
 
-def test_the_critical_path_is_that_of_whoever_came_last():
+def test_the_critical_path_follows_the_last_instance():
     verdict = verdict_of(Made(3, compute_ms={2: 20}))
     _, path = verdict.median_path
     assert [(each.instance, each.what) for each in path[:2]] == [
@@ -231,23 +231,23 @@ def replica_spans(*rows):
 
 
 class TestOverlap:
-    def test_counts_what_lies_within_any_of_the_others_once(self):
+    def test_overlap_with_any_of_the_others_counts_once(self):
         others = replica_spans((0, 10, 0, 1), (5, 20, 0, 1), (6, 7, 0, 1), (30, 40, 0, 1))
         assert inside_ns(replica_spans((8, 35, 0, 1)), others).sum() == 17
         assert inside_ns(replica_spans((20, 30, 0, 1), (50, 60, 0, 1)), others).sum() == 0
         assert inside_ns(replica_spans((0, 1, 0, 1), (6, 7, 0, 1)), others).sum() == 2
 
-    def test_of_a_pipeline_leaves_bubbles(self):
+    def test_bubbles_are_the_idle_share_of_a_pipeline(self):
         spans = replica_spans((0, 10, 0, 1), (10, 20, 0, 2), (100, 120, 1, 1), (100, 120, 1, 2))
         assert bubbles_of(spans) == pytest.approx(1 - 60 / 80)
 
-    def test_of_several_pipelines_leaves_the_bubbles_of_each(self):
+    def test_bubbles_of_several_pipelines_are_counted_separately(self):
         spans = replica_spans(*[(0, 10, 0, 1), (10, 20, 0, 2)] * 2)
         spans["name"] = [0, 0, 1, 1]
         assert bubbles_of(spans) == pytest.approx(1 / 2)
 
 
-def test_of_a_step_that_was_made_twice_the_last_time_is_told():
+def test_the_last_execution_of_a_repeated_step_is_reported():
     recordings = Made(2, steps=6).recordings()
     once = table_of(put_together(recordings))
     for each in recordings:
@@ -259,7 +259,7 @@ def test_of_a_step_that_was_made_twice_the_last_time_is_told():
 
 
 class Page(HTMLParser):
-    """What is in a page: tags that are open, those there were, links, text."""
+    """The content of a page: open tags, all tags, links, text."""
 
     def __init__(self, text):
         super().__init__()
@@ -288,7 +288,7 @@ def job():
 
 
 class TestThePage:
-    def test_is_whole_without_scripts_and_network(self, job):
+    def test_the_page_needs_no_scripts_and_no_network(self, job):
         page = Page(report_page(job, judge(job)))
         assert page.open == []
         assert page.links == []
@@ -296,7 +296,7 @@ class TestThePage:
         assert page.tags.count("svg") == 5
         assert "prefers-color-scheme:dark" in "".join(page.texts)
 
-    def test_says_what_the_text_says(self, job):
+    def test_the_page_has_the_findings_of_the_text(self, job):
         verdict = judge(job)
         page = " ".join("".join(Page(report_page(job, verdict)).texts).split())
         text = " ".join(report_text(job, verdict).split())
@@ -305,20 +305,20 @@ class TestThePage:
             assert sentence in text
         assert len(findings(verdict)) == 2
 
-    def test_begins_with_the_program_its_size_and_the_date(self):
+    def test_the_report_begins_with_the_program_its_size_and_the_date(self):
         job = put_together([replace(each, began_at_s=1.8e9) for each in Made(4).recordings()])
         said = "train.py, R = 8 replicas on n = 4 instances, begun 2027-01-15 08:00:00 UTC."
         assert said in report_text(job, judge(job)).splitlines()
         assert f"<p>{said}</p>" in report_page(job, judge(job))
 
-    def test_fits_a_phone_where_only_tables_and_pictures_are_moved(self, job):
+    def test_only_tables_and_pictures_scroll_on_a_phone(self, job):
         page = report_page(job, judge(job))
         assert '<meta name="viewport" content="width=device-width,initial-scale=1">' in page
         assert page.count('<div class="wide"><svg') == page.count("<svg") == 5
         assert page.count('<div class="wide"><table') == page.count("<table") == 2
         assert ".wide{overflow-x:auto}" in page
 
-    def test_has_steps_as_high_as_those_that_do_not_compile(self):
+    def test_the_height_of_the_chart_ignores_steps_that_compile(self):
         made = Made(2, delays_ms={(0, 0): 8000, (1, 1): 300})
         job = put_together(made.recordings())
         page = report_page(job, judge(job))
@@ -326,15 +326,15 @@ class TestThePage:
         (top,) = re.findall(r">([\d.]+) ms</text><text", page)
         assert 11 < float(top) < 15
 
-    def test_has_names_that_are_no_markup(self):
+    def test_host_names_are_escaped(self):
         recordings = [replace(each, host="<b>") for each in Made(2, compute_ms={1: 20}).recordings()]
         job = put_together(recordings)
         assert "<b>" not in report_page(job, judge(job))
 
-    def test_has_no_curve_of_nothing(self):
+    def test_an_empty_curve_is_not_drawn(self):
         assert draw_curves({"a": (np.zeros(0), np.zeros(0))}, "MB", "s") == ""
 
-    def test_thins_long_curves_out_by_their_largest(self):
+    def test_long_curves_keep_their_maxima(self):
         values = np.zeros(10_000)
         values[7003] = 5
         drawn = draw_curves({"a": (np.arange(10_000.0), values)}, "ms", "step")
@@ -345,11 +345,11 @@ class TestThePage:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(1234.5, "1234 s"), (1.5, "1.5 s"), (0.0123, "12.3 ms"), (3e-5, "30 us")]
 )
-def test_times_are_told_in_a_unit_that_fits(seconds, text):
+def test_times_have_a_suitable_unit(seconds, text):
     assert time_text(seconds) == text
 
 
-def test_the_command_refuses_where_nothing_was_trained(tmp_path):
+def test_a_folder_without_training_is_refused(tmp_path):
     with pytest.raises(PopRunError, match="there are no recordings"):
         main(["report", str(tmp_path)])
     with pytest.raises(ValueError, match="no step was recorded"):

@@ -1,4 +1,4 @@
-"""What `poprun top` shows of a job: what is known about instances becomes a table that fits the page."""
+"""The picture of `poprun top`: a table of instances that fits the page."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def fast(steps: int, to_s: float) -> Made:
 
 
 class TestRates:
-    def test_are_those_of_the_last_seconds(self):
+    def test_rates_cover_the_last_seconds(self):
         recent = Recent()
-        for second in range(100):  # ten steps in each, and then one
+        for second in range(100):  # first ten steps a second, then one
             recent.note(0, fast(1 + 10 * min(second, 50) + max(second - 50, 0), float(second)))
             recent.note(0, fast(1 + 10 * min(second, 50) + max(second - 50, 0), second + APART_S / 2))
         assert recent.rates(0, fast(550, 99.0), 99.1) == (1.0, 32.0)
 
-    def test_fall_when_nothing_is_made_any_more(self):
+    def test_rates_fall_when_steps_stop(self):
         recent = Recent()
         recent.note(0, fast(1, 1.0))
         recent.note(0, fast(11, 2.0))
         assert recent.rates(0, fast(11, 2.0), 2.05) == (10.0, 320.0)
         assert recent.rates(0, fast(11, 2.0), 11.1)[0] == pytest.approx(1.0)
 
-    def test_are_unknown_before_two_steps(self):
+    def test_rates_are_unknown_before_two_steps(self):
         recent = Recent()
         assert recent.rates(0, Made(), 1.0) is None
         recent.note(0, Made())
@@ -94,11 +94,11 @@ class TestAnInstance:
             ),
         ],
     )
-    def test_does_what_is_known_of_it(self, facts, condition, doing):
+    def test_the_state_of_an_instance_is_described(self, facts, condition, doing):
         seen = look_at(facts, Recent(), 10.0)
         assert (seen.condition, seen.doing) == (condition, doing)
 
-    def test_has_numbers_where_they_are_known(self):
+    def test_known_numbers_are_shown(self):
         record = ProgressRecord(5, 7, "barrier", State.RUNNING, 9.0, made=replace(fast(6, 9.0), waited_s=2.0, loss=0.5))
         recent = Recent()
         recent.note(0, fast(2, 5.0))
@@ -107,24 +107,24 @@ class TestAnInstance:
         assert (seen.steps_per_s, seen.samples_per_s, seen.waiting_share) == (1.0, 32.0, 0.25)
 
     @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-    def test_a_loss_that_is_no_number_is_unknown_as_json_has_none(self, loss):
+    def test_a_loss_that_is_nan_or_infinite_becomes_null(self, loss):
         record = ProgressRecord(made=replace(fast(6, 9.0), loss=loss))
         assert look_at(Facts(0, "a", 7, record=record), Recent(), 10.0).loss is None
 
 
 class TestSnapshots:
-    def test_arrive_as_they_were_sent(self):
+    def test_a_snapshot_survives_its_message(self):
         sent = snapshot(SEEN, Seen(1, waiting_for=(0, 2)), attempt=2, losses=1)
         assert Snapshot.unpack(sent.pack()) == sent
 
     @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"{}", b'{"version": 2}', b'{"version": 1, "instances": 3}'])
-    def test_of_something_else_are_refused(self, data):
+    def test_an_invalid_snapshot_is_refused(self, data):
         with pytest.raises(ValueError, match=r"."):
             Snapshot.unpack(data)
 
 
 class TestThePage:
-    def test_shows_all_that_is_known(self):
+    def test_all_known_facts_are_shown(self):
         waits = replace(SEEN, instance=0, condition=WAITING, doing="all_reduce 'gradients'", waiting_for=(1, 2))
         picture = picture_of(snapshot(waits, replace(SEEN, instance=1), Seen(2), attempt=1, losses=2))
         assert picture.head == (
@@ -141,18 +141,18 @@ class TestThePage:
         assert picture.foot == ()
 
     @pytest.mark.parametrize("columns", [20, 30, 40, 60, 80, 100, 120, 200])
-    def test_is_no_wider_than_the_window(self, columns):
+    def test_the_picture_fits_the_width_of_the_window(self, columns):
         long = replace(SEEN, instance=3, doing="ordered_all_reduce 'gradients/float32'", condition=WAITING)
         picture = picture_of(snapshot(*many(12), long), columns)
         assert max(map(len, picture.text().splitlines())) <= max(columns, 32)
         assert {"instance", "step", "does"} <= set(picture.headings)
 
-    def test_keeps_all_columns_where_there_is_room(self):
+    def test_all_columns_are_kept_if_they_fit(self):
         assert picture_of(snapshot(*many(2)), 120).headings == HEADINGS
 
     @pytest.mark.parametrize("waits", ["0", "0-14,16"])
-    def test_of_80_columns_says_what_each_does_for_whom_it_waits_and_how_much(self, waits):
-        """Rates are in the line above the table too."""
+    def test_80_columns_show_activity_waits_and_waiting_share(self, waits):
+        """The line above the table shows rates, too."""
         those = (0,) if waits == "0" else (*range(15), 16)
         long = replace(SEEN, instance=17, step=123_456, samples_per_s=123_456.0, waiting_for=those, condition=WAITING)
         picture = picture_of(snapshot(*many(12), replace(long, doing="all_reduce 'gradients'")), 80)
@@ -161,14 +161,14 @@ class TestThePage:
         cells = dict(zip(picture.headings, picture.rows[-1].cells, strict=True))
         assert (cells["waits for"], cells["does"][:17]) == (waits, "all_reduce 'gradi")
 
-    def test_of_one_host_drops_its_name_first(self):
+    def test_the_name_of_a_single_host_is_dropped_first(self):
         same = [replace(each, host="a-host-of-a-long-name") for each in many(4)]
         headings = picture_of(snapshot(*same), 90).headings
         assert "host" not in headings
         assert "steps/s" in headings
 
     @pytest.mark.parametrize("lines", [3, 9, 24, 50])
-    def test_is_no_higher_than_the_window_and_shows_trouble_first(self, lines):
+    def test_the_picture_fits_the_height_of_the_window_with_trouble_first(self, lines):
         instances = many(64)
         instances[40] = replace(instances[40], waiting_for=(50,), condition=WAITING)
         instances[60] = replace(instances[60], condition=LOST)
@@ -179,16 +179,16 @@ class TestThePage:
         assert shown == sorted(shown)
         assert picture.foot[0].startswith(f"{64 - len(shown)} more instances without trouble")
 
-    def test_shows_all_of_64_where_they_fit(self):
+    def test_all_64_instances_are_shown_if_they_fit(self):
         picture = picture_of(snapshot(*many(64)), 100, 80)
         assert (len(picture.rows), picture.foot) == (64, ())
 
-    def test_says_when_poprun_is_silent_or_between_two_attempts(self):
+    def test_a_silent_poprun_and_a_pause_between_attempts_are_shown(self):
         assert picture_of(snapshot(SEEN), silent_s=2.0).head[-1].startswith("1 instance, runs")
         assert picture_of(snapshot(SEEN), silent_s=7.0).head[-1] == "poprun has said nothing for 7.0 s"
         assert picture_of(snapshot(attempt=1)).head[-1] == "no instance runs: the job is about to be started again"
 
-    def test_has_nothing_that_a_terminal_obeys(self):
+    def test_terminal_controls_are_removed(self):
         evil = replace(SEEN, host="\x1b[2J", doing="\x9b31m")
         text = picture_of(replace(snapshot(evil), program=("\x1b]0;x\x07",)), 200).text()
         assert text.replace("\n", "").isprintable()
@@ -208,7 +208,7 @@ class TestWithRich:
 
         return draw
 
-    def test_the_table_has_the_same_texts_and_is_coloured_where_there_is_trouble(self, draw):
+    def test_the_table_has_the_same_text_and_colours_for_trouble(self, draw):
         picture = picture_of(snapshot(SEEN, replace(SEEN, instance=1, condition=LOST, doing="[red]x[/red]")))
         drawn = draw(picture)
         assert "[red]x[/red]" in drawn
@@ -216,6 +216,6 @@ class TestWithRich:
         words = " ".join(draw(picture, color_system=None, force_terminal=False).split())
         assert " ".join(picture.rows[0].cells) in words
 
-    def test_without_colours_there_are_none(self, draw):
+    def test_colours_can_be_disabled(self, draw):
         picture = picture_of(snapshot(replace(SEEN, condition=WAITING, waiting_for=(0,))))
         assert "\x1b[3" not in draw(picture, no_color=True)

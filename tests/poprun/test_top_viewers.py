@@ -1,4 +1,4 @@
-"""Those who look at a job: how they find it, how both sides know each other, and that none can hold the job up."""
+"""Viewers of a job: discovery, mutual authentication, and their isolation from the job."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def listening(family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
 
 @dataclass
 class Job:
-    """The end of poprun, on a clock that stands still unless a test moves it."""
+    """poprun's end, on a clock that stands still unless a test moves it."""
 
     viewers: Viewers
     address: object
@@ -66,7 +66,7 @@ class Job:
     looks: int = 0
 
     def serve(self) -> None:
-        """What the loop of poprun does when something has come."""
+        """Serve the ready connections, as poprun's loop does."""
         poll = select.poll()
         handlers = {}
         for descriptor, events, serve in self.viewers.handlers(self.now_s):
@@ -81,7 +81,7 @@ class Job:
         return INSTANCES
 
     def call(self) -> socket.socket:
-        """Somebody calls, and is let in."""
+        """Connect a viewer and admit it."""
         connection = socket.socket(self.family)
         connection.connect(self.address)
         self.serve()
@@ -89,7 +89,7 @@ class Job:
 
     @property
     def count(self) -> int:
-        """How many are connected."""
+        """Return the number of connected viewers."""
         return len(list(self.viewers.handlers(self.now_s))) - 1
 
 
@@ -126,7 +126,7 @@ def is_over(connection: socket.socket) -> bool:
 
 
 class TestOnOneMachine:
-    def test_there_is_a_snapshot_at_once_and_then_each_second(self, local):
+    def test_a_snapshot_comes_at_once_and_then_every_second(self, local):
         with local.call() as viewer:
             seen = SnapshotSource(viewer, "job")
             assert seen.next(LIMIT_S) == Snapshot(
@@ -140,7 +140,7 @@ class TestOnOneMachine:
             local.serve()
             assert seen.next(LIMIT_S).age_s == INTERVAL_S
 
-    def test_nothing_is_put_together_where_nobody_looks_and_once_for_all_who_do(self, local):
+    def test_a_snapshot_is_made_once_for_all_viewers_and_never_without_one(self, local):
         local.serve()
         assert local.looks == 0
         viewers = [local.call() for _ in range(3)]
@@ -151,12 +151,12 @@ class TestOnOneMachine:
         for each in viewers:
             each.close()
 
-    def test_who_has_gone_is_forgotten(self, local):
+    def test_a_disconnected_viewer_is_forgotten(self, local):
         local.call().close()
         local.serve()
         assert local.count == 0
 
-    def test_one_that_does_not_read_has_one_snapshot_in_store_and_is_given_up_at_last(self, local):
+    def test_a_viewer_that_does_not_read_is_dropped_and_holds_one_snapshot(self, local):
         with local.call() as viewer:
             viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             local.viewers._program = ("x" * 10_000_000,)  # noqa: SLF001 - more than the kernel takes
@@ -167,13 +167,13 @@ class TestOnOneMachine:
             assert local.count == 0
             assert local.looks == 2
 
-    def test_what_somebody_says_ends_his_connection(self, local):
+    def test_a_viewer_that_sends_data_is_disconnected(self, local):
         with local.call() as viewer:
             viewer.sendall(b"x" * 100_000)
             local.serve()
             assert local.count == 0
 
-    def test_of_too_many_the_last_are_turned_away(self, local):
+    def test_viewers_beyond_the_limit_are_rejected(self, local):
         viewers = [local.call() for _ in range(MOST_VIEWERS + 1)]
         assert local.count == MOST_VIEWERS
         assert [message(each)[0] for each in viewers[:MOST_VIEWERS]] == [SEEN] * MOST_VIEWERS
@@ -183,7 +183,7 @@ class TestOnOneMachine:
         for each in viewers:
             each.close()
 
-    def test_between_two_attempts_there_are_no_instances(self, local):
+    def test_a_pause_between_attempts_has_no_instances(self, local):
         local.viewers.attempt = 1
         with local.call() as viewer:
             message(viewer)
@@ -192,7 +192,7 @@ class TestOnOneMachine:
             local.viewers.pause(0.7)
             assert SnapshotSource(viewer, "job").next(LIMIT_S).instances == ()
 
-    def test_the_end_of_the_job_ends_all(self, local):
+    def test_the_end_of_the_job_ends_all_viewers(self, local):
         with local.call() as viewer:
             seen = SnapshotSource(viewer, "job")
             seen.next(LIMIT_S)
@@ -200,7 +200,7 @@ class TestOnOneMachine:
             assert seen.next(LIMIT_S) is None
 
     @pytest.mark.parametrize("data", [wire.pack(SEEN, b"{}"), wire.pack(ANSWER, b"{}"), b"\xff" * 100])
-    def test_what_is_not_understood_is_one_error(self, data):
+    def test_an_unknown_message_gives_one_error(self, data):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(data)
@@ -209,7 +209,7 @@ class TestOnOneMachine:
 
 
 class TestOverANetwork:
-    def test_who_knows_the_token_gets_snapshots(self, remote):
+    def test_a_viewer_with_the_token_gets_snapshots(self, remote):
         host, port = remote.address
         found: list[SnapshotSource] = []
         caller = Thread(target=lambda: found.append(call_remote(host, port, TOKEN)))
@@ -220,7 +220,7 @@ class TestOverANetwork:
         assert found[0].next(LIMIT_S).instances == INSTANCES
         found[0].close()
 
-    def test_who_does_not_is_refused_with_one_error(self, remote):
+    def test_a_viewer_with_a_wrong_token_gets_one_error(self, remote):
         host, port = remote.address
         errors: list[str] = []
 
@@ -236,7 +236,7 @@ class TestOverANetwork:
         assert errors == [f"{host}:{port} has refused our token; set {TOKEN_VARIABLE} to that of the job"]
         assert remote.looks == 0
 
-    def test_a_poprun_that_does_not_know_the_token_is_not_believed(self):
+    def test_a_poprun_without_the_token_is_not_trusted(self):
         own = bytes(RANDOM_BYTES)
         challenge = b"c" * RANDOM_BYTES
         _, content = wire.MessageReader().feed(answer_to(TOKEN, challenge, own))[0]
@@ -247,7 +247,7 @@ class TestOverANetwork:
         assert not is_welcome("another", challenge, own, proof)
         assert not is_welcome(TOKEN, challenge, own, content[RANDOM_BYTES:]), "our own proof, sent back"
 
-    def test_an_answer_to_another_challenge_is_of_no_use(self):
+    def test_an_answer_to_another_challenge_is_rejected(self):
         _, content = wire.MessageReader().feed(answer_to(TOKEN, b"c" * RANDOM_BYTES, bytes(RANDOM_BYTES)))[0]
         assert welcome_to(TOKEN, b"d" * RANDOM_BYTES, content) is None
         assert welcome_to(TOKEN, b"c" * RANDOM_BYTES, content[:-1]) is None
@@ -263,7 +263,7 @@ class TestOverANetwork:
             b"\xff" * 2000,
         ],
     )
-    def test_strangers_are_turned_away(self, remote, said):
+    def test_invalid_greetings_are_rejected(self, remote, said):
         with remote.call() as stranger:
             message(stranger)
             stranger.sendall(said)
@@ -272,14 +272,14 @@ class TestOverANetwork:
             assert is_over(stranger)
         assert remote.looks == 0
 
-    def test_strangers_that_say_nothing_are_there_for_a_short_time_only(self, remote):
+    def test_a_silent_caller_is_dropped_after_the_greeting_limit(self, remote):
         with remote.call() as stranger:
             message(stranger)
             remote.now_s += GREETING_LIMIT_S
             remote.serve()
             assert is_over(stranger)
 
-    def test_many_strangers_keep_nobody_out_who_knows_the_token(self, remote):
+    def test_many_unidentified_callers_do_not_keep_out_a_viewer_with_the_token(self, remote):
         strangers = [remote.call() for _ in range(2 * MOST_VIEWERS)]
         with remote.call() as viewer:
             seen = SnapshotSource(viewer, "job")
@@ -293,7 +293,7 @@ class TestOverANetwork:
         for each in strangers:
             each.close()
 
-    def test_nobody_there_is_one_error(self):
+    def test_a_refused_connection_gives_one_error(self):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
@@ -301,7 +301,7 @@ class TestOverANetwork:
                 call_remote("127.0.0.1", port, TOKEN)
 
     @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH\r\n", wire.pack(SEEN, b"{}"), b""])
-    def test_somebody_else_there_is_one_error(self, greeting):
+    def test_a_foreign_server_gives_one_error(self, greeting):
         with listening() as server:
             host, port = server.getsockname()
 
@@ -320,7 +320,7 @@ class TestOverANetwork:
 
 
 class TestDoors:
-    def test_those_of_this_user_are_found_by_name(self):
+    def test_doors_of_the_same_user_are_found_by_name(self):
         found = open_doors(None, {}, Log())
         try:
             (door,) = found
@@ -333,7 +333,7 @@ class TestDoors:
             for each in found:
                 each.socket.close()
 
-    def test_those_of_others_are_not(self):
+    def test_doors_of_other_users_are_ignored(self):
         listed = (
             "Num RefCount Protocol Flags Type St Inode Path\n"
             "0: 00000002 00000000 00010000 0001 01 11 @poprun-top-1000-42-0123456789ab\n"
@@ -348,12 +348,12 @@ class TestDoors:
             (42, "poprun-top-1000-42-0123456789ab"),
         ]
 
-    def test_one_on_a_network_needs_the_token(self):
+    def test_a_network_door_needs_the_token(self):
         with pytest.raises(UsageError, match=f"--top-address .* {TOKEN_VARIABLE} is not set; set it"):
             open_doors("127.0.0.1:0", {TOKEN_VARIABLE: " "}, Log())
         assert token_from({TOKEN_VARIABLE: "secret"}, "--address") == "secret"
 
-    def test_one_that_is_taken_is_refused(self):
+    def test_an_address_in_use_is_refused(self):
         with listening() as taken:
             place = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(
@@ -361,7 +361,7 @@ class TestDoors:
             ):
                 open_doors(place, {TOKEN_VARIABLE: TOKEN}, Log())
 
-    def test_one_on_a_network_asks_for_the_token_and_the_other_does_not(self):
+    def test_only_the_network_door_asks_for_the_token(self):
         found = open_doors("127.0.0.1:0", {TOKEN_VARIABLE: TOKEN}, Log())
         assert [each.token for each in found] == [TOKEN, ""]
         for each in found:
@@ -371,15 +371,15 @@ class TestDoors:
         ("text", "address"),
         [("node0:7070", ("node0", 7070)), ("[::1]:1", ("::1", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))],
     )
-    def test_addresses(self, text, address):
+    def test_addresses_are_parsed(self, text, address):
         assert read_address(text, "--address") == address
 
     @pytest.mark.parametrize("text", ["node0", ":7070", "::1:7070", "node0:", "node0:65536", "node0:x", "[::1]"])
-    def test_what_is_no_address(self, text):
+    def test_an_invalid_address_is_refused(self, text):
         with pytest.raises(UsageError, match="; write HOST:PORT or"):
             read_address(text, "--address")
 
-    def test_while_descriptors_are_lacking_nobody_is_let_in(self, local):
+    def test_a_shortage_of_descriptors_delays_admission(self, local):
         import resource
 
         with socket.socket(local.family) as caller:
@@ -398,7 +398,7 @@ class TestDoors:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
-def test_another_user_is_turned_away(local):
+def test_another_user_is_rejected(local):
     with socket.socket(local.family) as stranger:
         os.seteuid(65534)
         try:

@@ -1,4 +1,4 @@
-"""The words after `poprun top`, and what is said where there is nothing to be seen."""
+"""The words after `poprun top`, and the message without a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from poprun.monitor.doors import TOKEN_VARIABLE
         (["-h"], None),
     ],
 )
-def test_are_read(words, wanted):
+def test_options_are_read(words, wanted):
     assert read_words(words) == wanted
 
 
@@ -34,18 +34,18 @@ def test_are_read(words, wanted):
         (["--token=x"], "unknown option --token"),
     ],
 )
-def test_others_are_refused(words, message):
+def test_invalid_words_are_refused(words, message):
     with pytest.raises(UsageError, match=message):
         read_words(words)
 
 
-def test_help_has_all_options():
+def test_the_help_has_all_options():
     text = describe(80)
     assert [option.name for option in OPTIONS if f"--{option.name}" not in text] == []
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_without_a_job_there_is_one_error():
+def test_a_missing_job_gives_one_error():
     with pytest.raises(
         PopRunError, match=f"no poprun with process 1 of yours runs on {os.uname().nodename}; for one on"
     ):

@@ -44,7 +44,7 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_is_read_as_it_was_written(path):
+def test_a_certificate_is_read_back(path):
     certificate = read_certificate(path)
     assert certificate.program == ("python", "train.py", "--epochs", "1")
     assert (certificate.replicas, certificate.steps, certificate.spreads) == (4, 6, (1, 2))
@@ -57,7 +57,7 @@ def test_is_read_as_it_was_written(path):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_says_everything_in_plain_json(path):
+def test_a_certificate_is_plain_json(path):
     content = json.loads(path.read_text())
     assert content["facts"][0]["jax"] == "0.10.2"
     assert content["facts"][0]["CPU"] == "Big"
@@ -73,7 +73,7 @@ def test_says_everything_in_plain_json(path):
         (UPDATE, {"variables": ["other", "other"]}),
     ],
 )
-def test_what_differs_first_is_found(path, part, changed):
+def test_the_first_difference_is_found(path, part, changed):
     at = 0 if part == START else 2
     lines = [step(number, **(changed if number == at else {})) for number in range(4)]
     now = record(*lines, layout(0, 1), step(0, training=1), step(1, training=1))
@@ -82,13 +82,13 @@ def test_what_differs_first_is_found(path, part, changed):
     assert (found.place, found.part) == ((0, at), part)
 
 
-def test_versions_that_changed_are_found(path):
+def test_changed_versions_are_found(path):
     now = record_of([process(versions={"jax": "0.11.0", "jaxlib": "0.11.0"}), layout(), *steps(4)], Path())
     changed = changed_facts(read_certificate(path), now)
     assert changed == [("jax", "0.10.2", "0.11.0"), ("jaxlib", "unset", "0.11.0")]
 
 
-def test_one_that_was_edited_is_recognised(path):
+def test_an_edited_certificate_is_recognised(path):
     def change(content):
         content["record"][1]["fingerprint"] = "other"
 
@@ -110,13 +110,13 @@ def test_one_that_was_edited_is_recognised(path):
         lambda content: content.update(record=5),
     ],
 )
-def test_what_is_no_certificate_is_refused(path, change):
+def test_an_invalid_certificate_is_refused(path, change):
     edit(path, change)
     with pytest.raises(UsageError, match="is not of format 1"):
         read_certificate(path)
 
 
-def test_files_that_cannot_be_used_are_refused(tmp_path):
+def test_unusable_files_are_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_certificate(tmp_path / "none.json")
     (tmp_path / "text").write_text("hello")
@@ -131,11 +131,11 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
 
 
 class TestRepeating:
-    def test_asks_for_what_the_certificate_says(self, path):
+    def test_the_options_of_the_certificate_are_used(self, path):
         again = asked_again(VerifyRequest(CommandLine({}, ()), against=path), read_certificate(path))
         assert again == replace(ASKED, spreads=(1, 2), against=path)
 
-    def test_the_command_line_wins(self, path):
+    def test_options_on_the_command_line_win(self, path):
         given = VerifyRequest(
             CommandLine({"host": ("b",)}, ()), spreads=(4,), steps=2, transports=("ring",), against=path
         )
@@ -151,14 +151,14 @@ class TestRepeating:
             asked_again(VerifyRequest(CommandLine({}, ()), spreads=(3,), against=path), read_certificate(path))
 
 
-def test_one_that_others_can_write_to_is_not_run(path):
+def test_a_certificate_writable_by_others_is_refused(path):
     assert path.stat().st_mode & 0o777 == 0o644
     path.chmod(0o622)
     with pytest.raises(UsageError, match=rf"certificate {path} decides what is run, and others can write .*chmod go-w"):
         read_certificate(path)
 
 
-def test_what_is_run_because_a_certificate_says_so_is_shown(path):
+def test_the_command_that_a_certificate_starts_is_shown(path):
     certificate = read_certificate(path)
     assert (
         describe_options_of(certificate, VerifyRequest(CommandLine({}, ()), against=path))

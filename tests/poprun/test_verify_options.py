@@ -1,4 +1,4 @@
-"""What the words after `poprun verify` ask for."""
+"""The words after `poprun verify`."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_all_options_are_read():
 
 
 @pytest.mark.parametrize("following", [(), ("--steps", "3")])
-def test_which_failure_is_injected_need_not_be_said(following):
+def test_inject_without_a_value_uses_a_default_fault(following):
     asked = read("--inject", *following)
     assert (asked.inject, asked.line.program) == ((SOME_FAULT,), PROGRAM)
 
 
-def test_a_failure_may_be_a_word_of_its_own():
+def test_inject_accepts_a_separate_word():
     assert read("--inject", "stop:instance=0").inject == ("stop:instance=0",)
 
 
-def test_without_replicas_there_is_one_for_each_instance_of_the_largest_spread():
+def test_the_default_number_of_replicas_is_the_largest_spread():
     asked = read_words(["--spreads=1,4,2", *PROGRAM])
     assert asked == VerifyRequest(CommandLine({"num-replicas": 4}, PROGRAM), spreads=(1, 4, 2))
     assert read_words(["--steps=1", *PROGRAM]).replicas == 1
@@ -63,7 +63,7 @@ def test_without_replicas_there_is_one_for_each_instance_of_the_largest_spread()
         read_words(["--spreads=2,3", *PROGRAM])
 
 
-def test_help_is_all_about_verify():
+def test_help_covers_the_options_of_verify():
     assert read_words(["--help"]) is None
     for option in ("--spreads", "--certificate", "--against", "--resume"):
         assert option in describe_verify()
@@ -86,7 +86,7 @@ def test_help_is_all_about_verify():
         (["--spread=1,2", "--sprads=1"], "unknown option --sprads, did you mean --spreads"),
     ],
 )
-def test_what_is_impossible_is_refused(words, said):
+def test_an_impossible_request_is_refused(words, said):
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
         read(*words)
 

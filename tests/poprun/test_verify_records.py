@@ -1,4 +1,4 @@
-"""Putting together what instances have recorded, and finding the first difference."""
+"""Records of instances: their combination and their first difference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layout(instance: int = 0, training: int = 0) -> tuple[int, dict]:
 
 
 def step(number: int, instance: int = 0, replicas: tuple[int, int] = (0, 4), training: int = 0, **changed):
-    """A line of a step; by default what it says depends on the number of the step only."""
+    """Return the line of a step; its default values depend only on the number of the step."""
     line = {
         "kind": "step",
         "training": training,
@@ -73,7 +73,7 @@ def record(*lines: tuple[int, dict]) -> Record:
 
 
 def steps(count: int, **changed) -> list:
-    """Lines of so many steps; what has changed is of the one before the last."""
+    """Return lines for `count` steps; `changed` applies to the one before the last."""
     return [step(number, **(changed if number == count - 2 else {})) for number in range(count)]
 
 
@@ -81,7 +81,7 @@ PLAIN = record(*steps(4))
 
 
 class TestTheRecord:
-    def test_has_the_steps_of_all_instances(self):
+    def test_the_record_has_the_steps_of_all_instances(self):
         of_two = record_of(
             [
                 process(0, 2),
@@ -102,37 +102,37 @@ class TestTheRecord:
         assert of_two.recording_s == 1.0
         assert first_difference(record(step(0), step(1)), of_two) is None
 
-    def test_knows_what_variables_a_step_began_with(self):
+    def test_the_record_knows_the_variables_before_each_step(self):
         assert PLAIN.steps[0, 2].parts[START] == {"['b']": {"v2['b']": (0,)}, "['w']": {"v2['w']": (0,)}}
 
-    def test_ends_with_the_last_step(self):
+    def test_the_record_ends_with_the_last_step(self):
         assert PLAIN.last_fingerprint == "f3"
         assert Record().last_fingerprint == ""
         assert PLAIN.steps_until((0, 2)) == 3
         assert PLAIN.steps_until((0, 9)) == 4
 
-    def test_is_read_from_the_files_of_all_processes(self, tmp_path):
+    def test_the_record_is_read_from_the_files_of_all_processes(self, tmp_path):
         text = "\n".join(json.dumps(line) for _, line in [process(), layout(), *steps(2)])
         (tmp_path / "here.1.jsonl").write_text(text)
         assert read_record(tmp_path).steps == record(*steps(2)).steps
         assert read_record(tmp_path, [tmp_path / "here.1.jsonl"]) == Record()
 
-    def test_may_break_off_within_a_line(self, tmp_path):
+    def test_a_record_may_end_within_a_line(self, tmp_path):
         lines = [json.dumps(line) for _, line in [process(), layout(), *steps(2)]]
         (tmp_path / "here.1.jsonl").write_text("\n".join(lines)[:-20])
         assert list(read_record(tmp_path).steps) == [(0, 0)]
 
-    def test_that_is_damaged_elsewhere_is_refused(self, tmp_path):
+    def test_a_record_damaged_elsewhere_is_refused(self, tmp_path):
         (tmp_path / "here.1.jsonl").write_text('{"kind"\n{}')
         with pytest.raises(PopRunError, match=r"here\.1\.jsonl is damaged in line 1"):
             read_record(tmp_path)
 
-    def test_of_a_resumed_run_is_one(self):
+    def test_a_resumed_run_gives_one_record(self):
         began_anew = step(2, start=[f"v2{name}" for name in NAMES])
         resumed = record(step(0), step(1), step(2), process(), layout(), began_anew, step(3))
         assert first_difference(PLAIN, resumed) is None
 
-    def test_of_an_instance_that_went_on_alone_is_compared_too(self):
+    def test_an_instance_that_went_on_alone_is_compared(self):
         shrunk = record_of(
             [
                 process(0, 2),
@@ -159,21 +159,21 @@ CHANGES = [
 
 
 class TestTheFirstDifference:
-    def test_is_none_between_equal_runs(self):
+    def test_equal_runs_have_no_difference(self):
         assert first_difference(PLAIN, record(*steps(4))) is None
         assert first_inside(PLAIN) is None
 
     @pytest.mark.parametrize(("part", "changed", "names"), CHANGES)
-    def test_names_the_step_and_the_part(self, part, changed, names):
+    def test_the_first_difference_names_step_and_part(self, part, changed, names):
         assert first_difference(PLAIN, record(*steps(4, **changed))) == RunDifference((0, 2), part, names)
 
-    def test_of_several_parts_is_what_came_first(self):
+    def test_the_earliest_of_several_parts_is_named(self):
         changed = {key: value for _, change, _ in CHANGES[2:] for key, value in change.items()}
         found = first_difference(PLAIN, record(*steps(4, **changed)))
         assert found is not None
         assert found.part == GRADIENTS
 
-    def test_is_not_one_of_metrics_of_which_nothing_is_promised(self):
+    def test_metrics_are_not_compared_because_their_bits_are_not_promised(self):
         one = record(*steps(4, metrics={"loss": (1.0).hex(), "right": (0.5).hex()}))
         other = record(*steps(4, metrics={"loss": (1.0 + 2**-23).hex(), "right": (0.5).hex()}))
         assert first_difference(one, other) is None
@@ -186,29 +186,29 @@ class TestTheFirstDifference:
         assert first_of_metrics(one, one) is None
         assert first_of_metrics(record(*steps(2)), record(*steps(3))) is None
 
-    def test_may_be_the_number_of_steps(self):
+    def test_a_different_number_of_steps_is_a_difference(self):
         for one, other in ((4, 5), (5, 4)):
             assert first_difference(record(*steps(one)), record(*steps(other))) == RunDifference((0, 4), STEPS)
 
-    def test_may_be_between_the_instances_of_one_run(self):
+    def test_instances_of_one_run_are_compared(self):
         lines = [process(0, 2), layout(0), step(0, 0, (0, 2)), process(1, 2), layout(1)]
         torn = record_of([*lines, step(0, 1, (2, 4), variables=["v1['b']", "other"])], Path())
         inside = RunDifference((0, 0), UPDATE, ("['w']",), (0, 1), is_inside=True)
         assert first_inside(torn) == first_difference(record(step(0)), torn) == inside
 
-    def test_is_the_first_in_time_where_trainings_alternate(self):
+    def test_alternating_trainings_are_compared_in_time_order(self):
         lines = [layout(0, 1), step(0), step(0, training=1), step(1), step(1, training=1)]
         changed = [*lines[:2], step(0, training=1, gradients=["a", "b"]), step(1, gradients=["a", "b"]), lines[4]]
         found = first_difference(record(*lines), record(*changed))
         assert found == RunDifference((1, 0), GRADIENTS, NAMES)
 
-    def test_of_many_runs_is_the_earliest(self):
+    def test_the_earliest_difference_of_many_runs_is_found(self):
         found = [None, RunDifference((0, 3), BATCH), RunDifference((0, 2), UPDATE), RunDifference((0, 2), GRADIENTS)]
         assert earliest(PLAIN, found) == 3
         assert earliest(PLAIN, [None, None]) is None
 
 
-def test_a_run_is_the_same_again_where_its_instances_differ_alike():
+def test_two_runs_are_the_same_if_their_instances_differ_alike():
     lines = [process(0, 2), layout(0), step(0, 0, (0, 2)), process(1, 2), layout(1)]
     torn = record_of([*lines, step(0, 1, (2, 4), variables=["v1['b']", "other"])], Path())
     assert are_same(torn, torn, (0, 0))
@@ -230,15 +230,15 @@ class TestHints:
             (STEPS, "the reason for the number of steps"),
         ],
     )
-    def test_there_is_something_to_look_at_for_every_part(self, part, said):
+    def test_every_part_has_a_hint(self, part, said):
         assert said in self.of(part)
 
-    def test_first_variables_are_looked_for_elsewhere(self):
+    def test_the_first_variables_have_their_own_hint(self):
         assert "the source of the first variables" in "\n".join(
             hints(RunDifference((0, 0), START), Evidence(PLAIN, PLAIN))
         )
 
-    def test_what_the_loss_function_asks_comes_first_where_gradients_differ(self):
+    def test_queries_in_the_loss_function_come_first_if_gradients_differ(self):
         asked = Record(
             steps=PLAIN.steps,
             questions=(
@@ -252,7 +252,7 @@ class TestHints:
         asked = Record(steps=PLAIN.steps, questions=(Question("strategy.num_instances", "a.py", 3, OPTIMIZER),))
         assert "a.py:3, in the optimizer" in self.of(UPDATE, asked)
 
-    def test_what_cannot_be_repeated_does_not_depend_on_the_instance(self):
+    def test_an_unrepeatable_run_does_not_blame_the_instance_index(self):
         asked = Record(PLAIN.processes, PLAIN.steps, (Question("strategy.instance_index", "a.py", 9, LOSS),))
         assert "a.py" not in self.of(GRADIENTS, asked, is_repeatable=False)
         assert "different bits each time" in self.of(GRADIENTS, asked, is_repeatable=False)
@@ -264,19 +264,19 @@ class TestHints:
         assert "numpy.random: the program has drawn" in self.of(BATCH, *used)
         assert "numpy.random: " not in self.of(BATCH, used[0], used[0])
 
-    def test_other_machines_are_named(self):
+    def test_different_machines_are_named(self):
         other = record_of(
             [process(cpu={"model": "Small", "vectors": "", "features_crc32": "1"}), layout(), *steps(4)], Path()
         )
         assert "CPU differs between instances: 'Big' and 'Small'" in self.of(GRADIENTS, PLAIN, other)
 
-    def test_horovod_promises_no_bits(self):
+    def test_the_lack_of_a_promise_with_horovod_is_explained(self):
         other = record_of([process(strategy="IPUHorovodStrategy"), layout(), *steps(4)], Path())
         assert "promises closeness" in self.of(GRADIENTS, PLAIN, other)
 
 
 class TestTheReport:
-    def test_has_a_row_for_each_run(self):
+    def test_the_table_has_a_row_for_each_run(self):
         other = record(*steps(4, gradients=["other", "other"], fingerprint="other"))
         outcomes = [
             RunOutcome(Run(1, 4), PLAIN),
@@ -292,7 +292,7 @@ class TestTheReport:
             "4    2 x 2                 mpi, kill:instance=1  4      f3           failed with exit status 3",
         ]
 
-    def test_says_how_much_differs(self):
+    def test_the_size_of_a_difference_is_shown(self):
         difference = RunDifference((0, 2), GRADIENTS, NAMES)
         distances = [("['b']", Distance(1, 1, 1)), ("['w']", Distance(7, 64, 1234)), ("['z']", Distance(1, 2, None))]
         assert describe_difference(difference, ("1 x 4", "2 x 2"), distances, "").splitlines() == [
@@ -304,7 +304,7 @@ class TestTheReport:
             "Equal until then, and in that step: the variables before it, batch.",
         ]
 
-    def test_names_both_instances_of_a_run(self):
+    def test_both_instances_of_a_run_are_named(self):
         inside = RunDifference((1, 2), UPDATE, NAMES, (0, 3), is_inside=True)
         said = describe_difference(inside, ("4 x 1", "4 x 1"), [("['b']", "")], "(not repeated)")
         assert said.startswith(
@@ -312,14 +312,14 @@ class TestTheReport:
         )
         assert "\n  ['b']\n(not repeated)\n" in said
 
-    def test_shows_a_dozen_names_of_many(self):
+    def test_only_a_dozen_of_many_names_are_shown(self):
         names = [(f"w{number}", Distance(1, 1, 1)) for number in range(40)]
         said = describe_difference(RunDifference((0, 0), UPDATE), ("a", "b"), names, "")
         assert "w11" in said
         assert "... and 28 more" in said
         assert "w12" not in said
 
-    def test_of_equal_runs_gives_the_fingerprint(self):
+    def test_equal_runs_give_the_fingerprint(self):
         said = describe_success([RunOutcome(Run(1, 4), PLAIN), RunOutcome(Run(2, 4), PLAIN)])
         assert said.startswith("equal: 2 runs of 4 steps")
         assert said.endswith("variables f3")

@@ -1,4 +1,4 @@
-"""Which runs `poprun verify` refuses to compare."""
+"""Runs that `poprun verify` refuses to compare."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def instance(index: int, **changed) -> list:
     return [process(index, 2, **changed), layout(index), step(0, index, (2 * index, 2 * index + 2))]
 
 
-def test_instances_that_train_together_may_be_compared():
+def test_instances_that_train_together_are_compared():
     check_processes(result_of(*instance(0), *instance(1)), Run(2, 4))
-    check_processes(Result(Record()), Run(2, 4))  # which is said otherwise
+    check_processes(Result(Record()), Run(2, 4))  # an empty record is reported elsewhere
 
 
-def test_instances_that_train_for_themselves_are_refused():
+def test_instances_that_train_separately_are_refused():
     lines = [process(strategy="IPUStrategy"), layout(), step(0)]
     check_processes(result_of(*lines), Run(1, 4))
     with pytest.raises(PopRunError, match=r"each of the 2 instances trained for itself \(IPUStrategy\)"):
         check_processes(result_of(*lines), Run(2, 4))
 
 
-def test_another_number_of_replicas_is_refused():
+def test_a_wrong_number_of_replicas_is_refused():
     with pytest.raises(PopRunError, match="trained 4 replicas, but 8 were asked for"):
         check_processes(result_of(*instance(0), *instance(1)), Run(2, 8))
 
 
-def test_an_instance_without_a_record_is_missed_unless_it_was_lost():
+def test_a_missing_record_is_refused_unless_its_instance_was_lost():
     with pytest.raises(PopRunError, match="instance 1 of 2 x 2 left no record"):
         check_processes(result_of(*instance(0)), Run(2, 4))
     check_processes(result_of(*instance(0)), Run(2, 4, faults=("kill:instance=1",)))
@@ -65,7 +65,7 @@ STARTED = {
 }
 
 
-def test_a_worker_drives_the_replicas_that_the_instance_did():
+def test_a_worker_drives_the_replicas_of_its_instance():
     before, environ = detect_instance(STARTED), worker_environment(STARTED, "/run/x")
     instance = detect_instance(environ)
     assert instance.launcher == "tf_config"
@@ -73,13 +73,13 @@ def test_a_worker_drives_the_replicas_that_the_instance_did():
     assert instance.local_replica_range == before.local_replica_range == range(3, 6)
 
 
-def test_workers_meet_in_a_directory_and_know_no_launcher():
+def test_workers_meet_in_a_folder_without_a_launcher():
     environ = worker_environment(STARTED, "/run/x")
     assert read_cluster(environ).addresses == ("unix:/run/x/0", "unix:/run/x/1")
     assert environ.keys() == {"TF_CONFIG", "POPDIST_VERIFY_RECORD", "SLURM_STEP_ID", "PATH"}
 
 
-def test_the_script_knows_all_that_poprun_sets():
+def test_the_script_removes_all_variables_of_poprun():
     from popdist.environments.poprun import VARIABLES
 
     assert worker_script._OF_POPRUN == VARIABLES

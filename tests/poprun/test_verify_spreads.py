@@ -1,4 +1,4 @@
-"""Which runs `poprun verify` makes."""
+"""The runs that `poprun verify` makes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def asked(replicas: int = 8, **options) -> VerifyRequest:
         (8, 64, 0, (1, 2)),
     ],
 )
-def test_one_and_the_most_that_fit_are_among_at_most_four_spreads(replicas, cores, memory_bytes, chosen):
+def test_at_most_four_spreads_include_one_instance_and_the_most_that_fit(replicas, cores, memory_bytes, chosen):
     assert choose_spreads(replicas, cores, memory_bytes) == chosen
 
 
-def test_every_spread_runs_over_every_transport_and_one_instance_once():
+def test_every_spread_runs_over_every_transport_and_one_instance_runs_once():
     runs = plain_runs(asked(transports=("mpi", "grpc")), (1, 2, 8))
     assert [(run.instances, run.transport) for run in runs] == [
         (1, "mpi"),
@@ -55,12 +55,12 @@ def test_every_spread_runs_over_every_transport_and_one_instance_once():
     assert [str(run) for run in runs] == ["1 x 8", "2 x 4", "8 x 1", "2 x 4 (grpc)", "8 x 1 (grpc)"]
 
 
-def test_a_single_run_is_made_twice_unless_there_is_something_else_to_compare_with(tmp_path):
+def test_a_single_run_is_repeated_unless_there_is_a_certificate(tmp_path):
     assert plain_runs(asked(), (2,)) == [Run(2, 8), Run(2, 8)]
     assert plain_runs(asked(against=tmp_path), (2,)) == [Run(2, 8)]
 
 
-def test_the_last_instance_of_the_widest_spread_is_killed_half_way():
+def test_the_last_instance_of_the_widest_spread_is_killed_halfway():
     plain = [Run(1, 8), Run(4, 8), Run(8, 8, "grpc")]
     assert run_with_failure(asked(), plain, 10) is None
     assert run_with_failure(asked(inject=("some",)), plain, 11) == Run(4, 8, faults=("kill:instance=3,step=5",))
@@ -77,16 +77,16 @@ def test_a_run_is_resumed_on_the_next_smaller_spread():
 
 
 class TestSettings:
-    def test_are_those_of_the_user_with_another_number_of_instances(self):
+    def test_settings_of_the_user_are_kept(self):
         settings = settings_of(asked(values={"timestamps": True}), Run(4, 8))
         assert (settings.num_instances, settings.num_replicas, settings.timestamps) == (4, 8, True)
         assert settings.on_failure == "stop"
 
-    def test_let_the_others_go_on_where_something_is_injected(self):
+    def test_a_run_with_a_fault_shrinks(self):
         settings = settings_of(asked(), Run(4, 8, faults=("kill:instance=3",)))
         assert (settings.inject, settings.on_failure) == (("kill:instance=3",), "shrink")
 
-    def test_leave_out_what_names_other_instances(self):
+    def test_options_for_absent_instances_are_dropped(self):
         values = {"instance-mpi-local-args": ("0:-x A=1", "3:-x A=2"), "only-output-from-instance": 3}
         settings = settings_of(asked(values=values), Run(2, 8))
         assert settings.instance_mpi_local_args == ((0, ("-x", "A=1")),)
@@ -94,14 +94,14 @@ class TestSettings:
         assert settings_of(asked(values=values), Run(4, 8)).only_output_from_instance == 3
 
     @pytest.mark.parametrize(("instances", "hosts"), [(1, ("a",)), (2, ("a", "b")), (3, ("a",)), (4, ("a", "b"))])
-    def test_take_as_many_hosts_as_divide_the_instances(self, instances, hosts):
+    def test_a_run_uses_a_number_of_hosts_that_divides_its_instances(self, instances, hosts):
         assert settings_of(asked(12, values={"host": ("a,b",)}), Run(instances, 12)).host == hosts
 
-    def test_name_hosts_of_which_there_may_be_more(self):
+    def test_the_requested_hosts_are_listed(self):
         assert [host.name for host in hosts_of(asked(values={"host": ("a,b", "c")}))] == ["a", "b", "c"]
         assert [host.is_this_machine for host in hosts_of(asked())] == [True]
 
-    def test_keep_the_output_of_each_run_apart(self):
+    def test_the_output_of_each_run_is_separate(self):
         values = {"output-dir": "out"}
         names = {settings_of(asked(values=values), run).output_dir for run in plain_runs(asked(), (1, 2, 4, 8))}
         assert names == {"out/1-x-8", "out/2-x-4", "out/4-x-2", "out/8-x-1"}

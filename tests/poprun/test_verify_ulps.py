@@ -1,4 +1,4 @@
-"""How far two arrays are from each other."""
+"""Distances between arrays in units in the last place."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class TestFloats:
         smallest.view({2: np.int16, 4: np.int32, 8: np.int64}[smallest.itemsize])[0] = 2
         assert between(smallest, -smallest, dtype) == Distance(1, 1, 4)
 
-    def test_both_zeros_differ_and_are_no_unit_apart(self, dtype):
+    def test_the_two_zeros_differ_by_no_unit(self, dtype):
         assert between([0.0, 1.0], [-0.0, 1.0], dtype) == Distance(1, 2, 0)
 
     def test_nan_has_no_distance_from_numbers(self, dtype):
         assert between([np.nan, 1.0], [1.0, 1.0], dtype) == Distance(1, 2, None)
 
-    def test_infinity_has_one(self, dtype):
+    def test_infinity_is_one_unit_above_the_largest_number(self, dtype):
         largest = ml_dtypes.finfo(dtype).max
         assert between([np.inf], [largest], dtype) == Distance(1, 1, 1)
 
-    def test_equal_arrays_are_equal(self, dtype):
+    def test_equal_arrays_have_no_difference(self, dtype):
         assert between(np.arange(100), np.arange(100), dtype) == Distance(0, 100, 0)
 
 
-def test_the_largest_of_many_is_found_wherever_it_lies(seed):
+def test_the_largest_distance_is_found_anywhere(seed):
     generator = np.random.default_rng(seed)
     one = generator.normal(size=5001).astype(np.float32)
     other = one.copy()
@@ -61,9 +61,9 @@ def test_complex_numbers_differ_in_either_part():
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint16, np.int64, bool, ml_dtypes.float8_e4m3fn])
-def test_other_elements_are_counted_only(dtype):
+def test_elements_of_other_types_are_only_counted(dtype):
     assert between([1, 0, 1], [1, 1, 0], dtype) == Distance(2, 3, None)
 
 
-def test_arrays_of_other_sizes_have_no_distance():
+def test_arrays_of_different_sizes_have_no_distance():
     assert between([1.0], [1.0, 2.0], np.float32) is None

@@ -1,4 +1,4 @@
-"""Jobs that never ran: what their instances would have recorded, with what is wrong with them."""
+"""Simulated jobs: the recordings that their instances would make, with planted faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_HOSTS = 4
 
 
 def address(host: int) -> str:
-    """Of a host that has an instance of its own."""
+    """Return the address of a host."""
     return f"10.0.0.{host}"
 
 
@@ -38,25 +38,25 @@ _SAID[_NUMBERS["all_reduce 'gradients'"]] |= {"call": "all_reduce 'gradients' (s
 
 @dataclass(frozen=True)
 class Made:
-    """A job.
+    """A simulated job.
 
     Attributes:
-        instances: how many.
-        steps: how many each has made.
-        input_ms: of each step, by instances that differ.
-        compute_ms: the same.
-        transfer_ms: of the gradients, for all.
-        slow_link: from which instance to which other one the gradients need `link_ms` longer.
-        link_ms: see there.
-        late_data_ms: how much longer the gradients need to some instances.
-        traffic: what goes from one instance to another one in each step: bytes, and the ms in which any are on their
-            way. Instances are on hosts of their own then.
-        core_wait_ms: of each step, by instances that differ.
-        between_ms: of the program's own code between steps, by instances that have any; in its line 12.
-        pauses_ms: the same before some steps: (instance, step): ms.
-        delays_ms: what else is computed in a step: (instance, step): ms.
-        jitter: by which part times vary.
-        seed: of that.
+        instances: The number of instances.
+        steps: The number of steps of each instance.
+        input_ms: The time for input data in each step, by instances that differ.
+        compute_ms: The time to compute in each step, by instances that differ.
+        transfer_ms: The time to transfer the gradients, for all instances.
+        slow_link: (source, target) of the link on which the gradients need `link_ms` longer.
+        link_ms: The additional time on the slow link.
+        late_data_ms: The additional time for gradients on their way to some instances.
+        traffic: Bytes and time in transit (ms) in each step from one instance to another. If it is set, each
+            instance has its own host.
+        core_wait_ms: The wait for cores in each step, by instances that differ.
+        between_ms: The time of the program's own code between steps, in its line 12, by instances that have any.
+        pauses_ms: The time of that code before some steps: (instance, step): ms.
+        delays_ms: Additional time to compute in some steps: (instance, step): ms.
+        jitter: The relative variation of all times.
+        seed: The seed of that variation.
     """
 
     instances: int
@@ -77,7 +77,7 @@ class Made:
     seed: int = 0
 
     def recordings(self) -> list[InstanceRecording]:
-        """What its instances have recorded."""
+        """Return the recordings of all instances."""
         random = np.random.default_rng(self.seed)
         pages = [_Page() for _ in range(self.instances)]
         for step in range(self.steps):

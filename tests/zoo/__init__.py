@@ -1,4 +1,4 @@
-"""The zoo: small models of many kinds, and optimizers, whose bits may not depend on how replicas are spread."""
+"""The zoo: small models of many kinds, and optimizers, whose bits must not depend on the spread of replicas."""
 
 from zoo.model import Model
 from zoo.models import FOR_OPTIMIZERS, MODELS

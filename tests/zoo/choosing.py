@@ -1,4 +1,4 @@
-"""Losses of models in which data decide what is computed, or where: tables, experts, loops, sorting."""
+"""Losses of models whose computation depends on the data: tables, experts, loops, sorting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zoo.images import cross_entropy, flat
 
 
 def embedding_loss(variables, batch, key):
-    """Rows of a table are gathered, and weights of words added up where these words lie."""
+    """Gather rows of a table, and add weights of words at the words' places."""
     words = batch["word"][:, :-1]
     hidden = recomputation_checkpoint(jnp.tanh(variables["table"][words] @ variables["hidden"]))
     weights = jax.nn.softplus(hidden @ variables["weight"])[..., 0]
@@ -21,7 +21,7 @@ def embedding_loss(variables, batch, key):
 
 
 def experts_loss(variables, batch, key):
-    """Each row goes to two of five experts, and a loss spreads rows over them."""
+    """Send each row to two of five experts, with a loss that spreads rows over them."""
     hidden = recomputation_checkpoint(jax.nn.relu(flat(batch) @ variables["first"]))
     shares = jax.nn.softmax(hidden @ variables["router"])
     best, chosen = jax.lax.top_k(shares, 2)
@@ -34,7 +34,9 @@ def experts_loss(variables, batch, key):
 
 
 def loops_loss(variables, batch, key):
-    """Layers until a fixed point is near, one of two branches by the data, and a loop of a fixed count."""
+    """Repeat layers until a fixed point is near, take one of two branches by the data, and loop a fixed number of
+    times.
+    """
     given = flat(batch) @ variables["first"]
 
     def layer(hidden):
@@ -63,7 +65,7 @@ def loops_loss(variables, batch, key):
 
 
 def sorting_loss(variables, batch, key):
-    """Order statistics of the hidden layer, and its rows in the order of their medians."""
+    """Use order statistics of the hidden layer, and its rows in the order of their medians."""
     hidden = recomputation_checkpoint(jax.nn.gelu(flat(batch) @ variables["first"]))
     ordered = jnp.sort(hidden, axis=-1)
     order = jnp.argsort(ordered[:, ordered.shape[1] // 2])

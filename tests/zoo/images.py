@@ -13,7 +13,7 @@ EPSILON = 1e-5
 
 
 def cross_entropy(logits, label):
-    """The mean over the rows, float32."""
+    """Return the mean over the rows, float32."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), label).mean()
 
 
@@ -29,7 +29,7 @@ def mlp_loss(variables, batch, key):
 
 
 def wide_loss(variables, batch, key):
-    """One layer, of pixels that are there several times."""
+    """Use one layer of repeated pixels."""
     width = len(variables["matrix"])
     rows = jnp.tile(flat(batch), (1, width // 64 + 1))[:, :width]
     return cross_entropy(jax.nn.gelu(rows @ variables["matrix"] + variables["bias"])[:, :10], batch["label"])
@@ -51,7 +51,7 @@ def cnn_loss(variables, batch, key):
 
 
 def patches_loss(variables, batch, key):
-    """The same convolutions as products with patches."""
+    """Compute the same convolutions as products with patches."""
 
     def of_patches(images, kernel):
         return (
@@ -65,14 +65,14 @@ def patches_loss(variables, batch, key):
 
 
 def normalised(x, axes):
-    """By mean and variance over these axes."""
+    """Normalise by mean and variance over these axes."""
     mean = x.mean(axes, keepdims=True)
     variance = ((x - mean) ** 2).mean(axes, keepdims=True)
     return (x - mean) * jax.lax.rsqrt(variance + EPSILON)
 
 
 def batch_norm_loss(variables, batch, key):
-    """Statistics are those of the micro-batch, written as textbooks have them."""
+    """Normalise by the statistics of the micro-batch, as textbooks write it."""
 
     def of_batch(x):
         return (x - x.mean(0)) / jnp.sqrt(x.var(0) + EPSILON)
@@ -84,7 +84,7 @@ def batch_norm_loss(variables, batch, key):
 
 
 def norms_loss(variables, batch, key):
-    """Normalisation of groups of channels, then of layers."""
+    """Normalise groups of channels, then layers."""
     hidden = convolution(batch["image"], variables["first"])
     grouped = normalised(hidden.reshape(*hidden.shape[:3], 4, -1), (1, 2, 4)).reshape(hidden.shape)
     hidden = jax.nn.silu(grouped * variables["scale"] + variables["offset"])

@@ -1,4 +1,4 @@
-"""What a model of the zoo is, and where its numbers come from."""
+"""Models of the zoo: their type, first variables and data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from popdist.examples.digits_data import load_digits
 
 SEED = 7
-ROWS = 1280  # of seeded data: as many as five steps of two micro-batches of 32 rows take on four replicas
+ROWS = 1280  # five steps of two micro-batches of 32 rows on four replicas
 WORDS = 1031  # times 64 they make a table of 65,984 elements
 
 
@@ -20,11 +20,11 @@ class Model:
     """A model to train.
 
     Attributes:
-        loss_fn: as `strategies.Trainer` takes it, with a `recomputation_checkpoint` in it.
-        variables: the first ones, float32; the same at each call.
-        data: makes the rows, a pytree of arrays; the same at each call.
-        rows: of a micro-batch.
-        options: of the trainer, which belong to the model.
+        loss_fn: As `strategies.Trainer` takes it, with a `recomputation_checkpoint`.
+        variables: Makes the first variables, float32; the same at each call.
+        data: Makes the rows, a pytree of arrays; the same at each call.
+        rows: The number of rows of a micro-batch.
+        options: Options of the trainer that belong to the model.
     """
 
     loss_fn: Callable[[Any, Any, Any], Any]
@@ -35,7 +35,9 @@ class Model:
 
 
 def variables_of(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Normal numbers, scaled by the length of all axes but the last; vectors are zeros, or ones if a `scale`."""
+    """Return normal numbers, scaled by the product of all axes but the last; vectors are zeros, or ones if a
+    `scale`.
+    """
     rng = np.random.default_rng(SEED)
     return {name: _variable(rng, name, shape) for name, shape in shapes.items()}
 
@@ -47,19 +49,19 @@ def _variable(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np
 
 
 def digits() -> dict[str, np.ndarray]:
-    """The digits of scikit-learn: `image` float32 [1438, 8, 8, 1] from 0 to 1, `label` int32 [1438]."""
+    """Return the digits of scikit-learn: `image` float32 [1438, 8, 8, 1] from 0 to 1, `label` int32 [1438]."""
     read = load_digits("digits")
     return {"image": read.train_images, "label": read.train_labels}
 
 
 def sentences() -> dict[str, np.ndarray]:
-    """`word` int32 [ROWS, 17] below WORDS, small ones more often."""
+    """Return `word` int32 [ROWS, 17] below WORDS, small numbers more often."""
     rng = np.random.default_rng(SEED)
     return {"word": (WORDS * rng.random((ROWS, 17)) ** 3).astype(np.int32)}
 
 
 def series() -> dict[str, np.ndarray]:
-    """`signal` float32 [ROWS, 48, 8] of noisy waves, `label` int32 [ROWS]: of ten frequencies."""
+    """Return noisy waves, `signal` float32 [ROWS, 48, 8], and their frequencies, `label` int32 [ROWS]."""
     rng = np.random.default_rng(SEED)
     label = rng.integers(0, 10, ROWS).astype(np.int32)
     phase = rng.random((ROWS, 1, 8)) + (label[:, None, None] + 1) * np.arange(48)[:, None] / 48

@@ -91,4 +91,4 @@ MODELS = {
 }
 
 FOR_OPTIMIZERS = Model(images.wide_loss, lambda: variables_of(matrix=(257, 257), bias=(257,)), digits, 8)
-"""A model that compiles quickly; the parts of its matrix and of its vector are no multiples of anything."""
+"""A model that compiles quickly; the sizes of its matrix's and vector's parts share no divisors."""

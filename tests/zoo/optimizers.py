@@ -18,4 +18,4 @@ OPTIMIZERS = {
     "multi_steps": optax.MultiSteps(optax.adam(0.01), every_k_schedule=2),
 }
 ELEMENTWISE = tuple(name for name in OPTIMIZERS if name != "adafactor")
-"""Those whose state can be sharded."""
+"""Optimizers whose state can be sharded."""

@@ -1,4 +1,4 @@
-"""Small models whose loss functions have marks of stages."""
+"""Small models whose loss functions mark stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import strategies
 from zoo.model import variables_of
 
 ROWS = 3
-"""Of a micro-batch."""
+"""Rows of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Staged:
     """A model in stages.
 
     Attributes:
-        loss_fn: as `strategies.Trainer` takes it.
-        variables: the first ones.
-        model_state: the first one; None if there is none.
-        rows: (number of rows, seed) -> a batch of so many.
-        mappings: of its stages to devices.
-        options: of the trainer.
+        loss_fn: As `strategies.Trainer` takes it.
+        variables: Makes the first variables.
+        model_state: Makes the first model state; None if there is none.
+        rows: (number of rows, seed) -> a batch of this number.
+        mappings: Mappings of the stages to devices.
+        options: Options of the trainer.
     """
 
     loss_fn: Callable[..., Any]
@@ -40,17 +40,17 @@ class Staged:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Return the number of stages."""
         return len(self.mappings[0])
 
     @property
     def count(self) -> int:
-        """Micro-batches of an update, which all schedules take."""
+        """Return a number of micro-batches that all schedules accept."""
         return 2 * self.stages
 
 
 def mlp_loss(variables: Any, batch: Any, key: jax.Array) -> Any:
-    """Four layers with dropout; the last one also gets what the first one makes."""
+    """Use four layers with dropout; the last one also takes the first one's output."""
     keys = jax.random.split(key)
     with strategies.pipeline_stage(0):
         first = jnp.tanh(batch["x"] @ variables["first"] + variables["bias"])
@@ -71,7 +71,7 @@ def _mlp_rows(count: int, seed: int) -> Any:
 
 
 def cnn_loss(variables: Any, batch: Any, key: jax.Array) -> Any:
-    """Convolutions in one stage, and the rest in another."""
+    """Use convolutions in one stage, and the rest in another."""
     with strategies.pipeline_stage(0):
         image = _convolve(batch["image"], variables["first"])
         image = jax.nn.relu(_convolve(image, variables["second"]))
@@ -95,7 +95,7 @@ def _images(count: int, seed: int) -> Any:
 
 
 def transformer_loss(variables: Any, batch: Any, key: jax.Array) -> Any:
-    """An embedding that the first and the last stage use, and two equal blocks."""
+    """Use an embedding in the first and the last stage, and two equal blocks."""
     with strategies.pipeline_stage(0):
         x = variables["table"][batch["word"][:, :-1]]
         x = _block(variables["blocks"][0], x)
@@ -128,7 +128,7 @@ def _sentences(count: int, seed: int) -> Any:
 
 
 def batch_norm_loss(variables: Any, batch: Any, key: jax.Array, model_state: Any) -> Any:
-    """Moving means in both stages, and a counter."""
+    """Keep moving means in both stages, and a counter."""
     with strategies.pipeline_stage(0):
         x, first = _normalised(batch["x"] @ variables["first"], model_state["first"])
         seen = model_state["seen"] + len(batch["x"])
@@ -177,7 +177,7 @@ STEPS = 3
 
 
 def trained(strategy: strategies.Strategy, model: Staged, pipeline: Any, **options: Any) -> list[Any]:
-    """The fingerprints of variables, optimizer state and model state, and all metrics."""
+    """Train, and return the fingerprints of variables, optimizer state, model state and metrics."""
     options = {"gradient_accumulation_count": model.count, **model.options, **options}
     trainer = strategies.Trainer(strategy, model.loss_fn, optax.sgd(0.01, momentum=0.9), pipeline=pipeline, **options)
     state = trainer.init(model.variables(), model.model_state())

@@ -17,7 +17,7 @@ def dropout(x, key):
 
 
 def transformer_loss(variables, batch, key):
-    """Pre-norm blocks with a causal mask and dropout; the table of words is that of the logits too."""
+    """Use pre-norm blocks with a causal mask and dropout; the logits use the table of words, too."""
     words, following = batch["word"][:, :-1], batch["word"][:, 1:]
     hidden = variables["embedding"][words] + variables["position"]
     for number, block in enumerate(variables["blocks"]):
@@ -40,7 +40,7 @@ def self_attention(block, hidden):
 
 
 def attention_loss(variables, batch, key):
-    """Softmax by its logarithm, as kernels that keep no scores have it."""
+    """Compute softmax by its logarithm, as kernels do that keep no scores."""
     hidden = jnp.tanh(batch["signal"] @ variables["given"])
     query, keys, value = (hidden @ variables[name] for name in ("query", "key", "value"))
     scores = query @ keys.swapaxes(1, 2) / 8
@@ -65,7 +65,7 @@ def lstm_loss(variables, batch, key):
 
 
 def cumsum_loss(variables, batch, key):
-    """Linear attention: sums of all that came before, over the sums of their weights."""
+    """Compute linear attention: running sums of values over running sums of weights."""
     values = jnp.tanh(batch["signal"] @ variables["given"])
     weights = recomputation_checkpoint(jax.nn.softplus(batch["signal"] @ variables["gate"]))
     means = jnp.cumsum(weights * values, axis=1) / jnp.cumsum(weights, axis=1)
@@ -73,7 +73,7 @@ def cumsum_loss(variables, batch, key):
 
 
 def fft_loss(variables, batch, key):
-    """A filter in the frequencies, of complex numbers, and the energy that passes it."""
+    """Filter complex frequencies, and use the energy that passes."""
     hidden = recomputation_checkpoint(batch["signal"] @ variables["given"])
     spectrum = jnp.fft.rfft(hidden, axis=1) * jax.lax.complex(variables["real"], variables["imaginary"])
     passed = jnp.fft.irfft(spectrum, axis=1)

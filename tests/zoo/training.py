@@ -1,4 +1,4 @@
-"""Training a model of the zoo."""
+"""Training of a model of the zoo."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zoo.optimizers import OPTIMIZERS
 def fingerprints(
     strategy: strategies.Strategy, model: Model, optimizer: str = "momentum", steps: int = 5, **options: Any
 ) -> list[str]:
-    """The fingerprints of variables and whole optimizer state after each step.
+    """Return the fingerprints of variables and whole optimizer state after each step.
 
-    The first state of momentum is the mean gradient itself: a last bit of it that differs may be lost in the variables.
+    Momentum's first state is the mean gradient itself: variables might lose a differing last bit.
 
     Args:
-        strategy: where the replicas are.
-        model: what they train.
-        optimizer: one of OPTIMIZERS.
-        steps: how many.
-        options: of the trainer.
+        strategy: The strategy with the replicas.
+        model: The model to train.
+        optimizer: One of OPTIMIZERS.
+        steps: The number of steps.
+        options: Options of the trainer.
     """
     count = options.get("gradient_accumulation_count", 1)
     dataset = strategy.distribute_dataset(model.data(), model.rows, seed=3, gradient_accumulation_count=count)
@@ -40,6 +40,6 @@ def fingerprints(
 
 
 def _whole(trainer: strategies.Trainer, state: strategies.TrainState) -> list[np.ndarray]:
-    """The optimizer state as it is where it is not sharded."""
+    """Return the optimizer state without sharding."""
     leaves = jax.tree.leaves(trainer.whole(state).optimizer_state)
     return [leaf.gather("state") if isinstance(leaf, PartOfArray) else np.asarray(leaf) for leaf in leaves]

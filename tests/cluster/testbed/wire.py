@@ -3,8 +3,8 @@
     ip netns exec bed-switch python3 wire.py CONFIGURATION INTERFACE...      (SIGHUP: read the configuration again)
 
 The configuration is JSON: {"vh1": {"delay": 0.001, "jitter": 0, "loss": 0.001, "up": 1}, ...}. The values of a host
-apply to what it sends, so a round trip h0-h1 takes delay(h0) + delay(h1). The interfaces are the switch's ends of the
-hosts' veth pairs; they must not be in a bridge. Frames stay aggregated, so that up to 64 KiB move per system call.
+apply to its outgoing frames, so a round trip h0-h1 takes delay(h0) + delay(h1). The interfaces are the switch's ends of
+the hosts' veth pairs; they must not be in a bridge. Frames stay aggregated, so that up to 64 KiB move per system call.
 LIFELINE in the environment names a descriptor; when its other end is closed, this process ends.
 """
 
@@ -25,7 +25,7 @@ SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
 SO_RCVBUFFORCE, SO_SNDBUFFORCE = 33, 32
 ALL_PROTOCOLS = 3
 BUFFER_BYTES = 64 << 20
-HEADER_BYTES = 10  # virtio_net_hdr, which comes before each frame
+HEADER_BYTES = 10  # the size of virtio_net_hdr, the prefix of each frame
 FRAMES_AT_ONCE = 64
 
 
@@ -41,7 +41,7 @@ def open_port(name):
 
 
 def segments_of(frame):
-    """How many frames this aggregated one is on a real wire."""
+    """Return the number of frames on a real wire for an aggregated frame."""
     size = struct.unpack_from("<H", frame, 4)[0] if frame[1] else 0
     return max(1, -(-len(frame) // size)) if size else 1
 

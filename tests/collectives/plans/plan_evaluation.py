@@ -1,4 +1,4 @@
-"""What a plan does, with expressions instead of numbers: no process, no memory, no order but the plan's own."""
+"""The symbolic execution of plans, on expressions in place of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Expression = int | tuple["Expression", "Expression"]
 
 @lru_cache(None)
 def canonical(first: int, stop: int) -> Expression:
-    """The tree as the documentation has it: split at the largest power of two that is smaller than the whole."""
+    """Return the tree as documented: split at the largest power of two smaller than the whole."""
     if stop - first == 1:
         return first
     half = 1
@@ -26,7 +26,7 @@ def canonical(first: int, stop: int) -> Expression:
 
 
 def added(expressions: list[Expression], nodes: tuple[TreeNode, ...]) -> Expression:
-    """What executors do, with their own steps."""
+    """Return the sum of expressions by the steps of the executors."""
     values = list(expressions)
     for left, right, _ in steps(nodes):
         values.append((values[left], values[right]))
@@ -37,10 +37,10 @@ Holdings = list[list[dict[TreeNode, Expression]]]  # by rank and slice
 
 
 def outcome(plan: Plan) -> Holdings:
-    """What every rank has of every slice at the end, where each step of the plan can be done when its turn comes.
+    """Return the final expressions of every rank for every slice, if each step can run when its turn comes.
 
-    A message of a round is made of what its sender has then, and there at the end of the round, so a rank needs nothing
-    but what others have sent in earlier rounds: whoever sends without waiting for the receiver cannot be stuck.
+    A message of a round uses the values of its sender at that time, and arrives at the end of the round. A rank needs
+    only messages of earlier rounds, so ranks that send without waiting for the receiver cannot deadlock.
     """
     ranks = range(plan.spread.size)
     held: Holdings = [
@@ -64,7 +64,7 @@ def outcome(plan: Plan) -> Holdings:
         for to, number, node, expression in arriving:
             mine = held[to][number]
             overlap = [one for one in mine if one.first < node.stop and node.first < one.stop and node != root]
-            assert not overlap, "what was there already"
+            assert not overlap, "a value that was there already"
             assert node not in mine, "sent twice"
             mine[node] = expression
         assert not met & pairs, "two ranks exchange messages of one kind in two rounds"
@@ -73,7 +73,7 @@ def outcome(plan: Plan) -> Holdings:
 
 
 def assert_right(plan: Plan) -> None:
-    """Every rank has the sum in the order of the tree, and nothing was moved or added in vain."""
+    """Assert that every rank has the sum in the order of the tree, and that nothing was moved or added in vain."""
     root = TreeNode(0, plan.spread.replicas)
     held = outcome(plan)
     for of_rank in held:
@@ -93,7 +93,7 @@ def assert_scatters(plan: Plan) -> None:
 
 
 def fewest_sums(spread: Spread, owner: int) -> int:
-    """The fewest messages with sums of a slice by which its owner comes to the result, whatever the plan.
+    """Return the smallest number of messages with sums after which the owner of a slice has the result, for any plan.
 
     Each node of the tree is added on some rank, and each leaf is where it is owned: a message is an edge of the tree
     with different ranks at its ends. The fewest such edges are found from the leaves up (Sankoff, Minimal Mutation
@@ -102,7 +102,7 @@ def fewest_sums(spread: Spread, owner: int) -> int:
     ranks = range(spread.size)
 
     def costs(node: TreeNode) -> list[int]:
-        """For each rank the fewest messages by which it has the sum of a node."""
+        """Return for each rank the smallest number of messages after which it has the sum of a node."""
         if node.is_leaf:
             return [int(node not in spread.leaves(rank)) for rank in ranks]
         one, other = map(costs, halves(node))
@@ -113,7 +113,7 @@ def fewest_sums(spread: Spread, owner: int) -> int:
 
 
 def compositions(replicas: int, ranks: int) -> Iterator[tuple[int, ...]]:
-    """All ways to give each of some ranks at least one of so many replicas."""
+    """Yield all ways to give each of `ranks` ranks at least one of `replicas` replicas."""
     if ranks == 1:
         yield (replicas,)
         return
@@ -123,7 +123,7 @@ def compositions(replicas: int, ranks: int) -> Iterator[tuple[int, ...]]:
 
 
 def host_spreads(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
-    """All ways to put ranks on at most so many hosts, in whatever order; hosts are numbered as they are met."""
+    """Yield all ways to place ranks on at most `most` hosts; hosts are numbered by first use."""
 
     def put(chosen: list[int]) -> Iterator[tuple[int, ...]]:
         if len(chosen) == ranks:

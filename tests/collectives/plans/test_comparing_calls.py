@@ -1,4 +1,4 @@
-"""Who tells whom what it calls: pure plans."""
+"""Plans for the comparison of calls between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPREADS = {
 
 
 def assert_all_know_all(hosts: tuple[int, ...], rounds: tuple[tuple[Relay, ...], ...]) -> None:
-    """And nobody is told anything twice, or passes on what it does not know yet."""
+    """Assert that all ranks know all calls, that none is told twice, and that none forwards an unknown call."""
     known = [{rank} for rank in range(len(hosts))]
     for each in rounds:
         before = [set(of_rank) for of_rank in known]
@@ -30,12 +30,12 @@ def assert_all_know_all(hosts: tuple[int, ...], rounds: tuple[tuple[Relay, ...],
 
 @pytest.mark.parametrize("hosts", SPREADS.values(), ids=SPREADS)
 @pytest.mark.parametrize("at_once", [1, 8])
-def test_in_the_end_all_know_what_all_call(hosts: tuple[int, ...], at_once: int) -> None:
+def test_all_ranks_know_all_calls_in_the_end(hosts: tuple[int, ...], at_once: int) -> None:
     assert_all_know_all(hosts, relays(hosts, at_once))
 
 
 @pytest.mark.parametrize("hosts", range(1, 34))
-def test_many_hosts_need_as_many_rounds_as_their_number_has_bits(hosts: int) -> None:
+def test_the_number_of_rounds_is_the_bit_length_of_the_number_of_hosts(hosts: int) -> None:
     rounds = relays(tuple(range(hosts)), 1)
     assert len(rounds) == (hosts - 1).bit_length()
     assert_all_know_all(tuple(range(hosts)), rounds)
@@ -44,7 +44,7 @@ def test_many_hosts_need_as_many_rounds_as_their_number_has_bits(hosts: int) -> 
 
 
 def test_few_hosts_need_one_round_between_them_and_two_inside() -> None:
-    """One rank of each host speaks for all of it, so that a pair of hosts exchanges one message each way."""
+    """One rank speaks for each host, so that a pair of hosts exchanges one message in each direction."""
     inside, between, news = relays(SPREADS["two by two"])
     assert {(source, to) for source, to, _ in inside} == {(rank, rank ^ 1) for rank in range(8)}
     assert {(source, to) for source, to, _ in between} == {(a, b) for a in (0, 2, 4, 6) for b in (0, 2, 4, 6) if a != b}

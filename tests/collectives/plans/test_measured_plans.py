@@ -1,4 +1,4 @@
-"""Plans by costs that were measured: ways, columns and pieces. What nobody has measured goes as usual."""
+"""Plans by measured costs: ways, columns and pieces, with defaults for unmeasured networks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planned(
     pairs: Collection[tuple[int, int]] = (),
     rank: int = 0,
 ) -> Planned:
-    """What a rank does, with costs that were measured or, without any, as usual."""
+    """Return the plan of a rank for measured costs, or for the defaults if `costs` is None."""
     link = ThreadLink(ThreadHub(len(hosts)), rank, 0)
     link.sizes, link.hosts = sizes, tuple(hosts)
     link.nearby = link.hosts if len(set(hosts)) < len(hosts) else ()
@@ -49,7 +49,7 @@ def planned(
     return Planner(link, pairs).planned(FLOAT32, tuple(counts), elements, False)
 
 
-def test_one_rank_of_each_host_sends_for_all_where_messages_between_them_cost_more_than_sums() -> None:
+def test_costly_messages_make_one_rank_of_each_host_send_for_all() -> None:
     slices = {
         name: planned((1,) * 8, PAIRS, 64 * KIBIBYTE, costs).plan.slices
         for name, costs in {"usual": None, "messages": DEAR_NEIGHBOURS, "sums": DEAR_SUMS}.items()
@@ -57,11 +57,11 @@ def test_one_rank_of_each_host_sends_for_all_where_messages_between_them_cost_mo
     assert slices == {"usual": 4, "messages": 4, "sums": 8}
 
 
-def test_a_long_array_goes_in_all_columns_whatever_was_measured() -> None:
+def test_a_long_array_always_uses_all_columns() -> None:
     assert planned((1,) * 8, PAIRS, 4096 * KIBIBYTE, DEAR_NEIGHBOURS).plan.slices == 8
 
 
-def test_an_array_that_might_go_whole_goes_in_pieces_where_these_keep_a_link_busy() -> None:
+def test_an_array_is_cut_into_pieces_if_they_keep_a_link_busy() -> None:
     pieces = {
         name: len(planned((3, 3, 2), (0, 1, 2), 64 * KIBIBYTE, costs).programs)
         for name, costs in {"usual": None, "messages": DEAR_MESSAGES, "a slow link": SHAPED}.items()
@@ -69,8 +69,8 @@ def test_an_array_that_might_go_whole_goes_in_pieces_where_these_keep_a_link_bus
     assert pieces == {"usual": 1, "messages": 1, "a slow link": 4}
 
 
-def test_a_first_round_that_goes_with_the_comparison_of_calls_is_not_cut() -> None:
-    """It saves a latency, which here is more than pieces would save."""
+def test_a_first_round_sent_with_the_comparison_of_calls_is_not_cut() -> None:
+    """The combined message saves a latency, which is more here than pieces would save."""
     pairs = {(source, to) for source in FOUR for to in FOUR if source != to}
     alone = planned((1,) * 4, FOUR, 48 * KIBIBYTE, FAR)
     compared = planned((1,) * 4, FOUR, 48 * KIBIBYTE, FAR, pairs=pairs)
@@ -79,15 +79,15 @@ def test_a_first_round_that_goes_with_the_comparison_of_calls_is_not_cut() -> No
 
 
 @pytest.mark.parametrize("costs", [LOOPBACK, SHAPED, DEAR_NEIGHBOURS, DEAR_SUMS])
-def test_all_ranks_choose_alike(costs: Network) -> None:
+def test_all_ranks_choose_the_same_plan(costs: Network) -> None:
     of_ranks = [planned((1, 2, 2, 1), (0, 0, 1, 1), 200 * KIBIBYTE, costs, rank=rank) for rank in range(4)]
     assert len({(each.plan, tuple(offset for offset, _ in each.programs)) for each in of_ranks}) == 1
 
 
 @pytest.mark.parametrize("workers", [4, 8, 16])
 @pytest.mark.parametrize("mebibytes", [1, 4, 5, 64])
-def test_no_message_is_longer_than_grpc_takes(workers: int, mebibytes: int) -> None:
-    """Halving has messages of many slices."""
+def test_no_message_exceeds_the_limit_of_grpc(workers: int, mebibytes: int) -> None:
+    """Recursive halving has messages of many slices."""
     found = planned((1,) * workers, range(workers), mebibytes << 18, FEW_BYTES_AND_MESSAGES, OF_GRPC)
     assert found.plan.name == "halving"
     parcels = [
@@ -105,8 +105,8 @@ SPREADS = [
 ]
 
 
-def test_what_was_measured_is_right_on_the_simulated_network() -> None:
-    """It is hardly ever slower than what is usual, and often much quicker."""
+def test_measured_plans_are_fast_on_the_simulated_network() -> None:
+    """A measured plan is at most 5 % slower than the default, and often much faster."""
     ratios = []
     for costs in (LOOPBACK, SHAPED, Network()):
         for counts, hosts in SPREADS:

@@ -1,4 +1,4 @@
-"""Which plan is chosen, and how arrays are cut for it."""
+"""The choice of a plan, and the division of arrays for it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_many_hosts_need_few_messages_and_few_hosts_need_few_rounds(hosts: int, 
     assert quickest(Spread.apart([1] * hosts), elements, FLOAT32, GIGABIT).name == way
 
 
-def test_a_spread_that_does_not_pair_up_has_one_way() -> None:
+def test_a_spread_without_pairs_has_one_way() -> None:
     assert quickest(Spread.apart([3, 3, 2]), 1 << 20, FLOAT32, GIGABIT).name == "direct"
 
 
-def test_a_choice_may_be_narrowed() -> None:
+def test_the_choice_may_be_restricted() -> None:
     spread = Spread.apart([1] * 256)
     assert quickest(spread, 16, FLOAT32, GIGABIT, ("direct", "halving")).name == "halving"
 
@@ -52,7 +52,7 @@ def test_an_estimate_counts_rounds_messages_and_bytes() -> None:
     )
 
 
-def test_pieces_overlap_what_ranks_and_links_do_but_not_more_than_are_under_way() -> None:
+def test_pieces_overlap_links_and_ranks_up_to_the_number_in_progress() -> None:
     plan = plan_for(Spread.apart([1] * 4), "direct")
     of_link, of_rank = Network(0, 0, 1e6, 0, 0, 1e9, 1e15), Network(0, 1.0, 1e15, 0, 0, 1e9, 1e15)
     link_s = 2 * 3 / 4 * 4 * MEGABYTE / 1e6
@@ -62,14 +62,14 @@ def test_pieces_overlap_what_ranks_and_links_do_but_not_more_than_are_under_way(
     assert [estimated_s(plan, MEGABYTE, FLOAT32, far, pieces) for pieces in (1, 4, 8)] == pytest.approx([2, 2, 4])
 
 
-def test_ranks_add_while_links_carry_another_piece() -> None:
+def test_ranks_add_while_links_carry_the_next_piece() -> None:
     plan = plan_for(Spread.apart([1] * 4), "direct")
     even = Network(0, 0, 1.5e6, 0, 0, 1e9, 1e6)  # a link is as busy as a rank that adds
     whole, cut = (estimated_s(plan, MEGABYTE, FLOAT32, even, pieces) for pieces in (1, 4))
     assert cut == pytest.approx(whole * (1 + 3 / 2) / 4)
 
 
-def test_contributions_and_results_of_16_bit_floats_travel_in_16_bits_and_sums_in_32() -> None:
+def test_16_bit_floats_travel_in_16_bits_and_their_sums_in_32() -> None:
     alone = loads_of(plan_for(Spread.apart([1, 1]), "direct"), BFLOAT16)
     assert [load.link_bytes for load in alone] == [1, 1]
     several = loads_of(plan_for(Spread.apart([2, 2]), "direct"), BFLOAT16)
@@ -83,14 +83,14 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert [load.local_bytes for load in loads] == [2, 0, 0, 2]
 
 
-def test_a_link_is_as_busy_as_its_busier_direction() -> None:
-    """Of three hosts the last one sends to two, and then has the answers of both."""
+def test_the_load_of_a_link_is_that_of_its_busier_direction() -> None:
+    """With three hosts, the last one sends to two, and then receives the answers of both."""
     loads = loads_of(plan_for(Spread.apart([1] * 3), "halving"), FLOAT32)
     assert [load.link_bytes for load in loads] == pytest.approx([8 / 3] * 4)
 
 
 def test_bytes_inside_of_a_host_are_those_that_a_rank_sends() -> None:
-    """Two ranks send their contributions to a third one, which sends both of them the result."""
+    """Two ranks send their contributions to a third one, which sends the result to both."""
     loads = loads_of(plan_for(Spread((1, 1, 1, 1), (0, 0, 0, 1)), "direct", columns=1), FLOAT32)
     assert [load.local_bytes for load in loads] == [4, 0, 0, 8]
 
@@ -104,7 +104,7 @@ def test_sums_of_16_bit_floats_are_read_in_32() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 24, 25, 1000])
 @pytest.mark.parametrize("longest", [1, 24, 2000])
-def test_pieces_and_their_slices_are_all_of_an_array(size: int, longest: int) -> None:
+def test_pieces_and_slices_cover_an_array_in_order(size: int, longest: int) -> None:
     plan = plan_for(Spread.apart([1] * 3), "halving")
     elements = [
         piece.offset + start + number
@@ -129,7 +129,7 @@ def test_slices_of_blocks_lie_in_the_blocks_of_their_owners(hosts: tuple[int, ..
     assert sorted(found) == list(range(3 * block))
 
 
-def test_runs_are_what_lies_together_and_is_not_empty() -> None:
+def test_runs_join_adjacent_slices_and_skip_empty_ones() -> None:
     table = Table((0, 3, 3, 10, 12), (3, 0, 2, 2, 0))
     assert list(table.runs(0, 5)) == [(0, 3), (3, 5)]
     assert list(table.runs(1, 2)) == []

@@ -1,4 +1,4 @@
-"""Plans of reductions, evaluated with expressions instead of numbers: no process is started."""
+"""Plans of reductions, evaluated with expressions in place of numbers, without processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collectives.tree import TreeNode
 
 
 def check(spread: Spread) -> None:
-    """In every way, in as many columns as there may be, and in one."""
+    """Check all ways, in the largest number of columns and in one."""
     for way in possible_ways(spread):
         for columns in (0, 1):
             plan = plan_for.__wrapped__(spread, way, columns)
@@ -27,7 +27,7 @@ def check(spread: Spread) -> None:
 
 
 @pytest.mark.parametrize("replicas", first_of(range(1, 9), 6))
-def test_every_contiguous_spread_of_few_replicas_over_up_to_four_hosts_adds_in_the_order_of_the_tree(
+def test_all_contiguous_spreads_of_few_replicas_add_in_the_order_of_the_tree(
     replicas: int,
 ) -> None:
     for ranks in range(1, min(replicas, 5) + 1):
@@ -37,7 +37,7 @@ def test_every_contiguous_spread_of_few_replicas_over_up_to_four_hosts_adds_in_t
 
 
 @pytest.mark.parametrize("block", first_of(range(4), 2))
-def test_drawn_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree(seed: int, block: int) -> None:
+def test_random_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree(seed: int, block: int) -> None:
     drawn = random.Random(f"{seed}/{block}")
     for replicas in range(1 + 16 * block, 17 + 16 * block):
         for _ in range(12):
@@ -46,7 +46,7 @@ def test_drawn_spreads_of_up_to_64_replicas_add_in_the_order_of_the_tree(seed: i
 
 @pytest.mark.parametrize("hosts", range(2, 17))
 @pytest.mark.parametrize("local", [1, 2, 4])
-def test_hosts_that_own_equal_powers_of_two_may_add_in_every_way(hosts: int, local: int) -> None:
+def test_hosts_with_equal_powers_of_two_of_replicas_may_add_in_every_way(hosts: int, local: int) -> None:
     spread = Spread.apart([local] * hosts)
     assert possible_ways(spread) == ("direct", "halving", "doubling")
     check(spread)
@@ -54,7 +54,7 @@ def test_hosts_that_own_equal_powers_of_two_may_add_in_every_way(hosts: int, loc
 
 
 def sent_by(plan: Plan) -> list[int]:
-    """The slices that each rank sends."""
+    """Return the number of slices that each rank sends."""
     sent = [0] * plan.spread.size
     for source, _, first, stop, _ in plan.messages():
         sent[source] += stop - first
@@ -63,8 +63,8 @@ def sent_by(plan: Plan) -> list[int]:
 
 @pytest.mark.parametrize("hosts", range(2, 17))
 @pytest.mark.parametrize("way", ["direct", "halving"])
-def test_every_rank_sends_what_is_least(hosts: int, way: str) -> None:
-    """(n - 1) / n of the array in each half. Those to whom no pair is left send more of the results by halving."""
+def test_every_rank_sends_the_minimum(hosts: int, way: str) -> None:
+    """Each half moves (n - 1) / n of the array. With halving, ranks without a partner send more of the results."""
     plan = plan_for(Spread.apart([2] * hosts), way)
     assert plan.slices == hosts
     assert sent_by(plan.scattering) == [hosts - 1] * hosts
@@ -75,7 +75,7 @@ def test_every_rank_sends_what_is_least(hosts: int, way: str) -> None:
 
 
 def sums_of(plan: Plan) -> Counter[int]:
-    """How many messages with sums each owner's slice takes."""
+    """Return the number of messages with sums for each owner's slice."""
     sums: Counter[int] = Counter()
     for _, _, first, stop, node in plan.messages():
         if node != TreeNode(0, plan.spread.replicas):
@@ -84,8 +84,8 @@ def sums_of(plan: Plan) -> Counter[int]:
 
 
 @pytest.mark.parametrize("replicas", range(2, 9))
-def test_no_plan_sends_fewer_sums_than_the_tree_has_borders(replicas: int) -> None:
-    """And none more, where each rank owns one node."""
+def test_no_plan_sends_fewer_sums_than_the_tree_requires(replicas: int) -> None:
+    """A plan sends exactly that number if each rank owns one node."""
     for ranks in range(2, replicas + 1):
         for counts in compositions(replicas, ranks):
             spread = Spread.apart(counts)
@@ -102,18 +102,16 @@ def test_no_plan_sends_fewer_sums_than_the_tree_has_borders(replicas: int) -> No
     ("counts", "direct", "least"),
     [((3, 3, 2), 2, 5 / 3), ((3, 3, 3, 3), 2.25, 2), ((5, 5, 5, 5), 3, 2.25), ((1, 2, 2, 1), 2.25, 1.75)],
 )
-def test_where_blocks_are_not_aligned_every_plan_sends_more(
-    counts: tuple[int, ...], direct: float, least: float
-) -> None:
-    """Arrays that the busiest rank sends, and that ranks send at least on average, with the results."""
+def test_unaligned_blocks_make_every_plan_send_more(counts: tuple[int, ...], direct: float, least: float) -> None:
+    """The parameters are the arrays that the busiest rank sends and the average minimum, both with the results."""
     spread, ranks = Spread.apart(counts), len(counts)
     assert max(sent_by(plan_for(spread, "direct"))) / ranks == direct
     assert (min(fewest_sums(spread, owner) for owner in range(ranks)) + ranks - 1) / ranks == pytest.approx(least)
 
 
 @pytest.mark.parametrize("of_hosts", [(2, 2), (1, 3), (4, 4, 4, 4), (2, 1, 3), (4, 2, 2, 1)])
-def test_the_link_of_a_host_carries_what_one_rank_would_send(of_hosts: tuple[int, ...]) -> None:
-    """Whatever number of ranks sit behind it, where their replicas are one node of the tree."""
+def test_the_link_of_a_host_carries_the_load_of_one_rank(of_hosts: tuple[int, ...]) -> None:
+    """The load does not depend on the number of ranks behind the link if their replicas are one node of the tree."""
     places = tuple(host for host, ranks in enumerate(of_hosts) for _ in range(ranks))
     blocks = {1: (4,), 2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
     counts = [count for ranks in of_hosts for count in blocks[ranks]]
@@ -126,7 +124,7 @@ def test_the_link_of_a_host_carries_what_one_rank_would_send(of_hosts: tuple[int
     assert [bits * hosts for bits in sent] == [2 * (hosts - 1) * plan.slices] * hosts
 
 
-def test_rounds_of_halving_and_doubling_grow_with_the_logarithm_and_those_of_direct_exchange_do_not() -> None:
+def test_rounds_grow_with_the_logarithm_for_halving_and_doubling_but_not_for_direct_exchange() -> None:
     spread = Spread.apart([1] * 16)
     rounds = {
         way: len([each for each in plan_for(spread, way).rounds if each.messages]) for way in possible_ways(spread)
@@ -134,15 +132,15 @@ def test_rounds_of_halving_and_doubling_grow_with_the_logarithm_and_those_of_dir
     assert rounds == {"direct": 2, "halving": 8, "doubling": 4}
 
 
-def test_what_is_left_after_a_loss_adds_in_the_order_of_the_tree() -> None:
+def test_the_spread_after_a_loss_adds_in_the_order_of_the_tree() -> None:
     spread = Spread.apart([3, 3, 2])
     assert possible_ways(spread) == ("direct",)
     assert spread.sums[1] == (TreeNode(3, 4), TreeNode(4, 6))
     check(spread)
 
 
-def test_an_evaluation_finds_what_is_wrong() -> None:
-    """Otherwise the tests above would prove little."""
+def test_an_evaluation_finds_invalid_plans() -> None:
+    """Without this, the other tests would prove little."""
     plan = plan_for(Spread.apart([1, 1, 1]), "direct")
     first, second = plan.rounds
     shorter = Plan(plan.name, plan.spread, plan.owners, (Round(first.additions, first.messages[1:]), second))
@@ -166,6 +164,6 @@ def test_an_evaluation_finds_what_is_wrong() -> None:
     ("counts", "hosts", "message"),
     [((1, 0), (0, 0), "at least one"), ((1, 1), (0,), "one host per rank"), ((1, 1), (0, 2), "numbered from 0")],
 )
-def test_a_spread_that_is_none_is_refused(counts: tuple[int, ...], hosts: tuple[int, ...], message: str) -> None:
+def test_an_invalid_spread_is_refused(counts: tuple[int, ...], hosts: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Spread(counts, hosts)

@@ -1,4 +1,4 @@
-"""Runs programs of a strategy, and says what JAX has compiled and what it has loaded."""
+"""Run programs of a strategy, and print the numbers of executables that JAX has compiled and loaded."""
 
 import collections
 

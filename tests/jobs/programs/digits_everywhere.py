@@ -1,4 +1,4 @@
-"""Trains the models of the main job, and one that draws random numbers, and writes their fingerprints.
+"""Train the models of the main job and one that draws random numbers, and write their fingerprints.
 
     digits_everywhere.py OUTPUT auto|ring MODEL...
 
@@ -27,7 +27,7 @@ STEPS = 8
 
 
 def make_strategy(how):
-    """The strategy that programs use, or the same over the ring."""
+    """Return the strategy that programs use, or the same strategy over the ring."""
     popdist.init()
     if how == "auto":
         return strategies.PopDistStrategy()
@@ -44,7 +44,7 @@ def train_digits_model(strategy, name):
 
 
 def train_dropout(strategy):
-    """Two dense layers of two dtypes with dropout; batches of 5, which no power of two divides."""
+    """Train two dense layers of two dtypes with dropout; no power of two divides the batch size of 5."""
 
     def loss_fn(variables, batch, key):
         hidden = jax.nn.relu(batch["image"].reshape(5, -1) @ variables["first"])
@@ -55,7 +55,7 @@ def train_dropout(strategy):
         return loss.mean(), {"kept": kept.mean()}
 
     data = load_digits("digits")
-    rng = np.random.default_rng(1)  # of NumPy: what is drawn outside of the step each instance would compile for itself
+    rng = np.random.default_rng(1)  # NumPy's: with jax.random each instance would compile draws outside of the step
     variables = {
         "first": rng.standard_normal((data.train_images[0].size, 33)).astype(np.float32) / 8,
         "last": rng.standard_normal((33, 10)).astype(jnp.bfloat16) / 8,

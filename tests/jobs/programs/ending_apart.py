@@ -1,4 +1,4 @@
-"""Instances that come to their end one after another, while one of them is killed.
+"""Program whose instances end one after another while one of them is killed.
 
 usage: ending_apart.py waiting|chief|at-work
 
@@ -65,7 +65,7 @@ CASES = {
 
 
 def die_at_the_end() -> None:
-    """Kill this process once it waits for the others to end; a little later or earlier makes no difference."""
+    """Kill this process once it waits for the others to end; the exact moment makes no difference."""
     joined = popdist.communicator()
     until(lambda: not context.isBackendInitialized() or joined.calls_made > 1)
     die()

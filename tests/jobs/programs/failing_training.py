@@ -1,4 +1,4 @@
-"""Trains until something goes wrong on instance 1, as the arguments say: `failing_training.py HOW STRATEGY`."""
+"""Train until instance 1 fails in the given way: `failing_training.py HOW STRATEGY`."""
 
 import os
 import sys

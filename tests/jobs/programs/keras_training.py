@@ -1,4 +1,4 @@
-"""Trains a small model of Keras and prints what every instance has found at the end.
+"""Train a small Keras model, and print the results of each instance.
 
 usage: keras_training.py [FOLDER OF BACKUPS]
 """
@@ -20,7 +20,7 @@ import strategies
 
 
 def train(strategy: strategies.Strategy, folder: str = "") -> dict[str, object]:
-    """What it finds on this instance."""
+    """Return the fingerprint and the last metrics of this instance."""
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((70, 8)).astype(np.float32), rng.integers(0, 3, 70)
     keras.utils.set_random_seed(7)

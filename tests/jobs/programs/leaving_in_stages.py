@@ -1,4 +1,4 @@
-"""A step in two stages, of which the first goes back only when the gradients of the last have been averaged."""
+"""Step in two stages; the backward pass of the first waits until the gradients of the last have been averaged."""
 
 import threading
 
@@ -17,7 +17,7 @@ seen = []
 
 
 class Telling:
-    """A phase that tells when it has ended."""
+    """A phase that sets `averaged` when it has ended."""
 
     def __init__(self, phase):
         self._phase = phase
@@ -31,14 +31,14 @@ class Telling:
 
 
 def wait(slope):
-    """Has something been averaged yet?"""
+    """Wait until gradients have been averaged, and note whether they were in time."""
     seen.append(averaged.wait(LIMIT_S))
     return slope
 
 
 @jax.custom_vjp
 def held(value):
-    """The same, and its gradient comes late."""
+    """Return the value itself; its gradient comes late."""
     return value
 
 
@@ -53,7 +53,7 @@ def loss_fn(variables, batch, key):
 
 
 def have_left(strategy):
-    """Whether they had been when the first stage went back, for each local replica and micro-batch."""
+    """Return for each local replica and micro-batch whether gradients left before the first stage's backward pass."""
     strategy.instruments.during[EXCHANGE] = Telling(strategy.instruments.during[EXCHANGE])
     trainer = strategies.Trainer(
         strategy,

@@ -1,6 +1,7 @@
-"""An instance that exchanges over PyTorch's collectives: `path_of_torch.py`, three of them under mpirun.
+"""Program whose instances exchange gradients over PyTorch's collectives: `path_of_torch.py`, with three ranks of
+mpirun.
 
-Prints one word for each thing that holds; an exception ends the job.
+Prints a line for each statement that holds; an exception ends the job.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SPREADS = {2: [(1, 1), (2, 2), (3, 2)], 3: [(1, 1, 1), (2, 1, 2), (1, 3, 1)]}
 
 
 def contribution(replica: int, size: int, dtype: np.dtype) -> np.ndarray:
-    """Some of the numbers are denormal, also after the division."""
+    """Return random numbers, some of them denormal even after the division."""
     drawn = np.random.default_rng([replica, size]).standard_normal(size)
     drawn[: size // 3] *= 1e-40 if dtype != np.float16 else 1e-7
     return drawn.astype(dtype)
@@ -88,7 +89,7 @@ def means_of_one(path: TorchCompiledPath) -> Sequence[torch.Tensor]:
 def main(communicator: Communicator) -> Iterator[str]:
     rank, size = communicator.rank, communicator.size
     apart = Spread.together((1,) * size)
-    TorchCompiledPath(communicator, apart, CPU).close()  # what PyTorch starts once
+    TorchCompiledPath(communicator, apart, CPU).close()  # PyTorch starts some threads only once
     communicator.barrier()
     before = tasks()
     for counts in SPREADS[3]:

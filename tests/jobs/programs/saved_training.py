@@ -1,4 +1,4 @@
-"""A small training of four replicas that saves itself and goes on where it was, under poprun or alone.
+"""Small training of four replicas that saves checkpoints and resumes from them, under poprun or alone.
 
 usage: saved_training.py DIRECTORY LAST_STEP HOW
 
@@ -27,7 +27,7 @@ def loss_fn(variables, batch, key):
 
 
 def train(strategy, directory, last_step, how="plain", say=lambda text: None):
-    """Where a training of four replicas began, and the fingerprint of its state after a step."""
+    """Train four replicas, and return the first step and the fingerprint of the state at the end."""
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9), seed=2)
     state = trainer.init({"w": jnp.ones((3, 2)), "b": jnp.zeros(1)})
@@ -43,7 +43,7 @@ def train(strategy, directory, last_step, how="plain", say=lambda text: None):
                     say("in step 5")
                 checkpoints.after_step(state)
                 if state.step == 5:
-                    checkpoints.wait()  # what is due next is not late
+                    checkpoints.wait()  # so that the next checkpoint is not late
                 if state.step == last_step:
                     break
     return first_step, strategies.fingerprint((state.variables, state.optimizer_state))
@@ -65,7 +65,7 @@ def main(directory, last_step, how):
 
 
 def die_before_step_6_is_complete(event, arguments):
-    """When the writer is about to give the folder its name."""
+    """Kill this process when the writer is about to give the folder its final name."""
     if event == "os.rename" and Path(arguments[1]).name == "step_00000006":
         os.kill(os.getpid(), signal.SIGKILL)
 

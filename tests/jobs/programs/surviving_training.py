@@ -1,4 +1,4 @@
-"""Trains a small network for two epochs and prints what every instance has found at the end.
+"""Train a small network for two epochs, and print the results of each instance.
 
 usage: [WIDTH=N] [UNTIL=STEP] [COMPILE_AHEAD=1 [HURRY=1]] \
     surviving_training.py STEPS_PER_EPOCH [STEPS_BETWEEN_DIGESTS [FOLDER_OF_CHECKPOINTS]]
@@ -29,14 +29,14 @@ traced_or_compiled: Counter[str] = Counter()  # how often, by the name of the th
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how.
+    """A training's data, network and checkpoints.
 
     Attributes:
-        steps: of each of two epochs.
-        digest_every: see `strategies.Trainer`.
-        folder: of checkpoints, one for every step, and where the training goes on from; none where it is empty.
-        until: the step after which it ends; 0: after both epochs.
-        width: of the network.
+        steps: The number of steps of each of two epochs.
+        digest_every: See `strategies.Trainer`.
+        folder: The folder of checkpoints of all steps, used to resume the training; empty: no checkpoints.
+        until: The last step; 0: both epochs.
+        width: The network's width.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class Training:
 
 
 def count(event: str, _: float, **details: object) -> None:
-    """Listens to JAX's events."""
+    """Count JAX's compilation events by thread."""
     if event.startswith("/jax/core/compile/"):
         traced_or_compiled[threading.current_thread().name] += 1
 
@@ -60,7 +60,7 @@ def loss_fn(variables, batch, key):
 
 
 def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
-    """What an instance has found at the end."""
+    """Train, and return the results of this instance."""
     length = training.steps * BATCH_SIZE * strategy.num_replicas_in_sync
     x = np.random.default_rng(0).normal(size=(length, 16)).astype(np.float32)
     dataset = strategy.distribute_dataset({"x": x, "y": x[:, :1] * 3}, batch_size=BATCH_SIZE, seed=1)
@@ -81,7 +81,7 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
                 losses.append((metrics["loss"], metrics["hidden"]))
                 if checkpoints is not None:
                     checkpoints.after_step(state)
-                    checkpoints.wait()  # what is due next is not late
+                    checkpoints.wait()  # so that the next checkpoint is not late
                 if state.step == training.until:
                     break
             if state.step == training.until:

@@ -1,4 +1,4 @@
-"""Trains a small module of PyTorch under any strategy, and prints what every instance has found.
+"""Train a small PyTorch module under any strategy, and print the results of each instance.
 
 usage: train_module.py popdist|workers|horovod STEPS
 """
@@ -46,7 +46,7 @@ def loss_fn(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 class Rows:
-    """Random access; where it is guilty, with noise of a generator that nobody has given a seed."""
+    """Rows with random access; guilty ones contain noise from an unseeded generator."""
 
     def __init__(self, is_guilty: bool) -> None:
         rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ class Rows:
 
 
 def train(strategy: strategies.Strategy, steps: int, is_guilty: bool = False) -> tuple[str, str]:
-    """Fingerprints of the parameters and of the buffers."""
+    """Return fingerprints of the parameters and of the buffers."""
     module = new_module()
     optimizer = torch.optim.Adam(module.parameters(), 0.01)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)

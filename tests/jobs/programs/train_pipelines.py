@@ -1,4 +1,4 @@
-"""Trains models in stages, and prints a fingerprint of all that training changes, and of the metrics.
+"""Train models in stages, and print a fingerprint of all that training changes and of the metrics.
 
     train_pipelines.py [--strategy NAME] [--replicas R] [--schedule NAME] [--recompute] [--leaving] MODEL...
 
@@ -46,7 +46,7 @@ def main():
 
 
 def line_of(strategy, name, schedule="sequential", recompute=False):
-    """What a model has come to."""
+    """Train a model, and return the line with its fingerprints."""
     model = MODELS[name]
     mapping = model.mappings[0] if strategy.instance.ipus_per_replica > 1 else [0] * model.stages
     pipeline = strategies.Pipelining(mapping, schedule, recompute)

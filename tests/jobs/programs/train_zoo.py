@@ -1,4 +1,4 @@
-"""Trains models of the zoo, and prints the fingerprint of variables and optimizer state after each step.
+"""Train models of the zoo, and print the fingerprint of variables and optimizer state after each step.
 
     train_zoo.py [--replicas R] [--steps 5] [--optimizer momentum] [--cores N] MODEL...
 

@@ -1,4 +1,4 @@
-"""A small training whose bits are its own affair, or depend on what its argument names: `verified_training.py HOW`.
+"""Small training whose bits depend on the fault in its argument: `verified_training.py HOW`.
 
 instance  the loss asks which instance it is        time     the learning rate depends on the time
 set       rows come in the order of a set of texts  count    several instances make a step more, and fail then

@@ -1,6 +1,6 @@
-"""What is true of `popdist.horovod` in every process of a job: `horovod_statements.py FOLDER` checks all of it.
+"""Statements about `popdist.horovod` in every process of a job: `horovod_statements.py FOLDER` checks all of them.
 
-Each process writes into the folder what failed: a JSON object of tracebacks by the names of the statements.
+Each process writes its failures into the folder: a JSON object of tracebacks by the names of the statements.
 """
 
 import json
@@ -32,21 +32,21 @@ def assert_usable(hvd):
 
 
 def assert_same_in_all(hvd, array):
-    """The same bits in all processes."""
+    """Assert that all processes have the same bits."""
     rows = hvd.allgather(np.frombuffer(array.tobytes(), np.uint8)[None])
     assert (rows == rows[0]).all()
 
 
 def small(dtype, rank):
-    """Values that stay exact when those of three processes are added or multiplied, in any order."""
+    """Return values whose sums and products over three processes are exact in any order."""
     return np.array([1, 2, 3, 0, rank + 1], dtype_of(dtype))
 
 
-# ---- rows of the original (spec 2.5)
+# ---- basics
 
 
 @SUITE.add
-def h_01_basics(hvd):
+def the_backend_is_mpi_and_ranks_are_those_of_open_mpi(hvd):
     assert hvd.mpi_built()
     assert hvd.mpi_enabled()
     assert not any([hvd.nccl_built(), hvd.ddl_built(), hvd.gloo_built(), hvd.gloo_enabled()])
@@ -57,7 +57,7 @@ def h_01_basics(hvd):
 
 
 @SUITE.add
-def h_02_collectives(hvd):
+def collectives_accept_scalars(hvd):
     value = np.float32(hvd.rank())
     np.testing.assert_array_equal(hvd.allgather(value[None]), np.arange(hvd.size(), dtype=np.float32))
     assert hvd.allreduce(value, hvd.Sum) == sum(ranks(hvd))
@@ -65,7 +65,7 @@ def h_02_collectives(hvd):
     assert hvd.broadcast(value, 0) == 0.0
 
 
-# ---- who is there
+# ---- initialisation
 
 
 @SUITE.add
@@ -109,7 +109,7 @@ def the_average_of_integers_is_truncated_towards_zero(hvd, dtype):
 
 
 def truncated_mean(values, after=1):
-    """Of Python's integers, which are as long as they need to be."""
+    """Return the mean of Python integers of any size, truncated towards zero."""
     total = sum(values) * after
     return abs(total) // len(values) * (1 if total > 0 else -1)
 
@@ -201,7 +201,7 @@ def integers_are_multiplied_in_float64_and_truncated(hvd, dtype):
 
 
 @SUITE.add
-def what_is_no_reduction_and_no_number_is_refused_before_others_are_asked(hvd):
+def invalid_reductions_and_factors_are_refused_before_communication(hvd):
     for op in ("Sum", 1, max):
         with pytest.raises(ValueError, match="Unsupported reduce op: .*; use one of popdist.horovod's Average, Sum"):
             hvd.allreduce(1.0, op)
@@ -248,7 +248,7 @@ def all_processes_get_the_same_bits(hvd, op):
 
 
 @SUITE.add
-def what_cannot_be_reduced_is_refused_before_others_are_asked(hvd):
+def unsupported_tensors_are_refused_before_communication(hvd):
     for tensor in (np.array([True]), np.complex64([1]), "text"):
         with pytest.raises(UnsupportedBufferError, match="allreduce of .*: supported are float16, bfloat16"):
             hvd.allreduce(tensor)
@@ -282,7 +282,7 @@ def a_group_is_reduced_together(hvd):
 
 
 def adasum(a, b):
-    """Of two gradients, as its authors define it (Maleki et al. 2020): what they share is counted once."""
+    """Return the Adasum of two gradients, which counts their common part once (Maleki et al., 2020)."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     common = float(a.ravel() @ b.ravel())
     return sum(
@@ -375,7 +375,7 @@ def objects_are_not_moved(hvd):
     assert_usable(hvd)
 
 
-# ---- calls that differ
+# ---- mismatched calls
 
 
 MISMATCHES = {
