@@ -1,4 +1,4 @@
-"""Agreement of instances, between steps, on everything that programs and callbacks may change."""
+"""Agreement of instances on the changes that programs and callbacks make between steps, even if one is lost."""
 
 from __future__ import annotations
 

@@ -349,7 +349,7 @@ def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[
 
 
 def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
-    """Return the first batch, and a stream that starts with it and then goes on where the last start has stopped.
+    """Return a stream of all batches, and the first batch. A later start of the stream goes on where reading stopped.
 
     Raises:
         ValueError: If there is no batch.
