@@ -91,9 +91,9 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
     is_same = compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]
     if not is_same:
         raise DisagreementError(
-            "the instances do not see the same rows or weights of rows, but each instance reads all data, or the "
-            "batches of its replicas; give all of them the same data, and call keras.utils.set_random_seed "
-            "if something shuffles"
+            "the instances were given different rows or weights of rows. Each instance reads all data, or the batches "
+            "of its replicas, so give all of them the same data; if something shuffles, call "
+            "keras.utils.set_random_seed first"
         )
 
 

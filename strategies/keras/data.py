@@ -148,7 +148,7 @@ class Pass(Iterator[Batch]):
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
-        """Yield the results of the next batches; `begin` begins the results of a whole epoch."""
+        """Yield the results of the next batches; `begin` starts the generator of a whole epoch's results."""
         if self._told is None:
             dataset = self.feed.dataset
             dataset.restore(replace(dataset.position(), epoch=self.feed.next_epoch(), step=0))

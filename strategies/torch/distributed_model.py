@@ -135,7 +135,7 @@ class DistributedModel(torch.nn.Module):
         return outputs
 
     def compile(self, *arguments: object, **named: object) -> None:
-        """Compile the module; the code that follows its gradients stays Python."""
+        """Compile the wrapped module. The code around it, which exchanges its gradients, is not compiled."""
         self.module.compile(*arguments, **named)
 
     @contextmanager
@@ -165,8 +165,8 @@ class DistributedModel(torch.nn.Module):
 
         An instance whose batches have ended takes part in the other instances' backward passes with gradients of zero:
         means are still over all replicas. At the end all instances take the parameters and buffers of an instance that
-        made the most steps; the optimizers of the others are behind. Without `join`, an instance that ends too early
-        is an error on all instances.
+        made the most steps; the optimizers of instances that ended earlier have made fewer steps. Without `join`, an
+        instance that ends too early is an error on all instances.
 
         Raises:
             StrategyError: If the module has a SyncBatchNorm, for which all replicas need rows.

@@ -73,7 +73,7 @@ class GradientAveraging:
         self._warned: set[str] = set()  # the functions of PyTorch for which a warning was given
         self._writes_before = 0  # the count of writes when parameters were last compared
         self._title = ""
-        self._nodes: dict[str, Node] = {}  # where autograd adds to the gradients of parameters
+        self._nodes: dict[str, Node] = {}  # autograd's nodes that add to gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters that have the same values on all instances

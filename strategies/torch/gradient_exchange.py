@@ -62,7 +62,7 @@ class GradientPlace:
         leaf: The number of the gradient in the bucket's layout.
         buffer: The number of the buffer in the bucket.
         start: The element of the buffer at which the gradient begins.
-        is_of_one: Whether the gradient has the buffer alone.
+        is_of_one: Whether the buffer holds only this gradient.
         size: Elements of the buffer.
         dtype: The dtype of the buffer.
     """

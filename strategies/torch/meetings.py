@@ -1,4 +1,4 @@
-"""Sums over all replicas in the middle of their passes: local replicas meet, and the last one sums with the others."""
+"""Sums over all replicas in the middle of passes: local replicas meet, and the last to come calls the collective."""
 
 from __future__ import annotations
 

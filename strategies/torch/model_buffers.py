@@ -103,7 +103,7 @@ class ModelBuffers:
         return found
 
     def _follow_shown(self) -> None:
-        """Copy changes that the program has made to the module's buffers to all replicas."""
+        """Copy to all replicas the changes that the program has made to the module's buffers."""
         for number, own in self.own.items():
             shown = self.slots[number].tensor.detach()
             if own.device != HOST and own.shape[1:] == shown.shape:  # do not wait for the device

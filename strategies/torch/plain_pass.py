@@ -1,4 +1,4 @@
-"""The losses and gradients of replica 0 computed by plain PyTorch, to compare the replica with in the first steps."""
+"""The losses and gradients of replica 0 computed by plain PyTorch, for a comparison in the first steps."""
 
 from __future__ import annotations
 

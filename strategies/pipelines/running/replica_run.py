@@ -138,7 +138,7 @@ class ReplicaStages:
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
-        """Return the segments of a stage that a device computes. Its first device computes a stage of one function."""
+        """Return the segments of a stage that a device computes. The first device computes a stage of one function."""
         return self._segments.get((device, stage), [])
 
     # ---- actions

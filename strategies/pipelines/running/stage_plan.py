@@ -41,7 +41,7 @@ class StageBucket:
 
     @property
     def parts(self) -> list[Part]:
-        """The gradients as results of a replica."""
+        """The gradients as parts of a replica's results."""
         return [Part(TAIL + 1 + leaf) for leaf in self.leaves]
 
 

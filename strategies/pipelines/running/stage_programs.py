@@ -238,7 +238,7 @@ class StagePrograms:
     # ---- running
 
     def needed(self, forward_again: bool) -> frozenset[int]:
-        """Return the places of the values that backward passes read, and the forward pass if it runs again."""
+        """Return the places of the values that backward passes (and the forward pass, if it runs again) read."""
         count = len(self.segment.inputs) + len(self.segment.takes)
         passes = self._passes if forward_again else self._passes[1:]
         return frozenset(place for one in passes for place in one.inputs if place < count)

@@ -35,7 +35,7 @@ class UnreadMetrics:
         return np.float32(np.asarray(self)[number])
 
     def is_ready(self) -> bool:
-        """Return whether reading would not wait."""
+        """Return whether the values can be read without waiting."""
         _, _, event = self._unread or (None, None, None)
         return event is None or bool(event.query())
 

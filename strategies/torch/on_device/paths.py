@@ -35,7 +35,7 @@ _of_loops: WeakKeyDictionary[Communicator, dict[torch.device, DevicePath | None]
 def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -> DevicePath | None:
     """Return the path by which a device exchanges gradients; None if the host exchanges them.
 
-    A single instance always uses its device, unless "host" is requested. Collective, if replicas have a device.
+    A single instance uses its device, unless "host" is requested. Collective, if replicas have a device.
 
     Args:
         replicas: The replicas of all instances.
