@@ -425,7 +425,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _outside_of_loops(self) -> Iterator[None]:
-        """Call a function for a single batch inside the block; a callback of a loop over feeds may do so."""
+        """Let the block call a function for a single batch, even in a callback of a loop over feeds."""
         feeds, self._feeds = self._feeds, {}
         try:
             yield

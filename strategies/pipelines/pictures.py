@@ -98,7 +98,7 @@ class Panel:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they are idle, 0 to 1."""
+        """The idle share of the devices' time, 0 to 1."""
         return bubble_share(self.spans, len(self.lanes))
 
     @cached_property

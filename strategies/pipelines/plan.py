@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they are idle, 0 to 1."""
+        """The idle share of the devices' time, 0 to 1."""
         return bubble_share(self.spans, len({span.device for span in self.spans}))
 
     @property

@@ -157,7 +157,7 @@ class Timetable:
         return max((span.end_s for span in self.timed(durations)), default=0.0)
 
     def bubble_share(self, durations: Durations | None = None) -> float:
-        """Return the share of the devices' time, from the first begin to the last end, in which they are idle."""
+        """Return the idle share of the devices' time, from the first begin to the last end."""
         return bubble_share(self.timed(durations), len(self.devices))
 
     @cached_property
@@ -261,7 +261,7 @@ def in_order(spans: Iterable[Timed]) -> list[Timed]:
 
 
 def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:
-    """Return the share of the devices' time, from the first begin to the last end, in which they are idle."""
+    """Return the idle share of the devices' time, from the first begin to the last end."""
     whole = max((span.end_s for span in spans), default=0.0) - min((span.begin_s for span in spans), default=0.0)
     busy = sum(span.end_s - span.begin_s for span in spans)
     return 1 - busy / (whole * num_devices) if whole else 0.0

@@ -51,7 +51,7 @@ class Trace:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they were idle, 0 to 1, over all replicas."""
+        """The idle share of the devices' time, 0 to 1, over all replicas."""
         return sum(panel.bubble_share for panel in self.panels) / len(self.panels)
 
     @cached_property

@@ -172,7 +172,7 @@ class ModelBuffers:
         if len(of_all) > 1:
             raise StrategyError(
                 f"{name} has the shapes {', '.join(map(str, map(list, sorted(of_all))))} on different replicas after "
-                "the step, which cannot agree on it; give it one shape for all batches"
+                "the step, so they cannot agree on it; give it one shape for all batches"
             )
 
     def keep(self, values: dict[int, torch.Tensor], moving: frozenset[int] | None = None) -> None:

@@ -216,6 +216,6 @@ def count_of(kind: str) -> int:
     """Return the number of devices of a type that PyTorch sees."""
     try:
         module = torch.get_device_module(kind)
-    except RuntimeError:  # it was built without
+    except RuntimeError:  # PyTorch was built without this type
         return 0
     return int(module.device_count()) if module.is_available() else 0
