@@ -1,7 +1,7 @@
 """Differentiable collectives between replicas, for use inside `strategy.run` and loss functions.
 
-All replicas call each function in the same order, with a pytree of arrays (one array, a list, a dict) of the same
-shapes and dtypes. Derivatives of any order are defined. Values are combined in replica order, and 16-bit floats in
+All replicas make the same calls in the same order. Each passes a pytree of arrays (one array, a list, a dict) of the
+same shapes and dtypes. Derivatives of any order are defined. Values are combined in replica order, and 16-bit floats in
 float32, so results have the same bits for every number of instances. The local replicas meet in a callback. Values
 leave the instance only if a group of replicas spans several instances.
 

@@ -184,7 +184,7 @@ class Strategy(ABC):
         """Run a function on one instance only, for example to report a result. Collective.
 
         The call returns on all instances after the function has returned. If the chief is lost meanwhile and the others
-        go on, the next chief runs the function from its beginning, even if the first had almost finished.
+        go on, the next chief runs the function again from its beginning.
 
         Args:
             function: Function called on the chief only. It must not make collective calls. Its result is dropped.
@@ -305,7 +305,7 @@ class Strategy(ABC):
             value: Result of `run` or `per_replica`, a pytree of such results, or a value that all local replicas share.
                 Batches are split as in `run`.
             axis: One axis or several of each replica's value, over which to reduce as well. Every element along it
-                counts once, so a mean is the mean of all rows of all replicas, even if replicas have different numbers
+                counts once. So a mean is the mean of all rows of all replicas, and replicas may have different numbers
                 of rows. The tree then spans all rows, replica by replica. For long axes reduce inside `run` first.
 
         Returns:

@@ -28,11 +28,17 @@ DEVICES = "4"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 20)]
 
+MIGRATE = ROOT / "docs" / "how_to" / "migrate"
 RUN_BY = {
     "README.md": "tests/test_readme.py",
     "tutorial.md": "tests/launch_scripts/test_tutorial.py",
+    "flax_equinox.md": "tests/test_cookbook.py",
+    **dict.fromkeys(
+        (page.name for page in PAGES if page.parent == MIGRATE and page.name != "index.md"),
+        "tests/test_migration.py",
+    ),
 }
-"""Pages whose programs need several instances, or are a part of a larger one, and the tests that run them."""
+"""Pages whose programs need several instances or more libraries, or are a part of a larger one, and their tests."""
 
 CONTINUES = {"torch_modules.md": "torch.md"}
 """Pages that continue with the names of another page's programs, as their text says."""

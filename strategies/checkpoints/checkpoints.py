@@ -267,7 +267,7 @@ class Checkpoints:
 
         A checkpoint is due if the step is a multiple of `every`, or has passed a multiple since the last call.
 
-        Training does not wait for the disk: if the previous checkpoint is still being written, the next one is made
+        Training does not wait for the disk. If the previous checkpoint is still being written, the next one is made
         after the first step at which the writer is free. Only sharded optimizer state is gathered at once and makes
         training wait, because only instance 0 knows whether the writer is free.
 

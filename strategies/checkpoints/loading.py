@@ -149,7 +149,8 @@ def _keys(checkpoint: Path, name: str) -> list[Any]:
             node = node.value
     except (SyntaxError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint} has a variable {shown(name)}, whose name does not give its structure; give like"
+            f"checkpoint {checkpoint} has a variable {shown(name)}, whose name does not give its structure; "
+            "give the argument like"
         ) from error
     return ["", *keys[::-1]]
 

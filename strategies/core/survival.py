@@ -61,8 +61,8 @@ def surviving(
             next operation ends.
 
     Raises:
-        PeerLostError: If the job was not started to go on without a lost instance, the remaining instances do not find
-            each other, or they go on without this one.
+        PeerLostError: If the job was not started to go on without a lost instance. If the remaining instances do not
+            find each other. If they go on without this one.
     """
     try:
         done = attempt()

@@ -50,8 +50,8 @@ class Cast:
 def casting(loss_fn: Function, dtypes: DTypes) -> Function:
     """Return a loss function that casts its batch inside the compiled step.
 
-    The training has the bits of a data set that was cast in advance: a barrier keeps the compiler from merging the cast
-    with other operations.
+    The training has the bits of a data set that was cast in advance, because a barrier keeps the compiler from merging
+    the cast with other operations.
 
     Example::
 

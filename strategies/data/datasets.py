@@ -57,10 +57,10 @@ class DistributedDataset:
     arrays or scalars, and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a
     batch. With padding it ends when all local replicas have ended.
 
-    For arrays and objects with `[i]`, every instance computes the same number of steps per epoch. For any other source
-    the instances ask each other before every batch whether all of them have one: **taking a batch is then a collective
-    call**. Without padding, an epoch ends on all instances, with a warning, as soon as one of them has no batch. With
-    padding, it ends when none of them has one.
+    For arrays and objects with `[i]`, every instance computes the same number of steps per epoch. For any other source,
+    **taking a batch is a collective call**: the instances ask each other whether all of them have one. Without padding,
+    an epoch ends on all instances, with a warning, as soon as one of them has no batch. With padding, it ends when none
+    of them has one.
 
     If reading fails, the error is raised at the batch it belongs to, and the position stays after the last batch
     yielded.

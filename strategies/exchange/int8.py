@@ -34,7 +34,7 @@ NOT_FINITE = 255
 
 _INT8 = np.dtype(np.int8)
 _MANTISSA_BITS = 23
-_LARGEST = 127  # absolute value in a block
+_LARGEST = 127  # the largest absolute value in a block
 _SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
 _FLIPPED = 254  # the float32 exponents of 2^e and 2^-e add up to it
 _SCALES = (np.arange(256, dtype=np.int32) << _MANTISSA_BITS).view(FLOAT32)

@@ -65,7 +65,7 @@ class Shards:
 
 
 class ShardedArrays:
-    """This instance's parts of cut arrays, in flat buffers that can be gathered from all instances.
+    """Parts of cut arrays on this instance, in flat buffers that can be gathered from all instances.
 
     Args:
         shards: Division of arrays.

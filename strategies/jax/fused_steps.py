@@ -62,8 +62,8 @@ class FusedPrograms:
     def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps) -> Made | None:
         """Make one step per batch in one program; return None if the caller has to make them in parts.
 
-        Before the program is used, the steps are made once both ways, and the bits are compared: several steps at the
-        first call, a single step after `WORTH_AFTER` steps in parts.
+        Before the program is used, the steps are made once both ways, and the bits are compared. Several steps are
+        compared at the first call, a single step after `WORTH_AFTER` steps in parts.
 
         Args:
             step: Step of a single replica.

@@ -116,7 +116,7 @@ class ModelOptions:
             kind = "pipelined model" if self.is_pipelined else "model"
             raise RuntimeError(
                 f"The {kind} has been configured to use gradient accumulation for {self.accumulated} steps per "
-                f"replica, but steps_per_execution is {steps_per_execution}, which is not a multiple of it; use one, "
+                f"replica, but steps_per_execution is {steps_per_execution}, which is not a multiple; use a multiple, "
                 "or leave steps_per_execution out for one update"
             )
         return 1 if self.each_step else steps_per_execution // self.accumulated

@@ -85,5 +85,5 @@ def test_a_name_without_a_counterpart_says_what_to_write(ask, message):
 def test_a_number_in_the_place_of_a_device_is_refused():
     with pytest.raises(TypeError, match="ipu_device is 4, a int"):
         ipu.ipu_strategy.IPUStrategy(4)
-    with pytest.raises(ValueError, match="only PopDistStrategy can leave reductions out"):
+    with pytest.raises(ValueError, match="only PopDistStrategy can omit reductions"):
         ipu.ipu_multi_worker_strategy.IPUMultiWorkerStrategyV1(None, add_ipu_cross_replica_reductions=False)

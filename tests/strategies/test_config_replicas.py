@@ -34,11 +34,11 @@ class TestArithmetic:
     @pytest.mark.parametrize(
         ("auto", "named", "words"),
         [
-            ([0], [], "auto_select_ipus has a device with 0 IPUs; it must have at least 1"),
+            ([0], [], "auto_select_ipus has a device with 0 IPUs; a device needs at least 1"),
             ([2, -1], [], "with -1 IPUs"),
             ([], [1, 1], "All MultiIPU indices in `select_ipus` must be unique"),
-            ([], [31], "select_ipus names 31, and a system of 16 IPUs has the groups 0 to 30"),
-            ([], [-1], "select_ipus names -1"),
+            ([], [31], "select_ipus names group 31, but a system of 16 IPUs has the groups 0 to 30"),
+            ([], [-1], "select_ipus names group -1"),
         ],
     )
     def test_devices_that_cannot_be_are_refused(self, auto, named, words):

@@ -244,7 +244,11 @@ class TestDictionaries:
         ("change", "error", "words"),
         [
             ({"branches.length": "9"}, TypeError, "Trying to set branches.length to '9'"),
-            ({"branches.leaves.colour": 3}, ValueError, r"branches.leaves.colour is 3; it is one of 0 \(RED\), 7 \(BL"),
+            (
+                {"branches.leaves.colour": 3},
+                ValueError,
+                r"leaves.colour is 3; it must be one of 0 \(RED\), 7 \(BL",
+            ),
             ({"branches.lengt_h": 3}, ValueError, "'branches.lengt_h' is not .* Did you mean 'branches.length'"),
         ],
     )

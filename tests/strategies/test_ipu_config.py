@@ -59,7 +59,7 @@ class TestRows:
     @pytest.mark.parametrize(("count", "index"), [(1, 5), (1, -1), (2, 2), (-1, 0)])
     def test_cf_02_an_index_out_of_bounds_is_refused(self, configure, count, index):
         name = "experimental__multi_replica_distribution__process_"
-        with pytest.raises(ValueError, match=r"process_index must be in the range \[0, experimental.*, and is"):
+        with pytest.raises(ValueError, match=r"process_index must be in the range \[0, experimental.*, but is"):
             configure(**{f"{name}count": count, f"{name}index": index})
         assert in_force() == Defaults()
 
@@ -117,7 +117,7 @@ class TestRows:
         configure_ipu_system(config, reset_configuration=False)  # the same
         assert caplog.messages == []
         config.auto_select_ipus = 2
-        with pytest.raises(RuntimeError, match="configured already"):
+        with pytest.raises(RuntimeError, match="already configured differently"):
             configure_ipu_system(config, reset_configuration=False)
         assert get_ipu_config().auto_select_ipus == 1
         configure_ipu_system(config)
@@ -162,8 +162,8 @@ def test_what_is_only_kept_is_named_once(configure, caplog):
     configure(scheduling__maximum_scheduler_lookahead_depth=6, auto_select_ipus=2)
     configure(scheduling__maximum_scheduler_lookahead_depth=7, pooling__poplar_options={"a": "b"})
     assert [message for message in caplog.messages if "kept" in message] == [
-        "kept, and without an effect here: scheduling.maximum_scheduler_lookahead_depth",
-        "kept, and without an effect here: pooling.poplar_options",
+        "kept without effect: scheduling.maximum_scheduler_lookahead_depth",
+        "kept without effect: pooling.poplar_options",
     ]
 
 

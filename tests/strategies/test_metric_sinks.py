@@ -273,7 +273,7 @@ class TestTheEnvironment:
         with pytest.raises(EnvironmentMismatchError, match=re.escape(message)):
             IPUStrategy(1)
         monkeypatch.setenv("POPDIST_METRICS", "nonsense")
-        with pytest.raises(EnvironmentMismatchError, match="there is no 'nonsense'; use one of csv:FILE"):
+        with pytest.raises(EnvironmentMismatchError, match="'nonsense' is no kind of destination; use one of csv:FILE"):
             IPUStrategy(1)
 
     def test_may_belong_to_an_instance_that_does_not_write(self, tmp_path, monkeypatch):

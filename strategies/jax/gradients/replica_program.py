@@ -144,8 +144,8 @@ class ReplicaProgram:
         rule: Rule by which replicas agree on the model state.
         accumulation: Accumulation of micro-batches.
         gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
-        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: gradients or their
-            payload, then the leaves of the model state that have means.
+        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients or
+            their payload, then the averaged and added leaves of the model state.
         num_gradients: Number of results that are gradients or their payload.
         quantised: Layout of the gradients in the payload; None if they are not quantised.
         flags: Number of values at the end of the tail that say which gradients are not finite.

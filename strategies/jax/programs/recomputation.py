@@ -159,12 +159,12 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
 )
 @dataclass(frozen=True)
 class _Residuals:
-    """The values that are kept of a block.
+    """The values kept from the forward pass of a block.
 
     Attributes:
         backward: Function from cotangents of floating-point results to cotangents of some arguments; it holds the kept
             values.
-        is_true: Scalar that is true, which the compiler does not know.
+        is_true: Scalar that is always True; the compiler does not know this.
         is_hidden: Whether each kept value is hidden from the compiler.
         places: Positions of these arguments.
         count: Number of all arguments.

@@ -1,7 +1,7 @@
 """Faults and silent choices of JAX and XLA, and measures that protect the bits of a program from them.
 
-They are wrong sums of some jaxlibs, an abort for lack of address space, silent loss of precision, the order of
-computations, and products that are contracted with sums.
+They are wrong sums of some jaxlibs, aborts for lack of address space, silent loss of precision, the order of
+computations, and products contracted with sums.
 """
 
 from __future__ import annotations

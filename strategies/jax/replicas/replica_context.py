@@ -175,8 +175,8 @@ class _CollectiveCall:
 class CrossReplicaReducer:
     """The executor of the collectives of compiled programs.
 
-    The local replicas meet in callbacks. The last one to arrive combines their values, or takes them into a named
-    collective of the instances, which may reach such collectives in different orders.
+    The local replicas meet in callbacks. The last one to arrive combines their values, or takes them into a collective
+    of the instances. That collective has a name, because instances may reach collectives in different orders.
 
     Args:
         communicator: Communicator of the instances.

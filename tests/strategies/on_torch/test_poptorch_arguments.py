@@ -134,7 +134,7 @@ class TestOptimizers:
         attributes.markAsConstant("momentum")
         attributes.markAsVariable("loss_scaling")
         assert [attributes.isConstant(name) for name in ("momentum", "loss_scaling")] == [True, False]
-        with pytest.raises(ValueError, match=r"no attribute 'beta'; there are lr, momentum, .*loss_scaling"):
+        with pytest.raises(ValueError, match=r"no attribute 'beta'; it has lr, momentum, .*loss_scaling"):
             attributes.markAsConstant("beta")
 
     def test_say_with_what_automatic_scales_begin(self, model):
@@ -159,13 +159,13 @@ class TestOptimizers:
 class TestOptions:
     @pytest.mark.parametrize("options", [poptorch.Options(), poptorch.Options().Training])
     def test_that_are_misspelt_are_refused(self, options):
-        with pytest.raises(AttributeError, match="gradient_acumulation is no option; .* set by methods"):
+        with pytest.raises(AttributeError, match="gradient_acumulation is not an option; .* Set options by methods"):
             options.gradient_acumulation = 4
 
     def test_are_not_changed_behind_the_back_of_a_model(self, model):
         options = new_options()
         poptorch.trainingModel(model, options)
-        with pytest.raises(AttributeError, match="device_iterations follows from what its methods were given"):
+        with pytest.raises(AttributeError, match="device_iterations follows from the options"):
             options.device_iterations = 4
         assert options.device_iterations == 1
 
@@ -191,9 +191,9 @@ class TestOptions:
     def test_that_would_change_what_is_computed_are_refused(self):
         with pytest.raises(StrategyError, match="FloatDowncastToHalf would do the opposite"):
             poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
-        with pytest.raises(StrategyError, match="groups of 2 replicas are to get the same rows"):
+        with pytest.raises(StrategyError, match="groups of 2 replicas should get the same rows"):
             new_options(replicas=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
-        with pytest.raises(ValueError, match="all get the same rows"):
+        with pytest.raises(ValueError, match="with the same rows"):
             new_options(replicas=2).inputReplicaGrouping(1, poptorch.CommGroupType.All)
 
     def test_of_locations_are_settings(self):
@@ -202,7 +202,9 @@ class TestOptions:
             poptorch.Options().TensorLocations.setOptimizerLocation(True)
 
     def test_come_first(self):
-        with pytest.raises(TypeError, match=r"the options are a list; poptorch\.DataLoader\(options, dataset"):
+        with pytest.raises(
+            TypeError, match=r"the options are a list; use poptorch\.DataLoader\(poptorch\.Options\(\), dataset"
+        ):
             poptorch.DataLoader([1], poptorch.Options())
 
 
@@ -231,7 +233,9 @@ class TestAnchors:
         assert torch.equal(last, model.layer.bias)
 
     def test_of_more_updates_than_there_are_are_refused(self, model):
-        with pytest.raises(ValueError, match=r"layer\.bias is anchored in every 3th of 2 updates"):
+        with pytest.raises(
+            ValueError, match=r"layer\.bias is anchored with EveryN and n 3, which does not divide 2 updates"
+        ):
             self.anchored(model, new_options(iterations=2), poptorch.OutputMode.EveryN, 3)
 
 
@@ -248,7 +252,7 @@ class TestPhases:
 
     @pytest.mark.parametrize("stages", [(), (3,), ("A", poptorch.Stage("B")), (poptorch.Phase("A"),)])
     def test_of_something_else_are_refused(self, stages):
-        with pytest.raises(TypeError, match="a phase is made of stages, or of names of blocks"):
+        with pytest.raises(TypeError, match="a phase needs stages, or names of blocks"):
             poptorch.Phase(*stages)
 
 
@@ -262,7 +266,7 @@ class TestDataLoader:
         def read(strategy):
             loader = poptorch.DataLoader(new_options(strategy, 2), Stream(), batch_size=2, drop_last=False)
             with pytest.raises(
-                StrategyError, match="ends with 3 elements that do not fill the 4 .* use drop_last=True"
+                StrategyError, match="ends with 3 elements, which do not fill a batch of 4 .* use drop_last=True"
             ):
                 list(loader)
 
@@ -272,7 +276,7 @@ class TestDataLoader:
 
     def test_warns_of_workers_that_read_the_same_stream(self, caplog):
         poptorch.DataLoader(new_options(), Stream(), num_workers=2)
-        assert "2 workers read an IterableDataset, each all of it" in caplog.text
+        assert "each of 2 workers reads the whole IterableDataset" in caplog.text
         caplog.clear()
         poptorch.DataLoader(new_options(), Stream(), num_workers=2, worker_init_fn=print)
         assert not caplog.text
@@ -288,11 +292,11 @@ class TestDataLoader:
         mode = poptorch.DataLoaderMode.Async
         loader = poptorch.DataLoader(new_options(), torch.arange(4), 2, mode=mode, async_options=known)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-        with pytest.raises(TypeError, match="takes no bufer_size; it takes buffer_size, "):
+        with pytest.raises(TypeError, match="does not take bufer_size; it takes buffer_size, "):
             poptorch.DataLoader(new_options(), torch.arange(4), mode=mode, async_options={"bufer_size": 2})
-        with pytest.raises(TypeError, match="takes no load; it takes buffer_size, "):
+        with pytest.raises(TypeError, match="does not take load; it takes buffer_size, "):
             poptorch.AsynchronousDataAccessor([1], load=True)
-        with pytest.raises(StrategyError, match="rebatched_size is 4, .* have the DataLoader make batches"):
+        with pytest.raises(StrategyError, match="rebatched_size is 4, .* let the DataLoader make batches"):
             poptorch.AsynchronousDataAccessor([1], rebatched_size=4)
 
 

@@ -100,7 +100,7 @@ class TestOptionsInJson:
         ],
     )
     def test_are_nothing_else(self, string):
-        with pytest.raises(poptorch.ConfigFileError, match="is no JSON of options: "):
+        with pytest.raises(poptorch.ConfigFileError, match="is not JSON of options: "):
             poptorch.Options().from_json(string)
 
 
@@ -203,10 +203,10 @@ class TestModelsInAFile:
         saved(tmp_path)
         content = (tmp_path / "model").read_bytes()
         (tmp_path / "model").write_bytes(content[:cut])
-        with pytest.raises(poptorch.Error, match=r"is no file of PoplarExecutor\.save, or it is damaged"):
+        with pytest.raises(poptorch.Error, match=r"is not a file of PoplarExecutor\.save, or it is damaged"):
             poptorch.load(tmp_path / "model")
 
     def test_of_others_are_refused(self, tmp_path):
         torch.save({"weights": torch.ones(2)}, tmp_path / "model")
-        with pytest.raises(poptorch.Error, match=r"is no file of PoplarExecutor\.save; load it with torch\.load"):
+        with pytest.raises(poptorch.Error, match=r"is not a file of PoplarExecutor\.save; load it with torch\.load"):
             poptorch.load(tmp_path / "model")

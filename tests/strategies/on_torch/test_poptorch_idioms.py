@@ -346,7 +346,7 @@ IDIOMS: dict[str, Idiom] = {
     ),
     "losses_two_unmarked": Idiom(
         net(returned=lambda output, loss: (loss, loss.exp())),
-        refused=r"returns 2 scalars .* each could be the loss; mark",
+        refused=r"returns 2 scalars .* any could be the loss; mark",
     ),
     "loss_of_each_row": Idiom(
         net(loss=lambda o, y: poptorch.identity_loss(F.cross_entropy(o, y, reduction="none"), "none")),

@@ -109,7 +109,7 @@ class TestStatesThatStayWhole:
             assert not training.trainer.is_sharded
             found.append(bits_of(own))
         assert found[0] == found[1]
-        assert "stays whole on every instance, since an update needs norms" in caplog.text
+        assert "stays whole on every instance, because an update needs norms" in caplog.text
 
 
 class TestNumbersThatChange:
@@ -168,7 +168,7 @@ class TestNumbersThatChange:
     def test_an_optimizer_of_other_parameters_takes_no_place(self, model):
         """Otherwise those of the first one would go on being trained."""
         training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(StrategyError, match="has other parameters in its groups .*; make another model"):
+        with pytest.raises(StrategyError, match="are not those that the model trains; make a new model"):
             training.setOptimizer(poptorch.optim.SGD([model.layer.bias], 0.1))
 
 
@@ -195,7 +195,7 @@ class TestDtypes:
             optimizer.step()
         state = optimizer.state[parameter]
         assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float16, torch.float32)
-        with pytest.raises(ValueError, match=r"accum_type is torch\.int8; it is torch\.float16 or torch\.float32"):
+        with pytest.raises(ValueError, match=r"accum_type is torch\.int8; use torch\.float16 or torch\.float32"):
             poptorch.optim.SGD([parameter], 0.1, accum_type=torch.int8)
 
     def test_states_keep_theirs_when_they_are_loaded(self):
@@ -221,7 +221,7 @@ class TestDtypes:
         options.Precision.enableStochasticRounding(True)
         half = copy.deepcopy(model).half()
         poptorch.trainingModel(half, options, poptorch.optim.SGD(half.parameters(), 0.1, accum_type=torch.float32))
-        assert "accum_type is torch.float32, and gradients of torch.float16 parameters" in caplog.text
+        assert "accum_type is torch.float32, but gradients of torch.float16 parameters" in caplog.text
         assert "enableStochasticRounding: parameters are torch.float16" in caplog.text
 
 

@@ -277,6 +277,6 @@ class TestPopTorch:
 
     def test_refuses_to_save_a_model_without_its_function(self, tmp_path):
         training, _ = self.train("Mean", map_gradient=clipped)
-        with pytest.raises(StrategyError, match="a file has no functions"):
+        with pytest.raises(StrategyError, match="a file cannot hold functions"):
             training.save(tmp_path / "model.pt")
         training.save(tmp_path / "state.pt", export_model=False)

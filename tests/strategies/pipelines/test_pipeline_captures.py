@@ -173,7 +173,7 @@ def test_variables_keep_their_names(trainable):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"queue": OutfeedQueue()}, ValueError, "no gradient_capture_context that captures"),
+        ({"queue": OutfeedQueue()}, ValueError, "no gradient_capture_context captures"),
         ({"context": 1}, TypeError, "use a GradientCaptureContext"),
         ({"context": GradientCaptureContext(), "queue": 1}, TypeError, "use an OutfeedQueue"),
         ({"context": GradientCaptureContext(), "stages": [stage_0, stage_0]}, ValueError, "marks two arrays"),
