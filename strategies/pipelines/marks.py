@@ -193,7 +193,7 @@ def _mark_of(equation: Equation) -> Place | None:
 
 
 def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
-    """Return the stage of each equation, except those that read nothing of a stage.
+    """Return the stage of each equation, except of equations that read no value of any stage.
 
     An equation between stages belongs to the last stage that it reads from. An equation with effects that reads from no
     stage belongs to the first.

@@ -34,7 +34,7 @@ class InferenceReplicas:
         call: (module, batch) -> outputs.
         seed: The seed of random numbers.
         pipeline: The pipeline in which the module's blocks run as stages; None to run them one after another.
-        own: The names of the frozen parameters of which each replica has its own copy.
+        own: The names of the frozen parameters that each replica copies for itself.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
 
     Args:
         seed: The seed of the generator.
-        device: The device on which the thread computes besides. An accelerator has one generator per process, which
+        device: A further device on which the thread computes. An accelerator has one generator per process, which
             gets the same seed.
         replica: The replica for which the thread computes. If given, generators of the program that several replicas
             draw from are refused.

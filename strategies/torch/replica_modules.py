@@ -50,8 +50,8 @@ class ReplicaModule:
         memory: The memory of the module, which is not changed, and of its replicas.
         replica: The global index of the replica.
         replicas: The number of all replicas.
-        own: The names of the frozen parameters of which the replica has its own copy; None for all of them, until
-            `share` is called.
+        own: The names of the frozen parameters that the replica copies for itself; None for all of them, until `share`
+            is called.
 
     Attributes:
         module: The copy.
@@ -126,7 +126,7 @@ class ReplicaModule:
             self._follow_parameters()
 
     def begin_with(self, masters: Sequence[torch.Tensor]) -> None:
-        """Take over buffers, and the frozen parameters of which the replica has its own copy."""
+        """Take over buffers, and the frozen parameters that the replica has copied for itself."""
         with torch.no_grad():
             for slot, master in zip(self.slots, masters, strict=True):
                 tensor = slot.tensor

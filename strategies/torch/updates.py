@@ -265,9 +265,9 @@ def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
     """Raise if an optimizer cannot update a module.
 
     Raises:
-        TypeError: If it is no optimizer.
-        StrategyError: If it computes the loss by itself.
-        ValueError: If it has parameters that are not the module's.
+        TypeError: If the object is no optimizer.
+        StrategyError: If the optimizer computes the loss itself.
+        ValueError: If the optimizer has parameters that are not the module's.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give an instance of a class of torch.optim")
