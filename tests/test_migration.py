@@ -25,7 +25,7 @@ LIBRARIES = {  # of the program before, on each page
     "popdist_original.md": "tensorflow.python.ipu",
     "tf_distribute.md": "tensorflow",
 }
-QUICK = ("ddp.md", "from_keras.md")
+QUICK = ("ddp.md",)
 PAGES = [pytest.param(page, marks=() if page in QUICK else pytest.mark.complete) for page in LIBRARIES]
 INSTALLED_HERE = ["ddp.md", "fsdp.md", pytest.param("from_horovod.md", marks=needs_horovod), "from_keras.md"]
 ANY_ORDER = (("shuffle=True", "shuffle=False"), (".shuffle(512, seed=0)", ""))  # libraries draw different orders

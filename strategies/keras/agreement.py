@@ -1,4 +1,4 @@
-"""Agreement of instances, between steps and despite losses, on everything that programs and callbacks may change."""
+"""Agreement of instances on the changes that programs and callbacks make between steps, even if one is lost."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
     is_same = compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]
     if not is_same:
         raise DisagreementError(
-            "the instances do not see the same rows or weights of rows, but each instance reads all data, or the "
-            "batches of its replicas; give all of them the same data, and call keras.utils.set_random_seed "
-            "if something shuffles"
+            "the instances were given different rows or weights of rows. Each instance reads all data, or the batches "
+            "of its replicas, so give all of them the same data; if something shuffles, call "
+            "keras.utils.set_random_seed first"
         )
 
 
@@ -230,7 +230,7 @@ def _of_optimizer(model: ModelLike) -> dict[str, str]:
 
 
 def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
-    """Return the values of a nested configuration by their paths, without names and rates, which may differ."""
+    """Return the values of a nested configuration by their paths. Names and rates, which may differ, are left out."""
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -80,7 +80,7 @@ class OnChief(keras.callbacks.Callback):
 
     @property
     def is_called(self) -> bool:
-        """Whether this is the chief."""
+        """Whether this instance is the chief."""
         return self._strategy is None or self._strategy.replicas.is_chief
 
     def _call(self, name: str, *arguments: object, **named: object) -> None:
@@ -242,7 +242,7 @@ def described(callbacks: Callbacks) -> list[str]:
 
 
 def _refuse_boards(boards: Sequence[Callback], is_told_everywhere: bool) -> None:
-    """Refuse a `TensorBoard` that a list from the user made write on every instance, and one without TensorFlow.
+    """Refuse a `TensorBoard` that a `CallbackList` has started on every instance, or that lacks TensorFlow.
 
     Without TensorFlow all instances refuse at once, rather than the chief when it begins to write.
     """

@@ -143,7 +143,7 @@ class SavedFit:
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the last execution of an epoch, maybe a shorter one, was made earlier."""
+        """Whether all steps of the epoch were made before the job was resumed, and none is left to skip."""
         try:
             return not self.skipped and self._dataset.position().step == len(self._dataset)
         except TypeError:  # a stream of unknown length

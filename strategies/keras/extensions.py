@@ -169,7 +169,7 @@ class Extensions:
 
     @property
     def devices(self) -> int:
-        """The number of devices that a replica spans, as far as the model determines it now."""
+        """The number of devices of a replica: those of `device_mapping`, else one per assigned stage, else one."""
         mapping = (self.options.pipelining or {}).get("device_mapping")
         if mapping is not None:
             return 1 + max(tree.flatten(mapping), default=0)
@@ -374,7 +374,7 @@ def _as_tuples(stages: Tree) -> Tree:
 
 
 def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:
-    """Return options under the names that they have here.
+    """Translate the original's option names into the names of this library.
 
     Raises:
         TypeError: If an option is unknown.

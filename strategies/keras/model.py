@@ -425,7 +425,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _outside_of_loops(self) -> Iterator[None]:
-        """Call a function for a single batch inside the block; a callback of a loop over feeds may do so."""
+        """Let the block call a function for a single batch, even in a callback of a loop over feeds."""
         feeds, self._feeds = self._feeds, {}
         try:
             yield
@@ -449,7 +449,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _executing(self, training: bool) -> Iterator[None]:
-        """Make Keras's loops count the executions that are made here, inside the block."""
+        """Set the model's `steps_per_execution`, inside the block, to the number of steps that one call makes here."""
         before, said = self._model.steps_per_execution, self._steps_per_execution
         made = self.options.executed(said) if training else self._evaluated
         outer, self._said, self._model.steps_per_execution = self._said, said, made

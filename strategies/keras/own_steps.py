@@ -174,7 +174,7 @@ class OwnTrainFunction:
             for variable, is_own in zip(of_part, depends[part], strict=True):
                 if is_own:
                     raise StrategyError(
-                        f"train_step changes {variable.path!r} by the rows of a replica, and not through "
-                        "optimizer.stateless_apply of an optimizer that is an attribute of the model; replicas would "
-                        "have different values: use stateless_apply, or strategies.Trainer"
+                        f"train_step computes {variable.path!r} from the rows of a replica, and not by "
+                        "optimizer.stateless_apply of an optimizer that is an attribute of the model, so replicas "
+                        "would have different values; use stateless_apply, or strategies.Trainer"
                     )

@@ -174,7 +174,7 @@ class Assignments:
         """The functional model that computes the model's outputs.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If the model has no functional model: it has its own `call`, or is not built.
         """
         if not isinstance(self._computed, keras.Function):
             raise RuntimeError(

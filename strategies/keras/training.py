@@ -120,7 +120,7 @@ class TrainFunction:
             begun, metrics = self.trainer.step(begun, each)
             if self.saved is not None:
                 self.saved.after_step(begun)
-        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others may be unfinished
+        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # without waiting for others
 
     def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
         """Continue from the newest checkpoint, and give its state to Keras. Collective.

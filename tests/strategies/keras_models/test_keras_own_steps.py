@@ -209,7 +209,7 @@ class ForTensorFlow(keras.Sequential):
 
 
 def test_a_step_that_changes_variables_by_the_rows_of_a_replica_is_refused(alone):
-    with pytest.raises(StrategyError, match=r"train_step changes '.*kernel' by the rows .* use stateless_apply"):
+    with pytest.raises(StrategyError, match=r"train_step computes '.*kernel' from the rows .* use stateless_apply"):
         alone(lambda strategy: trained(lambda: of_the_guide(ByHand)))
 
 

@@ -175,7 +175,7 @@ def test_instances_that_see_different_data_are_refused(in_scopes):
     def program(strategy):
         regression().fit(X + strategy.instance_index, TARGETS, verbose=0)
 
-    with pytest.raises(DisagreementError, match="do not see the same rows"):
+    with pytest.raises(DisagreementError, match="different rows or weights of rows"):
         in_scopes(2, program)
 
 
