@@ -119,22 +119,23 @@ def _refuse(one: _Watched) -> None:
     way_out = (
         "write it between steps, or put both networks into the Trainer's module"
         if one.slot.is_parameter
-        else "put both networks into the Trainer's module, for example with torch.nn.ModuleDict, or call eval() on the "
-        "network outside of it"
+        else "put both networks into the Trainer's module, for example with torch.nn.ModuleDict, or call .eval() on the "
+        "outside network"
     )
     raise StrategyError(
-        f"replicas have written {name} of {one.owner}, which is not a part of the Trainer's module. The replicas of "
-        "an instance share that network, and the networks of instances become different, so the result would depend "
-        f"on the spread of the replicas, and on chance; {way_out} (docs: torch_modules, Networks outside of the module)"
+        f"replicas have written {name} of {one.owner}, which is outside of the Trainer's module. Local replicas share "
+        "this network and write to it at the same time, and the networks of other instances become different, so the "
+        f"training depends on timing and on the spread of the replicas; {way_out} (docs: torch_modules, Networks "
+        "outside of the module)"
     )
 
 
 def _tensors_at(places: Sequence[tuple[Mapping[str, torch.Tensor | None], str]]) -> list[torch.Tensor | None]:
-    """Return the tensors at places; None if a tensor was deleted. 0.1 us for each."""
+    """Return the tensors at places; None if a tensor was deleted. The holders of scripted modules have no `get`."""
     try:
         return [holder[key] for holder, key in places]
     except KeyError:
-        return [holder[key] if key in holder else None for holder, key in places]  # noqa: SIM401: scripted have no get
+        return [holder[key] if key in holder else None for holder, key in places]  # noqa: SIM401
 
 
 def _versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
