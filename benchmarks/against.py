@@ -1,12 +1,12 @@
-"""A step of the Trainer of this checkout, against that of another commit: its time, and what is compiled for it.
+"""Training steps of this checkout against those of another commit: step times and compile times.
 
-One instance drives all replicas, in a process for each of the two versions, which take turns. Usage, in a checkout:
+One instance drives all replicas. Each version has its own process, and the two take turns. Usage, in a checkout:
 
     python benchmarks/against.py COMMIT [--models mlp cnn transformer] [--replicas 1 2 4 8] [--json PATH]
 
 Columns: ms for a step on a batch that the data set has placed, before and now, medians of turns; the median of their
-ratios within a turn, and the ratio of the shortest turns; seconds that XLA compiled until the first step had ended,
-before and now, and their ratio to those for one replica.
+ratios within a turn, and the ratio of the shortest turns; seconds that XLA compiled until the end of the first step,
+before and now; the ratio of the latter to its value with one replica.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
+    add("commit", nargs="?", default="HEAD", help="commit of this repository (HEAD, to measure uncommitted changes)")
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help="(%(default)s)")
-    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="of one instance (%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
-    add("--rounds", type=int, default=40, metavar="N", help="turns of each way (%(default)s)")
-    add("--turn-s", type=float, default=0.1, metavar="S", help="how long a turn takes, about (%(default)s)")
-    add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
+    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N", help="numbers of replicas (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="rows per replica (%(default)s)")
+    add("--rounds", type=int, default=40, metavar="N", help="turns of each version (%(default)s)")
+    add("--turn-s", type=float, default=0.1, metavar="S", help="approximate length of a turn (%(default)s)")
+    add("--limit-s", type=float, default=600.0, metavar="S", help="time limit of a turn (%(default)s)")
     add("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def checked_out(commit: str, folder: Path) -> Path:
-    """A folder with the files of a commit."""
+    """Make a folder with the files of a commit, and return it."""
     folder.mkdir()
     archive = subprocess.run(["git", "-C", ROOT, "archive", commit], stdout=subprocess.PIPE, check=False)
     if archive.returncode:
-        raise SystemExit(f"{commit} is no commit of this repository; the reason is above")
+        raise SystemExit(f"{commit} is not a commit of this repository; the reason is above")
     subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
     return folder
 
@@ -114,7 +114,7 @@ def row_of(
 
 
 def worker(root: Path, path: str, way: str, model: str, replicas: int, options: argparse.Namespace) -> list[str]:
-    """A process of a checkout, with its own benchmark: what that imports may lie elsewhere in another commit."""
+    """Return the command of a worker with a checkout's own benchmark, because imports may differ between commits."""
     return [
         *(sys.executable, str(root / "benchmarks" / "against.py"), "--batch-size", str(options.batch_size)),
         *("--worker", path, way, model, str(replicas)),
@@ -122,7 +122,7 @@ def worker(root: Path, path: str, way: str, model: str, replicas: int, options: 
 
 
 def finding(root: Path) -> dict[str, str]:
-    """The environment of processes that import the packages of a checkout."""
+    """Return the environment of processes that import the packages of a checkout."""
     environ = environment()
     return environ | {"PYTHONPATH": f"{root}:{environ['PYTHONPATH']}"}
 
@@ -137,7 +137,7 @@ def formatted(row: dict[str, Any]) -> str:
     )
 
 
-# ---- in the new process
+# ---- in the worker
 
 
 def serve(path: str, way: str, model: str, replicas: str, batch_size: int) -> None:
@@ -146,7 +146,7 @@ def serve(path: str, way: str, model: str, replicas: str, batch_size: int) -> No
 
 
 class Training:
-    """Steps of a Trainer, of the version that Python finds first."""
+    """Training steps with the version of the Trainer that Python finds first."""
 
     def __init__(self, model: str, replicas: int, batch_size: int) -> None:
         import strategies
@@ -168,7 +168,7 @@ class Training:
             self.compile_s += seconds
 
     def train(self, steps: int) -> dict[str, float]:
-        """How long some steps take, and how long XLA has compiled since the beginning; seconds."""
+        """Make some steps; return their seconds, and the seconds that XLA has compiled in total."""
         state = self._state
         began = time.perf_counter()
         for _ in range(steps):
@@ -179,7 +179,7 @@ class Training:
         return {"seconds": seconds, "compile_s": self.compile_s}
 
 
-# ---- what it trains
+# ---- tasks
 
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -192,7 +192,7 @@ def of_images(model: str) -> Callable[[int], tuple[Loss, Any, Any]]:
 def transformer(
     rows: int, *, layers: int = 3, width: int = 128, heads: int = 4, length: int = 32
 ) -> tuple[Loss, Any, Any]:
-    """Blocks of attention and a wide hidden layer, each behind a normalisation; it predicts the next of 64 tokens."""
+    """Return a small transformer that predicts the next of 64 tokens, with its variables and a batch."""
     random = np.random.default_rng(0)
 
     def kernel(*shape: int) -> np.ndarray:

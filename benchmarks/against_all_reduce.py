@@ -1,6 +1,6 @@
-"""All-reduces of this checkout, against those of another commit or of another checkout, in turns.
+"""All-reduces of this checkout against those of another commit or checkout.
 
-The ranks of both versions run all the time, one core per rank where there are enough, those that have no turn asleep.
+The ranks of both versions run all the time and sleep between their turns, on one core per rank if there are enough.
 Usage, in a checkout:
 
     python benchmarks/against_all_reduce.py COMMIT [--over window ring grpc] [--instances 2] [--replicas 1 2]
@@ -8,9 +8,9 @@ Usage, in a checkout:
     python benchmarks/against_all_reduce.py --against FOLDER ...
 
 Columns: us for an all-reduce of the slowest rank, before and now, medians of turns; the median of their ratios within a
-turn with its quarters, and the ratio of the shortest turns; for the window (result in shared memory, as a step uses
-it), for messages over MPI ("ring"), and for workers over gRPC on loopback. Sums are compared with that of the tree: now
-to the last bit, before but for rounding, since other commits may add in another order.
+turn with its quartiles, and the ratio of the shortest turns. Rows: the window (result in shared memory, as a step uses
+it), messages over MPI ("ring"), and workers over gRPC on loopback. Sums of this checkout must have the bits of the
+tree. Sums of the other version must be close, because other commits may add in another order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from all_reduce import RANK_PROGRAM, in_units, size
 from cluster import free_addresses
 from timing import ROOT, Machine, command_line, mpirun_command, one_core_each, pinned_command
 
-BACKENDS = {"window": "mpi", "ring": "mpi", "grpc": "grpc"}  # of what is measured
+BACKENDS = {"window": "mpi", "ring": "mpi", "grpc": "grpc"}  # by what is measured
 SETTINGS = ("instances", "replicas", "sizes", "rounds", "turn_s")
 CHECKS = {"before": "is_close", "now": "has_same_bits"}
 
@@ -58,23 +58,23 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("commit", nargs="?", default="HEAD", help="of this repository; without one HEAD, for changes to be committed")
-    add("--against", type=Path, metavar="FOLDER", help="a checkout to compare with, in place of a commit")
-    add("--over", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="what is measured (all)")
+    add("commit", nargs="?", default="HEAD", help="commit of this repository (HEAD, to measure uncommitted changes)")
+    add("--against", type=Path, metavar="FOLDER", help="checkout to compare with, in place of a commit")
+    add("--over", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="mechanisms to measure (all)")
     add("--instances", type=int, default=2, metavar="N", help="(%(default)s)")
     add("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="local replicas per instance (1 2)")
     sizes = [1 << 10, 1 << 16, 1 << 20, 1 << 24]
-    add("--sizes", type=size, nargs="+", default=sizes, metavar="BYTES", help="of an array (1K 64K 1M 16M)")
+    add("--sizes", type=size, nargs="+", default=sizes, metavar="BYTES", help="sizes of the array (1K 64K 1M 16M)")
     add("--rounds", type=int, default=40, metavar="N", help="turns of each version (%(default)s)")
-    add("--turn-s", type=float, default=0.05, metavar="S", help="how long a turn takes, about (%(default)s)")
-    add("--limit-s", type=float, default=600.0, metavar="S", help="how long a turn may take (%(default)s)")
+    add("--turn-s", type=float, default=0.05, metavar="S", help="approximate length of a turn (%(default)s)")
+    add("--limit-s", type=float, default=600.0, metavar="S", help="time limit of a turn (%(default)s)")
     return parser.parse_args()
 
 
 def compare(
     coordinator: control.Coordinator, before: Path, cpus: Sequence[str], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case."""
+    """Yield a row for each case."""
     roots = dict(zip(WAYS, (before, ROOT), strict=True))
     started: dict[str, Versions] = {}
     for over, nbytes, replicas in itertools.product(options.over, options.sizes, options.replicas):
@@ -85,7 +85,7 @@ def compare(
 
 
 def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, cpus: Sequence[str]) -> control.Group:
-    """The ranks of a version."""
+    """Start the ranks of a version."""
     name = f"{way}, {backend}"
     program = [sys.executable, RANK_PROGRAM, coordinator.path, name, backend]
     if backend == "mpi":
@@ -97,7 +97,7 @@ def start(coordinator: control.Coordinator, backend: str, way: str, root: Path, 
 
 
 def row_of(versions: Versions, case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Both versions take their turn in each of the rounds, which begin with one as often as with the other one."""
+    """Measure both versions in turns; each version begins half of the rounds."""
     checks = {way: versions[way].ask(do="prepare", **case) for way in WAYS}
     ask = {"do": "turn", "way": case["way"]}
     repeats = max(1, round(options.turn_s / max(versions["now"].ask(**ask, repeats=3))))
@@ -110,7 +110,7 @@ def row_of(versions: Versions, case: dict[str, Any], options: argparse.Namespace
 
 
 def compared(rounds_us: dict[str, list[float]]) -> dict[str, Any]:
-    """What follows from the times of at least two turns."""
+    """Return medians and ratios of the times of at least two turns."""
     ratios = [now / was for now, was in zip(rounds_us["now"], rounds_us["before"], strict=True)]
     lower, middle, upper = quantiles(ratios, n=4, method="inclusive")
     return {
@@ -123,7 +123,7 @@ def compared(rounds_us: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """In words, what is wrong with the sums of a row."""
+    """Return a sentence for each wrong sum of a row."""
     case = f"{row['way']}, {in_units(row['nbytes'])}, {row['replicas']} local replicas"
     return [f"{way}: the sum over {case} is wrong" for way, is_right in row["is_right"].items() if not is_right]
 

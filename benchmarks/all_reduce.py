@@ -1,22 +1,22 @@
-"""How long it takes to add up the gradients of all replicas, in several ways and against the memory's bandwidth.
+"""Times of all-reduces of all replicas' gradients: our mechanisms, other libraries, and the memory's bandwidth.
 
-One core per instance; all ways take turns in the same run, and the result of each is compared with the sum in the order
-of the tree. Usage:
+Each instance has one core, and all ways take turns in the same run. Each result is compared with the sum in tree order.
+Usage:
 
     python benchmarks/all_reduce.py [--instances 2] [--replicas 1 2] [--sizes 1K 64M] [--rounds 9] [--json PATH]
         [--backends mpi,grpc,horovod]
 
-There is a table for each backend. Its columns, for mpi: "window" (result in shared memory, as a step uses it),
+There is a table for each backend. Columns for mpi: "window" (result in shared memory, as a step uses it),
 "window_private" (result copied into an array of each rank) and "ring" are ours; "mpi" adds the local replicas' arrays
-and calls MPI_Allreduce; "gloo" does the same with torch, where it is installed. "bound" is (replicas + 1) x size over
-the bandwidth of the memory with all ranks adding at once; what fits into the caches can be faster.
+and calls MPI_Allreduce; "gloo" does the same with torch, if it is installed. "bound" is (replicas + 1) x size over the
+bandwidth of the memory while all ranks add; arrays that fit into the caches can be faster.
 
-For grpc: "grpc" is ours between two workers on loopback, "bare" a pair of gRPC byte streams that move the same bytes.
+For grpc: "grpc" is ours between two workers on loopback; "bare" is a pair of gRPC byte streams with the same bytes.
 
-For horovod: "window" and "mpi" as above; "horovod" is `collectives.connect("horovod")`; "hvd" adds the local replicas'
-arrays and calls Horovod's all-reduce on a tensor of torch, with the settings that Horovod and Open MPI have by
-themselves; "hvd_tuned" is the same with those of `timing.TUNED`. A thread of Horovod never sleeps: each of these three
-has processes of its own, and they are stopped while it is not their turn.
+For horovod: "window" and "mpi" are as for mpi; "horovod" is `collectives.connect("horovod")`; "hvd" adds the local
+replicas' arrays and calls Horovod's all-reduce on a tensor of torch, with the default settings of Horovod and Open MPI;
+"hvd_tuned" is the same with the settings in `timing.TUNED`. A thread of Horovod never sleeps, so each of these three
+has its own processes, which are stopped between their turns.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ PAIR = 2
 
 @dataclass(frozen=True)
 class Table:
-    """The ways that are compared for a backend.
+    """The ways that a table of a backend compares.
 
     Attributes:
-        groups: of processes, for each way.
-        reference: the way that the others are compared with.
-        keeps_order: the ways whose sums have the bits of the tree.
+        groups: Group of processes of each way.
+        reference: Way to which the others are compared.
+        keeps_order: Ways whose sums have the bits of the tree.
     """
 
     groups: Mapping[str, str]
@@ -91,33 +91,33 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--backends", type=backend_names, default=["mpi"], metavar="NAMES", help="with commas between them (mpi)")
+    add("--backends", type=backend_names, default=["mpi"], metavar="NAMES", help="names separated by commas (mpi)")
     add("--instances", type=int, default=2, metavar="N", help="(%(default)s)")
     add("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="local replicas per instance (1 2)")
-    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="64K and 1M are understood (1K to 64M)")
+    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="such as 4096, 64K or 1M (1K to 64M)")
     add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
-    add("--block-s", type=float, default=0.05, metavar="S", help="about how long a turn lasts (%(default)s)")
-    add("--stream-size", type=size, default=1 << 26, metavar="BYTES", help="to measure bandwidth (64M)")
-    add("--limit-s", type=float, default=300.0, metavar="S", help="for any answer (%(default)s)")
+    add("--block-s", type=float, default=0.05, metavar="S", help="approximate length of a turn (%(default)s)")
+    add("--stream-size", type=size, default=1 << 26, metavar="BYTES", help="size of the bandwidth measurement (64M)")
+    add("--limit-s", type=float, default=300.0, metavar="S", help="time limit of an answer (%(default)s)")
     options = parser.parse_args()
     if "grpc" in options.backends and options.instances != PAIR:
-        parser.error(f"--instances is {options.instances}, but over gRPC a pair is measured: --instances 2")
+        parser.error(f"--instances is {options.instances}, but --backends grpc measures a pair: use --instances 2")
     if "horovod" in options.backends and importlib.util.find_spec("horovod") is None:
         parser.error(f"{sys.executable} has no Horovod; build and install it with: {HOROVOD_SCRIPT}")
     return options
 
 
 def backend_names(text: str) -> list[str]:
-    """Names with commas between them."""
+    """Split names separated by commas."""
     names = text.split(",")
     unknown = [name for name in names if name not in TABLES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no backend here is called {unknown[0]!r}; use {', '.join(TABLES)}")
+        raise argparse.ArgumentTypeError(f"there is no backend {unknown[0]!r}; use {', '.join(TABLES)}")
     return names
 
 
 def size(text: str) -> int:
-    """Bytes, a multiple of four: `4096`, `64K`, `1M`."""
+    """Convert `4096`, `64K` or `1M` to a number of bytes, a multiple of four."""
     number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
     nbytes = int(number) * unit
     if nbytes < 4 or nbytes % 4:
@@ -126,7 +126,7 @@ def size(text: str) -> int:
 
 
 def compare(backend: str, options: argparse.Namespace, cpus: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Prints and yields a row for each size and number of local replicas."""
+    """Print and yield a row for each size and number of local replicas."""
     with (
         tempfile.TemporaryDirectory(prefix="all-reduce-") as folder,
         Coordinator(folder, options.limit_s) as coordinator,
@@ -150,7 +150,7 @@ def compare(backend: str, options: argparse.Namespace, cpus: Sequence[str]) -> I
 
 
 def start(coordinator: Coordinator, kind: str, cpus: Sequence[str], rendezvous: str) -> Group:
-    """The processes of a kind, one for each core."""
+    """Start the processes of a kind, one for each core."""
     if kind in ("grpc", "bare"):
         addresses = free_addresses(len(cpus))
         program = {
@@ -171,7 +171,7 @@ def start(coordinator: Coordinator, kind: str, cpus: Sequence[str], rendezvous: 
 def measure(
     groups: Mapping[str, Group], reference: str, nbytes: int, replicas: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Every way takes its turn in each of the rounds."""
+    """Measure all ways in turns."""
     case = {"nbytes": nbytes, "replicas": replicas}
     checks = {way: every(group.ask(do="prepare", way=in_group(way), **case)) for way, group in groups.items()}
     turns = dict(groups) | ({"stream": groups["window"]} if "ring" in groups else {})
@@ -193,23 +193,23 @@ def measure(
 
 
 def in_group(way: str) -> str:
-    """The name of a way among those of its processes."""
+    """Return the name of a way inside its processes."""
     return way.removesuffix("_tuned")
 
 
 def every(of_ranks: Sequence[dict[str, bool]]) -> dict[str, bool]:
-    """Whether each check holds on all ranks."""
+    """Return for each check whether it holds on all ranks."""
     return {check: all(of_rank[check] for of_rank in of_ranks) for check in of_ranks[0]}
 
 
 def turn_s(group: Group, way: str, repeats: int) -> float:
-    """Seconds per all-reduce, on the slowest rank."""
+    """Return the seconds per all-reduce of the slowest rank."""
     of_ranks: list[float] = group.ask(do="turn", way=in_group(way), repeats=repeats)
     return max(of_ranks)
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """In words, what is wrong with the results of a row; to the last bit in the ways that keep the order."""
+    """Return a sentence for each wrong result of a row; ways that keep the order must have the bits of the tree."""
     keeps_order = TABLES[row["backend"]].keeps_order
     where = f"{row['bytes']} bytes, {row['local_replicas']} local replicas"
     return [

@@ -1,10 +1,10 @@
-"""A rank of `all_reduce.py` and `against_all_reduce.py`: adds up arrays in the ways that it is asked for.
+"""A rank of `all_reduce.py` and `against_all_reduce.py`, which adds up arrays in the requested ways.
 
-usage: all_reduce_rank.py SOCKET GROUP mpi [FILE]            FILE: where the ranks of gloo meet
-       all_reduce_rank.py SOCKET GROUP grpc RANK ADDRESS...  the addresses of all
+usage: all_reduce_rank.py SOCKET GROUP mpi [FILE]            FILE: rendezvous of gloo's ranks
+       all_reduce_rank.py SOCKET GROUP grpc RANK ADDRESS...  the addresses of all ranks
        all_reduce_rank.py SOCKET GROUP horovod|hvd
 
-It imports nothing of the project that another version may not have.
+It imports only modules of the project that other versions have, too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 from contributions import Contributions, Reduce, add, contribution, sum_checks, tree_sum
 
 Make = Callable[[Contributions], Reduce]
-"""Makes a reduction of the arrays of the local replicas, which it leaves as they are."""
+"""Makes a function that reduces the local replicas' arrays and does not change them."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """With the other ranks.
+    """A connection with the other ranks.
 
     Attributes:
-        rank: of this process.
-        size: number of ranks.
-        ways: to add up.
-        close: ends it.
+        rank: Rank of this process.
+        size: Number of ranks.
+        ways: Ways to add up arrays, by name.
+        close: Function that ends the connection.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Reductions:
     """All-reduces of the arrays of this rank's replicas.
 
     Args:
-        connection: with the other ranks.
+        connection: Connection with the other ranks.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -57,7 +57,7 @@ class Reductions:
         return list(self._connection.ways)
 
     def prepare(self, way: str, nbytes: int, replicas: int) -> dict[str, bool]:
-        """From now on reduce `nbytes` in that way; whether the sum is right."""
+        """Set the size of a way's arrays, and return whether its sum is right."""
         self._reduce.pop(way, None)
         elements, first = nbytes // 4, self._connection.rank * replicas
         contributions = [contribution(first + number, elements) for number in range(replicas)]
@@ -65,13 +65,13 @@ class Reductions:
         return sum_checks(reduce(), tree_sum(self._connection.size * replicas, elements))
 
     def prepare_stream(self, nbytes: int) -> bool:
-        """Have a way "stream": a sum that reads two arrays and writes a third one, all larger than the caches."""
+        """Add a way "stream": a sum that reads two arrays and writes a third, all larger than the caches."""
         first, second, out = (np.full(nbytes // 4, value, np.float32) for value in (1, 2, 0))
         self._reduce["stream"] = lambda: np.add(first, second, out)
         return True
 
     def turn(self, way: str, repeats: int) -> float:
-        """Seconds per all-reduce, of `repeats` one after another; one more before them lets all begin together."""
+        """Return the seconds per all-reduce, of `repeats` in a row; one more before them synchronises the ranks."""
         reduce = self._reduce[way]
         reduce()
         began = time.perf_counter()
@@ -81,7 +81,7 @@ class Reductions:
 
 
 def ours(communicator: Any, is_shared: bool = True) -> Make:
-    """Ours; the result lies in memory from `allocate`, as in a training step, or in an array of this rank's own."""
+    """Return our reduction, with its result in memory from `allocate`, as in a step, or in an array of this rank."""
 
     def make(contributions: Contributions) -> Reduce:
         like = contributions[0]
@@ -97,7 +97,7 @@ def ours(communicator: Any, is_shared: bool = True) -> Make:
 
 
 def of_local_sum(all_reduce: Callable[[np.ndarray], Callable[[], Any]]) -> Make:
-    """The local replicas' sum, then an all-reduce in place."""
+    """Return a reduction that adds the local replicas' arrays and then calls an all-reduce in place."""
 
     def make(contributions: Contributions) -> Reduce:
         out = np.empty_like(contributions[0])
@@ -114,7 +114,7 @@ def of_local_sum(all_reduce: Callable[[np.ndarray], Callable[[], Any]]) -> Make:
 
 
 def over_mpi(rendezvous: str = "") -> Connection:
-    """Ours in shared memory and over messages, MPI's own all-reduce, and gloo's where torch is installed."""
+    """Connect for our window and ring, MPI's own all-reduce, and gloo's if torch is installed."""
     from mpi4py import MPI
 
     import collectives
@@ -162,7 +162,7 @@ def start_gloo(comm: Any, rendezvous: str) -> Any:
 
 
 def over_grpc(rank: str, *addresses: str) -> Connection:
-    """Ours between workers."""
+    """Connect for our all-reduce between workers."""
     import collectives
 
     workers = collectives.connect("grpc", collectives.Settings(), addresses=addresses, rank=int(rank))
@@ -170,8 +170,8 @@ def over_grpc(rank: str, *addresses: str) -> Connection:
 
 
 def over_horovod() -> Connection:
-    """Ours over Horovod."""
-    import timing  # noqa: F401 - it makes the project importable
+    """Connect for our all-reduce over Horovod."""
+    import timing  # noqa: F401 - timing makes the project importable
 
     import collectives
 
@@ -180,7 +180,7 @@ def over_horovod() -> Connection:
 
 
 def of_horovod() -> Connection:
-    """Horovod alone: no MPI but its own, no settings but those in the environment."""
+    """Connect for Horovod alone, with its own MPI and the settings of the environment only."""
     import torch
     from horovod import torch as hvd
 

@@ -1,9 +1,8 @@
 """A worker of `all_reduce.py --backends grpc`: a pair of gRPC byte streams, one each way, and nothing else.
 
-usage: bare_streams.py SOCKET RANK ADDRESS ADDRESS     (those of both ranks)
+usage: bare_streams.py SOCKET RANK ADDRESS ADDRESS     (the addresses of both ranks)
 
-The reference for our ring: it moves the same bytes both ways at once, in messages of the same size, each copied once
-out of and once into the memory of the program; nothing is added, checked or watched.
+The reference for our ring.  copy into the program's memory. It adds, checks and watches nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ def main() -> None:
 
 
 class BareStreams(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
-    """A stream to the other process, and one from it.
+    """A stream to the other process, and a stream from it.
 
     Args:
-        own_address: where this one listens.
-        other_address: where the other one does.
+        own_address: Address on which this process listens.
+        other_address: Address on which the other process listens.
     """
 
     def __init__(self, own_address: str, other_address: str) -> None:
@@ -54,18 +53,18 @@ class BareStreams(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
         self._call = self._channel.stream_unary(METHOD).future(self._send())
 
     def service(self, handler_call_details: Any) -> Any:
-        """Be called by gRPC for every stream that comes in."""
+        """Return the handler of an incoming stream; gRPC calls this for each."""
         return grpc.stream_unary_rpc_method_handler(self._receive)
 
     def prepare(self, way: str, nbytes: int, replicas: int) -> dict[str, bool]:
-        """From now on an exchange is `nbytes` each way; to be called in both processes before either of them begins."""
+        """Set the bytes of an exchange, each way; call it in both processes before either of them begins a turn."""
         self._messages = max(1, nbytes // MESSAGE_BYTES)
         size = nbytes // self._messages
         self._outgoing, self._incoming = memoryview(bytearray(size)), bytearray(size)
         return {}
 
     def turn(self, way: str, repeats: int) -> float:
-        """Seconds per exchange, of `repeats` one after another; one more before them lets both begin together."""
+        """Return the seconds per exchange, of `repeats` in a row; one more before them synchronises the processes."""
         self._exchange()
         began = time.perf_counter()
         for _ in range(repeats):
@@ -73,7 +72,7 @@ class BareStreams(grpc.GenericRpcHandler):  # type: ignore[misc,unused-ignore]
         return (time.perf_counter() - began) / repeats
 
     def close(self) -> None:
-        """End the own stream, and wait for the end of the other one."""
+        """End this process's stream, and wait for the end of the other stream."""
         self._orders.put(False)
         self._call.result(LIMIT_S)
         self._channel.close()

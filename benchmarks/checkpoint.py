@@ -1,13 +1,13 @@
-"""What checkpoints cost: steps of the MLP of `train_step.py`, with a checkpoint every 10 steps and without, in turns.
+"""The cost of checkpoints: steps of the MLP of `train_step.py` with a checkpoint every 10 steps and without.
 
-Each instance has one replica, and one core where there are enough. Usage:
+Each instance has one replica, and one core if there are enough. Usage:
 
     python benchmarks/checkpoint.py [--instances 1 2] [--every 10] [--rounds 7] [--steps 50] [--json PATH]
 
-The columns, in ms per step, medians: "plain" without checkpoints, "saving" with them; "blocked" is the time inside of
-`Checkpoints.after_step` on instance 0, spread over all steps. Where all cores are busy, as they are with an instance
-for each, the writer takes its time from them, which makes "saving" longer than "plain" + "blocked". "made" is how many
-of the checkpoints that were due the writer could follow with.
+Columns, in ms per step, medians of turns: "plain" without checkpoints, "saving" with them; "blocked" is the time inside
+`Checkpoints.after_step` on instance 0, spread over all steps. If all cores are busy, as with an instance for each core,
+the writer takes time from them, and "saving" is longer than "plain" + "blocked". "made" is the part of the due
+checkpoints that the writer made in time.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--instances", type=int, nargs="+", default=[1, 2], metavar="N", help="with one replica each (1 2)")
+    add("--instances", type=int, nargs="+", default=[1, 2], metavar="N", help="instances with one replica each (1 2)")
     add("--model", choices=training_task.MODELS, default="mlp", help="(%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="rows per replica (%(default)s)")
     add("--every", type=int, default=10, metavar="K", help="steps between checkpoints (%(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="turns of each way (%(default)s)")
-    add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
-    add("--folder", metavar="PATH", help="on the disk that is to be measured (default: that of temporary files)")
-    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
+    add("--steps", type=int, default=50, metavar="N", help="steps of a turn (%(default)s)")
+    add("--folder", metavar="PATH", help="folder on the disk to measure (default: the folder of temporary files)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="time limit of an answer (%(default)s)")
     return parser.parse_args()
 
 
@@ -59,7 +59,7 @@ def measure_and_print(instances: int, options: argparse.Namespace) -> dict[str, 
 
 
 def measure(instances: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Both ways take turns in the same processes."""
+    """Measure both ways in turns, in the same processes."""
     with (
         tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as folder,
         Coordinator(folder, options.limit_s) as coordinator,
@@ -86,14 +86,14 @@ def measure(instances: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(coordinator: Coordinator, instances: int, options: argparse.Namespace) -> Group:
-    """Under poprun, which pins instances to their cores where there are several."""
+    """Start the instances under poprun, which pins them to cores if there are several."""
     poprun = [sys.executable, "-m", "poprun", "--num-instances", str(instances), "--num-replicas", str(instances)]
     program = [sys.executable, str(PROGRAM), "popdist", coordinator.path, options.model, str(options.batch_size)]
     return coordinator.start("popdist", instances, [[*poprun, *program]], environment())
 
 
 def take_turn(group: Group, steps: int, **request: Any) -> tuple[float, float, float]:
-    """Milliseconds per step of the slowest instance, those of them in the calls for checkpoints, and checkpoints."""
+    """Return the slowest instance's ms per step, the part of it in calls for checkpoints, and checkpoints per step."""
     answers = group.ask(steps=steps, **request)
     took_s = max(answer["seconds"] for answer in answers)
     first = answers[0]

@@ -1,4 +1,4 @@
-"""What replicas contribute to an all-reduce in the benchmarks, and the sum that it should have."""
+"""The arrays that replicas contribute to an all-reduce in the benchmarks, and their correct sum."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Reduce = Callable[[], np.ndarray]
 
 
 def contribution(replica: int, elements: int) -> np.ndarray:
-    """What a replica contributes: the same on whatever rank it is made; rounding makes sums depend on their order."""
+    """Return a replica's array, equal on every rank; rounding makes sums depend on their order."""
     return np.random.default_rng(replica).random(elements, np.float32) - np.float32(0.5)
 
 
 def tree_sum(replicas: int, elements: int, first: int = 0) -> np.ndarray:
-    """The sum of the first replicas, up to a power of two, plus that of the others; so for each of these."""
+    """Return the sum of the replicas' arrays in the order of the balanced tree, as the product adds them."""
     if replicas == 1:
         return contribution(first, elements)
     half = 1 << (replicas - 1).bit_length() - 1
@@ -24,7 +24,7 @@ def tree_sum(replicas: int, elements: int, first: int = 0) -> np.ndarray:
 
 
 def sum_checks(result: np.ndarray, expected: np.ndarray) -> dict[str, bool]:
-    """Whether a sum is right: to the last bit, and but for rounding."""
+    """Return whether a sum is right, to the last bit and up to rounding."""
     return {
         "has_same_bits": np.array_equal(result.view(np.uint32), expected.view(np.uint32)),
         "is_close": bool(np.allclose(result, expected, rtol=1e-5, atol=1e-5)),
@@ -32,7 +32,7 @@ def sum_checks(result: np.ndarray, expected: np.ndarray) -> dict[str, bool]:
 
 
 def add(contributions: Contributions, out: np.ndarray) -> np.ndarray:
-    """The sum of the arrays of the local replicas, in their order, in `out`."""
+    """Add the arrays of the local replicas in their order into `out`, and return it."""
     if len(contributions) == 1:
         np.copyto(out, contributions[0])
         return out

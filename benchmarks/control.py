@@ -1,7 +1,7 @@
-"""One process tells others when it is their turn; they wait at a socket meanwhile, which takes no processor time.
+"""A coordinator that gives turns to worker processes, which wait at a socket and take no processor time.
 
-Some processes never wait: a thread of Horovod goes on asking the other ranks for work. These are stopped (SIGSTOP)
-outside of their turns.
+A thread of Horovod never waits: it keeps asking the other ranks for work. Its processes are stopped (SIGSTOP) between
+their turns.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Conversation:
         self._lines = connected.makefile("r", encoding="utf-8")
 
     def tell(self, message: Any) -> None:
-        """Send a message; returns at once."""
+        """Send a message without waiting for an answer."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def hear(self, who: str = "the coordinator") -> Any:
-        """The next message; None at the end."""
+        """Return the next message, or None at the end."""
         try:
             line = self._lines.readline()
         except TimeoutError as error:
@@ -45,13 +45,13 @@ class Conversation:
         return json.loads(line) if line else None
 
     def close(self) -> None:
-        """End it; the other side hears None."""
+        """End the conversation; the other side then hears None."""
         self._lines.close()
         self._socket.close()
 
 
 def serve(path: str, group: str, rank: int, handlers: dict[str, Callable[..., Any]]) -> None:
-    """Be a worker: answer requests `{"do": handler, ...arguments}` with what the handler returns, until the end."""
+    """Answer requests `{"do": handler, ...arguments}` with the handlers' results, until the coordinator ends."""
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(path)
         conversation = Conversation(connected)
@@ -63,15 +63,15 @@ def serve(path: str, group: str, rank: int, handlers: dict[str, Callable[..., An
 
 @dataclass
 class Group:
-    """Workers that do the same thing at the same time.
+    """Workers that do the same work at the same time.
 
     Attributes:
-        name: of the group.
-        ranks: how many workers it has.
-        processes: what was started for it.
-        is_restless: its workers compute even while nothing is asked; they are stopped then.
-        conversations: with its workers.
-        pids: of its workers.
+        name: Name of the group.
+        ranks: Number of workers.
+        processes: Started processes.
+        is_restless: Whether the workers compute between requests, so that they must be stopped.
+        conversations: Conversations with the workers, by rank.
+        pids: Process IDs of the workers, by rank.
     """
 
     name: str
@@ -82,10 +82,10 @@ class Group:
     pids: dict[int, int] = field(default_factory=dict)
 
     def ask(self, **request: Any) -> list[Any]:
-        """Tell all workers to do something; what they answer, in the order of their ranks.
+        """Send a request to all workers, and return their answers in the order of ranks.
 
         Raises:
-            SystemExit: if one of them has ended, or does not answer in time.
+            SystemExit: If a worker has ended, or does not answer in time.
         """
         self.resume()
         everybody = [self.conversations[rank] for rank in range(self.ranks)]
@@ -98,26 +98,26 @@ class Group:
         return answers
 
     def rest(self) -> None:
-        """Stop the workers, if they would not sleep by themselves; all of them have answered."""
+        """Stop the workers if they do not sleep by themselves; all of them must have answered."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let stopped workers go on."""
+        """Resume stopped workers."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.pids.values() if self.is_restless else ():
-            with suppress(ProcessLookupError):  # it has ended, which the next question to it will tell
+            with suppress(ProcessLookupError):  # the worker has ended; the next request to it reports that
                 os.kill(pid, number)
 
 
 class Coordinator:
-    """Starts groups of workers and connects with them; ends them when its `with` block is left.
+    """A coordinator that starts groups of workers, and ends them when its `with` block ends.
 
     Args:
-        folder: for the socket.
-        limit_s: how long a worker may take to start, or to answer.
-        answer_s: how long it may take to answer; `limit_s` if it is not given.
+        folder: Folder for the socket.
+        limit_s: Time limit for a worker to start or answer, in seconds.
+        answer_s: Time limit for an answer, in seconds; `limit_s` by default.
     """
 
     def __init__(self, folder: str | Path, limit_s: float, answer_s: float | None = None) -> None:
@@ -138,10 +138,10 @@ class Coordinator:
         environ: dict[str, str],
         is_restless: bool = False,
     ) -> Group:
-        """Start the processes of a group; returns when all its workers have connected."""
+        """Start the processes of a group, and wait until all its workers have connected."""
         group = Group(name, ranks, [], is_restless)
         self._groups.append(group)
-        if is_restless:  # when this process is killed, stopped workers do not hear that the conversation has ended
+        if is_restless:  # a stopped worker would not notice that this process was killed
             commands = [[sys.executable, str(TETHERED), str(os.getpid()), *command] for command in commands]
         for command in commands:
             group.processes.append(subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL))

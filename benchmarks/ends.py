@@ -1,11 +1,10 @@
-"""How soon a job is over after something has happened to it, against what failure_table.md promises.
+"""Time until a job has ended after a failure or signal, against the promises of failure_table.md.
 
     python benchmarks/ends.py [--repeats 5] [--only WORD ...] [--json PATH]
 
-The promises are for a machine with a core for each instance and nothing else to do. A job is over when poprun has
-ended, and then nothing of it is left; where poprun itself was killed, when nothing is left. Prints the median and the
-longest time of each row. Needs the packages of the tests (`pip install -e '.[test]'`); without Horovod its rows are
-left out.
+The promises hold on an idle machine with a core for each instance. A job has ended when poprun has ended and no process
+of the job is left; if poprun itself was killed, when no process is left. Prints the median and the longest time of each
+row. Needs the packages of the tests (`pip install -e '.[test]'`); without Horovod, the rows of Horovod are left out.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ LIMIT_S = 100.0
 
 @dataclass(frozen=True)
 class Case:
-    """Something that happens to a job.
+    """A failure of a job.
 
     Attributes:
-        name: what it is.
-        promised_s: within how many seconds the job is to be over.
-        begin: starts a job, and returns it when it can happen.
-        strike: lets it happen.
-        is_orphaned: whether poprun itself is killed by it, so that nobody waits for the job.
+        name: Name of the row.
+        promised_s: Time limit for the end of the job, in seconds.
+        begin: Function that starts a job, and returns it when the failure can happen.
+        strike: Function that causes the failure.
+        is_orphaned: Whether the failure kills poprun, so that no process waits for the job.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Case:
     is_orphaned: bool = False
 
     def measure(self) -> float:
-        """For how many seconds the job goes on."""
+        """Return the seconds from the failure to the end of the job."""
         job = self.begin()
         self.strike(job)
         began_s = time.monotonic()
@@ -78,7 +77,7 @@ class Case:
 
 
 def start_two(program: str) -> Job:
-    """Two instances that have said who they are."""
+    """Start two instances, and wait until they have printed their process IDs."""
     job = start(*two(program))
     for rank in range(2):
         job.wait_for(f"pid {rank} ")
@@ -86,7 +85,7 @@ def start_two(program: str) -> Job:
 
 
 def start_training(how: str, strategy: str, *launcher: str) -> Job:
-    """A training of two instances, the second of which has come to the step in which it fails."""
+    """Start a training of two instances, and wait until instance 1 is at the step in which it fails."""
     words = (*TRAINING, how, strategy)
     job = start_mpirun(2, *words) if launcher else start("--num-replicas=4", "--num-instances=2", *words)
     job.wait_for(".")
@@ -94,17 +93,17 @@ def start_training(how: str, strategy: str, *launcher: str) -> Job:
 
 
 def pid_of(job: Job, rank: int = 1) -> int:
-    """The process of an instance, as it has said itself."""
+    """Return the process ID that an instance has printed."""
     found = re.search(rf"pid {rank} (\d+)|of process (\d+)\.", job.streams[0].text)
     assert found is not None
     return int(found[1] or found[2])
 
 
-# ---- what happens
+# ---- failures
 
 
 def nothing(job: Job) -> None:
-    """The program does it by itself."""
+    """Do nothing, because the program fails by itself."""
 
 
 def kill_instance(job: Job, number: signal.Signals = signal.SIGKILL) -> None:
@@ -112,7 +111,7 @@ def kill_instance(job: Job, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_ancestor(job: Job, generation: int) -> None:
-    """SIGKILL what has started instance 1: its agent, the keeper of that, or mpirun."""
+    """Kill an ancestor of instance 1: its agent, the agent's keeper, or mpirun."""
     pid = pid_of(job)
     for _ in range(generation):
         with open(f"/proc/{pid}/stat") as file:
@@ -121,7 +120,7 @@ def kill_ancestor(job: Job, generation: int) -> None:
 
 
 def telling(*numbers: signal.Signals) -> Callable[[Job], None]:
-    """What sends signals to poprun."""
+    """Return a function that sends signals to poprun."""
 
     def tell(job: Job) -> None:
         for number in numbers:
@@ -167,7 +166,7 @@ def all_cases() -> list[Case]:
 
 
 def trainings(strategy: str, promised_s: float, *launcher: str) -> list[Case]:
-    """Instance 1 of a training fails, under poprun or mpirun alone."""
+    """Return the rows of a training whose instance 1 fails, under poprun or mpirun alone."""
     place = f"{strategy}, {launcher[0]} alone" if launcher else strategy
     own = {"raise": "raises", "exit": "exits with 5", "leave": "leaves with 0"}
     begin = partial(start_training, "wait to be killed", strategy, *launcher)
@@ -190,7 +189,7 @@ def main() -> None:
     machine = Machine()
     cases = [case for case in all_cases() if not options.only or any(word in case.name for word in options.only)]
     if not cases:
-        raise SystemExit(f"no row has one of {', '.join(options.only)} in its name; without --only all are printed")
+        raise SystemExit(f"no row has one of {', '.join(options.only)} in its name; leave --only out to print all rows")
     print(f"{'s, of ' + str(options.repeats):<75}  median  longest  promised")
     rows = []
     for case in cases:
@@ -203,8 +202,8 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each row (%(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rows with one of these in their name")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements of each row (%(default)s)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows with one of these in the name")
     return parser.parse_args()
 
 

@@ -1,14 +1,14 @@
-"""What feeds cost: a training loop with batches that lie on the device, and with batches from an infeed, in turns.
+"""The cost of feeds: a training loop with batches on the device, against one with batches from an infeed.
 
-The loop is `strategies.loops.repeat` of SGD steps of the MLP of `train_step.py` inside of `strategy.run`, in one
-process with all replicas. Usage:
+The loop is `strategies.loops.repeat` of SGD steps of the MLP of `train_step.py` inside `strategy.run`. One process
+drives all replicas. Usage:
 
     python benchmarks/feeds.py [--replicas 1 2] [--batch-size 64] [--rounds 9] [--steps 50]
                                [--prefetch-depth 3] [--json PATH]
 
-The columns, in ms per step, medians: "device" takes batches that are on the device already, "infeed" takes them from an
+Columns, in ms per step, medians of turns: "device" takes batches that are on the device, "infeed" takes them from an
 `InfeedQueue`, "both" also puts the loss of each step into an `OutfeedQueue`. "device/infeed" and "device/both" are
-medians over the rounds of what the throughput keeps of that of "device".
+throughputs relative to "device", medians over the rounds.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 2], metavar="R", help="(1 2)")
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="rows per replica (%(default)s)")
     add("--rounds", type=int, default=9, metavar="N", help="turns of each way (%(default)s)")
-    add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
-    add("--prefetch-depth", type=int, default=3, metavar="N", help="of the infeed (%(default)s)")
+    add("--steps", type=int, default=50, metavar="N", help="steps of a turn (%(default)s)")
+    add("--prefetch-depth", type=int, default=3, metavar="N", help="prefetch depth of the infeed (%(default)s)")
     return parser.parse_args()
 
 
@@ -67,7 +67,7 @@ def measure_and_print(replicas: int, options: argparse.Namespace) -> dict[str, A
 
 
 def measure(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All ways take turns in this process."""
+    """Measure all ways in turns, in this process."""
     batches = Batches(options.batch_size, replicas)
     with strategies.InfeedQueue(batches, options.prefetch_depth) as infeed, strategies.OutfeedQueue() as outfeed:
         ways = programs(replicas, infeed, outfeed, options)
@@ -76,7 +76,7 @@ def measure(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
         times: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(options.rounds):
             for place in range(len(WAYS)):
-                way = WAYS[(number + place) % len(WAYS)]  # none is always the first one
+                way = WAYS[(number + place) % len(WAYS)]  # each way is first in turn
                 began = time.perf_counter()
                 ways[way]()
                 times[way].append(1e3 * (time.perf_counter() - began) / options.steps)
@@ -93,7 +93,7 @@ def measure(replicas: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Batches:
-    """The batches of all replicas, step by step and then replica by replica, without end."""
+    """An endless iterable of the batches of all replicas, by step and then by replica."""
 
     def __init__(self, batch_size: int, replicas: int) -> None:
         of_replicas = [training_task.batches_of(replica, batch_size, replicas) for replica in range(replicas)]
@@ -147,7 +147,7 @@ def programs(
         return checksum(strategies.loops.repeat(options.steps, body, [variables], infeed))
 
     def checksum(variables: Any) -> jax.Array:
-        """Not the variables, so that no time goes into the results of many replicas."""
+        """Return a checksum instead of the variables, so that no time goes into the results of many replicas."""
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(variables))
 
     def batches_of(replica: int) -> Any:

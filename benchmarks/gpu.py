@@ -1,22 +1,23 @@
-"""A training step on a GPU: ours beside plain JAX and plain PyTorch, with its memory, its exchange and its bits.
+"""A training step on a GPU: ours beside plain JAX and plain PyTorch, with memory, exchange and bits.
 
 Usage:
 
     python benchmarks/gpu.py [--only jax torch exchange bits] [--steps 20] [--seconds 290] [--out PATH] [--json PATH]
 
 The models are a GPT of 124 million parameters (12 blocks of 768, 512 tokens, batch 8, bfloat16, AdamW) and an MLP
-784-1024-1024-10 with batch 256. R replicas share the batch; n instances share the GPU, or have one each where there are
+784-1024-1024-10 with batch 256. R replicas share the batch. n instances share the GPU, or have one each if there are
 enough. "by hand" is R programs, sums in the tree and an update, written in JAX. "exchange" trains variables of 496 MB
 whose gradients cost nothing else. "bits" compares fingerprints for n = 1, 2, 4 on every path.
 
-Each row has a process of its own (n processes for n instances). Those of some rows start together and then wait, and
-nothing else runs while a row is measured. "queue" is the time of a step of a queue, at whose end the program waits for
-the device. "read" is the time of a step whose loss is read. Ratios are to the plain program under the same flags
-(deterministic operations), and of the queue also to the plain program with the default flags ("default"). Memory is the
-peak of the framework's allocator in one process. The exchange is the one that the project has logged; a word with a
-question mark was asked for, and not confirmed. Where there is no GPU, small models run on the CPU, in some minutes.
+Each row has its own process (n processes for n instances). The processes of some rows start together and then wait, and
+nothing else runs while a row is measured. "queue" is the time of a step in a queue of steps; the program waits for the
+device at the end of the queue. "read" is the time of a step whose loss is read. Ratios are to the plain program with
+the same flags (deterministic operations). "default" is the ratio of the queue to the plain program with the default
+flags. Memory is the peak of the framework's allocator in one process. The exchange is the one that the project has
+logged; a question mark means that the exchange was requested and not confirmed. Without a GPU, small models run on the
+CPU, in some minutes.
 
-The exit status is 1 if a row has failed, or fingerprints differ that should not.
+The exit status is 1 if a row has failed, or if fingerprints differ that should not.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ HEADING = (
     f"{'read ms':>9}{'ratio':>7}{'peak MB':>9}{'ratio':>7}  bits"
 )
 SETTINGS = ("only", "rows", "steps", "seconds")
-LEAST_S = 15.0  # a case is not begun with less time
-ANSWER_S = 40.0  # for a queue of steps: of two, if they take long
+LEAST_S = 15.0  # a case needs at least this much time
+ANSWER_S = 40.0  # time limit of a queue of steps, which has at least two
 
 Row = dict[str, Any]
 
@@ -66,7 +67,7 @@ def main() -> int:
     for line in against_by_hand(rows):
         print(line)
     others = other_bits(rows)
-    print("\n".join(others) if others else "no fingerprint differs from another one of its model and R")
+    print("\n".join(others) if others else "all fingerprints of a model and R are equal")
     machine.write(options, SETTINGS, gpus=gpus, table=rows)
     return 1 if others or any("error" in row for row in rows) else 0
 
@@ -74,20 +75,20 @@ def main() -> int:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    help_of_rows = "rows that have all of these words, as: gpt ours R=4 n=1 host; may be given several times"
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)} (all)")
+    help_of_rows = "rows with all of these words, such as: gpt ours R=4 n=1 host; may be given several times"
     add("--rows", nargs="+", action="append", metavar="WORD", help=help_of_rows)
-    add("--steps", type=int, default=20, metavar="N", help="of a queue, at most (%(default)s)")
-    add("--turn-s", type=float, default=1.0, metavar="S", help="how long a queue takes, at most (%(default)s)")
-    add("--seconds", type=float, default=290.0, metavar="S", help="for all rows; later ones are left out (%(default)s)")
-    add("--limit-s", type=float, default=90.0, metavar="S", help="how long a row may take to start (%(default)s)")
-    add("--at-once", type=float, default=6, metavar="N", help="GPTs for which the GPU has memory (%(default)s)")
+    add("--steps", type=int, default=20, metavar="N", help="maximum steps of a queue (%(default)s)")
+    add("--turn-s", type=float, default=1.0, metavar="S", help="maximum length of a queue (%(default)s)")
+    add("--seconds", type=float, default=290.0, metavar="S", help="time for all rows (%(default)s)")
+    add("--limit-s", type=float, default=90.0, metavar="S", help="time limit for the start of a row (%(default)s)")
+    add("--at-once", type=float, default=6, metavar="N", help="number of GPTs that fit into the GPU (%(default)s)")
     add("--out", metavar="PATH", help="append each row to this file, as a line of JSON")
     return parser.parse_args()
 
 
 def gpu_count() -> int:
-    """The GPUs that the CUDA driver shows to this process; 0 where programs are told to use the CPU."""
+    """Return the number of GPUs that the CUDA driver shows to this process; 0 if programs must use the CPU."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return 0
     count = ctypes.c_int(0)
@@ -102,7 +103,7 @@ def gpu_count() -> int:
 
 
 def cases_of(gpus: int) -> list[GpuCase]:
-    """All rows of the table, in its order."""
+    """Return all rows of the table, in order."""
     paths = exchanges_of(gpus)
     cases = [*steps_of_jax(paths), *steps_of_torch(paths, gpus)]
     for framework in FRAMEWORKS:
@@ -116,14 +117,14 @@ def cases_of(gpus: int) -> list[GpuCase]:
 
 
 def exchanges_of(gpus: int) -> tuple[str, ...]:
-    """The paths of gradients between two instances that can work here."""
+    """Return the paths of gradients that two instances can use on this machine."""
     if not gpus:
         return ("host", "compiled")
     return ("window", "host") if gpus == 1 else ("compiled", "window", "host")
 
 
 def fits(instances: int, path: str, gpus: int) -> bool:
-    """NCCL wants a GPU for each instance."""
+    """Return whether a path works for a number of instances: NCCL needs a GPU for each."""
     return path != "compiled" or not gpus or instances <= gpus
 
 
@@ -148,7 +149,7 @@ def steps_of_torch(paths: Sequence[str], gpus: int) -> list[GpuCase]:
 
 
 def ours(plain: GpuCase, *spreads: tuple[int, int]) -> list[GpuCase]:
-    """Our Trainer, with R replicas on n instances, as it chooses the exchange."""
+    """Return cases of our Trainer for R replicas on n instances; the Trainer chooses the exchange."""
     return [replace(plain, way=OURS, replicas=replicas, instances=instances) for replicas, instances in spreads]
 
 
@@ -165,7 +166,7 @@ def is_wanted(case: GpuCase, alternatives: Sequence[Sequence[str]] | None) -> bo
 
 
 def measured(cases: Sequence[GpuCase], options: argparse.Namespace, gpus: int) -> Iterator[Row]:
-    """Yield the figures of each case; some start together, and are measured one after another."""
+    """Yield the figures of each case; cases of a wave start together and are measured one after another."""
     end = time.monotonic() + options.seconds
     with ThreadPoolExecutor() as threads:
         for together in waves(cases, options.at_once if gpus else 1.0):
@@ -181,7 +182,7 @@ def measured(cases: Sequence[GpuCase], options: argparse.Namespace, gpus: int) -
 
 
 def waves(cases: Sequence[GpuCase], room: float) -> Iterator[list[GpuCase]]:
-    """Yield neighbours whose processes have room at the same time: that of GPTs, of which other models need half."""
+    """Yield groups of neighbouring cases whose processes fit together; room is counted in GPTs."""
     wave: list[GpuCase] = []
     for case in cases:
         if wave and sum(map(room_of, [*wave, case])) > room:
@@ -226,7 +227,7 @@ def formatted(row: Row, rows: Sequence[Row]) -> str:
 
 
 def plain_of(row: Row, rows: Sequence[Row], deterministic: bool) -> Row | None:
-    """The row of the plain program of the same model; with the flags of a row, or the default flags."""
+    """Return the row of the plain program of the same model, with the flags of a row or the default flags."""
     wanted = (row["framework"], row["model"], PLAIN, deterministic and row["is_deterministic"])
     found = (
         each for each in rows if tuple(each[key] for key in ("framework", "model", "way", "is_deterministic")) == wanted
@@ -245,25 +246,25 @@ def ratio(row: Row, other: Row | None, key: str, width: int) -> str:
 
 
 def against_by_hand(rows: Sequence[Row]) -> list[str]:
-    """Our time by that of the program written by hand, on one instance."""
+    """Return lines with our times relative to the program written by hand, on one instance."""
     keys = "framework", "model", "replicas", "is_deterministic", "instances"
     lines = []
     for row, hand in itertools.product(rows, rows):
         if (row["way"], hand["way"]) == (OURS, BY_HAND) and all(row[key] == hand[key] for key in keys):
-            words = f"{row['framework']} {row['model']} ours, R={row['replicas']}, n=1, by that by hand:"
+            words = f"{row['framework']} {row['model']} ours, R={row['replicas']}, n=1, relative to by hand:"
             lines.append(f"{words} queue{ratio(row, hand, 'queue_ms', 6)}, read{ratio(row, hand, 'read_ms', 6)}")
     return lines
 
 
 def other_bits(rows: Sequence[Row]) -> list[str]:
-    """Complaints: of each framework, model and R whose fingerprints are not one."""
+    """Return a complaint for each framework, model and R with different fingerprints."""
     found: dict[tuple[str, str, int], dict[str, str]] = {}
     for row in rows:
         if row.get("bits") and row["is_deterministic"]:
             key = row["framework"], row["model"], row["replicas"]
             found.setdefault(key, {})[f"n={row['instances']} {row['exchange']}"] = row["bits"]
     return [
-        f"OTHER BITS: {framework} {model} R={replicas}: "
+        f"DIFFERENT BITS: {framework} {model} R={replicas}: "
         + ", ".join(f"{spread} {' '.join(each[:8] for each in bits.split())}" for spread, bits in spreads.items())
         for (framework, model, replicas), spreads in found.items()
         if len(set(spreads.values())) > 1 or any(" " in bits for bits in spreads.values())

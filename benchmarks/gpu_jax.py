@@ -38,7 +38,7 @@ def steps_of(case: GpuCase) -> GpuSteps:
 
 
 def task_of(case: GpuCase) -> tuple[Loss, Any]:
-    """The loss function of a model, and its first variables."""
+    """Return the loss function of a model, and its initial variables."""
     if case.model == MLP:
         return mlp_loss, mlp_variables(case)
     return (copy_loss if case.model == COPY else gpt_loss), gpt_variables(case)
@@ -49,7 +49,7 @@ def optimizer_of(case: GpuCase) -> optax.GradientTransformation:
 
 
 def gpt_variables(case: GpuCase) -> Any:
-    """Those of a decoder with one table for words and logits."""
+    """Return the variables of a decoder that has one table for tokens and logits."""
     size, random = gpt_size(case), np.random.default_rng(0)
 
     def kernel(*shape: int) -> np.ndarray:
@@ -69,7 +69,7 @@ def gpt_variables(case: GpuCase) -> Any:
 
 
 def gpt_loss(variables: Any, batch: Any, key: Any = None) -> jax.Array:
-    """The mean cross-entropy of the next tokens, computed in bfloat16."""
+    """Return the mean cross-entropy of the next tokens, computed in bfloat16."""
     variables = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), variables)
     x = variables["words"][batch["x"]] + variables["places"]
     for block in variables["blocks"]:
@@ -84,7 +84,7 @@ def normalised(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def attention(qkv: jax.Array) -> jax.Array:
-    """Causal attention; [rows, length, 3 * width] to [rows, length, width]."""
+    """Return causal attention, from [rows, length, 3 * width] to [rows, length, width]."""
     heads = [part.reshape(*part.shape[:2], -1, HEAD) for part in jnp.split(qkv, 3, axis=-1)]
     mixed = jax.nn.dot_product_attention(*heads, is_causal=True)
     return mixed.reshape(*mixed.shape[:2], -1)
@@ -108,7 +108,7 @@ def mlp_loss(variables: Any, batch: Any, key: Any = None) -> jax.Array:
 
 
 def copy_loss(variables: Any, batch: Any, key: Any = None) -> jax.Array:
-    """A loss whose gradients cost no more than their memory."""
+    """Return a loss whose gradients cost only their memory."""
     return sum(leaf.sum() for leaf in jax.tree.leaves(variables)) * batch["x"].astype(jnp.float32).mean() * 1e-6
 
 
@@ -116,7 +116,7 @@ def copy_loss(variables: Any, batch: Any, key: Any = None) -> jax.Array:
 
 
 class PlainJax(GpuSteps):
-    """Gradients and update in one program; batches come from the host."""
+    """Training steps with gradients and update in one program; batches come from the host."""
 
     def __init__(self, case: GpuCase) -> None:
         self._loss, variables = task_of(case)
@@ -151,7 +151,7 @@ class PlainJax(GpuSteps):
 
 
 class ByHandJax(PlainJax):
-    """R programs one after another, the tree of sums and the update on the device, as one would write it by hand."""
+    """Training steps written by hand: R programs in sequence, the tree of sums and the update, all on the device."""
 
     def __init__(self, case: GpuCase) -> None:
         super().__init__(case)
@@ -208,7 +208,7 @@ class OursJax(GpuSteps):
         return jax.devices()[0].device_kind
 
     def step(self) -> Any:
-        """Make a step; its metrics are read by whoever needs them."""
+        """Make a step, and return its metrics unread."""
         self._state, metrics = self._trainer.step(self._state, next(self._batches))
         return Unread(metrics)
 
@@ -217,7 +217,7 @@ class OursJax(GpuSteps):
         jax.block_until_ready(self._state.variables)
 
     def peak_bytes(self) -> int:
-        """Return the peak of XLA's allocator; windows of the driver are not in it."""
+        """Return the peak of XLA's allocator, which does not count the driver's windows."""
         return peak_of_jax()
 
     def meet(self) -> None:
@@ -225,12 +225,12 @@ class OursJax(GpuSteps):
         self._strategy.communicator.barrier(name="turn")
 
     def fingerprint(self) -> str:
-        """Return that of the variables."""
+        """Return the fingerprint of the variables."""
         return self._fingerprint_of(self._state.variables)
 
 
 class Unread:
-    """The loss of our Trainer, which is read when it is made a float."""
+    """The loss of our Trainer, which is read when it is converted to a float."""
 
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics

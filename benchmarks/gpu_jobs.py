@@ -1,4 +1,4 @@
-"""The processes of a case of gpu.py: their command and environment, their answers, and the error that ended them."""
+"""The processes of a case of gpu.py: their command, environment and answers, and the error that ended them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ QUEUES = 3
 READ_STEPS = 10
 ERROR = re.compile(r"(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt|Exit))\b(.*)")
 
-LAUNCHER = " POPRUN "  # is in each line that poprun writes about a job
+LAUNCHER = " POPRUN "  # part of each line that poprun writes about a job
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The numbers that say how long a case is measured.
+    """The effort for the measurement of a case.
 
     Attributes:
-        steps: of a queue, at most.
-        turn_s: how long a queue takes, about, at most.
-        limit_s: how long the processes of a case may take to start.
-        answer_s: how long they may take to answer.
+        steps: Maximum number of steps of a queue.
+        turn_s: Approximate maximum length of a queue, in seconds.
+        limit_s: Time limit for the start of the processes, in seconds.
+        answer_s: Time limit of an answer, in seconds.
     """
 
     steps: int
@@ -43,16 +43,16 @@ class Effort:
     answer_s: float
 
     def steps_of(self, step_s: float, most: int) -> int:
-        """The steps that are made of those that take so long."""
+        """Return the number of steps for a turn, given the time of a step, between 2 and `most`."""
         return max(2, min(most, round(self.turn_s / max(step_s, 1e-6))))
 
 
 class GpuJob:
-    """The processes of a case, from their start until their end.
+    """The processes of a case, from start to end.
 
     Args:
-        case: the case.
-        effort: how long they may take.
+        case: Case to measure.
+        effort: Effort for its measurement.
     """
 
     def __init__(self, case: GpuCase, effort: Effort) -> None:
@@ -67,7 +67,7 @@ class GpuJob:
         self._start_s = 0.0
 
     def start(self) -> None:
-        """Start the processes, and wait until all of them have made their first steps, or one has failed."""
+        """Start the processes, and wait until all have made their first steps or one has failed."""
         words = [sys.executable, str(RANK), self._coordinator.path, json.dumps(asdict(self.case))]
         command = logged([*launcher_of(self.case), *words], self._log)
         try:
@@ -106,7 +106,7 @@ class GpuJob:
         return row | {"peak_mb": max(group.ask(do="peak_mb"))}
 
     def _why(self, reason: SystemExit) -> str:
-        """Return the last error that the processes have written, or their last line."""
+        """Return the last error in the log of the processes, or else their last line."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         if found := list(ERROR.finditer(text)):
             return "".join(found[-1].groups()).strip()
@@ -118,7 +118,7 @@ class GpuJob:
 
 
 def launcher_of(case: GpuCase) -> list[str]:
-    """The beginning of the command of a case."""
+    """Return the launcher's part of the command of a case."""
     if case.way in (PLAIN, BY_HAND):
         return []
     poprun = [sys.executable, "-m", "poprun", "--summary", "no"]
@@ -127,7 +127,7 @@ def launcher_of(case: GpuCase) -> list[str]:
 
 
 def environment_of(case: GpuCase) -> dict[str, str]:
-    """The environment of a case, with the flags that it names, the same for all ways."""
+    """Return the environment of a case, with flags that are the same for all ways."""
     environ = environment(XLA_PYTHON_CLIENT_PREALLOCATE="false", POPDIST_EXCHANGE=case.exchange)
     if case.is_deterministic:
         environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -138,5 +138,5 @@ def environment_of(case: GpuCase) -> dict[str, str]:
 
 
 def logged(command: list[str], log: Path) -> list[str]:
-    """The command, with a file for all that it writes."""
+    """Return the command with its output redirected to a file."""
     return ["sh", "-c", 'log=$1; shift; exec "$@" >"$log" 2>&1', "sh", str(log), *command]

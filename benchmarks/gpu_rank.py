@@ -1,4 +1,4 @@
-"""A worker of gpu.py: one process of a case, which makes steps when it is asked to.
+"""A worker of gpu.py: one process of a case, which makes steps on request.
 
 usage: gpu_rank.py SOCKET CASE
 """
@@ -14,12 +14,12 @@ from importlib import import_module
 from typing import Any
 
 import control
-import timing  # noqa: F401  finds the project
+import timing  # noqa: F401 - timing makes the project importable
 from gpu_task import WARM_UP_STEPS, GpuCase, GpuSteps, rank
 
 
 class Chosen(logging.Handler):
-    """The word of the exchange, as the project logs it when it is chosen."""
+    """A handler that keeps the exchange's word, which the project logs when it chooses the exchange."""
 
     word = ""
 
@@ -31,7 +31,7 @@ class Chosen(logging.Handler):
 
 
 class GpuWorker:
-    """Steps of a case, compiled and warm."""
+    """A worker with the compiled steps of a case, after its warm-up."""
 
     def __init__(self, case: GpuCase) -> None:
         self._chosen = Chosen()
@@ -46,11 +46,11 @@ class GpuWorker:
         self._fingerprint = self._steps.fingerprint()
 
     def facts(self) -> dict[str, Any]:
-        """After the first steps."""
+        """Return the device, the fingerprint after the first steps, and the chosen exchange."""
         return {"device": self._steps.device, "bits": self._fingerprint, "chosen": self._chosen.word}
 
     def queue(self, steps: int) -> float:
-        """Seconds of steps whose losses nobody reads, until the device has made them."""
+        """Return the seconds of a queue of steps whose losses are not read, until the device has finished."""
         self._steps.meet()
         began = time.perf_counter()
         for _ in range(steps):
@@ -59,7 +59,7 @@ class GpuWorker:
         return time.perf_counter() - began
 
     def read(self, steps: int) -> list[float]:
-        """Seconds of each of the steps, whose losses are read one by one."""
+        """Return the seconds of each step, with its loss read."""
         self._steps.meet()
         times = []
         for _ in range(steps):
@@ -69,7 +69,7 @@ class GpuWorker:
         return times
 
     def peak_mb(self) -> float:
-        """The peak of the memory until now."""
+        """Return the peak of memory so far, in MB."""
         return self._steps.peak_bytes() / 1e6
 
 

@@ -1,4 +1,4 @@
-"""The models that `gpu.py` trains: their sizes and data, the same for JAX and PyTorch, and the steps of a case."""
+"""The models that `gpu.py` trains, with sizes and data that are the same for JAX and PyTorch, and their steps."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import numpy as np
 JAX, TORCH = FRAMEWORKS = ("jax", "torch")
 PLAIN, BY_HAND, DDP, OURS = "plain", "by hand", "ddp", "ours"
 GPT, MLP, COPY, BITS = "gpt", "mlp", "copy", "bits"
-"""Two models; one whose step is nothing but gradients that are exchanged; a smaller GPT, whose bits are compared."""
-BATCHES = 4  # different ones, used in turn
+"""Two models; a model whose step only exchanges gradients; a smaller GPT whose bits are compared."""
+BATCHES = 4  # different batches, used in turn
 WARM_UP_STEPS = 3
 LEARNING_RATE = 1e-4
-HEAD = 64  # elements of a head of attention
+HEAD = 64  # elements of an attention head
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A row of the table: a model, and the way in which it is trained.
+    """A row of the table: a model, and the way to train it.
 
     Attributes:
-        part: of the benchmark.
-        framework: one of FRAMEWORKS.
+        part: Part of the benchmark.
+        framework: One of FRAMEWORKS.
         model: GPT, MLP, COPY or BITS.
         way: PLAIN, BY_HAND, DDP or OURS.
         replicas: R.
         instances: n.
-        exchange: a word of POPDIST_EXCHANGE.
-        is_deterministic: whether operations have the same bits in each run.
-        is_small: whether it runs on a CPU.
+        exchange: Value of POPDIST_EXCHANGE.
+        is_deterministic: Whether operations have the same bits in each run.
+        is_small: Whether the model is small, for a CPU.
     """
 
     part: str
@@ -50,7 +50,7 @@ class GpuCase:
 
 @dataclass(frozen=True)
 class GptSize:
-    """The numbers of a GPT: blocks, their width, the tokens of a row, the vocabulary, and rows of a global batch."""
+    """The sizes of a GPT: blocks, width, tokens of a row, vocabulary, and rows of a global batch."""
 
     layers: int
     width: int
@@ -73,12 +73,12 @@ def mlp_widths(case: GpuCase) -> tuple[int, ...]:
 
 
 def rows_of(case: GpuCase) -> int:
-    """The rows of a global batch."""
+    """Return the number of rows of a global batch."""
     return 256 if case.model == MLP else gpt_size(case).rows
 
 
 def data_of(case: GpuCase) -> Arrays:
-    """BATCHES global batches, one after another: tokens and those that follow, or images and labels."""
+    """Return BATCHES global batches in a row: tokens and next tokens, or images and labels."""
     random = np.random.default_rng(1)
     count = BATCHES * rows_of(case)
     if case.model == MLP:
@@ -90,39 +90,42 @@ def data_of(case: GpuCase) -> Arrays:
 
 
 def batches_of(case: GpuCase) -> list[Arrays]:
-    """The global batches."""
+    """Return the global batches."""
     rows, data = rows_of(case), data_of(case)
     return [{name: array[k * rows : (k + 1) * rows] for name, array in data.items()} for k in range(BATCHES)]
 
 
 def rank() -> int:
-    """The number of this process among those that mpirun has started; 0 without it."""
+    """Return the rank that mpirun has given to this process, or 0 without mpirun."""
     return int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
 
 class GpuSteps(ABC):
-    """Training steps of a case on a device, which queues them."""
+    """Interface of the training steps of a case on a device that queues them.
+
+    `GpuWorker` calls `step` some times, then `wait`; every method may be called again after that.
+    """
 
     @property
     @abstractmethod
     def device(self) -> str:
-        """The kind of the device."""
+        """The name of the kind of device."""
 
     @abstractmethod
     def step(self) -> Any:
-        """Queue a step, and return its loss, unread."""
+        """Queue a step, and return its loss, which converts to a float on demand."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the device has made all steps."""
+        """Wait until the device has made all queued steps."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Return the largest memory of the device that the framework has had, in this process."""
+        """Return the peak of the framework's device memory in this process, in bytes."""
 
-    def meet(self) -> None:  # noqa: B027  # one process alone meets nobody
+    def meet(self) -> None:  # noqa: B027 - a single process has no others to wait for
         """Wait for the other instances."""
 
     def fingerprint(self) -> str:
-        """Return that of the variables; "" where no other case has the same."""
+        """Return the fingerprint of the variables, or "" if no other case should have the same."""
         return ""

@@ -35,8 +35,8 @@ ON_GPU = torch.cuda.is_available()
 
 def steps_of(case: GpuCase) -> GpuSteps:
     if not ON_GPU:
-        torch.set_num_threads(1)  # as our replicas have
-    if case.is_deterministic:  # the same for all ways: what the project sets by itself
+        torch.set_num_threads(1)  # our replicas have one thread each
+    if case.is_deterministic:  # the project's own settings, for all ways
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
     return {PLAIN: PlainTorch, DDP: DdpTorch}.get(case.way, OursTorch)(case)
@@ -46,7 +46,7 @@ def steps_of(case: GpuCase) -> GpuSteps:
 
 
 class GptBlock(nn.Module):
-    """Causal attention and a wide hidden layer, each behind a normalisation."""
+    """A block of causal attention and a wide hidden layer, each after a normalisation."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GptBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, length, width], the same."""
+        """Return the block's output, with the shape of its input, [rows, length, width]."""
         query, key, value = self.qkv(self.norm1(x)).unflatten(2, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -63,7 +63,7 @@ class GptBlock(nn.Module):
 
 
 class GptModule(nn.Module):
-    """A decoder with one table for words and logits."""
+    """A decoder that has one table for tokens and logits."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GptModule(nn.Module):
         self.blocks = nn.Sequential(*(GptBlock(size.width) for _ in range(size.layers)), nn.LayerNorm(size.width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of tokens [rows, length] the logits of those that follow, [rows, length, words]."""
+        """Return the logits of the next tokens, [rows, length, words], for tokens [rows, length]."""
         return self.blocks(self.words(tokens) + self.places) @ self.words.weight.T
 
 
@@ -91,7 +91,7 @@ def loss_of(case: GpuCase) -> Any:
 
 
 def gpt_loss(module: nn.Module, batch: Any) -> torch.Tensor:
-    """The mean cross-entropy of the next tokens, computed in bfloat16."""
+    """Return the mean cross-entropy of the next tokens, computed in bfloat16."""
     with torch.autocast("cuda" if ON_GPU else "cpu", dtype=torch.bfloat16):
         logits = module(batch["x"])
     return F.cross_entropy(logits.float().flatten(0, 1), batch["y"].flatten().long())
@@ -102,7 +102,7 @@ def mlp_loss(module: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def copy_loss(module: nn.Module, batch: Any) -> torch.Tensor:
-    """A loss whose gradients cost no more than their memory."""
+    """Return a loss whose gradients cost only their memory."""
     total = torch.stack([parameter.sum() for parameter in module.parameters()]).sum()
     return total * batch["x"].float().mean() * 1e-6
 
@@ -116,7 +116,7 @@ def optimizer_of(case: GpuCase, module: nn.Module) -> torch.optim.Optimizer:
 
 
 class PlainTorch(GpuSteps):
-    """The loop of PyTorch's documentation; batches come from the host."""
+    """Training steps as in PyTorch's documentation; batches come from the host."""
 
     def __init__(self, case: GpuCase) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
@@ -151,7 +151,7 @@ class PlainTorch(GpuSteps):
 
 
 class DdpTorch(PlainTorch):
-    """DistributedDataParallel over NCCL, on CPUs over gloo; each instance has its part of the global batch."""
+    """DistributedDataParallel over NCCL, or over gloo on CPUs; each instance has its part of the global batch."""
 
     def __init__(self, case: GpuCase) -> None:
         if ON_GPU:
@@ -183,7 +183,7 @@ class OursTorch(GpuSteps):
         self._module = module_of(case)
         options: dict[str, Any] = {"replica_device": "cuda"} if ON_GPU else {}
         if case.model != BITS:
-            options["verify_steps"] = 0  # the comparisons of the first steps are no part of a step
+            options["verify_steps"] = 0  # comparisons of the first steps would be measured
         optimizer = optimizer_of(case, self._module)
         self._trainer = strategies.torch.Trainer(self._strategy, self._module, loss_of(case), optimizer, **options)
         rows = rows_of(case) // case.replicas
@@ -196,7 +196,7 @@ class OursTorch(GpuSteps):
         return device_kind()
 
     def step(self) -> Any:
-        """Make a step; its metrics are read by whoever needs them."""
+        """Make a step, and return its metrics unread."""
         self._metrics = self._trainer.step(next(self._batches))
         return self
 
@@ -208,7 +208,7 @@ class OursTorch(GpuSteps):
         synchronize()
 
     def peak_bytes(self) -> int:
-        """Return the peak of PyTorch's allocator; windows of the driver are not in it."""
+        """Return the peak of PyTorch's allocator, which does not count the driver's windows."""
         return peak_of_torch()
 
     def meet(self) -> None:
@@ -216,7 +216,7 @@ class OursTorch(GpuSteps):
         self._strategy.communicator.barrier(name="turn")
 
     def fingerprint(self) -> str:
-        """Return that of the parameters."""
+        """Return the fingerprint of the parameters."""
         digest = hashlib.sha256()
         for parameter in self._module.parameters():
             digest.update(parameter.detach().cpu().numpy().tobytes())

@@ -1,17 +1,17 @@
-"""All-reduce and launch on several hosts: ours over MPI, started by poprun, against MPI_Allreduce and plain mpirun.
+"""All-reduce and launch on several hosts: ours, by poprun over MPI, against MPI_Allreduce and plain mpirun.
 
-As root: the hosts are namespaces of this machine with an sshd each (the bed of tests/cluster); they share its cores.
-Usage:
+Run as root: the hosts are network namespaces of this machine with an sshd each (the bed of tests/cluster). They share
+its cores. Usage:
 
     python benchmarks/hosts.py [--hosts 4] [--instances 2] [--rate 200mbit] [--delay 1ms] [--sizes 64K 1M 16M]
         [--rounds 5] [--only all-reduce|launch] [--chain FOLDER] [--json PATH]
 
-All ways take turns in the same run: "ordered" is ours; "mpi" is MPI_Allreduce in the same processes, so with the same
+All ways take turns in the same run. "ordered" is ours; "mpi" is MPI_Allreduce in the same processes, with the same
 options; "mpi ring" is a job with Open MPI's ring forced; "chain" is ours of another commit, in the folder `--chain`.
-"bound" is the time that 2 (h - 1) / h of the array need on a link at its nominal rate. "sent" and "received" are
-what the busiest link has carried for one all-reduce, in arrays, by the counters of the interfaces, less what it carries
-while nobody reduces: the instances of each job tell poprun on the first host how they are, five times a second.
-Before it comes a table of launches; see `hosts_launch.py`.
+"bound" is the time of 2 (h - 1) / h arrays on a link at its nominal rate. "sent" and "received" are the traffic of the
+busiest link for one all-reduce, in arrays, by the counters of the interfaces, less its idle traffic: the instances of
+each job report their state to poprun on the first host five times a second. A table of launches comes before; see
+`hosts_launch.py`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ WAYS = {
     "mpi": ("ours", "mpi"),
     "mpi ring": ("ring", "mpi"),
     "chain": ("chain", "ordered"),
-}  # group, what it does
-# Between hosts with several instances each Open MPI prefers a component that ignores the choice of the ring.
+}  # group, and its way
+# Between hosts with several instances each, Open MPI prefers a component that ignores the choice of the ring.
 RING_FORCED = "--mca coll ^han --mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_allreduce_algorithm 4"
 JOBS: dict[str, Sequence[str]] = {"ours": (), "ring": ("--mpi-global-args", RING_FORCED)}
 PARTS = ("all-reduce", "launch")
@@ -74,23 +74,23 @@ def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--hosts", type=int, default=4, metavar="N")
-    add("--instances", type=int, default=2, metavar="N", help="on each host (%(default)s)")
-    add("--rate", default="200mbit", help="of each link and direction, as tc writes it (%(default)s)")
-    add("--delay", default="1ms", help="of what a host sends, as tc writes it; 0: none (%(default)s)")
-    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="of an array (64K 1M 16M)")
+    add("--instances", type=int, default=2, metavar="N", help="instances on each host (%(default)s)")
+    add("--rate", default="200mbit", help="rate of each link and direction, in tc's notation (%(default)s)")
+    add("--delay", default="1ms", help="delay of a host's packets, in tc's notation; 0 for none (%(default)s)")
+    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="sizes of the array (64K 1M 16M)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way, and launches (%(default)s)")
-    add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
-    add("--only", choices=PARTS, nargs=1, default=PARTS, help="leave out the other part")
-    add("--chain", type=Path, metavar="FOLDER", help="with a commit that adds otherwise, to compare with")
+    add("--block-s", type=float, default=0.5, metavar="SECONDS", help="approximate length of a turn (%(default)s)")
+    add("--only", choices=PARTS, nargs=1, default=PARTS, help="measure this part only")
+    add("--chain", type=Path, metavar="FOLDER", help="checkout of a commit with another order of addition, to compare")
     options = parser.parse_args()
     if options.hosts < 2:
-        parser.error(f"--hosts is {options.hosts}; links are measured between 2 hosts or more")
+        parser.error(f"--hosts is {options.hosts}; use 2 hosts or more, because links between hosts are measured")
     return options
 
 
 @contextmanager
 def hosts(count: int) -> Iterator[Bed]:
-    """The hosts; ends this program with the reason where they cannot be made."""
+    """Make the hosts; if that fails, end this program with the reason."""
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         try:
             with open_bed(Path(folder), count) as bed:
@@ -100,14 +100,14 @@ def hosts(count: int) -> Iterator[Bed]:
 
 
 def bytes_per_s(rate: str) -> float:
-    """What a rate such as "200mbit" means."""
+    """Convert a rate such as "200mbit" to bytes per second."""
     number, unit = rate[:-4], rate[-4:].lower()
     try:
         bits_per_s = float(number) * UNITS[unit]
     except (KeyError, ValueError) as error:
         raise ValueError(f"{rate!r} is not a rate; write a number with one of {', '.join(UNITS)}: 200mbit") from error
     if not 0 < bits_per_s < float("inf"):
-        raise ValueError(f"the rate is {rate}; it has to be positive")
+        raise ValueError(f"the rate is {rate}; it must be positive and finite")
     return bits_per_s / 8
 
 
@@ -115,7 +115,7 @@ def bytes_per_s(rate: str) -> float:
 
 
 def compare(bed: Bed, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Prints and yields rows."""
+    """Print and yield rows."""
     print_header(options)
     with Coordinator(bed.shared, ANSWER_S) as coordinator:
         folders = {name: HERE.parent for name in JOBS} | ({"chain": options.chain.resolve()} if options.chain else {})
@@ -137,7 +137,7 @@ def start(coordinator: Coordinator, bed: Bed, instances: int, name: str, folder:
 def compare_size(
     groups: dict[str, Group], nbytes: int, idle: Sequence[dict[str, float]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One row: every way takes its turn in each of the rounds."""
+    """Measure all ways in turns, and return one row."""
     checks = prepare(groups, nbytes)
     bound_s = 2 * (options.hosts - 1) / options.hosts * nbytes / bytes_per_s(options.rate)
     ways = list(checks)
@@ -166,7 +166,7 @@ def compare_size(
 
 
 def prepare(groups: dict[str, Group], nbytes: int) -> dict[str, dict[str, bool]]:
-    """For each way, whether its results are right on all instances."""
+    """Return for each way whether its results are right on all instances."""
     checks = {}
     for way, (group, deed) in WAYS.items():
         if group not in groups:
@@ -177,7 +177,7 @@ def prepare(groups: dict[str, Group], nbytes: int) -> dict[str, dict[str, bool]]
 
 
 def turn(groups: dict[str, Group], way: str, idle: Sequence[dict[str, float]], repeats: int) -> dict[str, float]:
-    """For one all-reduce: seconds of the slowest instance, bytes on the busiest link in each direction."""
+    """Return, for one all-reduce, seconds of the slowest instance and bytes on the busiest link in each direction."""
     group, deed = WAYS[way]
     answers: list[dict[str, float]] = groups[group].ask(do="turn", way=deed, repeats=repeats)
     for answer, of_others in zip(answers, idle, strict=True):
@@ -187,7 +187,7 @@ def turn(groups: dict[str, Group], way: str, idle: Sequence[dict[str, float]], r
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """In words, what is wrong with the results of a row; to the last bit in ours."""
+    """Return a sentence for each wrong result of a row; ours must have the bits of the tree."""
     return [
         f"{way}: the sum of {in_units(row['bytes'])} is wrong"
         for way, figures in row["ways"].items()

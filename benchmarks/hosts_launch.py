@@ -1,7 +1,7 @@
-"""The part of `hosts.py` that launches a program on several hosts over ssh, by poprun and by mpirun alone.
+"""Launches of a program on several hosts over ssh, by poprun and by mpirun alone; a part of `hosts.py`.
 
-The rows: "mpirun" alone; "poprun" with what hosts said remembered; "poprun, asks" with nothing remembered, so that all
-hosts are examined first; "poprun, wrong host" until it has refused a name that leads nowhere. The links are not shaped.
+Rows: "mpirun" alone; "poprun" with the hosts' answers cached; "poprun, asks" with an empty cache, so that it examines
+all hosts first; "poprun, wrong host" until it has refused an unknown host name. The links are not shaped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_S = 120.0
 
 
 def poprun_command(bed: Bed, instances: int, words: Sequence[str] = (), wrong: Sequence[str] = ()) -> list[str]:
-    """The words of poprun up to the program. It places nothing: simulated hosts all believe that they own all cores."""
+    """Return poprun's part of the command, without placement: each simulated host counts all cores as its own."""
     names = [*bed.names, *wrong]
     total = str(instances * len(names))
     job = ["--host", ",".join(names), "--num-instances", total, "--num-replicas", total, "--allow-run-as-root", "yes"]
@@ -38,7 +38,7 @@ def poprun_command(bed: Bed, instances: int, words: Sequence[str] = (), wrong: S
 
 
 def mpirun_command(bed: Bed, instances: int) -> list[str]:
-    """The words of plain mpirun up to the program."""
+    """Return plain mpirun's part of the command."""
     hosts = ",".join(f"{name}:{instances}" for name in bed.names)
     ssh = ["--prtemca", "plm_ssh_args", shlex.join(bed.ssh_arguments)]
     total = str(instances * len(bed.names))
@@ -46,7 +46,7 @@ def mpirun_command(bed: Bed, instances: int) -> list[str]:
 
 
 def measure(bed: Bed, instances: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds to the end of the program, medians; all ways take turns."""
+    """Return milliseconds to the end of the program, as medians of launches in turns."""
     program = PROGRAMS[PROGRAM]
     ways = {
         "mpirun": [*mpirun_command(bed, instances), *program],
@@ -55,7 +55,7 @@ def measure(bed: Bed, instances: int, rounds: int) -> dict[str, Any]:
         "poprun, wrong host": [*poprun_command(bed, instances, wrong=[WRONG]), *program],
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 1):  # the first one warms up and fills the cache
+    for turn in range(rounds + 1):  # the first launch warms up and fills the cache
         for way, command in ways.items():
             forgets = {"XDG_CACHE_HOME": str(bed.shared / f"cache-{turn}")} if way == "poprun, asks" else {}
             took_ms = launch(bed, command, "wrong" in way, forgets)
@@ -71,10 +71,10 @@ def measure(bed: Bed, instances: int, rounds: int) -> dict[str, Any]:
 
 
 def launch(bed: Bed, command: Sequence[str], shall_fail: bool, environ: dict[str, str]) -> float:
-    """Milliseconds to the end of a launch.
+    """Return milliseconds to the end of a launch.
 
     Raises:
-        SystemExit: it has not ended as it should.
+        SystemExit: If it has not ended as expected.
     """
     environ = bed.environ | ROOT_ALLOWED | {"PWD": str(Path.cwd())} | environ
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What each instance of `hosts.py` does: it adds up arrays with the others, in the ways that it is asked for.
+"""An instance of `hosts.py`, which adds up arrays with the others in the requested ways.
 
 usage: hosts_rank.py SOCKET GROUP
 """
@@ -21,21 +21,21 @@ COUNTERS = Path("/sys/class/net/eth0/statistics")
 
 
 class Instance:
-    """One rank and its two ways to reduce: "ordered", ours, and "mpi"."""
+    """A rank with two ways to reduce: "ordered" (ours) and "mpi"."""
 
     def __init__(self) -> None:
         self._mpi = MPI.COMM_WORLD
-        # Simulated hosts all believe that they own the cores: nobody may wait without offering its own to others.
+        # Each simulated host counts all cores as its own, so a waiting rank must give its core to others at once.
         self._ours = collectives.connect("mpi", collectives.Settings(spins=0))
         self._ways: dict[str, Callable[[], np.ndarray]] = {}
 
     @property
     def rank(self) -> int:
-        """Of all instances."""
+        """The rank of this instance."""
         return self._mpi.rank
 
     def prepare(self, nbytes: int, ways: Sequence[str]) -> dict[str, dict[str, bool]]:
-        """Make arrays of so many bytes; for each way, whether its first result is right."""
+        """Make arrays of `nbytes`, and return for each way whether its first result is right."""
         elements = nbytes // 4
         mine, out = contribution(self.rank, elements), np.empty(elements, np.float32)
 
@@ -51,7 +51,7 @@ class Instance:
         return {way: sum_checks(self._ways[way](), expected) for way in ways}
 
     def turn(self, way: str, repeats: int) -> dict[str, float]:
-        """Reduce so often; seconds for each, and the bytes that this host's link has carried for it, both ways."""
+        """Return for one of `repeats` reductions its seconds and the bytes of this host's link, in each direction."""
         reduce = self._ways[way]
         self._mpi.Barrier()
         before = link_bytes()
@@ -65,19 +65,19 @@ class Instance:
         return {"seconds": seconds / repeats, "sent": sent / repeats, "received": received / repeats}
 
     def idle(self, seconds: float) -> dict[str, float]:
-        """What this host's link carries in a second while nobody reduces, both ways."""
+        """Return the idle traffic of this host's link, in bytes per second and direction."""
         before = link_bytes()
         time.sleep(seconds)
         sent, received = (now - then for now, then in zip(link_bytes(), before, strict=True))
         return {"sent": sent / seconds, "received": received / seconds}
 
     def close(self) -> None:
-        """Leave the others."""
+        """Close the connection with the others."""
         self._ours.close()
 
 
 def link_bytes() -> tuple[int, int]:
-    """What this host has sent and received so far."""
+    """Return the bytes that this host has sent and received so far."""
     sent, received = (int((COUNTERS / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
     return sent, received
 

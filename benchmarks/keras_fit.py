@@ -1,22 +1,23 @@
-"""How long a step of Keras's `fit` takes on replicas: against stock Keras and our `Trainer`.
+"""Steps of Keras's `fit` on replicas, against stock Keras and our `Trainer`.
 
-The MLP 784-1024-1024-10 with Adam, batch 64 for each replica, one core for each instance. Usage:
+The model is the MLP 784-1024-1024-10 with Adam, batch 64 per replica, and one core per instance. Usage:
 
     python benchmarks/keras_fit.py [--rounds 7] [--steps 40] [--tensorflow-python PATH] [--json PATH]
 
-"one": one instance and one replica. An epoch of `fit` in the scope of a strategy, one of stock Keras with the same
-model, and the same steps of `Trainer` with the same network in JAX alternate in one process; a step in milliseconds.
+"one": one instance with one replica. Three epochs alternate in one process: `fit` in the scope of a strategy, stock
+Keras with the same model, and `Trainer` with the same network in JAX. In milliseconds per step.
 
-"two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with one of stock Keras
-on instance 0, which the other one waits for in a barrier, and with two of stock Keras on both: "apart", where they tell
-each other nothing (what two processes of this machine can reach at all), and "lockstep", where they meet in a barrier
-after every step (what a step that both make together takes at least, though nothing is exchanged); rows per second. By
-CPU time: what instance 0 takes.
+"two": two instances with one replica each, under poprun. An epoch of `fit` on both alternates with an epoch of stock
+Keras on instance 0, while the other waits in a barrier, and with two epochs of stock Keras on both. "apart": they
+exchange nothing, so this is the limit of two processes on this machine. "lockstep": they meet in a barrier after every
+step, so this is the limit of a common step without an exchange. Figures are rows per second; CPU times are
+those of instance 0.
 
-"multi_worker": `fit` of Keras on TensorFlow under its MultiWorkerMirroredStrategy, a worker on each core, with the
-Python of --tensorflow-python (pip install tensorflow-cpu keras tf_keras); processes of their own, not paired.
-With Keras 2 (tf_keras) it runs. With Keras 3 it is null, and why is on standard error: with 3.15.1 on TensorFlow 2.21
-`fit` ended on both workers with "ValueError: Attempt to convert a value (PerReplica...) with an unsupported type".
+"multi_worker": `fit` of Keras on TensorFlow under its MultiWorkerMirroredStrategy, with a worker on each core and the
+Python of --tensorflow-python (pip install tensorflow-cpu keras tf_keras). It has its own processes and is not paired.
+It runs with Keras 2 (tf_keras). With Keras 3 the figure is null, and the reason is on standard error: with 3.15.1 on
+TensorFlow 2.21, `fit` ended on both workers with "ValueError: Attempt to convert a value (PerReplica...) with an
+unsupported type".
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ MULTI_WORKER = str(Path(__file__).with_name("keras_task.py"))
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
-    """The median of the ratios in one round."""
+    """Return the median over rounds of the ratio of two times."""
     return median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
-    """See above; seconds of an epoch."""
+    """Return the seconds of epochs for the figures of "one"."""
     import jax
     import keras
     import numpy as np
@@ -95,7 +96,7 @@ def measure_one(rounds: int, steps: int) -> dict[str, list[float]]:
 
 
 def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
-    """See above; seconds of an epoch of each, as instance 0 sees them, and nothing on the other one."""
+    """Return the seconds of epochs for the figures of "two" on instance 0, and {} on instance 1."""
     import keras
 
     import popdist
@@ -121,7 +122,7 @@ def measure_two(rounds: int, steps: int) -> dict[str, list[float]]:
         strategy.communicator.barrier(name="end of stock Keras")
 
     def meet(batch: int, logs: Any) -> None:
-        float(logs["loss"])  # the step is done
+        float(logs["loss"])  # waits for the end of the step
         strategy.communicator.barrier(name="end of a step")
 
     ways = {
@@ -138,15 +139,15 @@ MEASURE = {"one": measure_one, "two": measure_two}
 
 
 def told_by(command: Sequence[str]) -> dict[str, list[float]]:
-    """What the processes of a command have measured, of which one says so; it is let end."""
+    """Run a command to its end, and return the times that one of its processes has printed."""
     told = [line[line.index("{") :] for line in output_lines(command, LIMIT_S) if '{"' in line]
     if told:
         return dict(json.loads(told[0]))
-    raise SystemExit(f"{' '.join(command)} has told nothing")
+    raise SystemExit(f"{' '.join(command)} has printed no times; its output is above")
 
 
 def told_if_it_runs(command: Sequence[str]) -> dict[str, list[float]]:
-    """The same; nothing where the command fails, which standard error says."""
+    """Return the times of a command, or {} if it fails, with the reason on standard error."""
     try:
         return told_by(command)
     except SystemExit as error:
@@ -155,13 +156,13 @@ def told_if_it_runs(command: Sequence[str]) -> dict[str, list[float]]:
 
 
 def told_by_workers(python: str, cpus: Sequence[str], words: Sequence[str], version: int) -> dict[str, list[float]]:
-    """What the first of TensorFlow's workers has measured, one on each core; nothing where it fails.
+    """Run one of TensorFlow's workers on each core, and return the times of the first; {} if it fails.
 
     Args:
-        python: has TensorFlow.
-        cpus: one for each worker.
-        words: for them.
-        version: of Keras, 2 or 3.
+        python: Python that has TensorFlow.
+        cpus: Core of each worker.
+        words: Arguments of the workers.
+        version: Version of Keras, 2 or 3.
     """
     told = ["TF_CPP_MIN_LOG_LEVEL=2", "KERAS_BACKEND=tensorflow", f"TF_USE_LEGACY_KERAS={int(version == 2)}"]
     addresses = free_addresses(len(cpus))
@@ -179,11 +180,11 @@ def told_by_workers(python: str, cpus: Sequence[str], words: Sequence[str], vers
 
 
 def main() -> None:
-    """Measure all ways, and print what came of it."""
+    """Measure all ways, and print the figures."""
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40, help="of an epoch")
-    parser.add_argument("--tensorflow-python", metavar="PATH", help="has TensorFlow, and for Keras 2 tf_keras too")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each way (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of an epoch (%(default)s)")
+    parser.add_argument("--tensorflow-python", metavar="PATH", help="Python with TensorFlow, and tf_keras for Keras 2")
     parser.add_argument("--measure", choices=MEASURE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:

@@ -1,8 +1,8 @@
-"""What `keras_fit.py` trains, in all of its processes: the model, its data, and turns of the ways to train it.
+"""The model, data and timed epochs of `keras_fit.py`, for all of its processes.
 
-Started by itself, it is a worker with Keras's `fit` on TensorFlow, under MultiWorkerMirroredStrategy.
+Run as a program, this is a worker with Keras's `fit` on TensorFlow, under MultiWorkerMirroredStrategy.
 
-usage: keras_task.py ROUNDS STEPS     (TF_CONFIG names the workers, TF_USE_LEGACY_KERAS=1 has Keras 2)
+usage: keras_task.py ROUNDS STEPS     (TF_CONFIG names the workers, TF_USE_LEGACY_KERAS=1 selects Keras 2)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 BATCH_SIZE = 64
 CPU = "_cpu"
-NOT_COUNTED = 3  # a step of one replica is compiled anew after 32 of them
+NOT_COUNTED = 3  # a step of one replica is compiled again after 32 steps
 
 
 def build(keras: Any) -> Any:
-    """The model, compiled."""
+    """Build and compile the model."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
     model = keras.Sequential(
@@ -32,7 +32,7 @@ def build(keras: Any) -> Any:
 
 
 def data(rows: int) -> tuple[Any, Any]:
-    """Images and labels."""
+    """Return images and labels."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -40,7 +40,7 @@ def data(rows: int) -> tuple[Any, Any]:
 
 
 def timed(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round, one after another, and of CPU time, but for the first rounds."""
+    """Return the seconds and CPU seconds of each way in each round, in turns, without the first rounds."""
     times: dict[str, list[float]] = {name + kind: [] for name in ways for kind in ("", CPU)}
     for _ in range(rounds + NOT_COUNTED):
         for name, way in ways.items():
@@ -67,7 +67,7 @@ def main() -> None:
     if strategy.cluster_resolver.task_id == 0:
         print(json.dumps(times), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # at its regular end a worker waits for the others, and complains if they were faster
+    os._exit(0)  # a regular exit waits for the other workers, and reports an error if they ended first
 
 
 if __name__ == "__main__":

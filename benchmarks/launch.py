@@ -1,6 +1,6 @@
-"""How long poprun takes to launch a program, against mpirun alone: first line of output, and end.
+"""Launch times of poprun against mpirun alone: time to the first line of output, and to the end.
 
-Both run the same program alternately on the same machine. Usage:
+Both run the same program in turns on the same machine. Usage:
 
     python benchmarks/launch.py [--instances 2] [--repeats 9] [--json PATH]
 """
@@ -36,7 +36,7 @@ LIMIT_MS = 150.0
 
 @dataclass(frozen=True)
 class Times:
-    """One launch, in milliseconds since the command was started."""
+    """The times of one launch, in milliseconds from the start of the command."""
 
     first_line_ms: float
     total_ms: float
@@ -44,7 +44,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """The medians for one program."""
+    """The medians of one program."""
 
     program: str
     instances: int
@@ -68,14 +68,14 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--instances", type=int, default=2, help="instances of a launch (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=9, help="launches of each launcher (%(default)s)")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
 
 
 def measure(name: str, instances: int, repeats: int) -> Row:
-    """Run both launchers alternately, once to warm up and then `repeats` times."""
+    """Run both launchers in turns, once to warm up and then `repeats` times."""
     commands = {"mpirun": mpirun_command(name, instances), "poprun": poprun_command(name, instances)}
     times: dict[str, list[Times]] = {launcher: [] for launcher in commands}
     for _ in range(repeats + 1):

@@ -1,12 +1,12 @@
-"""What showing the output of a job costs it: instances that write 1 MB/s each, against silent ones.
+"""The cost of showing a job's output: instances that write 1 MB/s each, against silent instances.
 
-Every instance computes the same number of steps and prints the same lines through poprun (`shown`), into /dev/null
-(`nowhere`, which is what printing costs the program itself), or not at all (`silent`). The lines are as many as make
-the asked rate when the machine has nothing else to do; when it has, a job takes longer, and ratios of its time say
-little. So instances that only sleep, and print at the asked rate whatever the machine does (`paced`) or nothing
-(`resting`), tell which share of the machine's processor time poprun and its agents take at this rate.
+All instances compute the same number of steps. They print the same lines through poprun (`shown`), into /dev/null
+(`nowhere`, the program's own cost of printing), or not at all (`silent`). The number of lines gives the requested rate
+on an idle machine; on a busy machine a job takes longer, and ratios of times mean little. Two more kinds of instances
+only sleep, and print at the requested rate in any case (`paced`) or nothing (`resting`). They give the share of the
+machine's processor time that poprun and its agents take at this rate.
 
-What came out is checked: every line is there, whole, in order. Usage:
+The output is checked: every line is there, whole and in order. Usage:
 
     python benchmarks/output.py [--instances 8] [--rate 1e6] [--line-bytes 100] [--seconds 4] [--repeats 5] [--files]
 """
@@ -63,12 +63,12 @@ SHOWN = ("shown", "paced")
 
 @dataclass(frozen=True)
 class Job:
-    """One job, in seconds.
+    """The times of one job, in seconds.
 
     Attributes:
-        took_s: of the slowest instance, from its first step to its last.
-        programs_s: processor time of the programs during that.
-        other_s: processor time of everything else that poprun has started, and of poprun.
+        took_s: Time of the slowest instance from its first step to its last.
+        programs_s: Processor time of the programs meanwhile.
+        other_s: Processor time of poprun and of all other processes that it started.
     """
 
     took_s: float
@@ -92,17 +92,17 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--instances", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=1e6, help="bytes per second that each instance writes")
-    parser.add_argument("--line-bytes", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=4.0, help="about how long a job takes")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--files", action="store_true", help="let poprun write --output-dir too")
+    parser.add_argument("--instances", type=int, default=8, help="instances of a job (%(default)s)")
+    parser.add_argument("--rate", type=float, default=1e6, help="bytes per second of each instance (%(default)s)")
+    parser.add_argument("--line-bytes", type=int, default=100, help="bytes of a line (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="approximate length of a job (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="jobs of each kind (%(default)s)")
+    parser.add_argument("--files", action="store_true", help="let poprun also write into --output-dir")
     return parser.parse_args()
 
 
 def count_steps(seconds: float, instances: int) -> int:
-    """How many steps every instance can compute in that time on this machine when it is idle."""
+    """Return the number of steps that every instance can compute in that time on this machine when it is idle."""
     block = bytes(BLOCK_BYTES)
     began = time.process_time()
     for _ in range(200):
@@ -113,7 +113,7 @@ def count_steps(seconds: float, instances: int) -> int:
 
 
 def run_job(kind: str, steps: int, options: argparse.Namespace) -> Job:
-    """Run one job and check what came out of it."""
+    """Run one job, and check its output."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "times").mkdir()
@@ -145,10 +145,10 @@ def children_s() -> float:
 
 
 def check(shown: Path, counts: Sequence[int], line_bytes: int) -> None:
-    """Check that every line of every instance is there, whole, in its order.
+    """Check that every line of every instance is there, whole and in order.
 
     Raises:
-        SystemExit: if not.
+        SystemExit: If a line is missing, torn or in the wrong place.
     """
     due = [count() for _ in counts]
     filling = b"x" * (line_bytes - 11) + b"\n"
@@ -168,9 +168,9 @@ def median_job(jobs: Sequence[Job]) -> Job:
 
 
 def compare(medians: dict[str, Job], jobs: dict[str, list[Job]]) -> dict[str, float]:
-    """Ratios; those of times are medians over pairs of jobs that followed each other.
+    """Return ratios; ratios of times are medians over pairs of consecutive jobs.
 
-    What starting a job costs is in neither side: `other_s` counts as the difference to that of a silent job.
+    The cost of starting a job counts on neither side: `other_s` is the difference to a silent job.
     """
     silent = medians["silent"]
     spent = {kind: job.programs_s + job.other_s - silent.other_s for kind, job in medians.items()}
@@ -185,7 +185,7 @@ def compare(medians: dict[str, Job], jobs: dict[str, list[Job]]) -> dict[str, fl
 
 
 def share_of_machine(paced: Job, resting: Job) -> float:
-    """How much of all cores' time poprun and its agents take for what is shown, at the asked rate."""
+    """Return the share of all cores' time that poprun and its agents take to show the output, at the requested rate."""
     return (paced.other_s - resting.other_s) / (paced.took_s * len(os.sched_getaffinity(0)))
 
 

@@ -1,14 +1,13 @@
-"""What streaming gradients saves: two workers over a slow link, with streaming and without, against the ideal.
+"""The gain of streaming gradients: two workers over a slow link, with and without streaming, against the ideal.
 
-As root: the workers are on two hosts of the bed of tests/cluster. Each has one core and one replica, and trains
-the MLP of `train_step.py`; both ways take turns. Usage:
+Run as root: the workers are on two hosts of the bed of tests/cluster. Each has one core and one replica, and trains the
+MLP of `train_step.py`; both ways take turns. Usage:
 
     python benchmarks/overlap.py [--batch-sizes 1024 4096 6144] [--rate 200mbit] [--delay-ms 1] [--json PATH]
 
-The columns, in ms per step, medians: "compute" is a step of one worker alone with the same batch; "communication" is
-what the link needs at its nominal rate for the bytes that a ring has to send in each direction; "ideal" is the larger
-of the two; "streaming" and "plain" are `IPUMultiWorkerStrategy` with and without `variables_on_host`; "saved" is what
-streaming takes off plain.
+Columns, in ms per step, medians: "compute" is a step of one worker alone with the same batch; "communication" is the
+time that a ring needs on the link at its nominal rate; "ideal" is the larger of the two; "streaming" and "plain" are
+`IPUMultiWorkerStrategy` with and without `variables_on_host`; "saved" is the share of "plain" that streaming saves.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ SETTINGS = ("gradient_transfer_dtype", "rate", "delay_ms", "rounds", "steps")
 
 @dataclass(frozen=True)
 class Way:
-    """How two workers train.
+    """A way in which two workers train.
 
     Attributes:
-        port: they listen at.
-        kind: of their strategy.
-        dtype: in which their gradients travel; None: float32, as they are.
+        port: Port on which the workers listen.
+        kind: Kind of their strategy.
+        dtype: Dtype in which gradients travel; None for their own dtype, float32.
     """
 
     port: int
@@ -66,19 +65,19 @@ STREAMING = {"streaming": Way(4001, "streaming"), "plain": PLAIN}
 
 
 def transfers(dtype: str) -> dict[str, Way]:
-    """The ways that differ in the dtype of gradients on their way."""
+    """Return two ways that differ in the dtype in which gradients travel."""
     return {"float32": PLAIN, dtype: Way(4003, PLAIN.kind, dtype)}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the workers run.
+    """The hosts and cores of the workers.
 
     Attributes:
-        bed: their hosts.
-        bytes_per_s: of a link, headers included.
-        cpus: one for each worker.
-        limit_s: for any answer of theirs.
+        bed: Hosts.
+        bytes_per_s: Rate of a link, headers included.
+        cpus: Core of each worker.
+        limit_s: Time limit of an answer, in seconds.
     """
 
     bed: Bed
@@ -101,7 +100,7 @@ def main() -> None:
     if differing:
         raise SystemExit(f"the fingerprints of the variables differ with batches of {', '.join(differing)}")
     both = "" if options.gradient_transfer_dtype else ", with streaming and without"
-    print(f"fingerprints: the same on both workers{both}")
+    print(f"fingerprints: equal on both workers{both}")
 
 
 def read_options() -> argparse.Namespace:
@@ -112,14 +111,14 @@ def read_options() -> argparse.Namespace:
         type=int,
         nargs="+",
         metavar="N",
-        help=f"per worker ({listed(BATCH_SIZES)}; of transfers {listed(BATCH_SIZES_OF_TRANSFERS)})",
+        help=f"rows per worker ({listed(BATCH_SIZES)}; with a transfer dtype {listed(BATCH_SIZES_OF_TRANSFERS)})",
     )
-    add("--gradient-transfer-dtype", choices=DTYPES, help="compare it with float32, instead of streaming with plain")
-    add("--rate", type=rate, default="200mbit", help="of each direction, with kbit, mbit or gbit (%(default)s)")
-    add("--delay-ms", type=float, default=1.0, metavar="MS", help="of each direction (%(default)s)")
+    add("--gradient-transfer-dtype", choices=DTYPES, help="compare this dtype with float32, not streaming with plain")
+    add("--rate", type=rate, default="200mbit", help="rate of each direction, in kbit, mbit or gbit (%(default)s)")
+    add("--delay-ms", type=float, default=1.0, metavar="MS", help="delay of each direction (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
-    add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
-    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
+    add("--steps", type=int, default=5, metavar="N", help="steps of a turn (%(default)s)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="time limit of an answer (%(default)s)")
     options = parser.parse_args()
     if options.batch_sizes is None:
         options.batch_sizes = list(BATCH_SIZES_OF_TRANSFERS if options.gradient_transfer_dtype else BATCH_SIZES)
@@ -131,7 +130,7 @@ def listed(sizes: tuple[int, ...]) -> str:
 
 
 def rate(text: str) -> str:
-    """The same text, if it is a rate."""
+    """Return the text unchanged if it is a rate."""
     try:
         bytes_per_s(text)
     except ValueError as error:
@@ -158,13 +157,13 @@ def width(title: str) -> int:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured with batches of one size.
+    """The measurements for one batch size.
 
     Attributes:
-        batch_size: per worker.
-        times: ms per step of each turn, of both ways and of one worker alone ("compute").
-        sent: bytes that the interface of each worker has sent per step, of both ways.
-        fingerprints: of both workers, of both ways.
+        batch_size: Rows per worker.
+        times: Milliseconds per step of each turn, of both ways and of one worker alone ("compute").
+        sent: Bytes that the interface of each worker has sent per step, of both ways.
+        fingerprints: Fingerprints of the variables of both workers, of both ways.
     """
 
     batch_size: int
@@ -173,7 +172,7 @@ class Figures:
     fingerprints: dict[str, list[str]]
 
     def row(self, communication: float) -> dict[str, Any]:
-        """What does not depend on what is compared."""
+        """Return the figures that both comparisons share."""
         return {
             "batch_size": self.batch_size,
             "ms_per_step": {**medians(self.times), "communication": communication},
@@ -184,7 +183,7 @@ class Figures:
 
 
 def measure(batch_size: int, ways: dict[str, Way], place: Place, rounds: int, steps: int) -> Figures:
-    """Both ways, and one worker alone, take turns with batches of one size."""
+    """Measure both ways and one worker alone in turns, with one batch size."""
     folder = place.bed.shared / str(batch_size)
     folder.mkdir()
     with Coordinator(folder, place.limit_s) as coordinator:
@@ -205,7 +204,7 @@ def measure(batch_size: int, ways: dict[str, Way], place: Place, rounds: int, st
 
 
 def start_workers(coordinator: Coordinator, name: str, way: Way, batch_size: int, place: Place) -> Group:
-    """One worker on each host; TF_CONFIG has their addresses."""
+    """Start one worker on each host, with their addresses in TF_CONFIG."""
     addresses = [f"{host}:{way.port}" for host in place.bed.names]
     words = [way.kind, coordinator.path, MODEL, str(batch_size), *([way.dtype] if way.dtype else [])]
     commands = [
@@ -227,18 +226,18 @@ def program(words: list[str], cpu: str) -> list[str]:
 
 
 def take_turn(group: Group, steps: int) -> float:
-    """Milliseconds per step of the slower worker."""
+    """Return milliseconds per step of the slower worker."""
     seconds: list[float] = [answer["seconds"] for answer in group.ask(do="placed", steps=steps)]
     return 1e3 * max(seconds) / steps
 
 
 def sent_bytes(bed: Bed) -> np.ndarray:
-    """What the interface of each host has sent so far."""
+    """Return the bytes that the interface of each host has sent so far."""
     return np.array([bed.sent_bytes(host) for host in bed.names], np.float64)
 
 
 def communication_ms(link_bytes_per_s: float) -> float:
-    """For the gradients, in a ring: each of n workers sends 2 (n - 1) / n of their bytes."""
+    """Return the time for the gradients in a ring, where each of n workers sends 2 (n - 1) / n of their bytes."""
     variables = training_task.first_variables(MODEL)
     nbytes = sum(array.nbytes for layer in variables.values() for array in layer.values())
     return 1e3 * 2 * (WORKERS - 1) / WORKERS * nbytes / link_bytes_per_s
@@ -270,7 +269,7 @@ def header(options: argparse.Namespace) -> str:
 
 
 def cells(row: dict[str, Any], dtype: str | None) -> dict[str, str]:
-    """The title of each column, and what it says of this row."""
+    """Return a row's cells by column title."""
     ms = row["ms_per_step"]
     first = {
         "batch": str(row["batch_size"]),

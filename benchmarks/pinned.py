@@ -1,4 +1,4 @@
-"""Runs a program on one core: it is pinned before it starts any thread.
+"""Launcher of a program on one core, to which it is pinned before it starts any thread.
 
 usage: pinned.py CPU program [arguments]     (CPU "any" does not pin)
 """

@@ -1,17 +1,17 @@
-"""What pipelines cost and save: an update of four equal stages by each schedule, against the stages one after another.
+"""The cost and gain of pipelines: an update of four equal stages by each schedule, against the stages in sequence.
 
 Usage:
 
     python benchmarks/pipelines.py [--layers 400] [--width 64] [--batch-size 128] [--micro-batches 16] [--rounds 3]
                                    [--kept-mib 10] [--products] [--json PATH]
 
-The stages are on two devices in turn, [0, 1, 0, 1] (those of the Interleaved schedule on four). Their layers multiply
-and add up in loops, since XLA runs each of those on one core. It divides a product of matrices among all cores that
-there are, also for one stage after another; --products is to see that. "ms" is the median of an update, all ways
-measured in turns in one process; the ratios are those to Sequential, whose programs use "cores" (of CPU time, seconds
-each second) and take "stage ms" for the forward pass of a stage. "peak MiB" is the memory that an update of 24
-micro-batches takes at most, in a process of its own, where each stage has a device and keeps --kept-mib of a
-micro-batch; "x" is that against Sequential. "kept" is how many micro-batches the stages keep.
+The stages are on two devices in turn, [0, 1, 0, 1]; those of the Interleaved schedule are on four devices. Their layers
+multiply and add in loops, because XLA runs each loop on one core. XLA divides a matrix product among all cores, even
+without a pipeline; --products shows that. "ms" is the median of an update, with all ways in turns in one process. The
+ratios are to Sequential. Its programs use "cores" (CPU seconds per second), and the forward pass of a stage takes
+"stage ms". "peak MiB" is the peak of memory in an update of 24 micro-batches, in a process of its own, with a device
+for each stage, which keeps --kept-mib of a micro-batch; "x" is its ratio to Sequential. "kept" is the number of
+micro-batches that each stage keeps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from resident_memory import MIB, peak_bytes, reset_peak, resident_bytes
-from timing import ROOT, Machine, command_line, environment, medians  # finds the project, too
+from timing import ROOT, Machine, command_line, environment, medians  # makes the project importable, too
 
 STAGES = 4
 SETTINGS = ("layers", "width", "batch_size", "micro_batches", "rounds", "kept_mib", "products")
@@ -34,7 +34,7 @@ WIDTHS = {"way": 36, "ms": 9, "speed": 8, "same bits": 11}
 MEMORY_WIDTHS = {"way": 36, "peak MiB": 10, "x": 8, "kept": 14}
 LIMIT_S = 300.0
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""What is freed goes back at once, so that what a process had before says nothing of what it needs now."""
+"""Settings of the C library that return freed memory at once, so that earlier memory does not hide new memory."""
 
 MEMORY_WAYS = ("sequential", "interleaved", "grouped", "grouped, recomputing")
 MEMORY_MICRO_BATCHES = 24
@@ -86,19 +86,19 @@ def said(holds: bool) -> str:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--layers", type=int, default=400, metavar="N", help="of each stage (%(default)s)")
-    add("--width", type=int, default=64, metavar="N", help="(%(default)s)")
+    add("--layers", type=int, default=400, metavar="N", help="layers of each stage (%(default)s)")
+    add("--width", type=int, default=64, metavar="N", help="width of a layer (%(default)s)")
     add("--batch-size", type=int, default=128, metavar="N", help="rows of a micro-batch (%(default)s)")
-    add("--micro-batches", type=int, default=16, metavar="N", help="of an update (%(default)s)")
+    add("--micro-batches", type=int, default=16, metavar="N", help="micro-batches of an update (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each way (%(default)s)")
-    add("--kept-mib", type=int, default=10, metavar="N", help="of a micro-batch by a stage (%(default)s)")
-    add("--products", action="store_true", help="layers of products of matrices, which XLA divides among cores")
+    add("--kept-mib", type=int, default=10, metavar="N", help="MiB that a stage keeps of a micro-batch (%(default)s)")
+    add("--products", action="store_true", help="use layers of matrix products, which XLA divides among cores")
     add("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 class Update:
-    """An update in one way, and when the devices did what."""
+    """An update in one way, with the timed work of the devices."""
 
     def __init__(
         self, way: str, mapping: Sequence[int], layers: int, width: int, rows: int, count: int, products: bool = True
@@ -138,7 +138,7 @@ class Update:
         self.spans = spans[0]
 
     def make(self) -> float:
-        """Seconds until the new variables are there."""
+        """Make an update, and return the seconds until the new variables are ready."""
         import jax
 
         began = time.perf_counter()
@@ -148,7 +148,7 @@ class Update:
 
     @property
     def fingerprint(self) -> str:
-        """Of the variables."""
+        """The fingerprint of the variables."""
         import strategies
 
         return strategies.fingerprint(self._state.variables)
@@ -162,7 +162,7 @@ def update_of(options: argparse.Namespace, way: str, mapping: Sequence[int] | No
 
 
 def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row for each way; and how many cores the programs of Sequential use, and how long a stage takes."""
+    """Return a row for each way, and the cores and the time of a stage in Sequential's programs."""
     updates = {way: update_of(options, way) for way in WAYS}
     for update in updates.values():
         update.make()  # compiles
@@ -196,7 +196,7 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
 
 
 def peaks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What an update takes at most, by some of the ways."""
+    """Return the peaks of memory of an update, for some of the ways."""
     found = {way: peak_in_new_process(way) for way in MEMORY_WAYS}
     kept = {way: kept_by_stages(way) for way in MEMORY_WAYS}
     return [
@@ -226,9 +226,9 @@ def peak_in_new_process(way: str) -> int:
 
 
 def peak_of(options: argparse.Namespace, way: str) -> int:
-    """How much memory an update takes at most, each stage on a device of its own; the second one.
+    """Return the peak of memory of the second update, with each stage on its own device.
 
-    Layers keep what they take and what they make.
+    Layers keep their inputs and outputs.
     """
     rows = options.kept_mib * MIB // (2 * MEMORY_LAYERS * MEMORY_WIDTH * np.dtype(np.float32).itemsize)
     update = Update(way, range(STAGES), MEMORY_LAYERS, MEMORY_WIDTH, rows, MEMORY_MICRO_BATCHES)
@@ -243,7 +243,7 @@ def peak_of(options: argparse.Namespace, way: str) -> int:
 
 
 def overhead_s(rounds: int) -> float:
-    """What the drivers and JAX take for a stage program of a few microseconds, on one device."""
+    """Return the time of the drivers and JAX for a stage program of a few microseconds, on one device."""
     update = Update("sequential", [0] * STAGES, layers=1, width=1, rows=1, count=64)
     found = []
     for _ in range(rounds + 1):

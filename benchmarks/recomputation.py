@@ -1,13 +1,13 @@
-"""What recomputation saves and costs: gradients of a deep MLP with `recompute` "none", "blocks" and policies.
+"""The gain and cost of recomputation: gradients of a deep MLP with `recompute` "none", "blocks" and policies.
 
 Usage:
 
     python benchmarks/recomputation.py [--layers 32] [--width 512] [--batch-size 2048] [--every 4] [--rounds 5]
                                        [--json PATH]
 
-The columns: "temp MB" is what XLA has planned for intermediate values of the gradient program (its memory analysis),
-"peak MB" the memory that one gradient takes at most, in a process of its own, "ms" the median of a
-gradient, all ways measured in turns in one process; ratios are those to "none".
+Columns: "temp MB" is XLA's plan for intermediate values of the gradient program (its memory analysis), "peak MB" the
+peak of memory in one gradient, in a process of its own, "ms" the median of a gradient, with all ways in turns in one
+process; ratios are to "none".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from resident_memory import peak_bytes as largest_bytes
 from resident_memory import reset_peak, resident_bytes
-from timing import ROOT, Machine, command_line, environment, medians  # finds the project, too
+from timing import ROOT, Machine, command_line, environment, medians  # makes the project importable, too
 
 from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
 
@@ -58,9 +58,9 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--layers", type=int, default=32, metavar="N", help="(%(default)s)")
-    add("--width", type=int, default=512, metavar="N", help="(%(default)s)")
-    add("--batch-size", type=int, default=2048, metavar="N", help="(%(default)s)")
+    add("--layers", type=int, default=32, metavar="N", help="layers of the MLP (%(default)s)")
+    add("--width", type=int, default=512, metavar="N", help="width of a layer (%(default)s)")
+    add("--batch-size", type=int, default=2048, metavar="N", help="rows of the batch (%(default)s)")
     add("--every", type=int, default=4, metavar="N", help="layers between marks (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns of each way (%(default)s)")
     add("--peak-of", choices=WAYS, help=argparse.SUPPRESS)
@@ -68,7 +68,7 @@ def read_options() -> argparse.Namespace:
 
 
 def make_task(options: argparse.Namespace, way: str) -> tuple[Callable[..., Any], Any, jax.Array]:
-    """A loss function, its variables and its batch."""
+    """Return a loss function, its variables and its batch."""
 
     def block(layers: Any, hidden: jax.Array) -> jax.Array:
         for layer in layers:
@@ -135,7 +135,7 @@ def peak_in_new_process(way: str) -> int:
 
 
 def peak_bytes(options: argparse.Namespace, way: str) -> int:
-    """How much memory the first gradient takes at most."""
+    """Return the peak of memory in the first gradient, in bytes."""
     program, arguments = compiled(options, way)
     jax.block_until_ready(arguments)
     before = resident_bytes()

@@ -1,4 +1,4 @@
-"""How much memory this process has, and had at most."""
+"""The resident memory of this process, now and at its peak."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ RESET_HIGH_WATER_MARK = "5"  # see proc_pid_clear_refs(5)
 
 
 def resident_bytes() -> int:
-    """What it has; what it shares with other processes counts for each of them."""
+    """Return the resident bytes of this process; memory shared with other processes counts in full."""
     return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """What it has had at most since `reset_peak`."""
+    """Return the peak of resident bytes since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 
 def reset_peak() -> None:
-    """Let the peak begin anew; where that is not allowed it counts from the start of the process."""
+    """Reset the peak; if that is not allowed, print that the peak counts from the start of the process."""
     try:
         Path("/proc/self/clear_refs").write_text(RESET_HIGH_WATER_MARK)
     except OSError:
         largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
         if largest > resident_bytes():
-            print("the peak of the memory cannot be reset here: it is that since the process began", file=sys.stderr)
+            print("the peak of memory cannot be reset here, so it counts from the process's start", file=sys.stderr)
 
 
 def _status_bytes(name: str) -> int:

@@ -1,14 +1,14 @@
-"""What sharded optimizer state saves: bytes of state and peak memory of an instance, against the same without sharding.
+"""The gain of sharded optimizer state: bytes of state and peak memory of an instance, with and without sharding.
 
     python benchmarks/sharded_state.py [--instances 2 4] [--width 1792] [--batch-size 64] [--rounds 3] [--steps 5]
                                        [--json PATH]
 
 Instances with one replica each train an MLP with four hidden layers of the given width by Adam (12.9 million variables,
-103 MB of state), each way in processes of its own, in turns. "state" are the bytes of optimizer state that an instance
-has in XLA's buffers; "peak" is the most memory that was resident in a step after the first ones, "training" that
-without what the process had before it made variables; of several instances those of the largest. Memory that the
-instances of a host share counts for each of them. MiB, medians over the rounds. MALLOC_MMAP_THRESHOLD_ is set, so that
-blocks of 1 MiB go back when they are freed: the C library keeps those below 32 MiB as it happens, which hides the rest.
+103 MB of state). Both ways take turns, in processes of their own. "state" is the optimizer state of an instance in
+XLA's buffers. "peak" is the peak of resident memory after the first steps. "training" is the peak without the memory
+from before the variables were made. Each is that of the largest instance. Memory that instances of a host share counts
+for each of them. In MiB, medians over the rounds. MALLOC_MMAP_THRESHOLD_ is set so that freed blocks of 1 MiB go back
+to the system: by default the C library keeps some blocks below 32 MiB, which hides the rest.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--instances", type=int, nargs="+", default=[2, 4], metavar="N", help="with one replica each (2 4)")
-    add("--width", type=int, default=1792, metavar="N", help="of the hidden layers (%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--instances", type=int, nargs="+", default=[2, 4], metavar="N", help="instances with one replica each (2 4)")
+    add("--width", type=int, default=1792, metavar="N", help="width of the hidden layers (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="rows per replica (%(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each way (%(default)s)")
-    add("--steps", type=int, default=5, metavar="N", help="in each turn (%(default)s)")
-    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for each turn (%(default)s)")
+    add("--steps", type=int, default=5, metavar="N", help="steps of a turn (%(default)s)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="time limit of a turn (%(default)s)")
     return parser.parse_args()
 
 
 def measure_and_print(instances: int, options: argparse.Namespace) -> Figures:
-    """One row."""
+    """Measure both ways in turns, print them, and return one row."""
     cpus = one_core_each(instances)
     turns: dict[str, list[Figures]] = {way: [] for way in WAYS}
     for _ in range(options.rounds):
@@ -79,7 +79,7 @@ def measure_and_print(instances: int, options: argparse.Namespace) -> Figures:
 
 
 def train(cpus: Sequence[str], words: Sequence[str], options: argparse.Namespace) -> Figures:
-    """The figures of one training, in new processes."""
+    """Train in new processes, and return the figures."""
     sizes = map(str, (options.width, options.batch_size, options.steps))
     lines = list(
         output_lines(mpirun_command(cpus, [sys.executable, str(RANK_PROGRAM), *sizes, *words]), options.limit_s)
@@ -89,7 +89,7 @@ def train(cpus: Sequence[str], words: Sequence[str], options: argparse.Namespace
 
 
 def print_line(instances: int, name: str, figures: Mapping[str, float], unit: int) -> None:
-    """The figures of a way in units of so many bytes, or their ratios."""
+    """Print the figures of a way, in units of `unit` bytes, or their ratios."""
     cells = [f"{figures[name] / (unit if name.endswith('bytes') else 1):.3f}" for name in MEASURED]
     print("".join(f"{cell:>11}" for cell in (instances, name, *cells)), flush=True)
 

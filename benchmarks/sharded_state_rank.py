@@ -1,4 +1,4 @@
-"""One instance of `sharded_state.py`: trains a wide MLP with Adam, and says what memory that takes.
+"""An instance of `sharded_state.py`, which trains a wide MLP with Adam and prints the memory that this takes.
 
 usage: sharded_state_rank.py WIDTH BATCH_SIZE STEPS [--sharded]
 """
@@ -20,7 +20,7 @@ import strategies
 
 HIDDEN_LAYERS = 4
 CLASSES = 10
-WARM_UP_STEPS = 2  # the first one compiles, which takes memory of its own
+WARM_UP_STEPS = 2  # the first step compiles, which takes memory of its own
 
 Layers = list[dict[str, Any]]
 
@@ -52,13 +52,13 @@ def main() -> None:
 
 
 def state_bytes(state: strategies.TrainState) -> int:
-    """Of this instance's optimizer state, in XLA's buffers."""
+    """Return the bytes of this instance's optimizer state in XLA's buffers."""
     shards = (shard for leaf in jax.tree.leaves(state.optimizer_state) for shard in leaf.addressable_shards)
     return sum(shard.data.nbytes for shard in shards)
 
 
 def first_variables(width: int) -> Layers:
-    """Hidden layers, `[width, width]` each, and the last one."""
+    """Return hidden layers, `[width, width]` each, and the last layer."""
     random = np.random.default_rng(0)
     return [
         {
@@ -70,14 +70,14 @@ def first_variables(width: int) -> Layers:
 
 
 def batch_of(instance: int, batch_size: int, width: int) -> dict[str, np.ndarray]:
-    """Random rows."""
+    """Return a batch of random rows."""
     random = np.random.default_rng([1, instance])
     labels = random.integers(0, CLASSES, batch_size).astype(np.int32)
     return {"x": random.random((batch_size, width), np.float32), "label": labels}
 
 
 def loss_fn(variables: Layers, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
-    """The mean cross-entropy."""
+    """Return the mean cross-entropy."""
     hidden = batch["x"]
     for layer in variables[:-1]:
         hidden = jax.nn.relu(hidden @ layer["kernel"] + layer["bias"])

@@ -1,13 +1,13 @@
-"""The simulated network against the test bed: all-reduces of some sizes over some instances, measured and simulated.
+"""The simulated network against the test bed: all-reduces of some sizes and instances, measured and simulated.
 
-As root: the hosts are namespaces of this machine (the bed of tests/cluster) with shaped links. What messages cost is
-measured first, between as many instances at once, and inside of a host. Usage:
+Run as root: the hosts are network namespaces of this machine (the bed of tests/cluster) with shaped links. First, the
+cost of messages is measured between as many instances at once, and inside a host. Usage:
 
     python benchmarks/simulated.py [--instances 2 3 4 6 8] [--sizes 64K 1M 16M] [--rate 200mbit] [--delay 1ms]
         [--rounds 5] [--json PATH]
 
-One instance per host up to four, two on each of three and four hosts for six and eight. What is simulated is what the
-transport does: the comparison of calls, then the plan that it chooses, in its pieces.
+There is one instance per host for up to four instances; six and eight instances are two on each of three and four
+hosts. The simulation does what the transport does: the comparison of calls, then the chosen plan, in pieces.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from collectives.point_to_point.planned import Planner
 from collectives.reduction import Reduction
 from collectives.simulation import Network, of_comparison, of_plan, steady_s
 
-HOSTS = {2: (2, 1), 3: (3, 1), 4: (4, 1), 6: (3, 2), 8: (4, 2)}  # hosts, instances on each
+HOSTS = {2: (2, 1), 3: (3, 1), 4: (4, 1), 6: (3, 2), 8: (4, 2)}  # hosts, and instances on each
 HEADER_BYTES = 64
-BURST_BYTES = 128 << 10  # of the links of the bed (netns_link.sh)
+BURST_BYTES = 128 << 10  # burst of the links of the bed (netns_link.sh)
 SIZES = [1 << 16, 1 << 20, 1 << 24]
 
 
@@ -53,17 +53,17 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--instances", type=int, nargs="+", choices=HOSTS, default=list(HOSTS), metavar="N", help="2, 3, 4, 6, 8")
-    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="of an array (64K 1M 16M)")
-    add("--rate", default="200mbit", help="of each link and direction, as tc writes it (%(default)s)")
-    add("--delay", default="1ms", help="of what a host sends, as tc writes it (%(default)s)")
+    add("--instances", type=int, nargs="+", choices=HOSTS, default=list(HOSTS), metavar="N", help="(2 3 4 6 8)")
+    add("--sizes", type=size, nargs="+", default=SIZES, metavar="BYTES", help="sizes of the array (64K 1M 16M)")
+    add("--rate", default="200mbit", help="rate of each link and direction, in tc's notation (%(default)s)")
+    add("--delay", default="1ms", help="delay of a host's packets, in tc's notation (%(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="turns (%(default)s)")
-    add("--block-s", type=float, default=0.5, metavar="SECONDS", help="about how long a turn lasts (%(default)s)")
+    add("--block-s", type=float, default=0.5, metavar="SECONDS", help="approximate length of a turn (%(default)s)")
     return parser.parse_args()
 
 
 def compare(instances: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Prints and yields a row for each size."""
+    """Print and yield a row for each size."""
     hosts, on_each = HOSTS[instances]
     with on_hosts.hosts(hosts) as bed:
         bed.link("all", f"rate={options.rate}", f"delay={options.delay}")
@@ -81,15 +81,15 @@ def compare(instances: int, options: argparse.Namespace) -> Iterator[dict[str, A
 
 
 def measured_s(group: Any, nbytes: int, options: argparse.Namespace) -> float:
-    """The median over turns of the slowest instance's time for one all-reduce."""
+    """Return the median over turns of the slowest instance's time for one all-reduce."""
     groups = {"ours": group}
-    nothing = [{} for _ in group.ask(do="prepare", nbytes=nbytes, ways=["ordered"])]  # bytes are not looked at
+    nothing = [{} for _ in group.ask(do="prepare", nbytes=nbytes, ways=["ordered"])]  # no idle traffic to subtract
     repeats = max(1, round(options.block_s / on_hosts.turn(groups, "ordered", nothing, 1)["seconds"]))
     return median(on_hosts.turn(groups, "ordered", nothing, repeats)["seconds"] for _ in range(options.rounds))
 
 
 def measured_network(bed: Any, on_each: int) -> Network:
-    """What messages cost between as many instances as there are, and inside of a host."""
+    """Measure the cost of messages between the hosts' instances at once, and inside a host."""
     path = Path(bed.shared) / "network.json"
     simulator = [
         sys.executable,
@@ -110,7 +110,7 @@ def measured_network(bed: Any, on_each: int) -> Network:
 
 
 def simulated_s(hosts: int, on_each: int, nbytes: int, network: Network) -> float:
-    """The comparison of calls, and the plan in the pieces into which the transport cuts it, again and again."""
+    """Return the steady time of the comparison of calls and the plan, in the transport's pieces."""
     places = np.repeat(np.arange(hosts), on_each)
     link = Places(tuple(places.tolist()), _sizes_between_hosts(places.size, on_each))
     rounds = relays(link.hosts)
@@ -120,13 +120,13 @@ def simulated_s(hosts: int, on_each: int, nbytes: int, network: Network) -> floa
     pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
     planner = Planner(link, pairs)
     planned = planner.planned(Reduction("sum", np.dtype(np.float32)), (1,) * places.size, nbytes // 4, False)
-    told = [each for each in rounds if planned.opens_in < 0 or each not in leaving]  # else it goes with the plan
+    told = [each for each in rounds if planned.opens_in < 0 or each not in leaving]  # others travel with the plan
     reduction = of_plan(planned.plan, nbytes // 4, Width(4, 4), len(planned.programs))
     return steady_s([*[of_comparison(places, told, HEADER_BYTES)] * bool(told), reduction], network)
 
 
 class Places(Link):
-    """Where ranks are; nothing is sent."""
+    """A link that knows the hosts of ranks and sends nothing."""
 
     def __init__(self, hosts: tuple[int, ...], sizes: Sizes) -> None:
         self.rank, self.size = 0, len(hosts)
@@ -134,11 +134,11 @@ class Places(Link):
         self.nearby = hosts if len(set(hosts)) < len(hosts) else ()
 
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
-        """As said, no."""
+        """Raise NotImplementedError."""
         raise NotImplementedError
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
-        """As said, no."""
+        """Raise NotImplementedError."""
         raise NotImplementedError
 
 

@@ -1,13 +1,13 @@
-"""Lets failures happen to small jobs, one after another, and checks that each ends as it is promised.
+"""Random failures of small jobs, one after another, with a check that each job ends as promised.
 
 Usage:
 
     python benchmarks/soak.py [--count 200] [--seed 0] [--first 0]
 
-Kind, phase, step, instance, number of instances and what poprun does about it are drawn at random, from the seed. A job
-that completes has to have the variables of one process, to the bit, also when it has lost instances; one that ends has
-to have the status of the failure and name the instance; no process may be left. Prints one line for each failure, and
-ends with status 1 if a promise was broken.
+The seed determines the kind, phase, step, instance, number of instances and poprun's reaction. A job that completes,
+even without lost instances, must have the variables of one process, to the bit. A job that fails must have the status
+of the failure and name the instance. No process may be left. Prints one line for each failure, and ends with status 1
+if a promise was broken.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ STATUS = {"cut": 137, "kill": 137, "exit": 3, "raise": 1, "stop": 124, "delay": 
 PHASES = ("data", "forward", "all_reduce", "update")
 LIMIT_S = 120.0
 STUCK_S = 10
-"""So long an instance may take for what it compiles in its first step, while the others wait for it."""
+"""Timeout for stuck instances, in seconds; others wait that long while one compiles in its first step."""
 MARKER, MINE = "POPDIST_SOAK", uuid.uuid4().hex
-"""In the environment of all processes of a job; other runs on the machine have other values."""
+"""A variable in the environment of all processes of a job; other runs on this machine have other values."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job and what happens to it.
+    """A job and its failures.
 
     Attributes:
         mode: `stop` or `shrink`.
-        instances: of the job.
-        faults: kind, instance, step and phase of each.
+        instances: Number of instances.
+        faults: Kind, instance, step and phase of each failure.
     """
 
     mode: str
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def words(self) -> list[str]:
-        """The options of poprun."""
+        """The options for poprun."""
         faults = [f"{kind}:instance={i},step={step},phase={phase}" for kind, i, step, phase in self.faults]
         replicas = REPLICAS[self.instances]
         return [
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def lost(self) -> set[int]:
-        """The instances that do not come to the end."""
+        """The instances that do not complete."""
         return {instance for kind, instance, *_ in self.faults if kind != "delay"}
 
 
 def draw(random_: random.Random) -> Case:
-    """A case; at least one instance survives where the others are to go on."""
+    """Draw a case; in the mode `shrink` at least one instance survives."""
     mode = random_.choice(["shrink", "shrink", "stop"])
     instances = random_.choice(sorted(REPLICAS))
     count = random_.randint(1, min(2, instances - 1)) if mode == "shrink" else 1
@@ -85,11 +85,11 @@ def draw(random_: random.Random) -> Case:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, metavar="N", help="of failures (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(%(default)s)")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="begin there (%(default)s)")
+    parser.add_argument("--count", type=int, default=200, metavar="N", help="number of failures (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the failures (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first failure (%(default)s)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:  # what one job has compiled the others need not compile again
+    with tempfile.TemporaryDirectory() as folder:  # jobs share their compiled programs
         os.environ |= {
             "JAX_COMPILATION_CACHE_DIR": folder,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -99,15 +99,15 @@ def main() -> int:
 
 
 def soak(count: int, seed: int, first: int) -> int:
-    """Let the failures happen.
+    """Run the jobs with their failures.
 
     Args:
-        count: of failures.
-        seed: of what is drawn.
-        first: the one to begin with.
+        count: Number of failures.
+        seed: Seed of the failures.
+        first: Number of the first failure to run.
 
     Returns:
-        1 if a promise was broken.
+        1 if a promise was broken, otherwise 0.
     """
     random_ = random.Random(seed)
     cases = [draw(random_) for _ in range(count)]
@@ -141,23 +141,23 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def found_by(ended: subprocess.CompletedProcess[str]) -> list[tuple[str, list[list[float]]]]:
-    """The fingerprint, and the means of all steps, of each instance that came to the end."""
-    # What a job of one instance prints has no tag.
+    """Return the fingerprint, and the means of all steps, of each instance that completed."""
+    # Lines of a job of one instance have no tag.
     lines = [line[line.index("{") :] for line in ended.stdout.splitlines() if "{" in line]
     return [(found["fingerprint"], found["losses"]) for found in map(json.loads, lines)]
 
 
 def fault_of(case: Case, ended: subprocess.CompletedProcess[str], expected: list[tuple[str, list[list[float]]]]) -> str:
-    """What is not as it was promised; empty if all is."""
+    """Return the broken promise, or "" if all were kept."""
     if left := processes_left():
         return f"processes are left: {left}"
     if case.mode == "shrink" or not case.lost:
         if ended.returncode:
             return f"status {ended.returncode}"
         if found_by(ended) != expected * (case.instances - len(case.lost)):
-            return "other variables, other means, or too few instances"
+            return "wrong variables, wrong means, or too few instances"
         end = f"the job completed without {len(case.lost)} instance" if case.lost else ""
-        return "" if end in ended.stderr else "the last line does not say so"
+        return "" if end in ended.stderr else "the last line does not name the lost instances"
     kind, instance, *_ = case.faults[0]
     first = next((line for line in ended.stderr.splitlines() if " POPRUN [E] " in line), "")
     if ended.returncode != STATUS[kind]:
@@ -166,7 +166,7 @@ def fault_of(case: Case, ended: subprocess.CompletedProcess[str], expected: list
 
 
 def processes_left() -> list[str]:
-    """Commands of processes that a job has left."""
+    """Return the commands of processes that a job has left."""
     mark = f"{MARKER}={MINE}".encode()
     left = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,15 +1,15 @@
-"""What surviving costs: steps under `--on-failure shrink` and without it, in turns, and the first step after a SIGKILL.
+"""The cost of surviving: steps with and without `--on-failure shrink`, and the first step after a SIGKILL.
 
 Usage:
 
     python benchmarks/survival.py [--model mlp] [--rounds 7] [--steps 50] [--kills 5] [--json PATH]
 
-First table, ms per step, medians: two jobs of two instances with a replica each take turns; nothing fails.
+First table, ms per step, medians: two jobs of two instances with one replica each take turns; nothing fails.
 
 Second table, ms, medians over jobs: one of three instances with two replicas each is killed. "after" is the time from
-there to the end of the interrupted step on the slowest of the others, "compile" what JAX traced and compiled in it (a
-program is the same however many replicas an instance drives, so there should be nothing), "step" an undisturbed step
-before, "rest" what is left: after - compile - step.
+the kill to the end of the interrupted step on the slowest survivor; "compile" is JAX's time to trace and compile in it
+(about zero, because a program does not depend on the number of local replicas); "step" is an undisturbed step before;
+"rest" is after - compile - step.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--model", choices=training_task.MODELS, default="mlp", help="(%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--batch-size", type=int, default=64, metavar="N", help="rows per replica (%(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="turns of each job (%(default)s)")
-    add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
+    add("--steps", type=int, default=50, metavar="N", help="steps of a turn (%(default)s)")
     add(
         "--kills",
         type=int,
@@ -61,12 +61,12 @@ def read_options() -> argparse.Namespace:
         metavar="N",
         help="jobs in which an instance is killed (%(default)s)",
     )
-    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="time limit of an answer (%(default)s)")
     return parser.parse_args()
 
 
 def measure_overhead(options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per step in both modes."""
+    """Return milliseconds per step in both modes, measured in turns."""
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     with ExitStack() as stack:
         groups = {mode: start(stack, mode, options) for mode in MODES}
@@ -87,18 +87,18 @@ def start(stack: ExitStack, mode: str, options: argparse.Namespace) -> Group:
 
 
 def take_turn(group: Group, steps: int) -> float:
-    """Milliseconds per step of the slowest instance."""
+    """Return milliseconds per step of the slowest instance."""
     return 1e3 * max(answer["seconds"] for answer in group.ask(do="placed", steps=steps)) / steps
 
 
 def measure_recovery(options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds, see the top."""
+    """Return the milliseconds of the second table."""
     found = [lose_one(kill % 3, options) for kill in range(options.kills)]
     return {name: median(each[name] for each in found) for name in COLUMNS}
 
 
 def lose_one(victim: int, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of one job."""
+    """Run a job in which one instance is killed, and return its milliseconds."""
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
         arguments = [folder, options.model, str(options.batch_size), str(victim), "16"]
         words = [*poprun("shrink", 3, 6), sys.executable, str(HERE / "survival_rank.py"), *arguments]

@@ -1,4 +1,4 @@
-"""One instance of `survival.py`: trains until one instance is killed, and says how long that took the others.
+"""An instance of `survival.py`, which trains until an instance is killed, and writes the others' recovery times.
 
 usage: survival_rank.py FOLDER MODEL BATCH_SIZE VICTIM STEPS
 """
@@ -22,7 +22,7 @@ import strategies
 
 
 class Compiling:
-    """How long JAX has traced, lowered and compiled so far, in seconds."""
+    """A counter of the seconds that JAX has spent tracing, lowering and compiling."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

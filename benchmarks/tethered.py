@@ -1,6 +1,6 @@
-"""Runs a program that is told to end (SIGTERM) as soon as the process that started it has ended, however that ended.
+"""Launcher of a program that receives SIGTERM as soon as its parent process has ended, for whatever reason.
 
-usage: tethered.py PARENT program [arguments]     (PARENT is the number of that process)
+usage: tethered.py PARENT program [arguments]     (PARENT is the parent's process ID)
 """
 
 import ctypes
@@ -13,5 +13,5 @@ PR_SET_PDEATHSIG = 1  # see prctl(2)
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(sys.argv[1]):
-        raise SystemExit("the process that started this one has ended already")
+        raise SystemExit("the process that started this one has already ended")
     os.execvp(sys.argv[2], sys.argv[2:])

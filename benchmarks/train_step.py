@@ -1,23 +1,23 @@
-"""How long a training step takes: ours, what one process computes alone, and other libraries.
+"""Training steps: ours, one process alone, and other libraries.
 
-One replica per instance and one core per instance. The processes of all ways live at the same time; one process tells
-them whose turn it is, and the others sleep. All ways begin with the same variables, read the same batches and have to
-agree on the losses. Usage:
+Each instance has one replica and one core. The processes of all ways are alive at the same time; a coordinator gives
+them turns, and the others sleep. All ways begin with the same variables, read the same batches and must agree on the
+losses. Usage:
 
     python benchmarks/train_step.py [--instances 2] [--batch-size 64] [--rounds 7] [--json PATH]
         [--against torch --torch-python PATH] [--against tensorflow --tensorflow-python PATH]
         [--against horovod --horovod-python PATH] [--strategy popdist|horovod|multi-worker]
 
-The columns: "ours" steps on batches that are on the device already, as do all the others but "dataset", which is ours
-with the data set's own gathering and prefetching; "alone" is one compiled program of gradients and update in each
-process, without any communication; "ddp" is torch's DistributedDataParallel over gloo, where torch is installed; "tf"
-is TensorFlow's MultiWorkerMirroredStrategy with RING over gRPC; "hvd" is torch with Horovod's DistributedOptimizer
-under mpirun, with the settings that Horovod and Open MPI have by themselves, and "tuned" the same with the two that
-help it most here; "over hvd" is ours over Horovod, `IPUHorovodStrategy` under poprun, where this interpreter has both.
+Columns: "ours" makes steps on batches that are on the device, as all others except "dataset", which is ours with the
+data set's own gathering and prefetching; "alone" is one compiled program of gradients and update in each process,
+without communication; "ddp" is torch's DistributedDataParallel over gloo, if torch is installed; "tf" is TensorFlow's
+MultiWorkerMirroredStrategy with RING over gRPC; "hvd" is torch with Horovod's DistributedOptimizer under mpirun, with
+the default settings of Horovod and Open MPI; "tuned" is the same with the two settings that help most here; "over hvd"
+is ours over Horovod, `IPUHorovodStrategy` under poprun, if this interpreter has both.
 
-Ours is `PopDistStrategy` under poprun, or `IPUMultiWorkerStrategy` over gRPC, with which TensorFlow is compared.
+Ours is `PopDistStrategy` under poprun, or `IPUMultiWorkerStrategy` over gRPC against TensorFlow.
 
-A thread of Horovod never sleeps, so the processes of its ways are stopped while it is not their turn.
+A thread of Horovod never sleeps, so the processes of its ways are stopped between their turns.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ REQUESTS = {
 }
 MODULES = {"torch": "torch", "tensorflow": "tensorflow", "horovod": "horovod.torch"}
 SETTINGS = ("instances", "strategy", "batch_size", "rounds", "steps")
-SAME_LOSS = 1e-3  # relative: after a few steps only rounding sets the ways apart
+SAME_LOSS = 1e-3  # relative: after a few steps the ways differ by rounding only
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Peer:
     """Another library that trains the same models.
 
     Attributes:
-        way: what its turns are called.
-        library: what it needs.
-        program: of its workers.
-        title: of its column.
-        environ: what it is told besides.
+        way: Name of its turns.
+        library: Library that it needs.
+        program: Program of its workers.
+        title: Title of its column.
+        environ: Additional variables of its workers.
     """
 
     way: str
@@ -87,14 +87,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Contest:
-    """What the ways that take turns with one model have in common.
+    """The common settings of the ways that take turns with one model.
 
     Attributes:
-        coordinator: tells them whose turn it is.
-        model: its name.
-        options: of the command line.
-        cpus: one for each instance.
-        folder: for what the processes share.
+        coordinator: Coordinator of the turns.
+        model: Name of the model.
+        options: Options of the command line.
+        cpus: Core of each instance.
+        folder: Folder for files that the processes share.
     """
 
     coordinator: Coordinator
@@ -105,7 +105,7 @@ class Contest:
 
     @property
     def words(self) -> list[str]:
-        """What every program is told."""
+        """The common arguments of all programs."""
         return [self.coordinator.path, self.model, str(self.options.batch_size)]
 
     def start(
@@ -136,22 +136,22 @@ def main() -> None:
     machine.write(options, SETTINGS, rows=rows)
     wrong = [f"{row['model']}: {name}" for row in rows for name, holds in row["checks"].items() if not holds]
     if wrong:
-        raise SystemExit("these do not hold: " + ", ".join(wrong))
+        raise SystemExit("failed checks: " + ", ".join(wrong))
 
 
 def read_options() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
-    add("--instances", type=int, default=2, metavar="N", help="with one replica each (%(default)s)")
-    add("--models", nargs="+", choices=training_task.MODELS, default=training_task.MODELS)
-    add("--batch-size", type=int, default=64, metavar="N", help="per replica (%(default)s)")
+    add("--instances", type=int, default=2, metavar="N", help="instances with one replica each (%(default)s)")
+    add("--models", nargs="+", choices=training_task.MODELS, default=training_task.MODELS, help="models to train (all)")
+    add("--batch-size", type=int, default=64, metavar="N", help="rows per replica (%(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="turns of each way (%(default)s)")
-    add("--steps", type=int, default=50, metavar="N", help="in each turn (%(default)s)")
-    add("--against", action="append", choices=tuple(MODULES), help="a library; may be repeated (default: torch)")
-    add("--strategy", choices=tuple(STARTS), help="of ours (multi-worker against tensorflow, or popdist)")
+    add("--steps", type=int, default=50, metavar="N", help="steps of a turn (%(default)s)")
+    add("--against", action="append", choices=tuple(MODULES), help="another library; may be repeated (torch)")
+    add("--strategy", choices=tuple(STARTS), help="our strategy (multi-worker against tensorflow, otherwise popdist)")
     for library in MODULES:
-        add(f"--{library}-python", metavar="PATH", help=f"has {library} and NumPy (default: this interpreter)")
-    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="for any answer (%(default)s)")
+        add(f"--{library}-python", metavar="PATH", help=f"Python with {library} and NumPy (this interpreter)")
+    add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="time limit of an answer (%(default)s)")
     options = parser.parse_args()
     options.against = options.against or ["torch"]
     options.strategy = options.strategy or ("multi-worker" if "tensorflow" in options.against else "popdist")
@@ -159,7 +159,7 @@ def read_options() -> argparse.Namespace:
 
 
 def find_pythons(options: argparse.Namespace) -> dict[str, str]:
-    """The interpreter for each library; torch is left out where it is not installed, unless it was asked for."""
+    """Return the interpreter for each library; leave torch out if it is not installed and was not requested."""
     pythons = {}
     for library in options.against:
         wanted = getattr(options, f"{library}_python")
@@ -181,7 +181,7 @@ def can_import(library: str, python: str) -> bool:
 
 
 def has_own_horovod_column(options: argparse.Namespace) -> bool:
-    """Whether our strategy over Horovod is compared, and not ours anyway."""
+    """Return whether our strategy over Horovod has a column besides ours."""
     return "horovod" in options.against and options.strategy != "horovod"
 
 
@@ -192,7 +192,7 @@ def peers_of(libraries: Collection[str]) -> Iterator[Peer]:
 def measure(
     model: str, options: argparse.Namespace, cpus: tuple[str, ...], pythons: Mapping[str, str]
 ) -> dict[str, Any]:
-    """All ways take turns with one model."""
+    """Measure all ways in turns, with one model."""
     with (
         tempfile.TemporaryDirectory(prefix="train-step-") as folder,
         Coordinator(folder, options.limit_s) as coordinator,
@@ -218,24 +218,24 @@ def measure(
 
 
 def start_popdist(contest: Contest) -> Group:
-    """Ours under poprun."""
+    """Start ours under poprun."""
     return contest.start("popdist", [poprun_command("popdist", contest)], environment())
 
 
 def start_horovod(contest: Contest) -> Group:
-    """Ours over Horovod, under poprun."""
+    """Start ours over Horovod, under poprun."""
     return contest.start("over hvd", [poprun_command("horovod", contest)], environment(), is_restless=True)
 
 
 def poprun_command(kind: str, contest: Contest) -> list[str]:
-    """A program of ours under poprun, which pins the instances."""
+    """Return the command of our program under poprun, which pins the instances."""
     count = str(len(contest.cpus))
     poprun = [sys.executable, "-m", "poprun", "--num-instances", count, "--num-replicas", count]
     return [*poprun, *jax_program(kind, contest)]
 
 
 def start_multi_worker(contest: Contest) -> Group:
-    """Ours without a launcher: TF_CONFIG says who is who."""
+    """Start ours without a launcher, with TF_CONFIG."""
     program = jax_program("multi-worker", contest)
     told = told_tf_config(contest.cpus)
     commands = [pinned_command(cpu, [*knows, *program]) for cpu, knows in zip(contest.cpus, told, strict=True)]
@@ -243,7 +243,7 @@ def start_multi_worker(contest: Contest) -> Group:
 
 
 def start_alone(contest: Contest) -> Group:
-    """What one process computes without any communication, as often as there are instances."""
+    """Start processes without communication, one for each instance."""
     program, count = jax_program("alone", contest), str(len(contest.cpus))
     commands = [pinned_command(cpu, [*program, str(rank), count]) for rank, cpu in enumerate(contest.cpus)]
     return contest.start("alone", commands, with_thread_pool(contest))
@@ -257,12 +257,12 @@ def jax_program(kind: str, contest: Contest) -> list[str]:
 
 
 def with_thread_pool(contest: Contest) -> dict[str, str]:
-    """The environment that poprun would give: as many replicas decide the size of XLA's thread pool."""
+    """Return the environment that poprun would give, where the replicas determine the size of XLA's thread pool."""
     return as_strategies_do(environment(), len(contest.cpus))
 
 
 def start_peer(contest: Contest, peer: Peer, python: str) -> Group:
-    """Workers of another library; those of torch meet at a file, those of TensorFlow read TF_CONFIG."""
+    """Start workers of another library; torch's meet at a file, TensorFlow's read TF_CONFIG."""
     program, count = [python, str(HERE / peer.program), *contest.words], str(len(contest.cpus))
     meeting = [f"{contest.folder}/gloo"] if peer.way == "ddp" else []
     commands = [
@@ -274,27 +274,27 @@ def start_peer(contest: Contest, peer: Peer, python: str) -> Group:
 
 
 def start_horovod_peer(contest: Contest, peer: Peer, python: str) -> Group:
-    """Workers of Horovod: one mpirun starts and connects them."""
+    """Start workers of Horovod by one mpirun, which connects them."""
     program = [python, str(HERE / peer.program), *contest.words]
     command = mpirun_command(contest.cpus, program, python)
     return contest.start(peer.way, [command], environment(**peer.environ), is_restless=True)
 
 
 def told_tf_config(cpus: tuple[str, ...]) -> list[list[str]]:
-    """For each worker, the words in front of a command that set its TF_CONFIG."""
+    """Return for each worker the words before its command that set TF_CONFIG."""
     addresses = free_addresses(len(cpus))
     return [["env", f"TF_CONFIG={tf_config(addresses, rank)}"] for rank in range(len(cpus))]
 
 
 def take_turn(group: Group, name: str, steps: int) -> tuple[float, list[float]]:
-    """Milliseconds per step of the slowest rank, and the loss of each step, averaged over the ranks."""
+    """Return milliseconds per step of the slowest rank, and the loss of each step as a mean over ranks."""
     answers = group.ask(do=REQUESTS[name], steps=steps)
     losses = [mean(of_ranks) for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True)]
     return 1e3 * max(answer["seconds"] for answer in answers) / steps, losses
 
 
 def check(losses: dict[str, list[float]], fingerprints: list[list[str]]) -> dict[str, bool]:
-    """Whether all ways did the same work."""
+    """Return for each check whether it holds; together they show that all ways did the same work."""
     checks = {
         "instances have the same variables": all(len(set(of_ranks)) == 1 for of_ranks in fingerprints),
         "alone begins with the same loss": math.isclose(losses["alone"][0], losses["ours"][0], rel_tol=SAME_LOSS),
@@ -334,7 +334,7 @@ def print_row(row: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def time_columns(options: argparse.Namespace) -> dict[str, str]:
-    """Titles, and the ways below them."""
+    """Return the ways by the titles of their columns."""
     titles = {way: way for way in ("ours", "dataset", "alone")}
     if has_own_horovod_column(options):
         titles["over hvd"] = "over_hvd"
@@ -342,7 +342,7 @@ def time_columns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def ratio_columns(options: argparse.Namespace) -> dict[str, str]:
-    """Titles, and what the ratios below them are called in a row."""
+    """Return the names of ratios by the titles of their columns."""
     titles = {f"{way}/alone": f"{way}_over_alone" for way in ("ours", "dataset")}
     titles |= {f"{peer.title}/ours": f"{peer.way}_over_ours" for peer in peers_of(options.against)}
     if has_own_horovod_column(options):

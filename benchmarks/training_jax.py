@@ -1,4 +1,4 @@
-"""A worker of the benchmarks of training: trains with a strategy of this project, or computes alone with JAX.
+"""A worker of the training benchmarks, which trains with a strategy of this project or alone with JAX.
 
 usage: training_jax.py single|popdist|horovod|multi-worker|streaming SOCKET MODEL BATCH_SIZE [GRADIENT_TRANSFER_DTYPE]
        training_jax.py alone SOCKET MODEL BATCH_SIZE RANK RANKS
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 class Ours:
-    """One replica per instance, one of our strategies and `Trainer`."""
+    """Training steps with one replica per instance, one of our strategies and `Trainer`."""
 
     def __init__(self, kind: str, model: str, batch_size: int, transfer_dtype: str | None = None) -> None:
         import strategies
@@ -64,15 +64,15 @@ class Ours:
         self._checkpoints: strategies.Checkpoints | None = None
 
     def placed(self, steps: int) -> Answer:
-        """Steps on batches that lie on the device already."""
+        """Make steps on batches that are on the device."""
         return self._train(itertools.islice(self._placed, steps))
 
     def from_dataset(self, steps: int) -> Answer:
-        """Steps on batches that the data set gathers, prefetches and places."""
+        """Make steps on batches that the data set gathers, prefetches and places."""
         return self._train(itertools.islice(self._read(), steps))
 
     def saved(self, steps: int, every: int, folder: str) -> Answer:
-        """The same with a checkpoint every so many steps; and how long the calls for them took."""
+        """Make steps on batches on the device with a checkpoint every `every` steps, and time the calls for them."""
         if self._checkpoints is None:
             import strategies
 
@@ -92,7 +92,7 @@ class Ours:
         return {**answer, "blocked_s": sum(calls_s), "made": len(made - {made_before})}
 
     def fingerprint(self) -> str:
-        """Of the variables."""
+        """Return the fingerprint of the variables."""
         return self._fingerprint_of(self._state.variables)
 
     def _read(self) -> Iterator[Batch]:
@@ -115,28 +115,28 @@ class Ours:
 
 
 def single_strategy() -> strategies.Strategy:
-    """One replica."""
+    """Return a strategy of one replica."""
     import strategies
 
     return strategies.IPUStrategy(1)
 
 
 def popdist_strategy() -> strategies.Strategy:
-    """Under poprun, over MPI."""
+    """Return a strategy under poprun, over MPI."""
     import strategies
 
     return strategies.PopDistStrategy()
 
 
 def horovod_strategy() -> strategies.Strategy:
-    """Under poprun, over Horovod."""
+    """Return a strategy under poprun, over Horovod."""
     import strategies
 
     return strategies.IPUHorovodStrategy()
 
 
 def multi_worker_strategy(variables_on_host: bool = False) -> strategies.Strategy:
-    """With TF_CONFIG, over gRPC."""
+    """Return a strategy with TF_CONFIG, over gRPC."""
     import popdist
     import strategies
 
@@ -153,7 +153,7 @@ STRATEGIES: dict[str, Callable[[], strategies.Strategy]] = {
 
 
 class Alone:
-    """What one replica computes, fused into one program: no other process takes part."""
+    """Training steps of one replica, fused into one program, without other processes."""
 
     def __init__(self, model: str, batch_size: int, rank: int, ranks: int) -> None:
         self._optimizer = optax.adam(training_task.LEARNING_RATE)
@@ -165,7 +165,7 @@ class Alone:
         self._batches = itertools.cycle([jax.device_put(batch) for batch in batches])
 
     def run(self, steps: int) -> Answer:
-        """Steps on batches that lie on the device already."""
+        """Make steps on batches that are on the device."""
         losses = []
         variables, optimizer_state = self._variables, self._optimizer_state
         began = time.perf_counter()
@@ -184,7 +184,7 @@ class Alone:
 
 
 def loss_of(model: str) -> Callable[..., jax.Array]:
-    """The mean cross-entropy of a batch."""
+    """Return a loss function: the mean cross-entropy of a batch."""
     apply = MODELS[model].apply
 
     def loss_fn(variables: Any, batch: Batch, key: jax.Array | None = None) -> jax.Array:
@@ -195,11 +195,11 @@ def loss_of(model: str) -> Callable[..., jax.Array]:
 
 
 def first_variables(model: str) -> training_task.Arrays:
-    """The task's variables, if they are those of the example model."""
+    """Return the task's variables, after a check that the example model has the same shapes."""
     variables = training_task.first_variables(model)
     expected = jax.eval_shape(lambda: MODELS[model].init(0, training_task.IMAGE_SHAPE))
     if jax.tree.map(np.shape, variables) != jax.tree.map(lambda leaf: leaf.shape, expected):
-        raise SystemExit(f"the variables of {model} are not those of the example model any more: {expected}")
+        raise SystemExit(f"the variables of {model} differ from those of the example model: {expected}")
     return variables
 
 

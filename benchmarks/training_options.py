@@ -1,13 +1,13 @@
-"""What options of `Trainer` cost and save, in one process with one replica, against the same without them.
+"""The cost and gain of options of `Trainer`, in one process with one replica, against training without them.
 
     python benchmarks/training_options.py [--models cnn mlp] [--only accumulation executions] [--rounds 9]
 
 * accumulation: one update of 8 micro-batches against 8 updates: rows per second, and the bytes of gradients that
-  instances would exchange for them.
+  instances would exchange.
 * executions: `Trainer.run(steps_per_execution=50)` against a loop of 50 steps, written by hand with `jax.lax.scan` and
-  jitted, and against 50 calls of `Trainer.step`. All read batches that lie on the device.
+  jitted, and against 50 calls of `Trainer.step`. All read batches that are on the device.
 
-Ways take turns; figures are medians over the rounds, and the ratios are those of the medians.
+Ways take turns; figures are medians over the rounds, and ratios are ratios of medians.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ Way = Callable[[], None]
 def main() -> None:
     """Print a table for each kind and model."""
     parser = command_line(__doc__)
-    parser.add_argument("--models", nargs="+", choices=training_task.MODELS, default=list(training_task.MODELS))
-    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=50, help="of an execution")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument(
+        "--models", nargs="+", choices=training_task.MODELS, default=list(training_task.MODELS), help="(all)"
+    )
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="options to measure (all)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each way (%(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of an execution (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="rows of a batch (%(default)s)")
     options = parser.parse_args()
     strategy = strategies.IPUStrategy(1)
     machine = Machine()
@@ -54,7 +56,7 @@ def main() -> None:
 
 
 def accumulation(strategy: strategies.Strategy, model: str, options: argparse.Namespace) -> dict[str, float]:
-    """Rows per second, and bytes of gradients for them."""
+    """Print rows per second and bytes of gradients, and return the times."""
     batches = placed_batches(strategy, options.batch_size, COUNT)
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     whole = strategy.replicas.devices.place(joined)
@@ -70,7 +72,7 @@ def accumulation(strategy: strategies.Strategy, model: str, options: argparse.Na
 
 
 def executions(strategy: strategies.Strategy, model: str, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per step."""
+    """Print milliseconds per step, and return the times."""
     batches = placed_batches(strategy, options.batch_size, options.steps)
     run, single = Training(strategy, model), Training(strategy, model)
     by_hand = ByHand(model, batches)
@@ -86,7 +88,7 @@ def executions(strategy: strategies.Strategy, model: str, options: argparse.Name
 
 
 class Training:
-    """A training by `Trainer` that goes on from call to call."""
+    """A training by `Trainer` that continues from call to call."""
 
     def __init__(self, strategy: strategies.Strategy, model: str, **options: Any) -> None:
         optimizer = optax.adam(training_task.LEARNING_RATE)
@@ -94,19 +96,19 @@ class Training:
         self._state = self._trainer.init(first_variables(model))
 
     def steps(self, batches: Sequence[Batch]) -> None:
-        """One step with each batch."""
+        """Make one step with each batch."""
         for batch in batches:
             self._state, _ = self._trainer.step(self._state, batch)
         jax.block_until_ready(self._state.variables)
 
     def run(self, batches: Sequence[Batch]) -> None:
-        """The same in one execution."""
+        """Make one step with each batch, in one execution."""
         self._state, _ = self._trainer.run(self._state, batches, len(batches))
         jax.block_until_ready(self._state.variables)
 
 
 class ByHand:
-    """What a user of JAX writes: a scan over the steps, jitted."""
+    """A training as a user of JAX writes it: a jitted scan over the steps."""
 
     def __init__(self, model: str, batches: Sequence[Batch]) -> None:
         loss, optimizer = loss_of(model), optax.adam(training_task.LEARNING_RATE)
@@ -123,19 +125,19 @@ class ByHand:
         self._loop = jax.jit(lambda *carried: jax.lax.scan(step, carried, self._batches), donate_argnums=(0, 1))
 
     def run(self) -> None:
-        """All steps."""
+        """Make all steps."""
         (self._variables, self._optimizer_state), _ = self._loop(self._variables, self._optimizer_state)
         jax.block_until_ready(self._variables)
 
 
 def placed_batches(strategy: strategies.Strategy, batch_size: int, count: int) -> list[Batch]:
-    """So many batches on the device."""
+    """Return `count` batches on the device."""
     batches = itertools.cycle(training_task.batches_of(0, batch_size, 1))
     return [strategy.replicas.devices.place(batch) for batch in itertools.islice(batches, count)]
 
 
 def take_turns(ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """The median seconds of each way, after one round that compiles."""
+    """Return the median seconds of each way, after one round that compiles."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():

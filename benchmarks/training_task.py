@@ -1,4 +1,4 @@
-"""The models, first variables and batches of `train_step.py`, the same for JAX and torch; needs NumPy only."""
+"""The models, initial variables and batches of `train_step.py`, equal for JAX and torch; needs NumPy only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy as np
 MODELS = ("cnn", "mlp")
 IMAGE_SHAPE = (28, 28, 1)
 CLASSES = 10
-BATCHES = 8  # different ones, used in turn
+BATCHES = 8  # different batches, used in turn
 LEARNING_RATE = 1e-3
-WARM_UP_STEPS = 5  # few: after them all ways still agree but for rounding
+WARM_UP_STEPS = 5  # few: after them all ways still agree up to rounding
 
 Arrays = dict[str, dict[str, np.ndarray]]
 
@@ -20,7 +20,7 @@ _KERNELS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def first_variables(model: str) -> Arrays:
-    """Kernels as He et al. (2015) draw them, and biases of 0.1, under the names that the example models use."""
+    """Return kernels initialised as in He et al. (2015), and biases of 0.1, with the example models' names."""
     random = np.random.default_rng(0)
     variables = {}
     for name, shape in _KERNELS[model].items():
@@ -31,7 +31,7 @@ def first_variables(model: str) -> Arrays:
 
 
 def dataset(batch_size: int, replicas: int) -> dict[str, np.ndarray]:
-    """BATCHES global batches one after another; in each, the replicas' batches one after another."""
+    """Return BATCHES global batches in a row, in each of them the replicas' batches in a row."""
     random = np.random.default_rng(1)
     count = BATCHES * replicas * batch_size
     images = random.random((count, *IMAGE_SHAPE), np.float32)
@@ -39,7 +39,7 @@ def dataset(batch_size: int, replicas: int) -> dict[str, np.ndarray]:
 
 
 def batches_of(replica: int, batch_size: int, replicas: int) -> list[dict[str, np.ndarray]]:
-    """The batches of one replica."""
+    """Return the batches of one replica."""
     whole = dataset(batch_size, replicas)
     starts = [(step * replicas + replica) * batch_size for step in range(BATCHES)]
     return [{name: array[start : start + batch_size] for name, array in whole.items()} for start in starts]

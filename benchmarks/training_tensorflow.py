@@ -1,4 +1,4 @@
-"""A worker of `train_step.py`: trains the same models with TensorFlow, MultiWorkerMirroredStrategy with RING over gRPC.
+"""A worker of `train_step.py` with TensorFlow: MultiWorkerMirroredStrategy with RING over gRPC, on the same models.
 
 usage: training_tensorflow.py SOCKET MODEL BATCH_SIZE RANK RANKS     (TF_CONFIG names the workers)
 """
@@ -23,11 +23,11 @@ def main() -> None:
     peer = Peer(model, int(batch_size), int(rank), int(ranks))
     control.serve(path, "tensorflow", int(rank), {"tensorflow": peer.run})
     sys.stdout.flush()
-    os._exit(0)  # at its regular end a worker waits for the others, and complains if they were faster
+    os._exit(0)  # a regular exit waits for the other workers, and reports an error if they ended first
 
 
 class Peer:
-    """One replica per process; batches are tensors already."""
+    """Training steps with one replica per process, on batches that are tensors."""
 
     def __init__(self, model: str, batch_size: int, rank: int, ranks: int) -> None:
         distribute = tf.distribute.experimental
@@ -39,8 +39,8 @@ class Peer:
                 name: {role: tf.Variable(array) for role, array in layer.items()}
                 for name, layer in training_task.first_variables(model).items()
             }
-            # Measured: this one, a fused kernel per variable, is never slower than Keras's Adam, and 10 % faster on
-            # the MLP. XLA (jit_compile) for the gradients makes the CNN three times slower, and the MLP no faster.
+            # Measured: this Adam, a fused kernel per variable, is never slower than Keras's, and 10 % faster on the
+            # MLP. XLA (jit_compile) for the gradients makes the CNN three times slower, and the MLP no faster.
             self._optimizer = tf.compat.v1.train.AdamOptimizer(training_task.LEARNING_RATE)
         self._step = tf.function(lambda *batch: self._strategy.run(self._update, args=batch))
         batches = training_task.batches_of(rank, batch_size, ranks)
@@ -48,7 +48,7 @@ class Peer:
         self._batches = itertools.cycle(tensors)
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Steps on batches that are tensors already."""
+        """Make steps on batches that are tensors."""
         began = time.perf_counter()
         losses = [self._step(*batch) for batch in itertools.islice(self._batches, steps)]
         losses[-1].numpy()

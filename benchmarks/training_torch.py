@@ -1,4 +1,4 @@
-"""A worker of `train_step.py`: trains the same models with torch, DistributedDataParallel over gloo or Horovod.
+"""A worker of `train_step.py` with torch: DistributedDataParallel over gloo, or Horovod, on the same models.
 
 usage: training_torch.py SOCKET MODEL BATCH_SIZE RANK RANKS RENDEZVOUS     with DistributedDataParallel
        training_torch.py SOCKET MODEL BATCH_SIZE                           with Horovod, under mpirun
@@ -44,14 +44,14 @@ def with_ddp(path: str, name: str, batch_size: int, rank: int, ranks: int, rende
 
 
 def with_horovod(path: str, name: str, batch_size: int) -> None:
-    """As Horovod's documentation shows it."""
+    """Train as in Horovod's documentation."""
     from horovod import torch as hvd
 
     hvd.init()
     model = make_model(name)
     optimizer = hvd.DistributedOptimizer(make_optimizer(model), named_parameters=model.named_parameters())
-    # Not broadcast_optimizer_state: Adam has no state yet, and to make one Horovod would take a step, after which
-    # the losses are no longer those of the other ways.
+    # broadcast_optimizer_state is not called: Adam has no state yet, and Horovod would make a step to get one. Then the
+    # losses would differ from those of the other ways.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     batches = make_batches(hvd.rank(), batch_size, hvd.size())
     training = Training(model, optimizer, batches, hvd.barrier)
@@ -60,28 +60,28 @@ def with_horovod(path: str, name: str, batch_size: int) -> None:
 
 
 def make_model(name: str) -> nn.Module:
-    """Channels last: the layout that torch's own convolutions prefer here, and in which JAX has the images."""
+    """Make a module with channels last, the layout that torch's convolutions prefer here and that JAX's images have."""
     return MAKERS[name](training_task.first_variables(name)).to(memory_format=torch.channels_last)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam; measured: one fused kernel per variable takes a quarter off the step of the MLP against torch's default."""
+    """Make Adam with one fused kernel per variable; measured: a quarter faster on the MLP's step than the default."""
     return torch.optim.Adam(model.parameters(), training_task.LEARNING_RATE, fused=True)
 
 
 def make_batches(rank: int, batch_size: int, ranks: int) -> list[Batch]:
-    """Those of one rank: images, channels last in memory but not in the shape, and labels."""
+    """Return the batches of one rank: images, with channels last in memory but not in the shape, and labels."""
     return [_tensors(batch) for batch in training_task.batches_of(rank, batch_size, ranks)]
 
 
 class Training:
-    """One replica per process; batches are tensors already.
+    """Training steps with one replica per process, on batches that are tensors.
 
     Args:
-        model: its gradients are exchanged by itself or by the optimizer.
-        optimizer: of its parameters.
-        batches: used in turn.
-        barrier: returns when all ranks have called it.
+        model: Module; it or the optimizer exchanges its gradients.
+        optimizer: Optimizer of its parameters.
+        batches: Batches, used in turn.
+        barrier: Function that returns when all ranks have called it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Training:
         self._barrier = barrier
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Seconds, and the loss of each step."""
+        """Make steps, and return the seconds and the loss of each step."""
         losses = []
         self._barrier()
         began = time.perf_counter()
@@ -123,7 +123,7 @@ def make_cnn(variables: training_task.Arrays) -> nn.Module:
         nn.Linear(8, 10),
     )
     _set(model[0], variables["conv"]["kernel"].transpose(3, 2, 0, 1), variables["conv"]["bias"])
-    kernel = variables["hidden"]["kernel"].reshape(13, 13, 8, 8).transpose(3, 2, 0, 1)  # here channels come first
+    kernel = variables["hidden"]["kernel"].reshape(13, 13, 8, 8).transpose(3, 2, 0, 1)  # torch has channels first
     _set(model[4], kernel.reshape(8, -1), variables["hidden"]["bias"])
     _set(model[6], variables["logits"]["kernel"].T, variables["logits"]["bias"])
     return model

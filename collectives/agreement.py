@@ -12,7 +12,7 @@ from collectives.transport import Parts, Transport
 
 _TEXT = Call("message").fingerprint
 LEAST_INLINE_BYTES = 512
-"""Bytes that must fit into an exchange, so that ranks can send each other texts."""
+"""The least room for arrays in an exchange, in bytes; ranks need it to send each other texts."""
 _LONGEST_BYTES = 1 << 24
 
 

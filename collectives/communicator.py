@@ -306,7 +306,7 @@ class Communicator:
         """
         members = list(ranks)
         if len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
-            raise ValueError(f"ranks {members} do not form a group; name different ranks of 0 to {self.size - 1}")
+            raise ValueError(f"{members} is no group of ranks here; name different ranks of 0 to {self.size - 1}")
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} is not among {members}; only members of a group may make it")
         return self._make_subgroup(members)

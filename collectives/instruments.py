@@ -65,7 +65,7 @@ class SeesData(Protocol):
     """An observer of the moment when all ranks have come to an operation and its data moves."""
 
     def data_moves(self, nbytes: int) -> None:
-        """Note that all ranks have come and `nbytes` of each contribution begin to move or have come along."""
+        """Note that all ranks have arrived, and that `nbytes` of each contribution move now or have arrived too."""
 
 
 @runtime_checkable

@@ -93,7 +93,7 @@ class Preparations:
         self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
 
     def share(self, array: np.ndarray) -> None:
-        """Note that all ranks share the memory of an array, so that a reduction into it is written once."""
+        """Note that all ranks share the memory of an array: a reduction into it is then written once."""
         self._shared[id(array)] = array.reshape(-1)
         weakref.finalize(array, self._shared.pop, id(array), None)
         self._shared_bases.add(id(array.base))

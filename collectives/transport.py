@@ -12,7 +12,7 @@ import numpy as np
 from collectives.reduction import Reduction
 
 Bytes = np.ndarray  # one-dimensional, contiguous, dtype uint8
-Contributions = Sequence[np.ndarray]  # the arrays of one rank, one per local replica
+Contributions = Sequence[np.ndarray]  # the arrays of one rank; one array for each local replica
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The summation tree over replicas, which alone determines the order of every sum.
 
 `sum(lo, hi) = sum(lo, mid) + sum(mid, hi)`, `mid = lo + the largest power of two smaller than hi - lo`; a leaf is a
-replica. So the nodes are the intervals [k 2^level, (k + 1) 2^level), cut off at the number of replicas, and the sum of
+replica. So the nodes are the intervals [k 2^level, (k + 1) 2^level), cut off at the number of replicas. The sum of
 seven is ((0+1) + (2+3)) + ((4+5) + 6). The tree depends on the number of replicas alone. A rank may add up every node
 that lies inside its block of replicas, and other ranks continue with these sums.
 

@@ -42,9 +42,9 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 
 # The anchors that GitHub gives to headings of all levels, so that the links of pages work there and here.
 myst_heading_anchors = 6
-suppress_warnings = ["ref.python"]  # a name that several packages have
+suppress_warnings = ["ref.python"]  # several packages may have the same public name
 
-highlight_language = "text"  # of blocks that name none: output of programs
+highlight_language = "text"  # blocks without a language are output of programs
 
 html_theme = "furo"
 html_title = f"{project} {release}"
@@ -56,7 +56,7 @@ copybutton_prompt_text = "$ "
 
 
 def add_table_of_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Make the list of links on an index page its table of contents, in the order of the list."""
+    """Make the list of links on an index page its table of contents, in the list's order."""
     if docname.rpartition("/")[2] == "index":
         pages = "\n".join(listed(source[0]))
         source[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
@@ -68,7 +68,7 @@ _OF_LIBRARY = re.compile(
 
 
 def leave_out_missing_library(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Replace the docstrings of a package whose library is not installed by a sentence."""
+    """Replace the docstrings of a package by a sentence if its library is not installed."""
     library = _OF_LIBRARY.search(source[0])
     if library and find_spec(library[1]) is None:
         source[0] = _OF_LIBRARY.sub(
@@ -77,7 +77,7 @@ def leave_out_missing_library(app: Sphinx, docname: str, source: list[str]) -> N
 
 
 def translate_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Write a docstring in reStructuredText, before napoleon reads it; a page that it names becomes a link."""
+    """Write a docstring in reStructuredText before napoleon reads it, with links for the pages that it names."""
     lines[:] = [_PAGE_NAME.sub(_link_to_page, line) for line in restructured(lines)]
 
 
@@ -90,7 +90,7 @@ def _link_to_page(name: re.Match[str]) -> str:
 
 
 def write_for_language_models(app: Sphinx, error: Exception | None) -> None:
-    """Write llms.txt, and the Markdown pages that it names beside their HTML."""
+    """Write llms.txt, and the Markdown source of each page beside its HTML."""
     if error is None and app.builder.name == "html":
         (app.outdir / "llms.txt").write_text(llms_txt(DOCS), encoding="utf-8")
         for docname in app.project.docnames:
@@ -98,9 +98,9 @@ def write_for_language_models(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the functions above with Sphinx."""
+    """Connect this module's functions with Sphinx."""
     for field in PyObject.doc_field_types:
-        if field.name == "variable":  # "Variables" are what training changes
+        if field.name == "variable":  # "Variables" has another meaning in this project
             field.label = "Attributes"
     app.connect("source-read", add_table_of_contents)
     app.connect("source-read", leave_out_missing_library)

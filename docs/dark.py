@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 DARK = "<style>@media (prefers-color-scheme:dark){svg{filter:invert(.92) hue-rotate(180deg)}}</style>"
-"""Turns light colours into dark ones of the same hue if the reader's page is dark."""
+"""A style that turns light colours into dark colours of the same hue if the reader's page is dark."""
 
 
 def with_dark(picture: str) -> str:

@@ -26,12 +26,12 @@ def restructured(lines: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Block:
-    """Lines of a docstring that are all code, or none of them.
+    """Consecutive lines of a docstring that are all code, or all prose.
 
     Attributes:
-        lines: the lines.
-        is_code: whether they are an indented example.
-        indent: the columns before the block of code: 4 inside of a section, 0 otherwise.
+        lines: Lines of the docstring.
+        is_code: Whether the lines are an indented example.
+        indent: Columns before a block of code: 4 inside a section, otherwise 0.
     """
 
     lines: list[str]
@@ -40,7 +40,7 @@ class _Block:
 
 
 def _as_code(block: _Block) -> list[str]:
-    """Return the lines as a block of code in the language that they are in."""
+    """Return the lines as a block of code, with its language."""
     code = textwrap.dedent("\n".join(block.lines)).strip("\n")
     marked = f"\n.. code-block:: {_language(code)}\n\n{textwrap.indent(code, '   ')}\n"
     return textwrap.indent(marked, " " * block.indent).split("\n")
@@ -71,7 +71,7 @@ def _blocks(lines: list[str]) -> Iterator[_Block]:
 
 
 def _end_of_code(lines: list[str], start: int) -> int:
-    """Return the end of the example that begins at a line, which is its start if no example begins there."""
+    """Return the end of the example that begins at a line, or the line itself if no example begins there."""
     if not _begins_example(lines, start):
         return start
     end = start
@@ -95,12 +95,12 @@ def _is_in_section(lines: list[str], start: int) -> bool:
 
 
 def _head(lines: list[str], start: int) -> str:
-    """Return the last line before another one that is not indented."""
+    """Return the last line before `start` that is not indented."""
     return next((line for line in reversed(lines[:start]) if line.strip() and not line.startswith(" ")), "")
 
 
 def _with_escapes(text: str) -> str:
-    """Return prose with code spans in reStructuredText, and nothing else marked up."""
+    """Return prose as reStructuredText: code spans keep their meaning, and all other markup is escaped."""
     pieces = []
     end = 0
     for span in _CODE.finditer(text):
@@ -110,7 +110,7 @@ def _with_escapes(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape what would be markup, but neither the marks of lists nor stars before arguments' names in Args."""
+    """Escape markup, except the marks of lists and the stars before names of arguments in Args."""
     lines = text.split("\n")
     return "\n".join(
         re.sub(r"^(\s*[*-] )?(.*)$", lambda line: (line[1] or "") + _MARKUP.sub(r"\\\g<0>", line[2]), line)
@@ -125,7 +125,7 @@ def _span(code: str, rest: str) -> str:
 
 
 def _separated(text: str) -> str:
-    """Put an empty line before each list, as reStructuredText wants it."""
+    """Insert an empty line before each list, as reStructuredText requires."""
     lines: list[str] = []
     for line in text.split("\n"):
         if _ITEM.match(line) and lines and lines[-1].strip() and not _is_in_list(lines, line):

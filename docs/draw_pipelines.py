@@ -1,8 +1,8 @@
-"""Writes what docs/how_to/train/pipeline_schedules.md shows of plans: the table of schedules, and timetables.
+"""Writer of the table of schedules and the timetables in docs/how_to/train/pipeline_schedules.md.
 
-    python docs/draw_pipelines.py     after a schedule was added, or timetables look different
+    python docs/draw_pipelines.py     after a new schedule or a change of timetables
 
-What stands in the page between `<!-- name -->` and `<!-- end of name -->` is written here.
+The generated parts of the page are between `<!-- name -->` and `<!-- end of name -->`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD = (
 
 
 def table() -> str:
-    """Return the table: a row for each schedule."""
+    """Return the table, with a row for each schedule."""
     return "\n".join([HEAD, *map(_row, PipelineSchedule)])
 
 
@@ -48,7 +48,7 @@ def _on_two_devices(schedule: PipelineSchedule) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with what is computed."""
+    """Return the page with its generated parts replaced."""
     compared = "\n".join(plan(STAGES, IN_COMPARISON, one).text(columns=120) for one in COMPARED)
     parts = {
         "table of schedules": table(),
@@ -62,7 +62,7 @@ def written(page: str) -> str:
             page,
             flags=re.DOTALL,
         )
-        assert number == 1, f"docs/how_to/train/pipeline_schedules.md lacks the place of {name}"
+        assert number == 1, f"docs/how_to/train/pipeline_schedules.md lacks the marks of {name}"
     return page
 
 

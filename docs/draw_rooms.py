@@ -1,8 +1,8 @@
-"""Draws docs/pictures/rooms.svg: the rooms of the packages, each above those that it imports from.
+"""Drawing of docs/pictures/rooms.svg: the rooms of the packages, each above the rooms from which it imports.
 
-    python docs/draw_rooms.py     after a room was added, or looks elsewhere
+    python docs/draw_rooms.py     after a room was added, or its imports or first sentence changed
 
-A room is a folder. Files that lie in no room make two: what several rooms use and that uses none, and the rest.
+A room is a folder. Files outside folders form two rooms: shared files that import from no room, and the others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = Path(__file__).with_name("pictures") / "rooms.svg"
 COLUMNS = (("strategies",), ("poprun",), ("popdist", "collectives"))
 COMMANDS = {"strategies/dataset_benchmark.py", "poprun/__main__.py"}
-"""Started by `python -m`; nobody imports them."""
+"""Commands for `python -m`, which no module imports."""
 
 EXAMPLES = "popdist/examples"
-"""Programs that use all packages; no room of one."""
+"""Programs that use all packages; they belong to no room."""
 
 DOORS = {"strategies/config.py", "strategies/torch/poptorch/__init__.py"}
-"""The names under which programs import what lies in `strategies/compat`."""
+"""Modules that import names from `strategies/compat` for programs."""
 
 GRADIENT = {
     "strategies/trainer.py": "step",
@@ -39,9 +39,9 @@ GRADIENT = {
     "collectives/shared_memory/transport.py": "reduce",
     "strategies/jax/updates/update.py": "apply",
 }
-"""The files through which a gradient of JAX goes, from `Trainer.step` to the new variables, over a shared window.
+"""The files on the path of a JAX gradient, from `Trainer.step` to the new variables, over a shared window.
 
-The value is the function that is called there."""
+The value is the function that is called in the file."""
 
 TORCH_GRADIENT = {
     "strategies/torch/trainer.py": "step",
@@ -54,28 +54,28 @@ TORCH_GRADIENT = {
     "collectives/shared_memory/transport.py": "reduce",
     "strategies/torch/updates.py": "apply",
 }
-"""The same for a gradient of PyTorch."""
+"""The files on the path of a PyTorch gradient, with the functions called in them."""
 
 WIDTH, GAP, LINE, PADDING = 330, 14, 15, 10
 USED_BY_ALL = "used by all of these"
 
 
 def room_of(path: Path, package: str) -> str:
-    """The room in which a file of a package is; "" for a file in none."""
+    """Return the room of a file of a package, or "" for a file outside rooms."""
     parts = path.relative_to(ROOT / package).parts
     return parts[0] if len(parts) > 1 else ""
 
 
 def imported_by_name(tree: ast.Module) -> Iterator[str]:
-    """The names that a file gives to `import_module`, as far as they are literal."""
+    """Yield the names that a file passes to `import_module`, if they are literal."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            parts = getattr(node.args[0], "values", [node.args[0]])  # of an f-string the literal beginning
+            parts = getattr(node.args[0], "values", [node.args[0]])  # the literal beginning of an f-string
             yield str(parts[0].value) if isinstance(parts[0], ast.Constant) else ""
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """The full names of the modules, or of what is in them, that a file imports."""
+    """Yield the full names of the modules, or of their members, that a file imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     yield from imported_by_name(tree)
     for node in ast.walk(tree):
@@ -87,14 +87,14 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def name_of(path: Path) -> str:
-    """The name under which a file is imported."""
+    """Return the module name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if path.name == "__init__.py" else parts)
 
 
 @cache
 def imported_by(package: str) -> dict[Path, set[Path]]:
-    """For each file of a package, but for what it shows the world, those of its own that it imports from."""
+    """Return for each file of a package, except its public modules, the package's files from which it imports."""
     besides = {f"{package}/__init__.py", *COMMANDS, *DOORS}
     files = [
         path
@@ -107,18 +107,18 @@ def imported_by(package: str) -> dict[Path, set[Path]]:
 
 @cache
 def home_of(path: Path, package: str) -> str:
-    """The room in which a file is; of those in no room, see above."""
+    """Return the room of a file; a file outside folders belongs to one of two rooms named above."""
     return room_of(path, package) or (package if uses_a_room(path, package) else USED_BY_ALL)
 
 
 @cache
 def uses_a_room(path: Path, package: str) -> bool:
-    """Whether a file, or one that it imports from, imports from a room."""
+    """Return whether a file imports from a room, directly or through other files."""
     return any(room_of(other, package) or uses_a_room(other, package) for other in imported_by(package)[path])
 
 
 def rooms_of(package: str) -> dict[str, set[str]]:
-    """For each room of a package those that it imports from."""
+    """Return for each room of a package the rooms from which it imports."""
     rooms: dict[str, set[str]] = {}
     for path, others in imported_by(package).items():
         home = home_of(path, package)
@@ -127,7 +127,7 @@ def rooms_of(package: str) -> dict[str, set[str]]:
 
 
 def levels_of(rooms: dict[str, set[str]]) -> list[list[str]]:
-    """The rooms from the top one to those that import from none."""
+    """Return the rooms by level, from the top to the rooms that import from none."""
     height: dict[str, int] = {}
     for room in TopologicalSorter(rooms).static_order():
         height[room] = 1 + max((height[other] for other in rooms[room]), default=-1)
@@ -137,7 +137,7 @@ def levels_of(rooms: dict[str, set[str]]) -> list[list[str]]:
 
 
 def said_of(package: str, room: str) -> str:
-    """What a room is for: the first sentence of its docstring, or the names of its files."""
+    """Return the description of a room: the first sentence of its docstring, or the names of its files."""
     if room not in (package, USED_BY_ALL):
         source = (ROOT / package / room / "__init__.py").read_text(encoding="utf-8")
         return str(ast.get_docstring(ast.parse(source))).partition("\n\n")[0]
@@ -145,7 +145,7 @@ def said_of(package: str, room: str) -> str:
 
 
 def steps_in(package: str, room: str) -> str:
-    """The numbers of the files of the gradient's way that lie in a room."""
+    """Return the numbers of the files on the gradient's path that are in a room."""
     numbers = [
         str(number)
         for number, file in enumerate(GRADIENT, 1)
@@ -155,7 +155,7 @@ def steps_in(package: str, room: str) -> str:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Return the picture as SVG."""
     parts: list[str] = []
     bottom = 0
     for column, packages in enumerate(COLUMNS):
@@ -180,7 +180,7 @@ def draw() -> str:
 
 
 def _box(parts: list[str], left: float, top: float, package: str, room: str) -> float:
-    """Draw a room; returns its height."""
+    """Draw a room, and return its height."""
     lines = textwrap.wrap(said_of(package, room).replace("`", ""), 46)
     height = 2 * PADDING + LINE * (1 + len(lines)) - 4
     numbers = steps_in(package, room)

@@ -1,6 +1,6 @@
-"""Draws docs/pictures/simulated_all_reduce.svg: the curves of `poprun simulate plot`.
+"""Drawing of docs/pictures/simulated_all_reduce.svg: the curves of `poprun simulate plot`.
 
-python docs/draw_simulated.py     after the model of the network or the plans have changed; half a minute
+python docs/draw_simulated.py     after a change of the network model or of plans; takes half a minute
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs four small jobs with poprun --timeline, and draws some of their steps: docs/pictures/timeline_*.svg.
+"""Drawing of docs/pictures/timeline_*.svg: some steps of four small jobs under poprun --timeline.
 
 python docs/draw_timelines.py [NAME ...]     healthy, late, input or pipeline; all of them take a minute
 """
@@ -67,14 +67,14 @@ TITLES = {
     "pipeline": "Each replica is a pipeline of two stages: most of the time is compute",
 }
 STEPS = {"healthy": 4, "late": 3, "input": 3, "pipeline": 3}
-"""The number of steps in a picture."""
+"""The number of steps in each picture."""
 FIRST = 10
-"""The earliest step of a picture: data that were read ahead are used up, and everything is compiled."""
+"""The earliest step of a picture: by then data read ahead are used up, and everything is compiled."""
 WIDTH, LEFT, TOP, ROW, BAR = 900, 90, 70, 36, 24
 
 
 def main() -> None:
-    """Run the jobs that are named, or all of them."""
+    """Run the named jobs, or all of them, and draw each."""
     for name in sys.argv[1:] or JOBS:
         with tempfile.TemporaryDirectory() as folder:
             job = record(name, Path(folder))
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def draw(job: RecordedJob, table: StepTable, title: str, count: int) -> str:
-    """Draw the steps of the least disturbed part of a job, on one axis of time, as SVG."""
+    """Return the steps of the least disturbed part of a job, on one axis of time, as SVG."""
     first, last = quietest(table, count)
     begin = int(table.begin_ns[:, first].min())
     scale = (WIDTH - LEFT) / (int(table.end_ns[:, last].max()) - begin)
@@ -112,7 +112,7 @@ def draw(job: RecordedJob, table: StepTable, title: str, count: int) -> str:
 
 
 def quietest(table: StepTable, count: int) -> tuple[int, int]:
-    """Return the first and the last of the consecutive settled steps that other programs have disturbed least."""
+    """Return the first and last of `count` consecutive settled steps that took the least time."""
     lasted = table.lasted_ns.max(axis=0)
     settled = table.is_settled
     starts = [n for n in range(FIRST, len(table.steps) - count) if settled[n : n + count].all()]
@@ -129,7 +129,7 @@ def _parts(job: RecordedJob, place: int, first: int, last: int) -> list[tuple[st
 
 
 def _ticks(table: StepTable, row: int, first: int, last: int, begin: int, scale: float) -> list[str]:
-    """Draw where the steps of an instance begin; the first instance names them."""
+    """Draw the beginnings of an instance's steps; the first instance has their numbers."""
     parts = []
     for column in range(first, last + 1):
         left = LEFT + (int(table.begin_ns[row, column]) - begin) * scale
@@ -154,7 +154,7 @@ def _bar(category: str, left: float, top: int, width: float) -> str:
 
 
 def record(name: str, folder: Path) -> RecordedJob:
-    """What the instances of a job have recorded."""
+    """Run a job, and return the recordings of its instances."""
     program, trace = folder / "program.py", folder / "trace.json"
     program.write_text(PROGRAM, encoding="utf-8")
     shape = ["--num-instances=2", "--num-replicas=2", f"--ipus-per-replica={2 if name == 'pipeline' else 1}"]

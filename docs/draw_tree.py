@@ -1,6 +1,6 @@
-"""Draws docs/pictures/tree.svg: the tree that adds seven replicas, and the parts of instances with 3, 2 and 2 of them.
+"""Drawing of docs/pictures/tree.svg: the tree that adds seven replicas, and the parts of instances with 3, 2 and 2.
 
-python docs/draw_tree.py     when it should look otherwise
+python docs/draw_tree.py     to change the picture
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EDGES = ("#4a7ebb", "#7a9a3c", "#c77b30")
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Return the picture as SVG."""
     width = 2 * LEFT + STEP * (REPLICAS - 1)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" '
@@ -41,7 +41,7 @@ def draw() -> str:
 
 
 def place(node: TreeNode) -> tuple[float, float]:
-    """Where a node stands."""
+    """Return the position of a node."""
     across = LEFT + STEP * (node.first + node.stop - 1) / 2
     return across, TOP + LEVEL * (3 - (node.stop - node.first - 1).bit_length())
 

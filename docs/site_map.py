@@ -18,7 +18,7 @@ def llms_txt(docs: Path) -> str:
     """Return the site's map for language models, in the form of https://llmstxt.org.
 
     Args:
-        docs: the folder of the pages; its index page has the title, the summary and the groups.
+        docs: Folder of the pages; its index page has the title, the summary and the groups.
     """
     home = (docs / "index.md").read_text(encoding="utf-8")
     title, summary, *_ = home.split("\n\n")

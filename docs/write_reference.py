@@ -85,12 +85,12 @@ def _row(action: argparse.Action) -> str:
 
 
 def _linked(part: str) -> str:
-    """Replace the places that declarations name, such as `observability.md#metrics`, by paths from the reference."""
+    """Replace places in declarations, such as `observability.md#metrics`, by paths from the reference."""
     return _LINK.sub(lambda link: f"[{link[1]}]({place_of(link[2])})", part)
 
 
 def place_of(place: str) -> str:
-    """Return the path from the reference to a page, or to a heading wherever it is."""
+    """Return the path from the reference to a page, or to a heading on any page."""
     name, _, anchor = place.partition("#")
     named = [page for page in DOCS.rglob("*.md") if page.name == (name or "poprun.md")]
     candidates = [page for page in named if not anchor or anchor in anchors_of(page)]
@@ -102,7 +102,7 @@ def place_of(place: str) -> str:
 
 @cache
 def anchors_of(page: Path) -> frozenset[str]:
-    """Return the anchors that GitHub and the site give to the headings of a page."""
+    """Return the anchors of a page's headings on GitHub and on the site."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return frozenset(_anchors(re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)))
 
@@ -153,7 +153,7 @@ def _variables(table: str) -> str:
 
 @cache
 def described_variables() -> dict[str, str]:
-    """Return the docstring of each constant that is the name of a variable; the first one in the order of packages."""
+    """Return the docstring of each constant that names a variable; the first package with a docstring counts."""
     found: dict[str, str] = {}
     for module in _modules():
         for statement, after in pairwise(module.body):
@@ -167,7 +167,7 @@ def described_variables() -> dict[str, str]:
 
 
 def names_of_variables() -> set[str]:
-    """Return the environment variables that the code names: all of this project, and others that it reads or sets."""
+    """Return the environment variables that the code names: the project's own, and others that it reads or sets."""
     names = set()
     for module in _modules():
         constants = {
@@ -217,7 +217,7 @@ _LINE_OF_TREE = re.compile(r"^(?P<branch>[├└│─ ]*)(?P<name>\w+) +(?P<tex
 
 
 def _errors(package: str) -> str:
-    """Return a table of the errors of a package, with the texts of the tree at the top of its `errors.py`."""
+    """Return a table of the errors of a package, with the texts of the tree in its `errors.py`."""
     module = ast.parse((DOCS.parent / package / "errors.py").read_text(encoding="utf-8"))
     tree = {line["name"]: " ".join(line["text"].split()) for line in _LINE_OF_TREE.finditer(ast.get_docstring(module))}
     classes = [each for each in module.body if isinstance(each, ast.ClassDef)]

@@ -1,12 +1,12 @@
 # shellcheck shell=sh
-# Sourced by the scripts next to it: finds Python, makes a virtual environment if none is active, installs the
-# project into it. A second start finds everything in place. Needs `here`, the folder of the script that sources it.
+# Sourced by the scripts beside it: finds Python, makes a virtual environment if none is active, and installs the
+# project into it. Later runs find everything in place. Needs `here`, the folder of the script that sources it.
 #
-#   prepare EXTRA     afterwards `python`, `poprun` and `mpirun` are those of the environment; in two steps:
-#   enter               its first half: `python` is there, and `environment` is the folder
-#   install EXTRA       its second half
-#   run COMMAND...    prints the command and runs it; its exit status is the script's
-#   quoted WORD...    prints the words as they would be typed
+#   prepare EXTRA     make the environment's `python`, `poprun` and `mpirun` the current ones, in two steps:
+#   enter               first half: `python` is in PATH, and `environment` is the folder
+#   install EXTRA       second half
+#   run COMMAND...    print the command and run it; its exit status is the script's
+#   quoted WORD...    print the words as a user would type them
 
 root=$(CDPATH='' cd -- "${here:?}/.." && pwd -P) || exit 1
 
@@ -38,7 +38,7 @@ enter() {
     export PATH
 }
 
-# An environment's scripts name its place, so one that was moved or copied with the project is made again.
+# An environment's scripts contain its path, so an environment that was moved or copied with the project is made again.
 make_environment() {
     made_for=$(cat "$environment/made-for" 2>/dev/null || true)
     if [ "$made_for" = "$environment" ] && is_recent "$environment/bin/python"; then
@@ -66,20 +66,20 @@ is_recent() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
-# Installs only when the metadata or the place changed since: the stamp says for what it was done.
+# Installs only if the metadata or the path has changed since: the stamp has both.
 install() {
     stamp=$environment/popdist-everywhere
     wanted=$(cd -- "$root" && cksum setup.cfg pyproject.toml && pwd)
-    for extra in "$1" dev; do # dev holds all the others but horovod
+    for extra in "$1" dev; do # dev includes all other extras except horovod
         if [ "$(cat "$stamp-$extra" 2>/dev/null)" = "$wanted" ]; then
             return
         fi
     done
     python -m pip --version >/dev/null 2>&1 ||
         fail "the environment $environment has no pip; run: python -m ensurepip"
-    say "Installing the project and what it needs into $environment (a minute or two, once)."
+    say "Installing the project and its dependencies into $environment (a minute or two, once)."
     (cd -- "$root" && python -m pip install --quiet --disable-pip-version-check --editable ".[$1]" >&2) ||
-        fail "pip could not install the project; is the package index reachable? What pip says is above"
+        fail "pip could not install the project; is the package index reachable? pip's message is above"
     printf '%s\n' "$wanted" >"$stamp-$1"
 }
 
@@ -88,7 +88,7 @@ run() {
     "$@"
 }
 
-# Words as a shell would have to read them.
+# The words, quoted so that a shell reads them back unchanged.
 quoted() {
     separator=
     for word in "$@"; do

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Builds Horovod, which the package index has only as sources, for PyTorch and for the Open MPI of the active
-# environment (else of .venv), installs it there and lets two processes add their numbers with it. Wants a C++ compiler
-# and make; fetches cmake and PyTorch where they are missing. Keeps what it built: the next time takes seconds.
+# Builds Horovod, which the package index has only as source code, for PyTorch and for the Open MPI of the active
+# environment (or of .venv). Installs it there and checks that two processes can add numbers with it. Needs a C++
+# compiler and make; fetches cmake and PyTorch if they are missing. Keeps the built wheel, so the next run takes seconds.
 #
-#   sh launch_scripts/install_horovod.sh [EXTRA]     and the project with this extra: examples (default), test or dev
+#   sh launch_scripts/install_horovod.sh [EXTRA]     also installs an extra of the project: examples (default), test, dev
 #
-#   POPDIST_CACHE=/a/folder    keeps it there; by default in ~/.cache/popdist-everywhere
+#   POPDIST_CACHE=/a/folder    folder for the wheel; ~/.cache/popdist-everywhere by default
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
@@ -13,12 +13,12 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 . "$here/environment.sh"
 
 version=0.28.1
-sources_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # of its sources on PyPI
-recipe=1             # to be raised whenever a wheel would be built differently: kept ones are then built anew
-tested_torch=2.13.0  # what is installed where there is no torch
-torch_without_cuda=https://download.pytorch.org/whl/cpu # as PyPI's own for Linux is made for CUDA, and several GB
+sources_sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # of the source archive on PyPI
+recipe=1             # raise this number if wheels are to be built differently; kept wheels are then not used
+tested_torch=2.13.0  # version to install if there is no torch
+torch_without_cuda=https://download.pytorch.org/whl/cpu # PyPI's wheels for Linux are for CUDA, with several GB
 job_patience_s=120   # a job of two processes takes three seconds, more on a busy machine
-turn_patience_s=1200 # for another start of this script that works on the same environment
+turn_patience_s=1200 # time limit for another run of this script on the same environment
 
 check_build_tools() {
     compiler=${CXX:-$(command -v c++ || command -v g++ || command -v clang++ || true)}
@@ -36,7 +36,7 @@ check_build_tools() {
             "install the headers of this Python (Debian and Ubuntu: apt install python3-dev)"
 }
 
-# Whether something is there already that makes compiling unnecessary; what it is worth is seen later.
+# Whether compiling may be unnecessary; a later check shows if this Horovod works.
 has_horovod() {
     python -P -c 'import importlib.metadata; importlib.metadata.version("horovod")' 2>/dev/null
 }
@@ -48,24 +48,24 @@ has_kept_wheel() {
     return 1
 }
 
-# What is kept is installed, so whoever can write there decides what runs here. In a folder that others may not enter,
-# the modes of what lies in it do not matter.
+# Kept wheels are installed, so a user who can write to the cache decides what runs here. If others cannot enter the
+# folder, the modes of the files in it do not matter.
 check_cache() {
     foreign=$(find "$cache" ! -user "$(id -u)" ! -user 0 -print -quit)
-    [ -z "$foreign" ] || fail "$foreign belongs to somebody else; name a folder of your own: POPDIST_CACHE=/a/folder"
+    [ -z "$foreign" ] || fail "$foreign belongs to another user; name a folder of your own: POPDIST_CACHE=/a/folder"
     [ -n "$(find "$cache" -prune -perm /011)" ] || return 0
     open=$(find "$cache" ! -type l -perm /022 -print -quit)
-    [ -z "$open" ] || fail "others can write to $open, and what lies there is installed; run: chmod -R go-w '$cache'"
+    [ -z "$open" ] || fail "others can write to $open, and files in it are installed; run: chmod -R go-w '$cache'"
 }
 
-# Two at once in one environment would install over each other. The kernel takes the lock back when the script ends.
+# Two runs in one environment would overwrite each other's files. The kernel releases the lock when the script ends.
 await_turn() {
     command -v flock >/dev/null || return 0
     exec 9>"$environment/horovod.lock" || exit 1
     flock -n 9 && return
-    say "Another start of this script works on $environment; waiting until it ends ($turn_patience_s s at most)."
+    say "Another run of this script works on $environment; waiting until it ends ($turn_patience_s s at most)."
     flock -w "$turn_patience_s" 9 ||
-        fail "another start of this script has worked on $environment for $turn_patience_s s; end it, then try again"
+        fail "another run of this script has worked on $environment for $turn_patience_s s; end it, then try again"
 }
 
 check_mpi() {
@@ -124,7 +124,7 @@ if rank == 0 and is_about_horovod:
 END
 }
 
-# Shows what the job said only if it failed. `--foreground`: the terminal's Ctrl-C reaches mpirun.
+# Shows the output of the job only if the job failed. `--foreground`: the terminal's Ctrl-C reaches mpirun.
 run_job() { # SUBJECT
     set -- --oversubscribe --bind-to none python "$folder/job.py" "$1"
     ! is_root || set -- --allow-run-as-root "$@"
@@ -133,7 +133,7 @@ run_job() { # SUBJECT
         mpirun -np 2 "$@" >"$folder/job.log" 2>&1 </dev/null || result=$?
     [ "$result" -ne 0 ] || return 0
     cat "$folder/job.log" >&2
-    [ "$result" -ne 124 ] || say "(no end within $job_patience_s s)"
+    [ "$result" -ne 124 ] || say "(the job did not end within $job_patience_s s)"
     return 1
 }
 
@@ -141,9 +141,9 @@ say_it_works() {
     grep '^Horovod .* works: ' "$folder/job.log"
     say "Done in $(($(date +%s) - started)) s."
     case $is_active,$users_mpirun in
-        , | ,*) say "It is in an environment of its own; to enter it: . $(quoted "$environment/bin/activate")" ;;
+        , | ,*) say "Horovod is in an environment of its own; to enter it: . $(quoted "$environment/bin/activate")" ;;
         *,"$environment/bin/mpirun" | *,) ;;
-        *) say "Mind: mpirun is $users_mpirun in your PATH, another MPI; start jobs with $environment/bin/mpirun" ;;
+        *) say "Note: mpirun in your PATH is $users_mpirun, another MPI; start jobs with $environment/bin/mpirun" ;;
     esac
 }
 
@@ -166,8 +166,8 @@ install_torch() {
         say "Installing torch $tested_torch as pip is configured (from PyPI itself: with CUDA, several GB; once)."
     fi
     pip install "$@" ||
-        fail "no torch to be had: pip found no torch $tested_torch for this Python, or could not fetch it (above);" \
-            "install one into $environment, then try again"
+        fail "pip found no torch $tested_torch for this Python, or could not fetch it (above);" \
+            "install torch into $environment, then try again"
     find_torch
 }
 
@@ -176,7 +176,7 @@ answers() { # URL
 urllib.request.urlopen(sys.argv[1], timeout=5).read(1)' "$1" 2>/dev/null
 }
 
-# The extra names what Horovod needs at run time, torch too. As it is there, pip must not exchange it for a newer one.
+# The extra lists Horovod's requirements, including torch. pip must not replace an installed torch by a newer one.
 install_requirements() {
     python - "$root/setup.cfg" "$torch" >"$folder/requirements.txt" <<'END' || exit 1
 import configparser
@@ -190,12 +190,12 @@ for requirement in config["options.extras_require"]["horovod"].split("\n"):
     numbers = [[int(part) for part in version.split("+")[0].split(".")[:2]] for version in (sys.argv[2], least or "0")]
     if name == "torch" and numbers[0] < numbers[1]:
         sys.exit(
-            f"error: torch {sys.argv[2]} is installed, and Horovod here needs {least} or newer; "
-            "uninstall it (python -m pip uninstall torch), and a tested one is installed instead"
+            f"error: torch {sys.argv[2]} is installed, but Horovod needs {least} or newer here; "
+            "uninstall it (python -m pip uninstall torch), and this script installs a tested version"
         )
 END
     pip install --requirement "$folder/requirements.txt" ||
-        fail "pip could not install what Horovod needs; is the package index reachable? What pip says is above"
+        fail "pip could not install Horovod's requirements; is the package index reachable? pip's message is above"
 }
 
 pip() {
@@ -204,7 +204,7 @@ pip() {
     python -m pip "$command" --quiet --disable-pip-version-check "$@" >&2
 }
 
-# Everything that a wheel depends on, as the name of a folder.
+# The name of the wheel's folder, with everything on which the wheel depends.
 describe() {
     python -P -c 'import importlib.metadata, platform, sysconfig, sys, torch
 libc = "".join(platform.libc_ver())
@@ -220,7 +220,7 @@ install_kept_wheel() {
         [ -f "$wheel" ] || continue
         say "Installing the wheel built before, $wheel"
         ! install_wheel "$wheel" || return 0
-        say "The wheel built before does not work (above); building it anew."
+        say "The wheel built before does not work (above); building it again."
         uninstall
         rm -f "$wheel"
     done
@@ -245,10 +245,10 @@ build() {
     say "Built in $(($(date +%s) - build_started)) s."
 }
 
-# Not into the environment: nobody needs them afterwards.
+# Not into the environment, because nothing needs these tools after the build.
 fetch_build_tools() {
     pip install --target "$folder/tools" 'setuptools >= 77, < 85' 'wheel < 1' 'packaging' ||
-        fail "pip could not fetch setuptools and wheel; is the package index reachable? What pip says is above"
+        fail "pip could not fetch setuptools and wheel; is the package index reachable? pip's message is above"
     has_cmake || pip install --target "$folder/tools" --upgrade 'cmake >= 3.13, < 5' ||
         fail "no cmake 3.13 or newer found, and pip could not fetch one (above);" \
             "install it (Debian and Ubuntu: apt install cmake)"
@@ -265,13 +265,13 @@ fetch_sources() {
     env PYTHONPATH="$tools" python -m pip download --quiet --disable-pip-version-check --no-deps \
         --no-binary horovod --no-build-isolation --dest "$folder" \
         --require-hashes --requirement "$folder/sources.txt" >&2 ||
-        fail "pip could not download Horovod $version; is the package index reachable? What pip says is above"
+        fail "pip could not download Horovod $version; is the package index reachable? pip's message is above"
     tar -xzf "$folder/horovod-$version.tar.gz" -C "$folder" ||
-        fail "the sources of Horovod $version cannot be unpacked (above); is there room in $folder?"
+        fail "the sources of Horovod $version cannot be unpacked (above); is there space in $folder?"
 }
 
-# C++17, as torch's headers need it; this mpicxx and no other; libraries found from where the wheel is installed, not
-# from where it was built; no distutils, which Python 3.12 lacks.
+# Changes: C++17, which torch's headers need; this mpicxx only; libraries found relative to the installed wheel, not to
+# the place of the build; no distutils, which Python 3.12 lacks.
 adapt_sources() {
     python - "$folder/horovod-$version" <<'END' || fail "these sources are not those of Horovod $version that this" \
         "script knows (above), or the recipe is out of date; look at adapt_sources in $here/install_horovod.sh"
@@ -307,8 +307,8 @@ adapt(
 END
 }
 
-# Neither cmake's search for MPI nor Horovod's for torch expects a space in a folder's name: a link has none. What is
-# set for Horovod by the user is not for this build, which other users of the kept wheel would not expect to differ.
+# Neither cmake's search for MPI nor Horovod's for torch works with a space in a path, so a link without spaces is used.
+# The user's HOROVOD_ variables do not count: other users of the kept wheel would not expect their effects.
 compile() {
     ln -s "$environment" "$folder/environment"
     printf '#!/bin/sh\n%s "$@" | sed "s|%s|%s|g"\n' \
@@ -331,38 +331,38 @@ compile() {
 report_build() {
     mkdir -p "$place" && mv "$folder/build.log" "$place/build.log"
     grep -E -m 1 -A 19 'error: |CMake Error' "$place/build.log" >&2 || tail -n 20 "$place/build.log" >&2
-    fail "Horovod $version could not be built for torch $torch; the log, of which 20 lines are above, is" \
-        "$place/build.log; where it says 'Killed', memory ran out: try again with MAKEFLAGS=-j1"
+    fail "Horovod $version could not be built for torch $torch; 20 lines of the log are above, all of it is in" \
+        "$place/build.log; if it says 'Killed', memory ran out: try again with MAKEFLAGS=-j1"
 }
 
-# The name appears when the file is whole, so that others never see half a wheel.
+# The file gets its name when it is complete, so others never see half a wheel.
 keep() { # WHEEL
     mkdir -p "$place"
     rm -f "$place/build.log"
     part=$place/$$.part
     if ! { cp "$1" "$part" && mv "$part" "$place/${1##*/}"; }; then
         rm -f "$part"
-        say "The wheel could not be kept in $place (above); the next time it will be built again."
+        say "The wheel could not be kept in $place (above); the next run will build it again."
     fi
 }
 
 extra=${1:-examples}
 case $extra in
     examples | test | dev) ;;
-    *) fail "there is no extra $extra of the project for this; use examples, test or dev" ;;
+    *) fail "this script has no extra $extra; use examples, test or dev" ;;
 esac
 is_active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 users_mpirun=$(command -v mpirun || true)
 started=$(date +%s)
-say "install_horovod.sh: builds Horovod $version for PyTorch and Open MPI, installs it and tries it out."
+say "install_horovod.sh: builds Horovod $version for PyTorch and Open MPI, installs it and checks it."
 enter
 cache=${POPDIST_CACHE:-${XDG_CACHE_HOME:-${HOME:-$environment}/.cache}/popdist-everywhere}/horovod
 [ -w "$environment" ] ||
-    fail "you may not write into the environment $environment; make one of your own: python3 -m venv my-environment"
+    fail "the environment $environment is not writable for you; make one of your own: python3 -m venv my-environment"
 (umask 077 && mkdir -p "$cache") ||
-    fail "the folder $cache for what is built cannot be made; name another: POPDIST_CACHE=/a/folder"
+    fail "the folder $cache for the wheel cannot be made; name another: POPDIST_CACHE=/a/folder"
 check_cache
-folder=$(mktemp -d) || fail "mktemp can make no temporary folder in ${TMPDIR:-/tmp}; name another: TMPDIR=/a/folder"
+folder=$(mktemp -d) || fail "mktemp cannot make a temporary folder in ${TMPDIR:-/tmp}; name another: TMPDIR=/a/folder"
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 129' HUP
 trap 'exit 130' INT
@@ -374,11 +374,11 @@ write_job
 check_mpi
 if has_horovod; then
     if run_job horovod; then
-        say "Horovod is there already."
+        say "Horovod is already installed."
         say_it_works
         exit
     fi
-    say "The Horovod in $environment does not work (above); putting another in its place."
+    say "The Horovod in $environment does not work (above); replacing it."
 fi
 install_torch
 install_requirements
@@ -390,7 +390,7 @@ if ! install_kept_wheel; then
     if ! install_wheel "$wheel"; then
         uninstall
         fail "Horovod $version was built but does not work: two processes could not add their numbers (above);" \
-            "nothing of it is left installed; say what is above in an issue of the project"
+            "it was uninstalled; report the output above in an issue of the project"
     fi
     keep "$wheel"
 fi

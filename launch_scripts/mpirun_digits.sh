@@ -1,5 +1,5 @@
 #!/bin/sh
-# The same as demo.sh under plain mpirun: 4 replicas, 2 in each of 2 processes.
+# Does the same as demo.sh under plain mpirun: 4 replicas, 2 in each of 2 processes.
 #
 #   sh launch_scripts/mpirun_digits.sh [arguments of popdist.examples.digits, such as --strategy horovod]
 set -eu

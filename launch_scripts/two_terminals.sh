@@ -1,14 +1,14 @@
 #!/bin/sh
-# Trains a small network on handwritten digits with two workers that only a network connects. Made for two terminals,
-# one line in each; this types both lines into one and says which worker wrote what.
+# Trains a small network on handwritten digits with two workers that only a network connects. A user would start each in
+# a terminal of its own; this script starts them in one terminal and shows which worker wrote each line.
 #
 #   sh launch_scripts/two_terminals.sh [arguments of popdist.examples.digits]
 #
-#   WORKERS=3     so many workers; 2 by default
-#   PORT=4000     they listen on localhost at 4000, 4001, ...; from 3737 on by default
+#   WORKERS=3     number of workers; 2 by default
+#   PORT=4000     first port on localhost, for worker 0; 3737 by default
 #
-# Other users of this machine can reach those ports, so the workers share a secret, POPDIST_JOB_TOKEN, which this makes
-# where none is set. It is in their environment only, and not in what is shown.
+# Other users of this machine can reach these ports, so the workers share a secret, POPDIST_JOB_TOKEN. If none is set,
+# this script makes one. It is only in the workers' environment and is not printed.
 set -eu
 
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
@@ -17,14 +17,14 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 
 workers=${WORKERS:-2}
 port=${PORT:-3737}
-patience_s=10 # within which workers end by themselves that have lost another one
-grace_s=40    # and within which they end when they are told to: checkpoints take 30 s at most
+patience_s=10 # time for workers that have lost another worker to end by themselves
+grace_s=40    # time for workers to end after a signal: checkpoints take 30 s at most
 
-running=    # the workers that have not ended, each as number:process
-status=0    # of the first one that failed
-sleeper=    # the process that ends when the others have had time enough
-is_leaving= # whether a signal ends them all
-are_told=   # whether they have been told after their time was over
+running=    # workers that have not ended, each as number:process
+status=0    # exit status of the first worker that failed
+sleeper=    # process that ends when the time of the other workers is over
+is_leaving= # whether a signal ends all workers
+are_told=   # whether workers have been told to end because their time was over
 
 check_number() { # NAME VALUE SMALLEST LARGEST
     case $2 in
@@ -47,15 +47,15 @@ start_worker() { # NUMBER COMMAND...
     TF_CONFIG=$config "$@" >&6 2>&4 </dev/null 3>&- 4>&- 5<&- 6>&- &
     running="$running $number:$!"
     exec 4>&- 5<&- 6>&-
-    [ -z "$is_leaving" ] || end_workers # the signal came when this worker had begun, but was not among them yet
+    [ -z "$is_leaving" ] || end_workers # the signal may have come before this worker was in the list
 }
 
-# Opens a new pipe here, to write as 4 and to read as 5. Each end waits for the other one to be opened, so that a
-# process that opens one itself and is killed meanwhile leaves the process at the other end waiting for ever.
-# Processes close what is not theirs by `exec`: a redirection of a function keeps what it closes open.
+# Opens a new pipe here, to write as 4 and to read as 5. Otherwise each end waits until the other is opened. If a
+# process is killed while it waits, the process at the other end waits for ever.
+# Processes close foreign descriptors by `exec`: a redirection of a function keeps the descriptors that it closes open.
 open_pipe() { # FILE
     mkfifo "$1"
-    # shellcheck disable=SC2094 # that is what a pipe is for
+    # shellcheck disable=SC2094 # reading and writing the same file is the purpose of a pipe
     exec 4<>"$1" 5<"$1" 4>"$1"
 }
 
@@ -69,7 +69,7 @@ addresses() {
     done
 }
 
-# A process of its own, which ends when there is nothing more to pass on.
+# Runs in a process of its own, which ends at the end of its input.
 tag() { # NUMBER
     trap '' HUP INT TERM
     while IFS= read -r line || [ -n "$line" ]; do
@@ -77,19 +77,19 @@ tag() { # NUMBER
     done
 }
 
-# The number of a worker comes through the pipe when it has closed its error output.
+# A worker's number comes through the pipe when the worker has closed its error output.
 await_workers() {
     while [ -n "$running" ]; do
-        # A worker that is told to end before it has left this shell's program behind does not hear it.
+        # A signal is lost if the worker's process still runs this shell's program.
         [ -z "$is_leaving" ] || [ -n "$sleeper" ] || start_sleeper "$patience_s"
-        read -r ended <&3 || continue # a signal
+        read -r ended <&3 || continue # interrupted by a signal
         case $ended in
             late) insist ;;
             *) note_end "$ended" ;;
         esac
     done
     end_sleeper
-    wait # until all that was written has been passed on
+    wait # until all output has been passed on
 }
 
 note_end() { # NUMBER
@@ -111,7 +111,7 @@ note_end() { # NUMBER
     [ -n "$sleeper" ] || [ -z "$running" ] || start_sleeper "$patience_s"
 }
 
-# Their time is over: they are told to end, and killed when they do not.
+# Ends the other workers, whose time is over: first by SIGTERM, then by SIGKILL.
 insist() {
     sleeper=
     if [ -n "$are_told" ]; then
@@ -133,10 +133,10 @@ start_sleeper() { # SECONDS
 }
 
 end_sleeper() {
-    [ -z "$sleeper" ] || kill -KILL "$sleeper" 2>/dev/null || true # it hears this one at once
+    [ -z "$sleeper" ] || kill -KILL "$sleeper" 2>/dev/null || true # SIGKILL acts at once
 }
 
-# One that is stopped hears nothing before it is continued.
+# A stopped worker receives SIGTERM only after SIGCONT.
 end_workers() {
     signal_workers TERM
     signal_workers CONT

@@ -120,7 +120,7 @@ class _Module(ModuleType):
             return f"{place} has no {name} here; use {_INSTEAD[name]}"
         return (
             f"{place} has no {name} here; it has {', '.join(dir(self))}; "
-            "the documentation, page migrate, says what to use instead"
+            "the documentation, page popdist_original, says what to use instead"
         )
 
 

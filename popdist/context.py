@@ -48,8 +48,8 @@ def init(num_replicas: int | None = None) -> None:
         assert process.instance is not None
         if num_replicas not in (None, process.instance.total_replicas):
             raise LifeCycleError(
-                f"init was called for {num_replicas} replicas after it was called for "
-                f"{process.instance.total_replicas}; the number of replicas is fixed once"
+                f"init was called with num_replicas={num_replicas}, but an earlier call fixed "
+                f"{process.instance.total_replicas}; give the same number"
             )
         return
     process.num_replicas = num_replicas

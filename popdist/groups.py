@@ -133,7 +133,7 @@ def _check(instances: Iterable[int]) -> tuple[int, ...]:
         raise TypeError(f"instances is {instances!r}, not a set of whole numbers; name them as {{0, 1}}") from None
     count = context.instance().count
     if not members or members[0] < 0 or members[-1] >= count:
-        raise ValueError(f"instances {list(members)} were named; name some of 0 to {count - 1}")
+        raise ValueError(f"{list(members)} is no group of this job's instances; name some of 0 to {count - 1}")
     return members
 
 

@@ -128,7 +128,9 @@ def _members(ranks: Iterable[int]) -> Any:
     if not members:
         return None
     if len(set(members)) != len(members) or not set(members) <= set(range(world.Get_size())):
-        raise ValueError(f"ranks {members} do not form a group; name different ranks of 0 to {world.Get_size() - 1}")
+        raise ValueError(
+            f"{members} is no group of this job's ranks; name different ranks of 0 to {world.Get_size() - 1}"
+        )
     if world.Get_rank() not in members:
         raise ValueError(f"process {world.Get_rank()} is not among {members}; only these processes call horovod.init")
     return world.Create_group(world.Get_group().Incl(members))

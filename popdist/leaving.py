@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _at_renumbering: list[Callable[[], None]] = []
 _WITHOUT_CHIEF = (
-    "instance 0 was lost when all others had finished: its output and files for the whole job are missing; "
-    "write them in strategy.on_chief, so that another instance writes them again, or start the job again"
+    "instance 0 was lost when all others had finished: its output and files for the whole job are missing. "
+    "Start the job again, or write them in strategy.on_chief, so that after a loss another instance writes them"
 )
 
 

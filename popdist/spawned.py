@@ -65,9 +65,9 @@ def join_once(instance: Instance, cluster: Cluster | None, environ: MutableMappi
 
 def _refuse(pid: int, how: str, instance: Instance) -> NoReturn:
     raise LifeCycleError(
-        f"process {pid} takes part in the job as instance {instance.index} of {instance.count}, and {how} "
-        f"(pid {os.getpid()}), which cannot be the same instance; start this one with {ALONE_VARIABLE}=1 "
-        "in its environment to run it separately, or call popdist.init in only one of the two"
+        f"process {pid} is already instance {instance.index} of {instance.count}, and {how} (pid {os.getpid()}). "
+        f"Call popdist.init in only one of the two, or start this one with {ALONE_VARIABLE}=1 in its environment to "
+        "run it separately"
     )
 
 

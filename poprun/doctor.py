@@ -217,7 +217,7 @@ def check_load(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 
 def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Report whether jaxlib adds up correctly on the CPUs of each host, and what strategies do if it does not."""
+    """Report whether jaxlib computes right sums on the CPUs of each host, and what strategies do if it does not."""
     flags = {name: environ[name] for name in (FLAGS_VARIABLE, OVERRULE) if name in environ}
     for host, each in facts.items():
         version = each.versions.get("jaxlib", "")
@@ -225,14 +225,14 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
         if not version:
             continue
         if not adds_up_wrongly(version):
-            yield Finding("sums", host, f"jaxlib {version} adds up right")
+            yield Finding("sums", host, f"jaxlib {version} computes right sums")
         elif is_overruled(flags):
-            fact = f"jaxlib {version} adds up wrongly on CPUs, and {OVERRULE} is 1"
+            fact = f"jaxlib {version} computes wrong sums on CPUs if it passes them to YNNPACK, and {OVERRULE} is 1"
             yield Finding("sums", host, fact, f"remove {OVERRULE} from the environment")
         elif complaint is not None:
             yield Finding("sums", host, *_split(complaint), is_fault=True)
         else:
-            known = "adds up wrongly by itself" if is_measured(version) else "is newer than the measured versions"
+            known = "computes wrong sums in YNNPACK" if is_measured(version) else "is newer than the measured versions"
             yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
 
 
@@ -372,7 +372,7 @@ def _check_ssh(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _describe_agent(environ: Mapping[str, str]) -> str:
     """Describe the ssh agent; a missing agent is no fault, because keys without a passphrase need none."""
     if not environ.get("SSH_AUTH_SOCK"):
-        return "none; keys without a passphrase need none"
+        return "none found; only keys with a passphrase need one"
     try:
         ended = subprocess.run(["ssh-add", "-l"], capture_output=True, text=True, timeout=2, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """Differentiable collectives between replicas, for use inside `strategy.run` and loss functions.
 
-All replicas call each function in the same order, with a pytree of arrays (one array, a list, a dict) of the same
-shapes and dtypes. Derivatives of any order are defined. Values are combined in replica order, and 16-bit floats in
+All replicas make the same calls in the same order. Each passes a pytree of arrays (one array, a list, a dict) of the
+same shapes and dtypes. Derivatives of any order are defined. Values are combined in replica order, and 16-bit floats in
 float32, so results have the same bits for every number of instances. The local replicas meet in a callback. Values
 leave the instance only if a group of replicas spans several instances.
 
@@ -170,7 +170,7 @@ class _ReplicaGroup:
         return context.reducer.collect(kind, self._groups, index, jnp.asarray(x), name)
 
     def exchange(self, x: Tree, split: int, concat: int) -> jax.Array:
-        """Return the blocks that all replicas of the group have for this one, concatenated."""
+        """Return the blocks that all replicas of the group send to this one, concatenated."""
         shape = jnp.shape(x)
         for dimension in (split, concat):
             if not 0 <= at_least(0, "a dimension of all_to_all", dimension) < len(shape):

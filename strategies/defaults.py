@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Selection:
-    """The IPUs that a strategy drives: the first device that a configuration describes.
+    """The IPUs that a strategy drives, as the first device of a configuration describes them.
 
     Attributes:
         ipus: The number of IPUs.
@@ -41,7 +41,7 @@ class Selection:
 
 
 def rounded_to_power_of_two(count: int) -> int:
-    """Return the smallest power of two that is at least `count`, which is positive."""
+    """Return the smallest power of two that is at least the positive number `count`."""
     return 1 << (count - 1).bit_length()
 
 

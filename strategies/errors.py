@@ -29,11 +29,11 @@ class DisagreementError(StrategyError, RuntimeError):
 
 
 class CheckpointError(StrategyError, RuntimeError):
-    """A checkpoint that cannot be written or read, or that this training cannot continue."""
+    """A checkpoint that cannot be written or read, or does not fit this training."""
 
 
 class DeviceError(StrategyError, RuntimeError):
-    """Devices on which this instance's replicas cannot run in lockstep, or whose sums are wrong."""
+    """Devices with wrong sums, or too few devices for this instance's replicas to run in lockstep."""
 
 
 class FailedPreconditionError(StrategyError, RuntimeError):

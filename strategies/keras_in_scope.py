@@ -51,7 +51,7 @@ class _LateImport(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of Keras, made unloadable, if a scope or a copy of its context is active."""
+        """Return a specification that refuses to load Keras, if a scope or a copy of its context is active."""
         if fullname != "keras" or not (self.scopes or self.get_strategy() is not None):
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
@@ -79,7 +79,7 @@ def keras_in_scope(get_strategy: Callable[[], object]) -> Iterator[None]:
     Args:
         get_strategy: Returns the current strategy, or None.
     """
-    if _late_import not in sys.meta_path:  # stays there: another thread may iterate over the list at any time
+    if _late_import not in sys.meta_path:  # never removed, because another thread may iterate over the list
         sys.meta_path.insert(0, _late_import)
     _late_import.get_strategy = get_strategy
     _late_import.scopes.append(None)

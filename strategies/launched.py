@@ -34,7 +34,7 @@ def replicas_of_process(defaults: Defaults, ipus_per_replica: int | None) -> tup
 
 
 def replicas_of_instance(defaults: Defaults, ipus_per_replica: int | None) -> int | None:
-    """Return the replicas of each instance by the defaults; None if these name no IPUs, or poprun fixes the number.
+    """Return the default number of replicas per instance; None without IPUs, or if poprun fixes the number.
 
     Raises:
         ValueError: If the configured IPUs are too few.

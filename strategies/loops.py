@@ -227,7 +227,7 @@ class _Program:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it can be called again. A loop inside a differentiated function holds tracers, and cannot."""
+        """Whether the compiled loop can be called again; not if it holds tracers of a differentiated function."""
         return not any(isinstance(constant, jax.core.Tracer) for constant in self._closed.consts)
 
     def _trace(self, token: Leaf, count: Leaf, leaves: Values) -> Values:
@@ -242,7 +242,7 @@ class _Program:
 
     @property
     def is_current(self) -> bool:
-        """Whether the outside variables that its body reads have not changed since it was traced."""
+        """Whether the outside variables that the loop reads are unchanged since it was traced."""
         return all(is_same() for is_same in self._constants)
 
     def _report(self, error: BaseException) -> None:

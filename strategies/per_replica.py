@@ -1,4 +1,4 @@
-"""Values that each replica has of its own, and values that all replicas share."""
+"""Values of single replicas, and values that all replicas share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shared:
 
 
 def dealt(value: Tree, replicas: range) -> Tree:
-    """Return the value itself, or one `PerReplica` of whole trees if any part of it is a `PerReplica`.
+    """Turn a tree with `PerReplica` leaves into one `PerReplica` of trees; return any other tree unchanged.
 
     Args:
         value: Pytree whose leaves may be `PerReplica`.

@@ -120,7 +120,7 @@ class Strategy(ABC):
         """
         return self.replicas.defaults
 
-    # ---- who is there
+    # ---- instances and replicas
 
     @property
     def replicas(self) -> Replicas:
@@ -184,7 +184,7 @@ class Strategy(ABC):
         """Run a function on one instance only, for example to report a result. Collective.
 
         The call returns on all instances after the function has returned. If the chief is lost meanwhile and the others
-        go on, the next chief runs the function from its beginning, even if the first had almost finished.
+        go on, the next chief runs the function again from its beginning.
 
         Args:
             function: Function called on the chief only. It must not make collective calls. Its result is dropped.
@@ -227,7 +227,7 @@ class Strategy(ABC):
         positive("stages", stages)
         return self
 
-    # ---- instances that are lost
+    # ---- lost instances
 
     @property
     def can_carry_on(self) -> bool:
@@ -282,7 +282,7 @@ class Strategy(ABC):
         return self.replicas.dealing.split(tree)
 
     def shared(self, tree: Tree) -> Shared:
-        """Mark a pytree that `run` gives to every replica as a whole, even if it looks like a batch."""
+        """Mark a pytree, so that `run` gives all of it to every replica, even if it looks like a batch."""
         return Shared(tree)
 
     def broadcast(self, tree: Same, root: int = 0) -> Same:
@@ -305,7 +305,7 @@ class Strategy(ABC):
             value: Result of `run` or `per_replica`, a pytree of such results, or a value that all local replicas share.
                 Batches are split as in `run`.
             axis: One axis or several of each replica's value, over which to reduce as well. Every element along it
-                counts once, so a mean is the mean of all rows of all replicas, even if replicas have different numbers
+                counts once. So a mean is the mean of all rows of all replicas, and replicas may have different numbers
                 of rows. The tree then spans all rows, replica by replica. For long axes reduce inside `run` first.
 
         Returns:
@@ -350,11 +350,11 @@ class Strategy(ABC):
             function: JAX-traceable function. In it, `get_replica_context` gives the replica's index and collectives
                 over all replicas. It is compiled once per function object and argument shapes, and again if an outside
                 value that it reads has changed. It may read and assign models of Keras.
-            args: Pytrees. Of a `PerReplica` or an "on_read" variable, at any depth, a replica gets its own value. Of a
-                batch of `distribute_dataset` it gets its rows, and of everything else the whole. With several local
-                replicas, another array with the length of a batch is refused: mark it with `dealt` or `shared`. From an
-                iterator (of a data set, an infeed or Python) the function takes elements with `next` while it runs.
-                From then on the iterator belongs to programs.
+            args: Pytrees. A replica gets its own value of each `PerReplica` and "on_read" variable, at any depth. It
+                gets its own rows of a batch of `distribute_dataset`, and all of any other array. With several local
+                replicas, other arrays with the length of a batch are refused: mark them with `dealt` or `shared`. The
+                function may take elements with `next` from an iterator (of a data set, an infeed or Python). From then
+                on only programs may use the iterator.
             kwargs: Pytrees by name, treated as `args` are.
 
         Returns:

@@ -78,5 +78,5 @@ def _sums_of_rows(places: jax.Array, values: jax.Array, rows: int) -> jax.Array:
 
 
 def _added(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Add the sum so far to the next values, unless a new row begins there."""
+    """Add two neighbouring partial sums, unless a new row begins in the right one."""
     return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])

@@ -28,8 +28,8 @@ class TrainState:
         optimizer_state: State of the optimizer; if it is sharded, this instance's part.
         step: Number of steps so far.
         loss_scale: Scale of the next loss; None without loss scaling.
-        residuals: Rounding errors of int8 gradients of the local replicas, carried over to the next step: for each
-            variable a float32 array with the replicas along its first axis. None if gradients are not quantised.
+        residuals: Rounding errors of the local replicas' int8 gradients, carried over to the next step. Each variable
+            has a float32 array with the replicas along its first axis. None if gradients are not quantised.
         model_state: Pytree of arrays that every batch changes without gradients, or None. It has the same bits on every
             instance. A leaf that each replica has of its own has the local replicas along its first axis instead.
     """
@@ -49,6 +49,6 @@ _alive: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictiona
 
 
 def is_trained(leaf: Leaf) -> bool:
-    """Return whether an array belongs to a state that the program still holds: a variable or a moving mean, say."""
+    """Return whether an array is part of a state that the program still holds, such as a variable or a moving mean."""
     trees = [(state.variables, state.optimizer_state, state.model_state) for state in list(_alive.values())]
     return any(leaf is other for other in jax.tree.leaves(trees))

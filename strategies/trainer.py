@@ -140,7 +140,7 @@ class Trainer:
         return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` in place of each array of which this instance has only a part."""
+        """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
         return self._engine.whole(state)
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
@@ -226,7 +226,7 @@ class Trainer:
 
         Args:
             state: State that `init`, `step` or `run` returned last.
-            dataset: `DistributedDataset`, of which the rest of the epoch is read; or an iterable of batches.
+            dataset: `DistributedDataset`, read to the end of its epoch; or an iterable of batches.
             steps_per_execution: Number of steps before each call of `after_execution`, run as one program if possible.
                 The last execution is shorter if the number of batches is not a multiple.
             after_execution: Function called with the state and the metrics of the last step.
@@ -319,8 +319,8 @@ class Trainer:
 
         Args:
             state: State that `init`, `step` or `run` returned last.
-            dataset: `DistributedDataset` with `remainder="pad"`, of which the rest of the epoch is read; or an iterable
-                of this instance's batches, of which later ones may have fewer rows than the first.
+            dataset: `DistributedDataset` with `remainder="pad"`, read to the end of its epoch; or an iterable of this
+                instance's batches. No batch may have more rows than the first.
             fn: Function like `loss_fn`, for instance without dropout; None for `loss_fn` itself. Its key is always
                 `jax.random.key(seed)`.
             metrics_fn: Function used instead of `fn`: `(variables, batch, mask, key) -> {name: metric}` of all rows of

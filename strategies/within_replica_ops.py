@@ -1,7 +1,7 @@
 """Collectives between the shards of one replica.
 
-Each function takes a list with one array per shard, in the order of the shards, and returns a list with the result of
-each shard. Gradients follow from the arithmetic. Semantics: the original's `within_replica_ops`.
+Each function takes a list with one array per shard, in their order, and returns a list with the result of each shard.
+Gradients follow from the arithmetic. Semantics: the original's `within_replica_ops`.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ PARTS = {
     ),
     "packaging": Part(
         "wheel, source distribution, types and constraints in empty environments",
-        ("setup.cfg", "pyproject.toml", "launch_scripts/constraints.txt"),
+        ("setup.cfg", "MANIFEST.in", "launch_scripts/constraints.txt"),
         ("tests",),
     ),
     "faults": Part(

@@ -28,10 +28,15 @@ DEVICES = "4"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 20)]
 
+MIGRATE = ROOT / "docs" / "how_to" / "migrate"
 RUN_BY = {
     "README.md": "tests/test_readme.py",
     "tutorial.md": "tests/launch_scripts/test_tutorial.py",
     "flax_equinox.md": "tests/test_cookbook.py",
+    **dict.fromkeys(
+        (page.name for page in PAGES if page.parent == MIGRATE and page.name != "index.md"),
+        "tests/test_migration.py",
+    ),
 }
 """Pages whose programs need several instances or more libraries, or are a part of a larger one, and their tests."""
 

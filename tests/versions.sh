@@ -1,10 +1,10 @@
 #!/bin/sh
-# Runs the tests of what depends on them on other versions of Python and JAX, each in an environment of its own.
+# Runs tests that depend on the versions of Python and JAX with other versions, each in an environment of its own.
 #
 #   sh tests/versions.sh [PYTHON[=JAX] ...]     default: 3.11=oldest 3.12 3.13=newest
 #
-# "oldest" is the JAX that setup.cfg still allows: with it only what is JAX's is tested. Without a JAX it is what is Python's, with
-# the newest. Interpreters are looked for in PATH and among those of pyenv; one that is not there is left out, and named. The
+# "oldest" is the oldest JAX that setup.cfg allows; only tests of JAX run with it. Without a JAX, tests of Python run with
+# the newest JAX. Interpreters are searched in PATH and in pyenv; a missing interpreter is skipped with a message. The
 # environments are kept in .venv-versions.
 set -eu
 
@@ -12,8 +12,8 @@ here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P)
 root=$(dirname -- "$here")
 cd -- "$root"
 
-# Of what reaches into JAX, or lives by how it traces, rounds, compiles and lays out; of what Orbax, Grain and Keras keep; of
-# whole jobs.
+# Tests of code that uses JAX's internals, or depends on its tracing, rounding, compiling or layouts; of files of Orbax,
+# Grain and Keras; of whole jobs.
 modules="callbacks casts checkpoints collective_equations compilation dataflow devices feed_program gradients
     grain_source host_calls iterations jaxpr loops precision program_text programs recomputation right_sums segments
     step_record trainer updates xla_pitfalls"
@@ -21,7 +21,7 @@ modules="callbacks casts checkpoints collective_equations compilation dataflow d
 of_jax="$(printf 'tests/strategies/test_%s.py ' $modules)
     tests/strategies/keras_models/test_keras_metrics.py tests/strategies/pipelines/test_pipeline_cuts.py
     tests/strategies/pipelines/test_pipeline_stages.py tests/jobs/test_promises.py"
-# Of what NumPy adds, of threads, processes and command lines, which are Python's.
+# Tests of sums by NumPy, and of threads, processes and command lines, which belong to Python.
 of_python="tests/collectives/test_exact_sums.py tests/collectives/test_exchange.py tests/collectives/test_lanes.py
     tests/collectives/test_long_arrays.py tests/collectives/test_losing_members.py tests/collectives/test_reduction.py
     tests/popdist/test_sums.py tests/poprun"
@@ -48,11 +48,11 @@ pip_install() {
     "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# Makes an environment, and fills it in the background: pip computes on one core.
+# Makes an environment and fills it in the background, because pip computes on one core.
 begin_environment() {
     environment=$root/.venv-versions/$1-$2
     if ! python=$(find_python "$1"); then
-        say "left out: no Python $1 in PATH, nor among those of pyenv"
+        say "left out: no Python $1 in PATH or in pyenv"
         return
     fi
     wanted=$(cksum setup.cfg pyproject.toml && "$python" --version)
@@ -83,7 +83,7 @@ run_on() {
 }
 
 unset PYTHONDONTWRITEBYTECODE
-unset POPDIST_REQUIRE_HOROVOD # it is built for another environment
+unset POPDIST_REQUIRE_HOROVOD # Horovod is built for another environment
 failed=
 [ $# -gt 0 ] || set -- 3.11=oldest 3.12 3.13=newest
 for pair in "$@"; do

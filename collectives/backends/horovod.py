@@ -62,7 +62,7 @@ CARRIED_BYTES = 1 << 12
 CYCLE_TIME_MS = 0.2
 FUSION_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 30  # MPI counts elements in 31 bits
-_GATHERED_BYTES = 1 << 25  # per rank and all-gather, because Horovod gathers through a buffer of its own
+_GATHERED_BYTES = 1 << 25  # limit for each rank in an all-gather, because Horovod gathers through its own buffer
 _FIRST_SLEEP_S = 2e-5
 _LONGEST_SLEEP_S = 1e-3
 _SLEEPS_GROW = 1.02  # reaches _LONGEST_SLEEP_S after about 0.05 s
@@ -81,10 +81,10 @@ _CARRIERS = {
 
 _FITS = 2.0**63 - 2.0**40  # the bound of values that fit into 64 bits, with a margin for float64 rounding
 _HEAD_BYTES = 24  # header of a message: fingerprint, number of contributions, number of bytes that follow
-_LEFT_AT_HOME = (1 << 64) - 1  # in place of the number of bytes: the arrays were too large to be carried
+_LEFT_AT_HOME = (1 << 64) - 1  # marks, in place of the number of bytes, arrays that are too large to be carried
 _SUBGROUP_TAG = 8
 
-_numbers = itertools.count()  # of communicators; equal on all ranks because ranks connect collectively
+_numbers = itertools.count()  # numbers of communicators; equal on all ranks, because ranks connect collectively
 
 
 # ---- Horovod itself, for NumPy arrays

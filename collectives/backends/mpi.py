@@ -31,7 +31,7 @@ except (ImportError, RuntimeError) as error:
 logger = logging.getLogger(__name__)
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
-_SUBGROUP_TAG = 7  # no lane of a channel uses this tag
+_SUBGROUP_TAG = 7  # a tag that no lane of a channel uses
 
 # Message sizes between hosts:
 _INLINE_BYTES_OF_HOST = 1 << 17

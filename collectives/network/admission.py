@@ -20,7 +20,7 @@ from collectives.point_to_point.link import LANES
 logger = logging.getLogger(__name__)
 
 _LANES_OF_CHANNEL = {str(number) for number in range(LANES)}
-_CHANNELS_AHEAD = 1024  # channels that a peer may use before this worker does; a group has two
+_CHANNELS_AHEAD = 1024  # number of channels that a peer may begin before this worker does; each group has two
 _REFUSALS_LOGGED = 100
 
 
@@ -42,7 +42,7 @@ class Admission:
 
     @cached_property
     def rests_on_words(self) -> bool:
-        """Whether only peers' own claims tell workers from other processes: all are local, without TLS or token."""
+        """Whether peers are identified by their own claims alone: all addresses are local, without TLS and token."""
         node = self._node
         addresses = (node.address, *(peer.address for peer in node.peers.values()))
         is_open = node.security.certificates is None and not node.security.token

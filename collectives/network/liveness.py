@@ -1,4 +1,4 @@
-"""The detection of lost workers: a stopped process has a kernel that still answers, a lost one has not."""
+"""The detection of lost workers: the kernel of a stopped process still answers; for a lost worker nothing answers."""
 
 from __future__ import annotations
 

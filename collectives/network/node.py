@@ -28,16 +28,16 @@ from collectives.network.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-LEAVE_LIMIT_S = 10.0  # time for the others to receive the last messages
+LEAVE_LIMIT_S = 10.0  # time limit for the other workers to receive the last messages
 GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; the reason follows
 _AWAY_S = 5.0  # a leaving worker does not wait for a worker that has been silent this long
-_CLOSE_LIMIT_S = 0.5  # time for the connections to close
-_FIRST_STREAMS_LIMIT_S = 1.0  # time for the first lanes to open; afterwards the worker continues without them
+_CLOSE_LIMIT_S = 0.5  # time limit for closing the connections
+_FIRST_STREAMS_LIMIT_S = 1.0  # time limit for opening the first lanes; after it the worker goes on without them
 _LANES_PER_PEER = 4096
 _USERS_NAMED = 3
 _FAREWELL_BYTES = 2048
 _STRANGERS = 64  # additional streams, and connections, for processes that are no workers; they are soon refused
-_CONNECTIONS_PER_PEER = 4  # the lasting one, an attempt to reach the peer, a test of certificates, a liveness probe
+_CONNECTIONS_PER_PEER = 4  # the permanent one, an attempt to reach the peer, a test of certificates, a liveness probe
 
 
 class Node(Worker):

@@ -28,9 +28,9 @@ class Peer:
         address: Address at which it listens.
         clock: Clock of this worker.
         drawn: Nonce of this process for that worker alone, see `Claim`.
-        claim: Which process the worker is.
+        claim: Knowledge about the process that is this worker, see `Claim`.
         cancel: Function that ends the stream of the process that has said hello in its name.
-        runner: That process.
+        runner: Process that has said hello in its name.
         is_here: Whether that process was welcomed.
         trouble: Reason why the last attempt to reach it failed.
         was_there_first: Whether it was already listening when this worker first called.

@@ -86,7 +86,7 @@ def open_channel(endpoint: Endpoint, address: Address, certificates: Certificate
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         # gRPC 1.85 would retry an unsent stream of a closing connection on that same connection, endlessly and without
-        # pause, at some hundred MB of memory per second. The meeting of workers retries with a new connection.
+        # pause. That takes some hundred MB of memory per second. The meeting of workers retries with a new connection.
         ("grpc.enable_retries", 0),
     ]
     if certificates is None:

@@ -68,7 +68,7 @@ class Plan:
 
     Only partial sums of a slice travel before its result is known, and only results afterwards. In one direction two
     ranks exchange partial sums in only one round, and results in only one round. So several pieces of an array can be
-    in progress, each in another round: messages of one kind between two ranks still keep the order of the pieces.
+    in progress, each in another round. Messages of one kind between two ranks still keep the order of the pieces.
 
     Attributes:
         name: Name of the way.

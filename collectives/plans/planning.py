@@ -143,8 +143,8 @@ def halving(held: Held, replicas: int) -> Column:
     """Exchange halves with a neighbour, then quarters between pairs, and so on; return the results on the same paths.
 
     This is recursive halving and doubling, nearest neighbours first (Thakur, Rabenseifner and Gropp, Optimization of
-    Collective Communication Operations in MPICH, 2005). It takes 2 log2(n) rounds, and every host sends 2 (n - 1) / n
-    of the array, also if n is no power of two. It is possible if `pairs_up` holds.
+    Collective Communication Operations in MPICH, 2005). It takes 2 log2(n) rounds. Every host sends 2 (n - 1) / n of
+    the array, also if n is no power of two. It is possible if `pairs_up` holds.
     """
     groups = Groups(held)
     owners = groups.owners

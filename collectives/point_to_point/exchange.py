@@ -19,7 +19,7 @@ _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _WORDS = 3
 _PLANS = 256  # maximum number of cached layouts
 _TOO_LARGE = (1 << 64) - 1
-_OPENED = _TOO_LARGE - 1  # too large as well, but the first messages of the reduction follow the block
+_OPENED = _TOO_LARGE - 1  # the arrays are too large, and the first messages of the reduction follow the block
 _MOST_ARRAYS = 1 << 20  # maximum number of arrays from one rank
 
 Opening = Callable[[], OpeningLink]
@@ -64,7 +64,7 @@ class LinkExchange:
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
         self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
         self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
-        self._received: dict[int, int | None] = {}  # lengths of messages with one block, if the link knows
+        self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
 

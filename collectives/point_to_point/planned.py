@@ -18,7 +18,7 @@ from collectives.point_to_point.program import RankProgram, program_of
 from collectives.reduction import Reduction
 
 _CACHED = 256  # layouts
-_FEW = (1, 2, UNDER_WAY)  # numbers of pieces to consider; for more pieces the estimates are too optimistic
+_FEW = (1, 2, UNDER_WAY)  # candidate numbers of pieces; estimates for more pieces are too optimistic
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collectives.plans.cutting import Table
 from collectives.plans.plan import Addition, Message, Plan
 from collectives.tree import TreeNode, root_of
 
-_ALIGNMENT = 16  # elements
+_ALIGNMENT = 16  # in elements
 
 
 class Area(Enum):

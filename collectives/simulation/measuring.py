@@ -54,7 +54,7 @@ def measured(network: Network, over: str, local: bool) -> Network | None:
 
 
 def memory_bytes_per_s() -> float:
-    """Return the rate at which a rank reads while it adds two float32 arrays that are in no cache."""
+    """Return the bytes per second that a rank reads while it adds two float32 arrays outside of all caches."""
     one, other = (np.ones(_MEMORY_ELEMENTS, np.float32) for _ in range(2))
     out = np.empty_like(one)
     seconds = []
@@ -77,7 +77,7 @@ def _costs(
     Args:
         send: Function that sends a number of bytes to the other rank.
         receive: Function that receives a number of bytes.
-        leads: Which of the two ranks this is.
+        leads: Whether this rank sends first; the other rank receives first.
         streams: Whether to measure bytes per second; if pairs share a link, a single pair does so.
         meet: Function that returns when all pairs have called it.
     """

@@ -110,7 +110,7 @@ class _Run:
             part[...], state = state[: part.size].reshape(part.shape), state[part.size :]
 
     def overlap(self, waves: Sequence[Wave]) -> None:
-        """Run several pieces at once; the next wave is that of the piece whose ranks are ready first."""
+        """Run several pieces at once; the piece whose ranks are ready first runs its next wave."""
         reached = [0] * len(self._ready)
         while under_way := [piece for piece, number in enumerate(reached) if number < len(waves)][:UNDER_WAY]:
             free = [piece for piece in under_way if piece == under_way[0] or reached[piece - 1] > reached[piece]]

@@ -65,7 +65,7 @@ class LaunchedProcess:
         total = self.size if num_replicas is None else num_replicas
         if total < 1 or total % self.size:
             raise EnvironmentMismatchError(
-                f"asked for {total} replicas on {self.size} instances ({said}); "
+                f"num_replicas is {total}, but the number of instances is {self.size} ({said}); "
                 f"replicas must divide evenly: use {nearest_multiples(max(total, 1), self.size)}"
             )
         local = total // self.size

@@ -57,7 +57,7 @@ class PopRunEnvironment(Environment):
         replicas = _read(environ)
         if num_replicas is not None and num_replicas != replicas.total:
             raise EnvironmentMismatchError(
-                f"the program asks for {num_replicas} replicas, but poprun started {replicas.total} "
+                f"the program asks for num_replicas={num_replicas}, but poprun started {replicas.total} "
                 f"({quote(environ, [TOTAL])}); give both the same number"
             )
         if is_started_by_open_mpi(environ):

@@ -136,7 +136,7 @@ class TFConfigEnvironment(Environment):
             _refuse(f'"{REPLICAS}" in TF_CONFIG is {_shown(said)}, not a whole number of at least 1', "correct it")
         if None not in (said, num_replicas) and said != num_replicas:
             _refuse(
-                f'the program asks for {num_replicas} replicas, but "{REPLICAS}" in TF_CONFIG is {said}',
+                f'the program asks for num_replicas={num_replicas}, but "{REPLICAS}" in TF_CONFIG is {said}',
                 "give both the same number",
             )
         return cluster.instance(said if num_replicas is None else num_replicas)

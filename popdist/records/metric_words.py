@@ -55,7 +55,7 @@ class MetricWord:
 
     def __post_init__(self) -> None:
         if self.kind not in FORMS:
-            raise ValueError(f"{self}: there is no {self.kind!r}; use one of {', '.join(FORMS.values())}")
+            raise ValueError(f"{self}: {self.kind!r} is no kind of destination; use one of {', '.join(FORMS.values())}")
         if not self.target and self.kind not in _MAY_BE_BARE:
             raise ValueError(f"{self}: the target is missing; write {FORMS[self.kind]}")
         if self.kind == PROMETHEUS:
@@ -170,5 +170,6 @@ def _fault_of_address(word: MetricWord) -> str:
             tried.bind(address)
             tried.listen()
     except OSError as error:
-        return f"{word}: nobody can listen there ({error.strerror or error}); name another address of this host"
+        reason = error.strerror or error
+        return f"{word}: the metrics server cannot listen at this address ({reason}); name another address of this host"
     return ""

@@ -56,7 +56,7 @@ class WantedProfile:
             raise ValueError(f"{text!r} names no profile; write {FORM}")
         steps = found["steps"] or str(USUAL_STEPS)
         if steps != _ALL and (not steps.isdecimal() or not int(steps)):
-            raise ValueError(f"{text!r} asks for {steps} steps, a profile has at least one; write a number or {_ALL}")
+            raise ValueError(f"{text!r} asks for {steps} steps, but a profile has at least 1; write a number or {_ALL}")
         first = found["first"] or (0 if steps == _ALL else USUAL_FIRST)
         return cls(found["profiler"], int(first), None if steps == _ALL else int(steps))
 

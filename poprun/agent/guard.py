@@ -118,8 +118,8 @@ def _refuse_host(meant_for: str, rank: int, link: ControlLink, token: str) -> No
     """Report to poprun that Open MPI has started this agent on a wrong host; the program is not started."""
     here, now_s = os.uname().nodename, time.monotonic()
     text = (
-        f"instance {rank} is meant for host {meant_for}, but Open MPI has started it on {here}, so it does not run; "
-        "give the hosts names that differ before the first dot, or name them by address (--host 10.0.0.1,10.0.0.2)\n"
+        f"instance {rank} is meant for host {meant_for}, but Open MPI has started it on {here}, so it does not run. "
+        "Give the hosts names that differ before the first dot, or name them by address (--host 10.0.0.1,10.0.0.2)\n"
     )
     link.send(wire.pack_hello(rank, os.getpid(), now_s, bytes.fromhex(token), here))
     link.send(wire.pack(wire.STDERR, text.encode()))

@@ -103,7 +103,7 @@ def read_trusted(path: Path, what: str) -> str:
     """
     with path.open(encoding="utf-8") as file:
         if fault := fault_of_file(file.fileno()):
-            raise UsageError(f"{what} {path} decides what is run, and {fault}")
+            raise UsageError(f"{what} {path} controls which program poprun runs, but {fault}")
         text = file.read(_MOST_CHARACTERS)
         if len(text) == _MOST_CHARACTERS:
             raise UsageError(f"{what} {path} has {_MOST_CHARACTERS} characters or more; name the right file")

@@ -115,7 +115,10 @@ class LaunchOptions(ABC):
     )
     vipu_partition_attempts: int = idle_vipu(1, NUMBER, "number of attempts to bind to the partition")
     vipu_cluster: str | None = idle_vipu(
-        None, TEXT, "deprecated: use --vipu-allocation", deprecated="use --vipu-allocation"
+        None,
+        TEXT,
+        "deprecated in favour of --vipu-allocation",
+        deprecated="leave it out (--vipu-allocation replaces it, and has no effect either)",
     )
     vipu_allocation: str | None = idle_vipu(None, TEXT, "allocation in which to create a partition")
     update_partition: bool = vipu(

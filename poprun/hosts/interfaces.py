@@ -87,7 +87,7 @@ def choose_network(
             )
         if ip_address(targets[host]).is_loopback:
             raise PopRunError(
-                f"host {host} stands for {targets[host]} here, which other machines cannot reach; "
+                f"this machine resolves host {host} to {targets[host]}, which other machines cannot reach; "
                 "give the name its address in the network (/etc/hosts)"
             )
     if len(set(sources.values())) > 1:

@@ -32,6 +32,8 @@ _USUAL_DOES, _LEAST_DOES = 18, 10
 _GAP = 2
 _STALE_S = 3.0
 _LEAST_ROWS = 3
+_NO_TROUBLE = 2
+"""The rank of an instance without trouble; instances in trouble have lower ranks."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def picture_of(
     shown = _chosen(snapshot.instances, awaited, None if lines is None else lines - len(head) - 2)
     rows = [PictureRow(_cells(each), AWAITED if each.instance in awaited else each.condition) for each in shown]
     headings, rows = _narrowed(rows, columns, same_host=len({each.host for each in snapshot.instances}) < 2)
-    left_out = len(snapshot.instances) - len(shown)
-    foot = [f"{count(left_out, 'more instance')} without trouble; a taller window, or --plain, shows all"]
+    left_out = [each for each in snapshot.instances if each not in shown]
+    trouble = "some" if any(_trouble(each, awaited) < _NO_TROUBLE for each in left_out) else "none"
+    foot = [f"{count(len(left_out), 'more instance')}, {trouble} in trouble; a taller window, or --plain, shows all"]
     cut = [without_controls(line)[:columns] for line in (*head, *(foot if left_out else ()))]
     return Picture(tuple(cut[: len(head)]), headings, tuple(rows), tuple(cut[len(head) :]))
 
@@ -131,7 +134,7 @@ def _trouble(each: Seen, awaited: set[int]) -> int:
     if each.instance in awaited:
         return 0
     ranks = {LOST: 1, STOPPED: 1, WAITING: 3, ENDED: 4}
-    return ranks.get(each.condition, 2)
+    return ranks.get(each.condition, _NO_TROUBLE)
 
 
 def _cells(each: Seen) -> tuple[str, ...]:

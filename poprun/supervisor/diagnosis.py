@@ -164,7 +164,7 @@ def judge_stuck(facts: Sequence[Facts], stuck: int, limit_s: float) -> Verdict:
     lines = [f"{fact}: it is {_describe_state(blamed)}", *_describe_others(facts, stuck)]
     at_end = [each.index for each in facts if each.ending is None and each.record.state is State.LEAVING]
     if at_end:
-        lines.append(f"{list_instances(at_end)} had come to the end of the program")
+        lines.append(f"{list_instances(at_end)} had reached the end of the program")
     return Verdict(stuck, STUCK_STATUS, tuple(lines[:MOST_LINES]), lost=(stuck,))
 
 

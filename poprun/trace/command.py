@@ -15,7 +15,7 @@ from poprun.cli.command_line import Value, read_command_line
 from poprun.cli.help import describe_section
 from poprun.cli.log import Log, show
 from poprun.cli.options import Option, OptionKind
-from poprun.cli.wording import USUAL_COLUMNS, columns_of, wrap
+from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, wrap
 from poprun.errors import PopRunError, UsageError
 
 SECTION = "Timeline"
@@ -119,7 +119,8 @@ def _merge(wanted: TimelineRequest) -> int:
     job, counts = merge(wanted.folder, wanted.to)
     for warning in job.warnings:
         show(f"warning: {warning}", 2)
-    show(f"wrote {counts.spans} spans, {counts.flows} arrows and {counts.counters} values to {wanted.to}")
+    drawn = f"{count(counts.spans, 'span')}, {count(counts.flows, 'arrow')} and {count(counts.counters, 'value')}"
+    show(f"wrote {drawn} to {wanted.to}")
     return 0
 
 

@@ -29,7 +29,7 @@ from popdist.timeline.events import (
     unpack_events,
     unpack_exchanges,
 )
-from poprun.cli.wording import cut_off
+from poprun.cli.wording import count, cut_off
 from poprun.errors import PopRunError
 from poprun.trace.profiles import Profile
 
@@ -215,8 +215,8 @@ def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
             if not each.is_complete
         ]
         warnings += [
-            f"{each.title}: {each.events_lost} events are not recorded: they came too fast, or --timeline-limit was "
-            "too small for them"
+            f"{each.title}: {count(each.events_lost, 'event')} could not be recorded, because events came too fast, or "
+            "because --timeline-limit was too small"
             for each in there
             if each.events_lost
         ]

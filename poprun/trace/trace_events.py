@@ -18,6 +18,7 @@ import numpy as np
 
 from popdist.records.private_files import open_unless_linked
 from popdist.timeline.events import EventKind
+from poprun.cli.wording import count
 from poprun.trace.aligned import Aligned
 from poprun.trace.profiles import Profiled, nested
 from poprun.trace.spans import MatchedCollectives, Sort, Spans
@@ -161,7 +162,7 @@ def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Prof
 
 _SAID: Mapping[EventKind, Callable[[int], str]] = {
     EventKind.WAITS_FOR: lambda value: f"still waits for instance {value}",
-    EventKind.EVENTS_LOST: lambda value: f"{value} events are not recorded",
+    EventKind.EVENTS_LOST: lambda value: f"{count(value, 'event')} could not be recorded",
     EventKind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
 }
 

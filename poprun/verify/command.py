@@ -184,7 +184,10 @@ class Verification:
             show(f"\nno certificate was written to {self.asked.certificate}, because not everything is equal")
         own_s = time.monotonic() - self._began_s - self._running_s
         recording_s = sum(each.record.recording_s for each in self._outcomes)
-        show(f"runs {self._running_s:.1f} s, of which recording {recording_s:.1f} s; verifying {own_s:.1f} s")
+        show(
+            f"the runs took {self._running_s:.1f} s, including {recording_s:.1f} s for recording; "
+            f"verify itself took {own_s:.1f} s"
+        )
         return 0 if is_equal else 1
 
     @property
@@ -196,7 +199,7 @@ class Verification:
         number = len(self._outcomes) + 1
         show(f"poprun verify: run {number} of {self._runs_in_all}, {run}", 2)
         if run.resumed_on is not None:
-            show("poprun verify: it gets SIGTERM half-way, and should end with exit status 143", 2)
+            show("poprun verify: instance 0 gets SIGTERM half-way; the run should then end with exit status 143", 2)
         began_s = time.monotonic()
         try:
             result = self.laboratory.make(run, str(number))

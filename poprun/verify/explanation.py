@@ -22,8 +22,8 @@ _LOOK_AT = {
     START: "changes of the variables between two steps: by a callback, or from values of one instance only",
     BATCH: "the source of the batch: the order of a set or of a directory, a generator without a seed, a shuffle or "
     "a share for each instance; strategy.distribute_dataset deals by replica",
-    GRADIENTS: "what the loss function takes besides its arguments: the instance, the time, np.random, a callback",
-    UPDATE: "what the optimizer takes besides gradients and state: a learning rate that depends on the time or on the "
+    GRADIENTS: "what the loss function reads besides its arguments: the instance, the time, np.random, a callback",
+    UPDATE: "what the optimizer reads besides gradients and state: a learning rate that depends on the time or on the "
     "instance, np.random, a callback",
     STEPS: "the reason for the number of steps: the time, the length of an instance's own data, a callback",
 }
@@ -84,7 +84,8 @@ def _repetition(repeated: Repeated, names: tuple[str, str], difference: RunDiffe
     if repeated.is_same:
         return f"Repeated, {runs} did the same again: the difference depends on how the replicas are spread.\n"
     return (
-        f"Repeated, {runs} did not do the same again: the difference does not depend on the spread alone, if at all.\n"
+        f"Repeated, {runs} did not do the same again. "
+        "So the spread of the replicas is at most one cause of the difference.\n"
     )
 
 

@@ -140,7 +140,10 @@ def plan_run(asked: VerifyRequest, run: Run, environ: Mapping[str, str]) -> Laun
             "a directory that all hosts share"
         )
     if launch.leaves_this_machine and run.transport == GRPC:
-        raise UsageError("workers over grpc meet at sockets of one machine; leave grpc out, or the other hosts")
+        raise UsageError(
+            "verify connects workers over gRPC by sockets of one machine, and this run uses other hosts; "
+            "leave grpc out of --transports, or use only this machine"
+        )
     return launch
 
 

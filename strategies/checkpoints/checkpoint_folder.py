@@ -311,7 +311,7 @@ def _put_together(pieces: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, n
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove an unfinished checkpoint, again if a write that orbax left running creates it again."""
+    """Remove an unfinished checkpoint; repeat this if a write that orbax left running creates the folder again."""
     for _ in range(1000):
         clear(folder)
         if not folder.exists():
@@ -319,7 +319,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin a write that would fill the disk, which others use too."""
+    """Refuse a write that would fill the disk, because other programs use the disk too."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {needed:,} bytes are needed and {free:,} are free")

@@ -122,7 +122,7 @@ class Checkpoints:
         self._flat: dict[str, np.ndarray] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._gathered_step: int | None = None
-        self._last: tuple[TrainState, Mapping[str, Any] | None] | None = None  # last state to save, maybe elsewhere
+        self._last: tuple[TrainState, Mapping[str, Any] | None] | None = None  # last state; another may save it
         self._seen: int | None = None  # the step of the last `after_step`, or the restored step
 
     @property
@@ -267,7 +267,7 @@ class Checkpoints:
 
         A checkpoint is due if the step is a multiple of `every`, or has passed a multiple since the last call.
 
-        Training does not wait for the disk: if the previous checkpoint is still being written, the next one is made
+        Training does not wait for the disk. If the previous checkpoint is still being written, the next one is made
         after the first step at which the writer is free. Only sharded optimizer state is gathered at once and makes
         training wait, because only instance 0 knows whether the writer is free.
 
@@ -294,7 +294,7 @@ class Checkpoints:
             self.save(state, metrics=metrics)
 
     def _save_last(self) -> None:
-        """Save, on instance 0, the last state that was to be saved, if the lost instance 0 has not."""
+        """Save the last state that was to be saved, on the new instance 0, unless the lost instance 0 has saved it."""
         state, metrics = self._last or (None, None)
         folder = self._folder
         if state is not None and folder is not None and not are_used_up(state.variables):
@@ -358,7 +358,7 @@ class Checkpoints:
         return packing
 
     def _write(self, folder: CheckpointFolder, training: SavedTraining, flat: Mapping[str, np.ndarray]) -> None:
-        """Write metrics, then a checkpoint, in its thread: a restored job does not repeat the steps before it."""
+        """Write a checkpoint, in the thread of the writer, after sinks have written the metrics of earlier steps."""
         for sinks in tuple(self._strategy.replicas.sinks):
             sinks.wait()
         try:
@@ -396,7 +396,7 @@ class Checkpoints:
         }
 
     def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
-        """Return the array that replaces `leaf`, from the array that instance 0 has read. Collective."""
+        """Return the new value of `leaf` on every instance, given the array that instance 0 has read. Collective."""
         if _is_on_host(leaf):  # JAX would cut 64-bit numbers to 32 bits
             received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
@@ -455,7 +455,7 @@ class Checkpoints:
 
 
 def _stand_back() -> None:
-    """Lower the priority of this thread, and of the threads that it starts, below that of training."""
+    """Lower the priority of this thread, and of all threads that it starts, below training's."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 

@@ -33,8 +33,7 @@ def load_variables(
         variables = strategies.load_variables("digits.checkpoints", best=strategies.Best("accuracy"))
 
     Args:
-        path: Folder of checkpoints, of which the newest intact one is read; or one checkpoint
-            (`.../step_00000040`).
+        path: Folder of checkpoints, to read the newest intact one; or one checkpoint (`.../step_00000040`).
         like: Pytree of arrays, or of shapes and dtypes as `jax.eval_shape` returns them. The variables get its
             structure and are compared with it. None for nested dictionaries and lists; an object with attributes
             becomes a dictionary.
@@ -150,7 +149,8 @@ def _keys(checkpoint: Path, name: str) -> list[Any]:
             node = node.value
     except (SyntaxError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint} has a variable {shown(name)}, whose name does not give its structure; give like"
+            f"checkpoint {checkpoint} has a variable {shown(name)}, whose name does not give its structure; "
+            "give the argument like"
         ) from error
     return ["", *keys[::-1]]
 

@@ -14,7 +14,7 @@ from strategies.train_state import TrainState
 class Loop(Protocol):
     """The loop whose steps are saved: a `Trainer` or an `OwnLoop`.
 
-    The gradients of a Trainer's step carry the notice. `Checkpoints` calls `share_notice` only of an `OwnLoop`, so a
+    The gradients of a Trainer's step carry the notice. `Checkpoints` calls `share_notice` only on an `OwnLoop`, so a
     loop whose steps carry no notice must be an `OwnLoop` or a subclass.
 
     Attributes:
@@ -34,7 +34,7 @@ class Loop(Protocol):
         """Whether instances hold different parts of the state."""
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` in place of each array of which this instance has only a part."""
+        """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
 
 
 class OwnLoop:

@@ -23,7 +23,8 @@ INCOMPLETE, DAMAGED, REMOVED, REPLACED = ".incomplete", ".damaged", ".removed", 
 def seal(folder: Path) -> None:
     """Write the digests of all files of a folder into it, and flush the folder to disk.
 
-    One of the files is `TRAINING`, whose name sorts last.
+    One of the files must be `TRAINING`: its name sorts last, so `fault_of` sees whether the list of digests is
+    complete.
     """
     sums = [f"{_sha256(path)}  {path.relative_to(folder)}\n" for path in _files(folder)]
     (folder / SUMS).write_text("".join(sums), encoding="utf-8")

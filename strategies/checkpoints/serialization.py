@@ -67,7 +67,7 @@ def plain_values(extra: Any) -> dict[str, Any]:
             be a scalar of NumPy or JAX.
 
     Raises:
-        TypeError: If it is not such a mapping.
+        TypeError: If `extra` is not such a mapping.
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; it must be a dictionary with strings as keys")
@@ -90,7 +90,7 @@ def plain_metrics(metrics: Any) -> dict[str, float]:
         metrics: Mapping of strings to numbers, or to scalars of NumPy or JAX, like the metrics of a step.
 
     Raises:
-        TypeError: If it is not such a mapping.
+        TypeError: If `metrics` is not such a mapping.
     """
     try:
         return {str(name): float(value) for name, value in metrics.items()}

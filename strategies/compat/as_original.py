@@ -1,6 +1,6 @@
-"""The original's constructors and loops with its own arguments, for programs that `popdist.compat` lets run as written.
+"""The original's constructors and loops with its own arguments, for programs that run unchanged under `popdist.compat`.
 
-Names of devices and options that only its hardware has are accepted, and change nothing.
+Names of devices and options of the original's hardware are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FIRST = "/device:IPU:0"
 def IPUStrategy(
     ipu_device: str = _FIRST, enable_dataset_iterators: bool = True, enable_keras_extensions: bool = True
 ) -> _Alone:
-    """Make a `strategies.IPUStrategy` with as many replicas as are configured."""
+    """Make a `strategies.IPUStrategy` with the configured number of replicas."""
     _require_device(ipu_device)
     return _Alone()
 
@@ -83,7 +83,7 @@ def IPUHorovodStrategy(
 def IPUInfeedQueue(
     dataset: Data, device_ordinal: int | None = None, prefetch_depth: int | None = None, optimise_latency: bool = False
 ) -> InfeedQueue:
-    """Make a `strategies.InfeedQueue`; an iterable has the elements of this instance's replicas, as in the original."""
+    """Make a `strategies.InfeedQueue`; as in the original, an iterable has the elements of local replicas."""
     has_own = isinstance(dataset, DistributedDataset | PerReplica)
     return InfeedQueue(dataset, prefetch_depth, None if has_own else InfeedMode.INSTANCE)
 
@@ -99,7 +99,7 @@ def IPUOutfeedQueue(
 
 
 def ScopedIPUOutfeedQueue(outfeed_mode: OutfeedMode | None = None, device_ordinal: int | None = None) -> OutfeedQueue:
-    """Make a `strategies.OutfeedQueue`, which deletes itself as the original's scoped one does."""
+    """Make a `strategies.OutfeedQueue`; like the original's scoped queue, it deletes itself."""
     return OutfeedQueue(outfeed_mode)
 
 
@@ -127,32 +127,32 @@ def while_loop(
 
 
 def replication_index(name: str | None = None) -> Scalar:
-    """Return the index of the replica whose program is being traced, an int32 scalar."""
+    """Return the index of the replica whose program is being traced, as an int32 scalar."""
     return get_replica_context().replica_id_in_sync_group
 
 
 def ipu_scope(device: str) -> AbstractContextManager[None]:
-    """Return a context that does nothing: a strategy decides where programs run."""
+    """Return a context that does nothing, because a strategy decides where programs run."""
     _require_device(device)
     return nullcontext()
 
 
 def _require_device(device: object) -> None:
-    """Refuse what was meant for another argument.
+    """Raise an error if the device was meant for another argument.
 
     Raises:
-        TypeError: it is no name of a device.
+        TypeError: If the device is not a string.
     """
     if not isinstance(device, str):
         raise TypeError(
-            f"ipu_device is {device!r}, a {type(device).__name__}; as in the original it is the name of a device: "
-            "leave it out, or take the class of this name from strategies"
+            f"ipu_device is {device!r}, a {type(device).__name__}; as in the original, it is the name of a device: "
+            "leave it out, or use the class of the same name from strategies"
         )
 
 
 def _require_reductions(carried_out: object) -> None:
     if carried_out is not True:
         raise ValueError(
-            f"add_ipu_cross_replica_reductions is {carried_out!r}, and only PopDistStrategy can leave reductions out; "
-            "leave it out here"
+            f"add_ipu_cross_replica_reductions is {carried_out!r}, but only PopDistStrategy can omit reductions; "
+            "leave the argument out here"
         )

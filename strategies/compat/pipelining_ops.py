@@ -1,6 +1,6 @@
-"""Pipelines: the stages of a program on several devices of a replica, and what they would do, or did, when.
+"""Pipelines of functions: the stages of a program on several devices of a replica, their plans and their traces.
 
-Semantics: the original's `pipelining_ops`. `plan`, traces, and schedules beyond the first three are this project's own.
+Semantics: the original's `pipelining_ops`. `plan`, traces, and schedules beyond the first three are additions.
 """
 
 from __future__ import annotations
@@ -104,52 +104,53 @@ def pipeline(
     reduction_method: GradientAccumulationReductionMethod | str = GradientAccumulationReductionMethod.SUM,
     name: str | None = None,
 ) -> Pipeline:
-    """Make a pipeline of functions; it learns if there is an optimizer function, and is only run otherwise.
+    """Make a pipeline of functions, which trains if it has an optimizer function and otherwise runs forward only.
 
-    A stage is `stage(variables, *inputs)`: of all variables it uses some, which lie on its device. The first one gets
-    `inputs` and an element of the infeed (a dictionary as keyword arguments), each of the others what the one before
-    returns. A stage that is a list of functions runs them at the same time, all with the same arguments; what they
-    return comes one after another. The replicas are those of the strategy in whose scope this is called, or one.
+    A stage is `stage(variables, *inputs)`. Every stage receives all variables; those that it uses lie on its device.
+    The first stage receives `inputs` and an element of the infeed (a dictionary as keyword arguments), each later stage
+    the outputs of the stage before. If a stage is a list of functions, they run at the same time with the same
+    arguments, and their outputs are joined in order. The replicas are those of the enclosing strategy's scope, or one.
 
     Semantics: the original's `pipelining_ops.pipeline`.
 
     Args:
-        computational_stages: at least two.
-        gradient_accumulation_count: micro-batches of an update, or of a run.
-        gradient_accumulation_dtype: see `StepOptions`.
-        gradient_accumulation_for_captured_grads: False: the optimizer gets captured gradients of each micro-batch.
-        repeat_count: updates of a call.
-        batch_serialization_iterations: each stage takes so many micro-batches one after another.
-        inputs: constants, the first arguments of the first stage.
-        infeed_queue: where elements come from, one for each micro-batch.
-        outfeed_queue: where outputs of the last stage go.
+        computational_stages: At least two stages.
+        gradient_accumulation_count: Number of micro-batches of an update, or of a run without an optimizer.
+        gradient_accumulation_dtype: Dtype of gradient accumulators, as in `StepOptions`.
+        gradient_accumulation_for_captured_grads: False gives the optimizer the captured gradients of each micro-batch.
+        repeat_count: Number of updates of a call.
+        batch_serialization_iterations: Number of micro-batches that each stage processes one after another.
+        inputs: Constants, the first arguments of the first stage.
+        infeed_queue: Source of the elements, one for each micro-batch.
+        outfeed_queue: Destination of the last stage's outputs.
         optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
-        device_mapping: the device of each stage, a list for a stage that is a list, -1 for all devices.
-        pipeline_schedule: Grouped unless it says otherwise.
-        recomputation_mode: None keeps what backward passes need. Where a configuration is in force
-            (`strategies.config`), its `allow_recompute` decides whether anything is recomputed, and this one how.
-        forward_propagation_stages_poplar_options: checked only.
-        backward_propagation_stages_poplar_options: checked only.
-        weight_update_poplar_options: checked only.
-        offload_weight_update_variables: see `offload_optimizer_state` of `StepOptions`.
-        replicated_optimizer_state_sharding: see `StepOptions`.
-        offload_activations: keep what backward passes need in host memory.
-        offload_gradient_accumulation_buffers: keep accumulators there while nothing is added to them.
-        replicated_weight_sharding: accepted for programs of the original.
-        offload_weights: accepted for programs of the original.
-        continuous_weight_updates: not supported, as in the original.
-        outfeed_loss: the outfeed gets the loss instead of the outputs.
-        accumulate_outfeed: it gets the sum over the micro-batches of an update.
-        accumulate_outfeed_dtype: of that sum.
-        outfeed_mask: for each output whether it is left out.
-        reduction_method: how gradients of micro-batches become one; over replicas it is always the mean.
-        name: accepted for programs of the original.
+        device_mapping: Device of each stage; a list for a stage that is a list; -1 for all devices.
+        pipeline_schedule: Schedule of the stages; Grouped by default.
+        recomputation_mode: Way of recomputing activations; None keeps them for the backward passes. If a configuration
+            is in force (`strategies.config`), its `allow_recompute` decides whether to recompute.
+        forward_propagation_stages_poplar_options: Options that are checked and have no effect.
+        backward_propagation_stages_poplar_options: Options that are checked and have no effect.
+        weight_update_poplar_options: Options that are checked and have no effect.
+        offload_weight_update_variables: Whether to offload optimizer state, as `offload_optimizer_state` of
+            `StepOptions`.
+        replicated_optimizer_state_sharding: Whether to shard optimizer state over replicas, as in `StepOptions`.
+        offload_activations: Whether to keep activations for backward passes in host memory.
+        offload_gradient_accumulation_buffers: Whether to keep accumulators in host memory between additions.
+        replicated_weight_sharding: Accepted for programs of the original; no effect.
+        offload_weights: Accepted for programs of the original; no effect.
+        continuous_weight_updates: Not supported, as in the original.
+        outfeed_loss: Whether the outfeed gets the loss instead of the outputs.
+        accumulate_outfeed: Whether the outfeed gets the sum over the micro-batches of an update.
+        accumulate_outfeed_dtype: Dtype of that sum.
+        outfeed_mask: For each output, whether to leave it out.
+        reduction_method: Reduction of gradients over micro-batches; over replicas it is always the mean.
+        name: Accepted for programs of the original; no effect.
 
     Raises:
-        TypeError: for a mapping, schedule, mode, queue or switch of a wrong type.
-        ValueError: for fewer than two stages, a mapping that does not fit, or arguments that exclude each other.
-        FailedPreconditionError: if the schedule does not take so many micro-batches.
-        NotImplementedError: for what the original has not either; the message says what to do instead.
+        TypeError: If a mapping, schedule, mode, queue or switch has a wrong type.
+        ValueError: For fewer than two stages, a mapping that does not fit, or arguments that exclude each other.
+        FailedPreconditionError: If the schedule does not allow this number of micro-batches.
+        NotImplementedError: For features that the original lacks too; the message names an alternative.
     """
     require_switches(
         gradient_accumulation_for_captured_grads=gradient_accumulation_for_captured_grads,
@@ -199,7 +200,7 @@ def pipeline(
         offload_gradient_accumulation_buffers=bool(offload_gradient_accumulation_buffers),
         allow_idle_devices=True,
     )
-    pipelining.timetable(ipus_per_replica, count, learns)  # which may refuse the mapping
+    pipelining.timetable(ipus_per_replica, count, learns)  # may refuse the mapping
     options = {
         "gradient_accumulation_dtype": gradient_accumulation_dtype,
         "reduction_method": method,
@@ -222,11 +223,11 @@ def pipeline(
 
 
 def _recomputes(mode: RecomputationMode | None) -> bool:
-    """Return whether stages recompute: as configured, like the original; by default if a mode is given."""
+    """Return whether stages recompute: as configured, or else if a recomputation mode is given."""
     allowed = current_defaults().recomputes
     if allowed is False and mode is not None:
         logger.warning(
-            "recomputation_mode is %s, and allow_recompute False in the configuration in force: nothing is recomputed",
+            "recomputation_mode is %s, but the configuration in force has allow_recompute False: nothing is recomputed",
             mode.name,
         )
     return mode is not None if allowed is None else allowed
@@ -244,21 +245,21 @@ def _check_types(infeed_queue: object, optimizer_function: object, recomputation
 def _refuse_means_with_serialization(method: GradientAccumulationReductionMethod, iterations: int) -> None:
     if iterations > 1 and method is not GradientAccumulationReductionMethod.SUM:
         raise ValueError(
-            f"batch_serialization_iterations is {iterations}, and reduction_method {method.name}; batch serialization "
-            "adds gradients up: use SUM"
+            f"batch_serialization_iterations is {iterations}, and reduction_method is {method.name}; batch "
+            "serialization adds gradients up: use SUM"
         )
 
 
 def _refuse_sharding_without_offloading(shards: bool | None, offloads: bool | None) -> None:
     if shards and offloads is False:
         raise ValueError(
-            "replicated_optimizer_state_sharding is True, and offload_weight_update_variables False; optimizer state "
-            "must be offloaded to be sharded: leave offload_weight_update_variables out"
+            "replicated_optimizer_state_sharding is True, and offload_weight_update_variables is False; only offloaded "
+            "optimizer state can be sharded: leave offload_weight_update_variables out"
         )
 
 
 def _whole(count: Number) -> Number:
-    """Convert a count that may be an array of one whole number."""
+    """Convert a count that may be an integer array without dimensions."""
     is_array = isinstance(count, np.ndarray | jax.Array) and not count.ndim
     return int(count) if is_array and jnp.issubdtype(count.dtype, jnp.integer) else count
 
@@ -267,14 +268,13 @@ def _refuse_captures(stages: Sequence[Stage]) -> None:
     tracer = next(tracers_in(list(stages)), None)
     if tracer is not None:
         raise ValueError(
-            f"Trying to capture the tensor {tracer.aval} in a stage, which another program computes; hand it over in "
-            "inputs"
+            f"Trying to capture the tensor {tracer.aval} in a stage, but another program computes it; pass it in inputs"
         )
 
 
 def _refuse_lists_at_the_end(stages: Sequence[Stage], learns: bool) -> None:
     if learns and not callable(stages[-1]):
         raise ValueError(
-            "the last stage is a list of functions, and the optimizer_function needs what all of them return; add a "
-            "stage behind it that is one function"
+            "the last stage is a list of functions, and the optimizer_function needs the outputs of all of them; "
+            "add a stage after it that is one function"
         )

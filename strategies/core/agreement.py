@@ -1,4 +1,4 @@
-"""The agreement of all instances before a step, and a message that names the instances that differ."""
+"""The agreement of all instances before a step, and the message about differences between them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def broadcast_text(communicator: Communicator, text: str, root: int, name: str) 
 
 
 def describe(told: Mapping[int, Terms], way_out: str = _ARGUMENTS) -> str:
-    """Return a message that names the differences, and the instances that differ.
+    """Return a message that names the differences and the instances with different terms.
 
     Args:
         told: The terms of each instance, by its number; they are not all the same.

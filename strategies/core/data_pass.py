@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from strategies.data.sources import Masked
 
 _ELSEWHERE: Told = [ToldRows((), lambda leaves: None, np.zeros(0, np.bool_))]
-"""The results of a batch for an instance when only another one gets them."""
+"""The empty results on an instance other than 0, if instance 0 alone gets the results."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Passing:
 
     Attributes:
         title: The name of the work, for messages.
-        step: The number of steps behind the state, for messages.
+        step: The number of steps that made the state, for messages.
         tell: Function that begins to compute a batch; see `Engine.tell`.
         survives: Whether the other instances can go on without a lost instance.
     """
@@ -60,7 +60,7 @@ class DataPass:
         self._to_all = to_all
         self._batches = rows.batches(0)
         self._begun: deque[Begun] = deque()
-        self._number = 0  # of the oldest batch that was begun
+        self._number = 0  # number of the oldest batch in `_begun`
         self._ahead = 0
         self._is_at_end = False
 
@@ -100,7 +100,7 @@ class DataPass:
                 return told
 
     def _begin(self) -> None:
-        """Begin as many batches in advance as the engine asks for, so that no replica waits for this thread."""
+        """Begin batches in advance, so that no replica waits for this thread; the engine says how many."""
         while len(self._begun) <= self._ahead:
             batch = next(self._batches, None)
             if batch is None:

@@ -178,4 +178,4 @@ class Engine(ABC, Generic[State, Pending]):
 
     @abstractmethod
     def restore(self, snapshot: TrainState) -> State:
-        """Return a state with the arrays of a `TrainState`, of which this instance keeps its part."""
+        """Return a state from a `TrainState`; of sharded arrays this instance keeps its part."""

@@ -54,7 +54,7 @@ class Evaluator(Generic[State, Pending]):
         Args:
             task: Task that computes metrics by their names.
             state: The state of the training.
-            dataset: The data set, each row of which counts once.
+            dataset: The data set; each of its rows counts once.
         """
         found = _evaluation_of(self._pass(task, state, self._rows(dataset)))
         tell_evaluation(self._members, state.step, found)
@@ -104,7 +104,7 @@ class Mergeable(Protocol):
     """A metric of some rows, as a pytree of arrays, which can be merged with the same metric of other rows."""
 
     def merge(self, other: Self) -> Self:
-        """Return the metric of the rows of both; neither is changed."""
+        """Return the metric of all rows of both metrics; both stay unchanged."""
 
 
 class ReadAsValue(ABC):

@@ -125,4 +125,4 @@ class Members(Protocol):
         """
 
     def up_to_date(self, batch: Batch) -> Batch:
-        """Return the batch; if an instance was lost since it was read, its counterpart for the present replicas."""
+        """Return the batch, or the same step's batch for the present replicas if an instance was lost meanwhile."""

@@ -170,7 +170,7 @@ def _of_step(names: tuple[str, ...], tails: UnreadArray, number: int) -> dict[st
 
 
 class StepNotice:
-    """A notice that any instance may get, and that all instances know at the end of the same step.
+    """A notice to any instance, known to all instances at the end of the same step.
 
     `Trainer` sends it along with the metrics, so it costs no message of its own. A notice that comes during a step
     travels with the next step.
@@ -194,5 +194,5 @@ class StepNotice:
         self.number = number
 
     def agree(self, replicas: float) -> None:
-        """Set `is_agreed` from the share of replicas whose instances had a notice, which came with the last step."""
+        """Set `is_agreed`, given the share of replicas with a notice at the beginning of the last step."""
         self.is_agreed = replicas > 0

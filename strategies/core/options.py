@@ -36,7 +36,7 @@ class GradientAccumulationReductionMethod(Enum):
 
     Micro-batch n of N, from 0, changes the accumulator `acc` by its gradient `g`. SUM adds `g`, and MEAN adds
     `g * (1 / N)`. RUNNING_MEAN sets `acc * n / (n + 1) + g / (n + 1)`. The last two are equal up to rounding, and
-    neither leaves the range of float16: for 16-bit accumulators each step is computed in float32, clipped to the
+    neither leaves the range of float16. With 16-bit accumulators each step is computed in float32, clipped to the
     largest number, and rounded.
     """
 
@@ -108,9 +108,9 @@ class CommonOptions(ABC):
         loss_scaling: None, "dynamic", a number for a constant scale, or a `LossScaling`. If a gradient is not finite on
             any replica, the step changes only the scale, on all replicas. Metrics then have "loss_scale" and
             "skipped_steps".
-        gradient_transfer_dtype: Dtype in which gradients travel. float16 or bfloat16 have half the bytes of float32,
-            and are added in the order of the tree in float32. int8 has a quarter, with error feedback; see
-            `strategies.exchange.transfer`.
+        gradient_transfer_dtype: Dtype in which gradients travel. float16 and bfloat16 have half the bytes of float32;
+            they are added in float32, in the order of the tree. int8 has a quarter of the bytes, with error feedback;
+            see `strategies.exchange.transfer`.
 
     Raises:
         TypeError: If a switch is neither True nor False, or `map_gradient` is not a function.

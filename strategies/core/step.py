@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepWatcher(Protocol):
-    """The interface of objects to which steps are reported.
+    """The interface of objects that record steps.
 
     The loop calls `reduced` and then `updated` for each step, on all instances. If a loss interrupts a step, its
     repetition is reported again. The step raises an error of either method.

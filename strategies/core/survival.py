@@ -61,8 +61,8 @@ def surviving(
             next operation ends.
 
     Raises:
-        PeerLostError: If the job was not started to go on without a lost instance, the remaining instances do not find
-            each other, or they go on without this one.
+        PeerLostError: If the job was not started to go on without a lost instance. If the remaining instances do not
+            find each other. If they go on without this one.
     """
     try:
         done = attempt()
@@ -124,7 +124,8 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
     """
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
-            "%s: if one is lost the job ends; to go on from a checkpoint use poprun --on-failure restart", reason
+            "%s: if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart",
+            reason,
         )
 
 
@@ -133,8 +134,8 @@ def warn_where_none_goes_on(members: Members) -> None:
     is_to_go_on = is_to_carry_on() and members.communicator.size > 1
     if is_to_go_on and not members.can_carry_on and members.communicator.rank == 0:
         logger.warning(
-            "%s cannot go on without an instance, as --on-failure shrink wants it: if one is lost the job ends; "
-            "use PopDistStrategy over MPI, or to go on from a checkpoint poprun --on-failure restart",
+            "%s cannot go on without a lost instance, as --on-failure shrink asks: if an instance is lost, the job "
+            "ends; use PopDistStrategy over MPI, or use poprun --on-failure restart to go on from a checkpoint",
             members.kind,
         )
 
@@ -147,18 +148,21 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
         dataset: The data set of the batches; None for batches of other origin.
     """
     if has_feeds:
-        return "the queues of feeds belong to the replicas that an instance had from the beginning"
+        return "the queues of feeds stay with the replicas that an instance drives at the start"
     if dataset is None:
-        return "no instance can read another one's part of batches that are of no strategy.distribute_dataset"
+        return (
+            "the batches do not come from strategy.distribute_dataset, so no instance can read the part of a lost one"
+        )
     if not dataset.is_random_access:
-        return "no instance can read another one's part of a data set that is only read in order"
+        return "the data set can only be read in order, so no instance can read the part of a lost one"
     return None
 
 
 def meet(members: Members) -> SurvivorMeeting:
     """Compare the progress of all instances, and share the last result with late instances. Collective.
 
-    After this returns, late instances take part in that sharing, by the same call as `InstanceProgress.share`.
+    An instance that is late receives the result only after `meet` has returned: it then makes the same collective call
+    as `InstanceProgress.share`.
     """
     progress = members.done_so_far
     own = np.array([progress.done, progress.passes, progress.batches])

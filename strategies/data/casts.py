@@ -18,7 +18,7 @@ from strategies.typing import Batch, Function, Numbers, Tree, Variables
 DTypes: TypeAlias = Any
 """One dtype (or `Cast`) for all leaves, or one for each entry of the batch, in a mapping or tuple like the batch.
 
-An entry that the mapping lacks, or whose value is None, stays as it is.
+If the mapping lacks an entry, or has None for it, the entry stays as it is.
 """
 
 _Change = Callable[[DTypes, str, Numbers], Numbers]
@@ -50,8 +50,8 @@ class Cast:
 def casting(loss_fn: Function, dtypes: DTypes) -> Function:
     """Return a loss function that casts its batch inside the compiled step.
 
-    The training has the bits of a data set that was cast in advance: a barrier keeps the compiler from merging the cast
-    with other operations.
+    The training has the bits of a data set that was cast in advance, because a barrier keeps the compiler from merging
+    the cast with other operations.
 
     Example::
 

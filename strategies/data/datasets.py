@@ -57,10 +57,10 @@ class DistributedDataset:
     arrays or scalars, and are stacked. Without lengths, an epoch ends when one of the local replicas cannot fill a
     batch. With padding it ends when all local replicas have ended.
 
-    The number of steps of an epoch over arrays and objects with `[i]` is computed, equally on all instances. For any
-    other source the instances agree before every batch whether all of them have one: **taking a batch is then a
-    collective call**. An epoch ends for all at the step at which the first instance has no batch, with a warning; with
-    padding, at the step at which the last instance has none.
+    For arrays and objects with `[i]`, every instance computes the same number of steps per epoch. For any other source,
+    **taking a batch is a collective call**: the instances ask each other whether all of them have one. Without padding,
+    an epoch ends on all instances, with a warning, as soon as one of them has no batch. With padding, it ends when none
+    of them has one.
 
     If reading fails, the error is raised at the batch it belongs to, and the position stays after the last batch
     yielded.
@@ -202,7 +202,7 @@ class DistributedDataset:
         return Replication(range(local[0], local[-1] + 1), self._layout.total_replicas)
 
     def parts(self) -> Generator[list[Batch], None, None]:
-        """Yield the host arrays of each local replica for every step, epoch after epoch, without end.
+        """Yield the host arrays of each local replica, step after step and epoch after epoch, without end.
 
         The call neither uses nor changes the position.
 
@@ -270,7 +270,7 @@ class DistributedDataset:
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Return whether this is the batch that was yielded last, or that batch with a mask."""
+        """Return whether this is the batch yielded last, with or without its mask."""
         given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
         return self._last is not None and any(one is self._last for one in given)
 
@@ -329,7 +329,7 @@ class DistributedDataset:
         return in_lockstep(batches, self._communicator, f"epoch {epoch}", start, fill)
 
     def _padding_after(self, last: Masked) -> Masked:
-        """Return a batch of padding only, for an instance whose data end before those of others."""
+        """Return a batch of nothing but padding, for an instance whose data end before those of other instances."""
         return Masked(last.values, self._place(np.zeros(last.mask.shape, bool)))
 
     def _moved(self, batch: Batch) -> Batch:

@@ -131,7 +131,7 @@ class _OfBatches(EveryRow):
         self._is_begun = True
         batches = iter(self._batches)
         last: Masked | None = None
-        rows = 0  # of each replica
+        rows = 0  # rows of each replica
         for number in count():
             found = next(batches, None)
             batch = None if found is None else _checked(found, last, number)

@@ -135,7 +135,7 @@ class WorkerSource(DataSource):
         self._buffer_size = buffer_size
         self.length: int = steps.length
         self.steps: int = steps.per_epoch
-        self._idle: list[_Workers] = []  # workers at a step that may come next
+        self._idle: list[_Workers] = []  # idle workers, each of which can go on from its next step
         weakref.finalize(self, _close_all, self._idle)
 
     @override
@@ -259,7 +259,7 @@ def _import_grain() -> ModuleType:
 
 
 def _have_flags() -> None:
-    """Mark absl's flags as parsed: grain's workers read them, which fails in programs that do not parse any."""
+    """Mark absl's flags as parsed: grain's workers read the flags, but a program may never parse them."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

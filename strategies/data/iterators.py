@@ -91,7 +91,7 @@ def in_lockstep(
 ) -> Generator[T, None, None]:
     """Yield batches as long as every instance has one.
 
-    Taking a batch is a collective call, made in the caller's thread: the instances tell each other whether they have
+    Taking a batch is a collective call, made in the caller's thread. The instances tell each other whether they have
     another batch, and all wait for the slowest. If one instance has no batch, all end, and a warning names the
     instance. With `fill`, that instance goes on with padding until no instance has a batch.
 
@@ -181,9 +181,9 @@ def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None
     """Yield the items of `items`, computing up to `depth` of them in advance.
 
     `items` runs in a daemon thread that starts with the first item taken. An exception of `items` is raised here,
-    after the items before it. The thread ends and `items` is closed when `items` is exhausted, when this generator is
-    closed or garbage-collected (as when a `for` loop is left), and before the interpreter exits. With `depth` 0 there
-    is no thread.
+    after the items before it. The thread ends, and `items` is closed, when `items` is exhausted, or this generator is
+    closed or garbage-collected (as when a `for` loop is left). Both also happen before the interpreter exits. With
+    `depth` 0 there is no thread.
     """
     if depth == 0:
         yield from items

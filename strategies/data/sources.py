@@ -160,7 +160,7 @@ class Steps:
         return Masked(values, positions < self.length) if self._layout.pads else values
 
     def _order_of(self, epoch: int) -> Indices:
-        known = self._order  # one read: another thread may replace it
+        known = self._order  # read only once, because another thread may replace it
         if known is None or known[0] != epoch:
             known = self._order = (epoch, epoch_order(self.length, self._seed, epoch, shuffle=self._shuffle))
         return known[1]

@@ -29,7 +29,7 @@ def private_memory(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def not_made(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return read-only arrays that take no memory, for callers that look only at shapes."""
+    """Return read-only arrays without memory, for callers that need only shapes and dtypes."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 

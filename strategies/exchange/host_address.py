@@ -10,7 +10,7 @@ _ANY_PORT = 9  # the discard service (RFC 863); nothing is sent there
 
 
 def own_address_towards(host: str) -> str:
-    """Return the address from which this machine sends to a host; if that is unknown, this machine's name.
+    """Return the address from which this machine sends to a host, or this machine's name if the address is unknown.
 
     Nothing is sent: the kernel looks up the route.
 

@@ -34,7 +34,7 @@ NOT_FINITE = 255
 
 _INT8 = np.dtype(np.int8)
 _MANTISSA_BITS = 23
-_LARGEST = 127  # absolute value in a block
+_LARGEST = 127  # the largest absolute value in a block
 _SHIFT = 6  # a block's largest value is at least 2^6 and below 2^7 in units of its scale
 _FLIPPED = 254  # the float32 exponents of 2^e and 2^-e add up to it
 _SCALES = (np.arange(256, dtype=np.int32) << _MANTISSA_BITS).view(FLOAT32)
@@ -176,7 +176,7 @@ def _quantise(leaf: Leaf, residual: Leaf, library: ArrayLibrary) -> tuple[Leaf, 
     xp = library.functions
     exact = xp.asarray(leaf, dtype=xp.float32) + residual
     blocks = _in_blocks(exact, library)
-    largest = xp.amax(abs(blocks), axis=1)  # NaN propagates; of floats, because XLA takes far longer for integers
+    largest = xp.amax(abs(blocks), axis=1)  # propagates NaN; over floats, because XLA takes far longer over integers
     exponents = largest.view(xp.int32) >> _MANTISSA_BITS & NOT_FINITE
     is_finite = exponents < NOT_FINITE
     scales = xp.where(is_finite, (exponents - _SHIFT).clip(1, None), NOT_FINITE)

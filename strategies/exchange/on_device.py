@@ -90,7 +90,7 @@ class DeviceViews(Protocol):
 
 
 class DevicePath(ABC):
-    """A path on which sums that lie on devices become means over all replicas of all instances.
+    """A path on which sums on devices become means over all replicas of all instances.
 
     A step calls `means` and `gather` in the same order on all instances. If a call fails, the sums may be used up, and
     other instances may still wait in it, up to the communicator's time limit. Then only `close` may follow; after a

@@ -15,7 +15,7 @@ from collectives.errors import CudaError
 logger = logging.getLogger(__name__)
 
 _LOCKED_BYTES = 1 << 20
-"""The size from which pages are locked; smaller arrays the driver copies through memory of its own."""
+"""The least size of arrays whose pages are locked; the driver copies smaller arrays through its own memory."""
 
 
 def lock_pages(arrays: Iterable[np.ndarray], gpu: int) -> list[PageLocked]:

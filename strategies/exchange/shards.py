@@ -65,7 +65,7 @@ class Shards:
 
 
 class ShardedArrays:
-    """Arrays of which this instance has parts, in flat buffers that can be gathered from all instances.
+    """Parts of cut arrays on this instance, in flat buffers that can be gathered from all instances.
 
     Args:
         shards: Division of arrays.

@@ -20,7 +20,7 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True)
 class Together:
-    """Buffers of one dtype that lie one behind the other, so that one program makes all of their means.
+    """Buffers of one dtype, placed one after another, so that one program makes all of their means.
 
     Attributes:
         reduction: Mean of arrays of this dtype.
@@ -34,7 +34,7 @@ class Together:
 
     @property
     def alignment(self) -> int:
-        """The number of elements; each buffer begins at a multiple of it."""
+        """The alignment in elements: each buffer begins at a multiple of it."""
         return ALIGNMENT_BYTES // self.reduction.dtype.itemsize
 
     @cached_property

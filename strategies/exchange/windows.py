@@ -109,8 +109,8 @@ def _close(regions: Sequence[Region | None], own: int) -> None:
 def _agreed(communicator: Communicator, name: str, act: Callable[[], bytes]) -> list[bytes]:
     """Return the bytes that `act` returns on each instance; raise if it fails on one of them. Collective.
 
-    An instance that leaves after a loss closes its window, which others may be about to map. Then the error is the loss
-    and not the memory. So before they raise, the instances meet in a barrier, which raises the loss if there was one.
+    If an instance is lost, another one may close its window before this one maps it. The true reason is then the loss,
+    not the memory. So the instances meet in a barrier before they raise; after a loss the barrier raises it.
     """
     letter, error = np.zeros(_LETTER_BYTES, np.uint8), None
     try:

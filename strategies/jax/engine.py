@@ -207,7 +207,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return state
 
     def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
-        """Return the new residuals and model state. Collective if the model state has leaves of replica 0."""
+        """Return the new residuals and model state. Collective if some leaves of the model state are replica 0's."""
         if state.residuals is None and state.model_state is None:
             return None, None
         rule, device = step.program.rule, self._replicas.variables_device
@@ -245,7 +245,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @property
     def may_fuse(self) -> bool:
-        """Whether a step may be one program: there is one replica, and no record or planted fault looks inside."""
+        """Whether a step may be one program: there is one replica, and no record or fault needs values in between."""
         is_looked_at = self._replicas.faults.is_armed or self._is_recorded
         is_plain = self._options.may_fuse and not has_own(self._options.model_state_aggregation)
         return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
@@ -312,7 +312,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return host_arrays(self._same_everywhere(state, self._options.rule_of(state.model_state)))
 
     def _same_everywhere(self, state: TrainState, rule: ModelStateRule) -> TrainState:
-        """Return the state without the arrays of which each instance has only a part."""
+        """Return the state without the arrays that each instance holds only in part."""
         return replace(
             state,
             residuals=None,
@@ -345,7 +345,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` for each array of which this instance has only a part."""
+        """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,

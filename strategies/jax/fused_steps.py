@@ -62,7 +62,8 @@ class FusedPrograms:
     def made(self, step: PreparedStep, state: TrainState, batches: Sequence[Batch], in_parts: MakeSteps) -> Made | None:
         """Make one step per batch in one program; return None if the caller has to make them in parts.
 
-        Several steps are made both ways the first time, single steps after `WORTH_AFTER` of them.
+        Before the program is used, the steps are made once both ways, and the bits are compared. Several steps are
+        compared at the first call, a single step after `WORTH_AFTER` steps in parts.
 
         Args:
             step: Step of a single replica.
@@ -77,7 +78,7 @@ class FusedPrograms:
         self._in_parts_so_far[key] += 1
         if len(batches) == 1 and self._in_parts_so_far[key] <= WORTH_AFTER:
             return None
-        self._fused[key] = None  # remains if the trial raises
+        self._fused[key] = None  # stays None if the comparison raises
         return self._made_both_ways(step, state, batches, in_parts)
 
     def on_device(self, step: DeviceStep, state: TrainState, batch: Batch) -> Made | None:
@@ -215,7 +216,7 @@ class FusedSteps:
         return tuple(learned), rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:
-        """Return the new leaves of a model state to which all replicas would contribute."""
+        """Return the new leaves of a model state that are means or sums over replicas; here there is one replica."""
         averaged = self._program.rule.words.count(MEAN)
         pairs = zip(self._program.rule.pick(model_state, SUM), means[averaged:], strict=True)
         return {MEAN: means[:averaged], SUM: [old + mean for old, mean in pairs]}

@@ -74,11 +74,11 @@ class StepOptions(CommonOptions):
         recompute: Values of the forward pass that the backward pass computes again (Chen et al., 2016): "none",
             "blocks" (the values between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
         model_state_aggregation: Rule by which replicas agree on the model state after each step: one word for all of
-            it, or a pytree of words that is a prefix of it. "mean": the mean over all replicas in order.
-            "first": replica 0's value. "per_replica": each replica keeps its own, which is lost with an instance.
-            "sum": replicas begin at zero, and the sum over all replicas is added to the old value. "alike": every
-            replica computes the same value, so nothing travels. "constant": the value stays. None: the mean of
-            floating-point leaves, and replica 0's value of others. Not with gradients as int8.
+            it, or a pytree of words, a prefix of the model state. "mean": the mean over all replicas in order. "first":
+            replica 0's value. "per_replica": each replica keeps its own, which is lost with an instance. "sum":
+            replicas begin at zero, and the sum over all replicas is added to the old value. "alike": every replica
+            computes the same value, so nothing travels. "constant": the value stays. None: the mean of floating-point
+            leaves, and replica 0's value of others. Not with gradients as int8.
         trainable: Choice of the trained variables; None for all. It is a function `(name, variable) -> bool` of names
             such as `['dense']['kernel']`, or a pytree of bools that is a prefix of the variables. Other variables keep
             their bits, may have any dtype, and have no gradients. The optimizer state is made for a tree with None in

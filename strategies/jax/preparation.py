@@ -122,7 +122,7 @@ class StepPrograms:
         self._is_recorded = is_recorded
         self._plans: dict[Any, _Plan] = {}  # by the shapes of one replica's arguments
         self._instances_at_first = replicas.num_instances
-        self._has_warned = False  # of the data that would be lost with an instance
+        self._has_warned = False  # whether `warn_of_loss` was called
         self._path: DevicePath | None = None  # made before the first step that stays on the device
         self._closing: Callable[[], object] = lambda: None  # closes the path
         self._is_on_device = False
@@ -154,7 +154,7 @@ class StepPrograms:
         self._is_on_device = self._replicas.exchange.is_on_device
         self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
         self._steps: dict[Any, PreparedStep | DeviceStep] = {}
-        self._seen: list[Any] = []  # shapes of batches that have a step
+        self._seen: list[Any] = []  # shapes of the batches for which a step exists
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
@@ -302,8 +302,8 @@ class StepPrograms:
     def _kept(self, key: Any) -> _Plan | None:
         """Return an earlier plan if all instances have it. Collective if instances have been lost.
 
-        If an instance is lost while the first step is prepared, some survivors have their plan and some do not. Either
-        all of them measure and compare for it again, or none.
+        If an instance is lost while the first step is prepared, some survivors have a plan and others do not. Then all
+        of them must measure and compare again, because these are collective calls.
         """
         found = self._plans.get(key)
         if found is not None and found.is_on_device and not self._is_on_device:

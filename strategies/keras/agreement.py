@@ -1,4 +1,4 @@
-"""Agreement of instances, between steps and despite losses, on everything that programs and callbacks may change."""
+"""Agreement of instances on the changes that programs and callbacks make between steps, even if one is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WAY_OUT = (
     "strategies.keras.OnChief"
 )
 _FEW = 4  # variables of at most so many elements are shown in messages
-_OWN = ("name", "learning_rate")  # names have numbers of the process, and instance 0's rate is broadcast
+_OWN = ("name", "learning_rate")  # names differ between processes; the rate is broadcast from instance 0
 
 T = TypeVar("T")
 
@@ -91,9 +91,9 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
     is_same = compared(replicas, False, bytes.fromhex(fingerprint(rows)), "rows of the data")[1]
     if not is_same:
         raise DisagreementError(
-            "the instances do not see the same rows or weights of rows, but each instance reads all data, or the "
-            "batches of its replicas; give all of them the same data, and call keras.utils.set_random_seed "
-            "if something shuffles"
+            "the instances were given different rows or weights of rows. Each instance reads all data, or the batches "
+            "of its replicas, so give all of them the same data; if something shuffles, call "
+            "keras.utils.set_random_seed first"
         )
 
 
@@ -110,7 +110,7 @@ def _told(replicas: Replicas, number: int, root: int, name: str) -> int:
 
 
 class VariableWatch:
-    """A watcher that notices which variables of a model were changed since the last step.
+    """A watcher of changes of a model's variables between steps.
 
     Arrays of JAX never change, so the same object has the same value.
 
@@ -118,14 +118,15 @@ class VariableWatch:
         model: Model of Keras.
 
     Attributes:
-        is_changed: Whether the present step began with other arrays than the last step left, or instances agreed on.
+        is_changed: Whether the present step began with other arrays than those that the last step left, or that all
+            instances agreed on.
     """
 
     def __init__(self, model: ModelLike) -> None:
         self.is_changed = True
         self._model = model
         self._left: list[Array] = []
-        self._changes = hashlib.blake2b(digest_size=16)  # since the last call of `taken`
+        self._changes = hashlib.blake2b(digest_size=16)  # digest of changes since the last call of `taken`
 
     def before_step(self, state: State) -> None:
         """Note the changes in the state with which a step begins."""
@@ -163,7 +164,7 @@ class VariableWatch:
             variable.assign(value)
 
     def _note(self, arrays: list[Array]) -> bool:
-        """Note which arrays differ from those that were left; return whether any does."""
+        """Note the arrays that differ from those of the last step; return whether any does."""
         pairs = enumerate(zip(arrays, self._left, strict=False))
         changed = [place for place, (new, old) in pairs if not _is_same(new, old)]
         for place in changed:
@@ -213,7 +214,8 @@ def terms_of_model(model: ModelLike, hook: str) -> Terms:
     rates = {f"{variable.name} after {hook},": _value(variable.value) for variable in scalars}
     pairs = enumerate(_variables(model))
     values = {f"{variable.name} ({number}) after {hook},": _value(variable.value) for number, variable in pairs}
-    return [_flags(model), rates, values]  # in this order: other variables follow from rates
+    # A difference in rates causes differences in other variables, so rates come earlier.
+    return [_flags(model), rates, values]
 
 
 def _flags(model: ModelLike) -> dict[str, str]:
@@ -228,7 +230,7 @@ def _of_optimizer(model: ModelLike) -> dict[str, str]:
 
 
 def _flat(prefix: str, config: Mapping[str, object]) -> dict[str, str]:
-    """Return the values of a nested configuration by their paths, without names and rates, which may differ."""
+    """Return the values of a nested configuration by their paths. Names and rates, which may differ, are left out."""
     found: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

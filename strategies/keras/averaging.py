@@ -37,7 +37,7 @@ def mean_over_replicas(gradients: Tree) -> Tree:
 @contextmanager
 def averaging(optimizers: Iterable[keras.Optimizer], mean: Mean = mean_over_replicas) -> Iterator[None]:
     """Make optimizers apply `mean(gradients)` instead of their gradients, inside the block."""
-    is_inside = False  # of an optimizer that has averaged: `stateless_apply` calls `apply`, maybe of an inner optimizer
+    is_inside = False  # averages once only: `stateless_apply` calls `apply`, maybe that of an inner optimizer
 
     def averaged(apply: Method, place: int) -> Method:
         signature = inspect.signature(apply)

@@ -80,7 +80,7 @@ class OnChief(keras.callbacks.Callback):
 
     @property
     def is_called(self) -> bool:
-        """Whether this is the chief."""
+        """Whether this instance is the chief."""
         return self._strategy is None or self._strategy.replicas.is_chief
 
     def _call(self, name: str, *arguments: object, **named: object) -> None:
@@ -167,7 +167,7 @@ class _OfStrategy(keras.callbacks.LambdaCallback):
 
 
 def _first(running: Running, unites_batches: bool) -> _OfStrategy:
-    """Return the callback before all others; `unites_batches` if these need the whole state within an epoch."""
+    """Return the callback before all others. With `unites_batches` these get the whole state after each batch too."""
 
     def unite(number: int, logs: Logs | None = None) -> None:
         running.unite()
@@ -193,7 +193,7 @@ def _teller(running: Running) -> _OfStrategy:
 
 
 def _last(running: Running, looks_at_batches: bool) -> _OfStrategy:
-    """Return the callback after all others; `looks_at_batches` if these may change something within an epoch."""
+    """Return the callback after all others. With `looks_at_batches` instances agree after each batch too."""
 
     def agree(hook: str) -> Callable[..., None]:
         return lambda number, logs=None: running.agree(hook)
@@ -242,7 +242,7 @@ def described(callbacks: Callbacks) -> list[str]:
 
 
 def _refuse_boards(boards: Sequence[Callback], is_told_everywhere: bool) -> None:
-    """Refuse a `TensorBoard` that a list from the user made write on every instance, and one without TensorFlow.
+    """Refuse a `TensorBoard` that a `CallbackList` has started on every instance, or that lacks TensorFlow.
 
     Without TensorFlow all instances refuse at once, rather than the chief when it begins to write.
     """

@@ -90,7 +90,7 @@ class FitCheckpoints(keras.callbacks.Callback):
 
 
 def given_to(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that the user gave: one, a nested list of them, or a list of Keras."""
+    """Return the user's callbacks as a flat list, from one callback, a nested list, or Keras's `CallbackList`."""
     return list(tree.flatten(getattr(callbacks, "callbacks", callbacks)))
 
 
@@ -143,14 +143,17 @@ class SavedFit:
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the last execution of an epoch, maybe a shorter one, was made earlier."""
+        """Whether all steps of the epoch were made before the job was resumed, and none is left to skip."""
         try:
             return not self.skipped and self._dataset.position().step == len(self._dataset)
         except TypeError:  # a stream of unknown length
             return False
 
     def skip(self, steps: int) -> int:
-        """Return how many of the next steps were made earlier; all of them after the last step of an epoch."""
+        """Return the number of the next `steps` that were made earlier.
+
+        The last execution of an epoch may have fewer steps. If it was made earlier, the result is `steps` all the same.
+        """
         skipped = min(self.skipped, steps)
         self.skipped -= skipped
         return steps if skipped and self._is_at_end else skipped

@@ -148,7 +148,7 @@ class Pass(Iterator[Batch]):
         return next(self._batches)
 
     def told(self, begin: Callable[[DistributedDataset], Generator[Told, None, None]]) -> Iterator[Told]:
-        """Yield the results of the next batches; `begin` begins the results of a whole epoch."""
+        """Yield the results of the next batches; `begin` starts the generator of a whole epoch's results."""
         if self._told is None:
             dataset = self.feed.dataset
             dataset.restore(replace(dataset.position(), epoch=self.feed.next_epoch(), step=0))
@@ -181,8 +181,8 @@ def open_feed(
         given: Data arguments of Keras.
         strategy: Strategy whose replicas use the feed.
         trains: Whether the batches are for training; if not, every row comes once, with its number.
-        shuffle: Order of rows or batches, as Keras takes it; 1 counts as True. "batch" does not shuffle arrays, because
-            a replica's rows have no order.
+        shuffle: Order of rows or batches, as Keras takes it; 1 counts as True. "batch", which shuffles the rows of
+            arrays within each batch, changes nothing: the order of a replica's rows does not matter.
         seed: Seed of the order in each epoch.
         accumulated: Micro-batches of a step.
         prefetch: Number of batches prepared ahead.
@@ -349,7 +349,7 @@ def _reader(x: PyDataset, class_weight: Mapping[int, float] | None) -> Callable[
 
 
 def _peeked(batches: Iterator[Batch], given: Data) -> tuple[StreamOfBatches, Batch]:
-    """Return a stream that goes on with these batches at each start, and the first batch.
+    """Return a stream of all batches, and the first batch. A later start of the stream goes on where reading stopped.
 
     Raises:
         ValueError: If there is no batch.

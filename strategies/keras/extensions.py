@@ -116,7 +116,7 @@ class ModelOptions:
             kind = "pipelined model" if self.is_pipelined else "model"
             raise RuntimeError(
                 f"The {kind} has been configured to use gradient accumulation for {self.accumulated} steps per "
-                f"replica, but steps_per_execution is {steps_per_execution}, which is not a multiple of it; use one, "
+                f"replica, but steps_per_execution is {steps_per_execution}, which is not a multiple; use a multiple, "
                 "or leave steps_per_execution out for one update"
             )
         return 1 if self.each_step else steps_per_execution // self.accumulated
@@ -137,7 +137,7 @@ class ModelOptions:
 
 @keras.saving.register_keras_serializable(package="strategies")
 class RecomputationCheckpoint(keras.layers.Layer):
-    """A layer that keeps its input for the backward pass of a recomputing stage, which then recomputes from there.
+    """A layer that keeps its input; the backward pass of a recomputing stage recomputes from there.
 
     It returns its input unchanged. It only has an effect in stages with the `recomputation_mode`
     `RecomputeAndBackpropagateInterleaved` of `set_pipelining_options`. Semantics: the original's
@@ -169,7 +169,7 @@ class Extensions:
 
     @property
     def devices(self) -> int:
-        """The number of devices that a replica spans, as far as the model determines it now."""
+        """The number of devices of a replica: those of `device_mapping`, else one per assigned stage, else one."""
         mapping = (self.options.pipelining or {}).get("device_mapping")
         if mapping is not None:
             return 1 + max(tree.flatten(mapping), default=0)
@@ -361,11 +361,11 @@ class Extensions:
 
 
 METHODS = [name for name, value in vars(Extensions).items() if isinstance(value, FunctionType) and name[0] != "_"]
-"""The methods that models get besides those of Keras; Keras calls two of them to save and load more than weights."""
+"""The methods that a strategy adds to models. Keras calls two of them to save and load more than weights."""
 
 
 def _call_own(model: ModelLike, name: str, folder: str | None) -> None:
-    """Call a method of the model's class, if it has one; the model's own attribute is that of `Extensions`."""
+    """Call a method of the model's class, if it has one; `Extensions` replaces only the attribute of the model."""
     getattr(type(model), name, lambda model, folder: None)(model, folder)
 
 
@@ -374,7 +374,7 @@ def _as_tuples(stages: Tree) -> Tree:
 
 
 def _translated(what: str, given: Mapping[str, Option], names: Mapping[str, str | None]) -> dict[str, Option]:
-    """Return options under the names that they have here.
+    """Translate the original's option names into the names of this library.
 
     Raises:
         TypeError: If an option is unknown.

@@ -1,4 +1,4 @@
-"""The functions that a strategy calls, so that models made in its scope train on its replicas."""
+"""The functions by which models made in a strategy's scope train on its replicas."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
             give_methods(model, methods | {name: getattr(extensions, name) for name in METHODS})
         elif is_scope_open():
             logger.warning(
-                "a model is made by a thread that is in no scope while another thread is in one; it trains in this "
-                "instance alone: enter the scope in this thread, or run it in contextvars.copy_context()"
+                "a model is made in a thread without an open scope, while another thread has one open; it trains in "
+                "this instance alone: enter the scope in this thread, or run it in contextvars.copy_context()"
             )
 
     def refuse_in_scope(model: ModelLike) -> None:
@@ -63,7 +63,7 @@ def hook(is_scope_open: Callable[[], bool]) -> None:
                 "or use it outside"
             )
 
-    with _lock:  # every call returns after the hooking is done, by whichever thread
+    with _lock:  # so that no call returns before some thread has finished hooking
         if not _is_hooked:
             tell_of_new_models(join_scope)
             ask_before_loops(refuse_in_scope)

@@ -124,7 +124,7 @@ class KerasState:
         )
 
     def _alike(self, own: Sequence[Sequence[np.ndarray]]) -> list[bool]:
-        """Return for each value whether all replicas of all instances have the same bits."""
+        """Return, for each value, whether it has the same bits on all replicas of all instances."""
         if self._replicas.num_replicas_in_sync == 1:
             return [True] * len(own[0])
         mine = np.array([[digest(value, most_bytes=None) | 1 for value in values] for values in own], np.uint64)

@@ -84,7 +84,7 @@ class ReplicatedModel:
         self._feeds: dict[str, KerasFeed] = {}
         self._said: int | None = None  # steps per execution set by the user, while Keras uses another number
         self._watch = VariableWatch(model)
-        self._strategies: dict[int, Strategy] = {}  # by the number of devices per replica
+        self._strategies: dict[int, Strategy] = {}  # strategies by the number of devices per replica
 
     @property
     def strategy(self) -> Strategy:
@@ -200,7 +200,7 @@ class ReplicatedModel:
 
         `batch_size` is for one replica, and `global_batch_size` for all of them.
         """
-        if self._running is not None and named.get("_use_cached_eval_dataset"):  # fit validates
+        if self._running is not None and named.get("_use_cached_eval_dataset"):  # called by fit, for validation
             with self._executing(training=False):
                 return self.stock.evaluate(
                     self._model, callbacks=callbacks, return_dict=return_dict, steps=steps, **named
@@ -425,7 +425,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _outside_of_loops(self) -> Iterator[None]:
-        """Call a function for a single batch inside the block; a callback of a loop over feeds may do so."""
+        """Let the block call a function for a single batch, even in a callback of a loop over feeds."""
         feeds, self._feeds = self._feeds, {}
         try:
             yield
@@ -449,7 +449,7 @@ class ReplicatedModel:
 
     @contextmanager
     def _executing(self, training: bool) -> Iterator[None]:
-        """Make Keras's loops count the executions that are made here, inside the block."""
+        """Set the model's `steps_per_execution`, inside the block, to the number of steps that one call makes here."""
         before, said = self._model.steps_per_execution, self._steps_per_execution
         made = self.options.executed(said) if training else self._evaluated
         outer, self._said, self._model.steps_per_execution = self._said, said, made

@@ -49,7 +49,7 @@ class KerasOptimizer(StepOptimizer):
         return len(list(itertools.takewhile(lambda variable: not variable.shape, self._optimizer.variables)))
 
     def hold_places(self) -> None:
-        """Give Keras zeros without memory for the variables of which each instance holds a part."""
+        """Give Keras zeros without memory for the variables that each instance holds only in part."""
         for variable in self._optimizer.variables[self.num_whole :]:
             if variable._value is None:
                 hold_place(variable)

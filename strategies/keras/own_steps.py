@@ -69,7 +69,7 @@ class OwnTrainFunction:
         self._results = jit(partial(results_of, model))
         self._trainer: Trainer | None = None
         self._logs: tuple[str, ...] = ()
-        self._names: tuple[str, ...] = ()  # of logs that do not come from metrics
+        self._names: tuple[str, ...] = ()  # names of logs that do not come from metrics
         self._state: TrainState | None = None
 
     def unite(self) -> None:
@@ -168,13 +168,13 @@ class OwnTrainFunction:
 
     def _refuse_other_changes(self, depends: Mapping[str, Sequence[bool]]) -> None:
         """Refuse a step that computes variables from a replica's rows without the mean over replicas."""
-        assert self._model.optimizer is not None  # refuse_optimizer raised otherwise
+        assert self._model.optimizer is not None  # refuse_optimizer has raised if there is none
         variables = {TRAINED: self._model.trainable_variables, OPTIMIZER: self._model.optimizer.variables}
         for part, of_part in variables.items():
             for variable, is_own in zip(of_part, depends[part], strict=True):
                 if is_own:
                     raise StrategyError(
-                        f"train_step changes {variable.path!r} by the rows of a replica, and not through "
-                        "optimizer.stateless_apply of an optimizer that is an attribute of the model; replicas would "
-                        "have different values: use stateless_apply, or strategies.Trainer"
+                        f"train_step computes {variable.path!r} from the rows of a replica, and not by "
+                        "optimizer.stateless_apply of an optimizer that is an attribute of the model, so replicas "
+                        "would have different values; use stateless_apply, or strategies.Trainer"
                     )

@@ -1,6 +1,6 @@
-"""Changes to Keras behind its public interface, and names taken from inside it; no other file has any.
+"""Patches of Keras's private parts. No other file patches Keras or uses its private names.
 
-Keras offers no public way to do this; each function says which way is missing.
+Each function names the public interface that Keras lacks.
 """
 
 from __future__ import annotations
@@ -107,17 +107,17 @@ def hold_place(variable: keras.Variable) -> None:
 
 
 def begin_with_epoch(model: ModelLike, epoch: int) -> None:
-    """Set the epoch with which `fit` begins, once callbacks have begun: Keras takes it only as an argument."""
+    """Set the first epoch of `fit` after its callbacks have begun: Keras takes the epoch only as an argument."""
     model._initial_epoch = epoch or None
 
 
 def call_in_one_thread(callbacks: keras.callbacks.CallbackList) -> None:
-    """Keep all callbacks in the calling thread: Keras chooses a thread by the callbacks that it gets at first."""
+    """Call all callbacks in the calling thread: Keras decides this too early, by the first callbacks that it gets."""
     callbacks._async_train = False
 
 
 def back_up_with(
     callback: keras.callbacks.BackupAndRestore, save: Callable[[], None], load: Callable[[], None]
 ) -> None:
-    """Replace the functions with which a `BackupAndRestore` saves and loads: Keras lets nobody else own its files."""
+    """Replace the functions with which a `BackupAndRestore` saves and loads: Keras has no option for this."""
     vars(callback).update(_save_model=save, _load_model=load)

@@ -1,4 +1,4 @@
-"""Types for parts of Keras that have no types of their own: models, and the values that their loops pass on."""
+"""Types for parts of Keras without types of their own: models, and the values in their loops."""
 
 from __future__ import annotations
 

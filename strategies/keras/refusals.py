@@ -1,4 +1,4 @@
-"""Checks that refuse a Keras model that replicas cannot train, before anything is computed."""
+"""Checks, before anything is computed, that replicas can train a Keras model."""
 
 from __future__ import annotations
 

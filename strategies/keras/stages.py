@@ -26,7 +26,7 @@ Stages: TypeAlias = tuple[Stage, ...]
 """The stage of each call of a layer, or the stages of a nested model; None for a call without one."""
 
 _current: ContextVar[int | None] = ContextVar("pipeline stage of layers", default=None)
-_stages: WeakKeyDictionary[NodeLike, int] = WeakKeyDictionary()  # calls made in a `PipelineStage`
+_stages: WeakKeyDictionary[NodeLike, int] = WeakKeyDictionary()  # the stage of each call made in a `PipelineStage`
 
 
 @dataclass
@@ -171,10 +171,10 @@ class Assignments:
 
     @property
     def functional(self) -> keras.Function:
-        """The functional model that computes it.
+        """The functional model that computes the model's outputs.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If the model has no functional model: it has its own `call`, or is not built.
         """
         if not isinstance(self._computed, keras.Function):
             raise RuntimeError(

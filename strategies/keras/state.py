@@ -58,7 +58,7 @@ class Seeds:
     a step, all replicas have the model's states advanced by the number of draws of one replica.
 
     Attributes:
-        flags: For each variable, whether it is such a state.
+        flags: For each variable, whether it is the state of a seed generator.
     """
 
     flags: tuple[bool, ...]

@@ -71,10 +71,10 @@ class TrainFunction:
         self._staged = staged
         self._functions = ModelFunctions(model, seeds, self._optimizer.for_unscaled_loss, staged or nullcontext)
         self._results = jit(partial(results_of, model))
-        self._names: tuple[str, ...] = ()  # of logs without a metric, as of an own `compute_metrics`
+        self._names: tuple[str, ...] = ()  # names of logs that no metric has computed
         self._is_adopted = False
         self._skipped: Number = 0
-        self._then: tuple[Values, TrainState] | None = None  # a restored state within the epoch that begins
+        self._then: tuple[Values, TrainState] | None = None  # the restored state, if training resumes within an epoch
         self._parts: list[Array] | None = None  # this instance's parts of the optimizer state
 
     def unite(self) -> None:
@@ -87,7 +87,7 @@ class TrainFunction:
         held = self.trainer.whole(TrainState(trained, self._parts, self.steps_made)).optimizer_state
         variables = self._optimizer.variables
         for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
-            if number >= self._optimizer.num_whole:  # Keras has the whole variables before these
+            if number >= self._optimizer.num_whole:  # Keras holds the variables before these whole
                 is_cut = isinstance(value, PartOfArray)
                 variable.assign(np.array(value.gather(f"optimizer state/{number}") if is_cut else value))
 
@@ -120,7 +120,7 @@ class TrainFunction:
             begun, metrics = self.trainer.step(begun, each)
             if self.saved is not None:
                 self.saved.after_step(begun)
-        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # others may be unfinished
+        return self._ended(own, begun, {name: metrics[name] for name in self._names})  # without waiting for others
 
     def resume(self, batch: Batch, open_saved: Callable[[Trainer], SavedFit]) -> SavedFit:
         """Continue from the newest checkpoint, and give its state to Keras. Collective.

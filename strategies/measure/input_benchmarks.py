@@ -135,7 +135,8 @@ def measured(dataset: Data, epochs: int, per_epoch: int, copies: bool = True, wa
     """Yield the rate of each epoch of `per_epoch` elements as soon as it has ended.
 
     Args:
-        dataset: Data set of `dataset_benchmark`. A collective one is not read ahead here: it does so itself.
+        dataset: Data set of `dataset_benchmark`. A collective data set reads ahead itself, so it is not read ahead
+            here.
         epochs: Number of epochs.
         per_epoch: Elements of each epoch.
         copies: Whether each array is copied.

@@ -71,7 +71,7 @@ class Choice:
     Attributes:
         chosen: The chosen candidate.
         others: All other candidates, the best first, whether they fit or not.
-        reason: One sentence.
+        reason: A sentence with the numbers that decided.
     """
 
     chosen: Candidate

@@ -65,7 +65,7 @@ def places_of(
 
 
 def stages_like(device_mapping: DeviceMapping | None, number: int) -> list[Stage]:
-    """Return one placeholder per stage, for a pipeline of which only the number of stages and the mapping are known."""
+    """Return one placeholder per stage, if only the number of stages and the mapping of a pipeline are known."""
     given = list(device_mapping)[:number] if isinstance(device_mapping, Sequence) else []
     known: list[Stage] = [
         [_unknown] * len(devices) if isinstance(devices, Sequence) and devices else _unknown for devices in given
@@ -152,7 +152,7 @@ def checked_count(
         raise FailedPreconditionError(
             f"The number of iterations of the pipeline must be a multiple of {overlap}: {len(mapping)} stages under "
             f"the {schedule.name} schedule {'train' if training else 'run'} with that many micro-batches at once. "
-            f"gradient_accumulation_count is {count}; use {use} (in Keras, steps_per_execution is such a number, too)"
+            f"gradient_accumulation_count is {count}; use {use} (in Keras, this holds for steps_per_execution too)"
         )
     return count
 

@@ -193,7 +193,7 @@ def _mark_of(equation: Equation) -> Place | None:
 
 
 def _homes(graph: Graph, marked: Mapping[int, Place]) -> dict[int, Place]:
-    """Return the stage of each equation, except those that read nothing of a stage.
+    """Return the stage of each equation, except of equations that read no value of any stage.
 
     An equation between stages belongs to the last stage that it reads from. An equation with effects that reads from no
     stage belongs to the first.
@@ -217,7 +217,7 @@ def _homes_of_penalties(
     which would have to read the weights of all stages.
     """
     needed = _needed(graph, homes, last)
-    behind: dict[Variable, Place] = {  # the latest of the stages in which a weight behind this value is first used
+    behind: dict[Variable, Place] = {  # of a weight the first stage that reads it, of other values the latest of these
         graph.arguments[number]: min(needed[graph.arguments[number]])
         for number in weights
         if needed[graph.arguments[number]]

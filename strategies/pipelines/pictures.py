@@ -39,7 +39,7 @@ class Unit:
 
     Attributes:
         name: The name, written behind a number.
-        size: The number that times are divided by.
+        size: The divisor that turns a time into this unit.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Panel:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they are idle, 0 to 1."""
+        """The idle share of the devices' time, 0 to 1."""
         return bubble_share(self.spans, len(self.lanes))
 
     @cached_property
@@ -158,7 +158,7 @@ class _Scale:
 
     Attributes:
         per_time: Columns for each unit of time.
-        columns: Number of columns of the whole picture.
+        columns: Number of columns of the whole picture, before it is cut into bands.
         width: Number of columns of each band.
     """
 
@@ -168,7 +168,7 @@ class _Scale:
 
     @classmethod
     def of(cls, panel: Panel, room: int) -> _Scale:
-        """Return the scale on which a forward pass has room for its label and one more column, or more if all fits."""
+        """Choose the scale: a forward pass is as wide as its label plus 1, or up to twice that if all fits one band."""
         times = [span.end_s - span.begin_s for span in panel.spans if span.action.kind is ActionKind.FORWARD]
         one = median([time for time in times if time > 0] or [panel.length or 1.0])
         widest = 1 + max((len(label_of(span)) for span in panel.spans), default=1)
@@ -197,7 +197,7 @@ def _names(panel: Panel) -> list[str]:
 
 
 def _rows(panel: Panel, scale: _Scale) -> list[str]:
-    """Return the uncut line of each stage on a device."""
+    """Return the line of each stage on a device, before it is cut into bands."""
     rows = []
     for device, stages in panel.lanes.items():
         cells = {stage: [_placed(span, scale) for span in panel.in_lane(device, stage)] for stage in stages}
@@ -213,7 +213,7 @@ def _rows(panel: Panel, scale: _Scale) -> list[str]:
 
 
 def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
-    """Return the first column of an action, the one after its last, and its label, or only a letter if that fits."""
+    """Return an action's first column, the column after its last, and its label (a letter if space is short)."""
     first = min(round(span.begin_s * scale.per_time), scale.columns - 1)
     end = min(max(round(span.end_s * scale.per_time), first + 1), scale.columns)
     label = label_of(span)
@@ -222,7 +222,7 @@ def _placed(span: Timed, scale: _Scale) -> tuple[int, int, str]:
 
 
 def _bands(scale: _Scale) -> Sequence[int | None]:
-    """Return the first columns of the bands; None for bands that are left out."""
+    """Return the first column of each band. If there are too many bands, None stands for the middle ones."""
     firsts = list(range(0, scale.columns, scale.width))
     half = MOST_BANDS // 2
     return firsts if len(firsts) <= MOST_BANDS else [*firsts[:half], None, *firsts[-half:]]

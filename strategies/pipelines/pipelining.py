@@ -282,10 +282,10 @@ def refuse_captured(closed: core.ClosedJaxpr) -> None:
 
 
 def refuse_what_meets(has_feeds: bool, is_independent: bool, timetable: Timetable) -> None:
-    """Raise if micro-batches or replicas would need one order, but stages run at the same time.
+    """Raise if stages use feeds or collectives, which need one fixed order, but stages run at the same time.
 
     Raises:
-        ValueError: For feeds in stages, and for collectives if stages run at the same time.
+        ValueError: If stages use feeds. Also if they call collectives, and the schedule runs stages at the same time.
     """
     if has_feeds:
         raise ValueError(

@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they are idle, 0 to 1."""
+        """The idle share of the devices' time, 0 to 1."""
         return bubble_share(self.spans, len({span.device for span in self.spans}))
 
     @property
     def stash(self) -> tuple[int, ...]:
-        """The most micro-batches of which each stage keeps values for the backward pass.
+        """The largest number of micro-batches for which each stage keeps values at once.
 
         With recomputation the values are the stage's inputs, otherwise all that the backward pass needs.
         """

@@ -30,10 +30,10 @@ class Schedule:
     """A way to order the actions of a pipeline.
 
     Attributes:
-        name: The name that finds it.
+        name: The name by which `schedule_named` finds it.
         order: (mapping, number of micro-batches, training) -> the actions without updates, always in the same order.
             Raises NotImplementedError if the schedule cannot run this pipeline.
-        overlap: (mapping, training) -> a number; the original requires a multiple of it as the number of micro-batches.
+        overlap: (mapping, training) -> a divisor: the original requires that it divides the number of micro-batches.
         in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
     """
 
@@ -105,7 +105,7 @@ def _interleaved(mapping: Places, num_micro_batches: int, training: bool) -> lis
 def offsets(mapping: Places, training: bool) -> list[int]:
     """Return the slots of a round in which a micro-batch begins.
 
-    An offset is taken if its visits, and those of the offsets taken before, never meet on one device.
+    An offset is chosen if its micro-batch never meets, on one device, a micro-batch of an offset chosen before.
     """
     there = visits(mapping, training)
     taken: list[int] = []
@@ -154,7 +154,7 @@ def _sequential(mapping: Places, num_micro_batches: int, training: bool) -> list
 def serialized(mapping: Places, num_micro_batches: int, training: bool, iterations: int) -> Timetable:
     """Return the timetable of stages that take `iterations` micro-batches one after another in their turn.
 
-    Each stage keeps as many micro-batches. Semantics: the original's `batch_serialization_iterations`.
+    Each stage keeps `iterations` micro-batches. Semantics: the original's `batch_serialization_iterations`.
 
     Raises:
         NotImplementedError: If the stages are on several devices.
@@ -190,7 +190,7 @@ def _through_all(mapping: Places, num_micro_batches: int, iterations: int, train
 
 
 def _one_forward_one_backward(mapping: Places, num_micro_batches: int, training: bool) -> list[StageAction]:
-    """Order actions by 1F1B: a stage runs no more forward passes ahead than it must, then backward and forward in turn.
+    """Order actions by 1F1B: a stage runs as few forward passes ahead as possible, then backward and forward in turn.
 
     It needs as little memory as Interleaved, and works for any number of stages on a device and of micro-batches. With
     one stage on each device its order is that of Interleaved. Source: PipeDream-flush, Narayanan et al.,
@@ -204,21 +204,21 @@ def _zero_bubble(mapping: Places, num_micro_batches: int, training: bool) -> lis
     """Order actions with split backward passes: the weights' part, which no stage waits for, fills bubbles.
 
     It has a third of the bubbles of 1F1B, if the three parts of a stage take equally long. A stage with k stages before
-    it is behind by k micro-batches with the parts for the weights. So every stage keeps as many micro-batches as there
-    are stages. Source: ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+    it computes the parts for the weights k micro-batches late. So every stage keeps as many micro-batches as there are
+    stages. Source: ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
     """
     backward = [ActionKind.BACKWARD_INPUTS, ActionKind.BACKWARD_WEIGHTS] if training else []
     return _merged(_going_ahead(len(mapping), num_micro_batches, backward), mapping, num_micro_batches, training)
 
 
 def _going_ahead(num_stages: int, num_micro_batches: int, backward: Sequence[ActionKind]) -> list[list[StageAction]]:
-    """Return the actions of each stage: a forward pass for each stage from it to the last, then all passes in turn.
+    """Return each stage's actions: a forward pass per stage from it to the last, then backward and forward in turn.
 
     Args:
         num_stages: Number of stages.
         num_micro_batches: Number of micro-batches.
-        backward: The kinds of a backward pass's parts. With two parts, stage k is behind by k micro-batches with the
-            second.
+        backward: The kinds of a backward pass's parts. Stage k runs the second part, if there is one, k micro-batches
+            late.
     """
     sequences = []
     for stage in range(num_stages):
@@ -238,8 +238,8 @@ def _merged(
 ) -> list[StageAction]:
     """Merge the sequences of all stages into one order that keeps the order of each stage.
 
-    A device with several stages runs the action that is ready first; among several, a backward pass first, and the
-    oldest micro-batch. If the sequences fit devices of their own, some action is always ready.
+    A device with several stages runs the action that is ready first. If several are, it prefers a backward pass, then
+    the oldest micro-batch. If the sequences could run with one device per stage, some action is always ready.
     """
     own = tuple((stage,) for stage in range(len(mapping)))
     apart = _from_order(chain.from_iterable(sequences), own, num_micro_batches, training)

@@ -86,7 +86,7 @@ class StageTimes:
         return StageTimes(forward, backward, weights, self.update)
 
     def joined(self, sizes: Sequence[int]) -> StageTimes:
-        """Return the times of stages made of these stages as parts, which are grouped by neighbours.
+        """Group these stages, as parts, into new stages of neighbours, and return the times of the new stages.
 
         Args:
             sizes: The number of parts of each new stage.

@@ -79,8 +79,8 @@ class Timetable:
         in_turn: Whether a micro-batch enters the pipeline only after the one before has left it.
 
     Raises:
-        ValueError: If an action is missing, twice or on a wrong device; if an update is not last; or if devices would
-            wait for each other forever. Also if micro-batches overtake each other, which would reorder sums.
+        ValueError: If an action is missing, twice or on a wrong device. If an update is not last, or devices would wait
+            for each other forever. If micro-batches overtake each other, which would reorder sums.
     """
 
     devices: tuple[tuple[StageAction, ...], ...]
@@ -129,9 +129,9 @@ class Timetable:
         return (StageAction(ActionKind.FORWARD, stage, number), *behind)
 
     def stash(self, stage: int) -> int:
-        """Return the most micro-batches of which a device keeps the values for a stage's backward pass.
+        """Return the largest number of micro-batches for which a device keeps a stage's values at once.
 
-        They are kept from the forward pass until the end of the backward pass, or of its part for the weights.
+        The values are kept from the forward pass until the end of the backward pass, or of its part for the weights.
         """
         if not self.training:
             return 0
@@ -145,7 +145,7 @@ class Timetable:
         return greatest
 
     def timed(self, durations: Durations | None = None) -> tuple[Timed, ...]:
-        """Return the timed actions of all devices, if each begins as soon as it can, sorted by their begins.
+        """Return the timed actions of all devices, if each begins as soon as it can, sorted by begin time.
 
         Args:
             durations: The durations of actions. Missing ones are 1, or 2 for a whole backward pass.
@@ -157,7 +157,7 @@ class Timetable:
         return max((span.end_s for span in self.timed(durations)), default=0.0)
 
     def bubble_share(self, durations: Durations | None = None) -> float:
-        """Return the share of the devices' time, from the first begin to the last end, in which they are idle."""
+        """Return the idle share of the devices' time, from the first begin to the last end."""
         return bubble_share(self.timed(durations), len(self.devices))
 
     @cached_property
@@ -220,7 +220,7 @@ def _refuse_overtaking(device: int, actions: Sequence[StageAction]) -> None:
 
 
 def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
-    """Return the timed actions of all devices, if each begins as soon as it can, sorted by their begins.
+    """Return the timed actions of all devices, if each begins as soon as it can, sorted by begin time.
 
     Raises:
         ValueError: If devices would wait for each other forever; the message names the actions.
@@ -256,12 +256,12 @@ def simulated(timetable: Timetable, durations: Durations) -> list[Timed]:
 
 
 def in_order(spans: Iterable[Timed]) -> list[Timed]:
-    """Return actions sorted by their begins, and then by their devices."""
+    """Return actions sorted by begin time, and then by device."""
     return sorted(spans, key=lambda span: (span.begin_s, span.device, span.end_s))
 
 
 def bubble_share(spans: Sequence[Timed], num_devices: int) -> float:
-    """Return the share of the devices' time, from the first begin to the last end, in which they are idle."""
+    """Return the idle share of the devices' time, from the first begin to the last end."""
     whole = max((span.end_s for span in spans), default=0.0) - min((span.begin_s for span in spans), default=0.0)
     busy = sum(span.end_s - span.begin_s for span in spans)
     return 1 - busy / (whole * num_devices) if whole else 0.0

@@ -18,8 +18,8 @@ class Trace:
     """The actions of one update, or one round of micro-batches, of a pipeline; `str` of a trace is a table.
 
     Attributes:
-        replicas: For each watched replica, by its global index, the timed actions of its devices, in seconds from one
-            moment that all replicas share.
+        replicas: For each watched replica, by its global index, the timed actions of its devices. Times are in seconds
+            from a start that all replicas share.
         recompute: Whether backward passes recomputed forward passes.
 
     Raises:
@@ -51,7 +51,7 @@ class Trace:
 
     @property
     def bubble_share(self) -> float:
-        """The share of the devices' time in which they were idle, 0 to 1, over all replicas."""
+        """The idle share of the devices' time, 0 to 1, over all replicas."""
         return sum(panel.bubble_share for panel in self.panels) / len(self.panels)
 
     @cached_property

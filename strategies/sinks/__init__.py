@@ -1,4 +1,5 @@
 """The metrics of steps, and the files and services that receive them.
 
-This package imports NumPy and no framework. An array that a device still computes has `is_ready`, and is read later.
+This package imports NumPy and no framework. If an array has `is_ready`, a device may still be computing it, so it is
+read later.
 """

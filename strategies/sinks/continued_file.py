@@ -75,9 +75,9 @@ class ContinuedFile:
             left = left[os.write(self._file, left) :]
 
     def begin(self, first: Row, said_by: SaidBy, heading: int = 0) -> bool:
-        """Cut off, in the first call only, the lines that this job writes again: from the first row's place on.
+        """Remove the lines that this job writes again, from the step of its first row on; later calls do nothing.
 
-        If these are all lines of a file that this job did not begin, the file is renamed and kept.
+        If every line would be removed and another job wrote them, rename the file instead.
 
         Args:
             first: First row that is about to be written.

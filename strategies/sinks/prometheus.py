@@ -145,7 +145,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: object) -> None:
         """Answer in a thread, or close the connection if there are too many clients."""
         if len(self._accepted_s) >= MOST_CLIENTS:
-            logger.debug("prometheus: %d clients are there (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
+            logger.debug("prometheus: already %d clients (MOST_CLIENTS); %s is cut off", MOST_CLIENTS, client_address)
             self.shutdown_request(request)
             return
         self._accepted_s[request] = time.monotonic()

@@ -94,7 +94,7 @@ class Sink(ABC):
 
 
 def reading_of(values: Mapping[str, object]) -> Reading:
-    """Return a function that reads the values: arrays that a device still computes later, all others now.
+    """Return a function that returns the values: numbers are read now, JAX arrays when the function is called.
 
     Raises:
         TypeError: A name is not a string, or a value is not a number.
@@ -109,7 +109,7 @@ def reading_of(values: Mapping[str, object]) -> Reading:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is a number, or an array with one."""
+    """Return whether a value is a number, or an array of no axes with a number."""
     is_number = isinstance(value, int | float) or str(getattr(value, "dtype", "")).startswith(_DTYPES)
     return is_number and getattr(value, "shape", ()) == ()
 
@@ -123,7 +123,7 @@ def _checked(name: object) -> str:
 
 
 def _held(name: str, value: Any) -> Any:
-    """Return a number, or an array of JAX that may still be computed, because such an array never changes."""
+    """Return a number, or a JAX array, which never changes, to be read when it has been computed."""
     if isinstance(value, int | float):
         return _number(value)
     shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)

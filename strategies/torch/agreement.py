@@ -1,11 +1,11 @@
-"""Comparisons between instances: the training as lines of text, and the settings as a small number.
+"""Comparisons between instances: a training described by lines of text, and its settings by a small hash.
 
-The lines are compared before the first step. They stand for the training because PyTorch does not trace: a module
-computes whatever its Python code says. So instances compare the types and numbers of all its parts, and the shapes
-of parameters and buffers. They also compare the optimizer's numbers, and the code of the loss function.
+Instances compare the lines before the first step. PyTorch does not trace a module, so there is no program to compare.
+The lines list the types and numbers of all parts of the module, and the shapes of parameters and buffers. They also
+list the optimizer's numbers, and the code of the loss function.
 
-The number is compared in every step. Settings are values that a program may change between steps, on all instances
-alike.
+Instances compare the hash in every step. Settings are values that a program may change between steps, to the same
+values on all instances.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strategies.torch.replica_groups import groups_of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 _WORDS = 64
-"""Number of words. Squares are below 2**12: float32 sums over 4,096 replicas are exact, so equal means equal."""
+"""Number of hashes. As squares are below 2**12, float32 sums of 4,096 replicas are exact, and so is a variance of 0."""
 _DIFFERENT = 1e-4
 
 
@@ -107,9 +107,10 @@ class StepSettings:
         self._hash = 0
 
     def word(self, step: int) -> int:
-        """Return a number from 0 to 63 that stands for the settings.
+        """Hash the settings to a number from 0 to 63, which depends on the step.
 
-        Different settings have the same number in one of 64 steps, so a difference is found in the first step or soon.
+        Two different settings have equal hashes in one of 64 steps, so a difference is found at once or a few steps
+        later.
         """
         seen: list[object] = [one.requires_grad for one in self._parameters]
         for group in self._optimizer.param_groups:
@@ -147,11 +148,11 @@ def settings_in_words(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def settings_differ(words: float, squares: float) -> bool:
-    """Return whether the replicas' words differ: whether their variance is above zero.
+    """Return whether the replicas' hashes of the settings differ: whether the variance is above zero.
 
     Args:
-        words: The mean of the words over all replicas.
-        squares: The mean of the squares of the words.
+        words: The mean of the hashes over all replicas.
+        squares: The mean of the squares of the hashes.
     """
     return squares - words * words > _DIFFERENT
 

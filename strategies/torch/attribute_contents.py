@@ -17,9 +17,9 @@ from strategies.jax.programs.users_code import is_users_module
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _MOST_VALUES = 500
-"""Limit for the values that are looked at in one attribute of a module."""
+"""The most values that are compared in one attribute of a module."""
 _SAMPLED = 1 << 16
-"""Elements of a tensor that are compared, spread over it. Versions do not help: they also count a write undone."""
+"""Number of a tensor's elements that are compared, evenly spaced. Its version also counts writes undone later."""
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _COMPARED = (torch.Tensor, np.ndarray, dict, *_CONTAINERS)
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -77,7 +77,8 @@ def _marks_of(value: object, known: Collection[int]) -> Iterator[object]:
 
     Args:
         value: The value of an attribute; it is not changed.
-        known: The ids of modules, parameters and buffers, which are followed by other means.
+        known: The ids of modules, parameters and buffers. Their contents are not searched: `ModuleParts` and others
+            watch them.
     """
     waiting, passed = [value], set[int]()
     for _ in range(_MOST_VALUES):

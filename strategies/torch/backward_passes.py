@@ -27,13 +27,13 @@ class Model(Protocol):
     """
 
     def reduce(self, bucket: int) -> None:
-        """Exchange one bucket. Called in the thread of exchanges, or while that thread is idle. Collective."""
+        """Exchange one bucket. Called in the exchange thread, or while that thread is idle. Collective."""
 
     def fill(self, model_pass: ModelPass) -> None:
         """Take the gradients that were not taken during the backward pass. Called once, when the pass has ended."""
 
     def conclude(self, model_pass: ModelPass) -> None:
-        """Exchange the last bucket and apply the results. Called last, while the thread of exchanges is idle."""
+        """Exchange the last bucket and apply the results. Called last, while the exchange thread is idle."""
 
     def ended_without_gradients(self) -> None:
         """Handle a backward pass through the model's outputs that has accumulated no gradient in its parameters."""
@@ -71,7 +71,7 @@ class ModelPass:
 
     @property
     def has_left(self) -> bool:
-        """Whether all buckets but the last one have begun."""
+        """Whether the exchanges of all buckets but the last one have begun."""
         return self._next == len(self._missing) - 1
 
 
@@ -116,7 +116,8 @@ class BackwardPasses:
         """Return the backward pass that runs in this thread.
 
         Raises:
-            StrategyError: If an outer backward pass, unknown to this object, contains it. Its end would be missed.
+            StrategyError: If the pass is nested in an outer pass in which no model of this object takes part. No
+                callback could be queued for the end of the outer pass.
         """
         task, running = torch._C._current_graph_task_id(), self._running
         if running is not None and task in running.tasks:
@@ -185,5 +186,5 @@ def is_nested() -> bool:
 
 
 def _is_of_autograd() -> bool:
-    """Return whether this is a thread of autograd, which Python has not started."""
+    """Return whether autograd, not Python, has started the current thread."""
     return isinstance(threading.current_thread(), threading._DummyThread)

@@ -65,7 +65,7 @@ class Contribution:
             view.zero_()
         elif row is None:
             view.copy_(gradient)
-        else:  # a reduction may have used the other rows
+        else:  # clear the other rows: a reduction may have written to them
             view.zero_()
             view[row.number].copy_(gradient * row.gain)
 
@@ -99,7 +99,7 @@ class Contribution:
             )
 
     def _borrows(self, number: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient can be exchanged from its own memory. If so, note that it will be."""
+        """Return whether a gradient can be exchanged from autograd's memory. If so, put that memory into its bucket."""
         place = self._places[number]
         if not place.is_of_one or gradient.numel() != place.size:
             return False
@@ -181,7 +181,7 @@ class Contribution:
         self._borrowed.clear()
 
     def _memory(self, bucket: int, place: int) -> np.ndarray:
-        """Return a buffer; it begins with zeros."""
+        """Return a buffer. The first call allocates it, filled with zeros."""
         array = self._arrays[bucket][place]
         if array is None:
             buffer = self._plan.layouts[bucket].buffers[place]

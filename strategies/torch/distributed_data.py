@@ -65,7 +65,7 @@ def distribute_dataset(
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
-    """The indices of this instance's replicas, batch by batch: the elements that `distribute_dataset` gives to them.
+    """A sampler of this instance's shard: the indices of the elements that `distribute_dataset` gives to its replicas.
 
         sampler = strategies.torch.DistributedSampler(dataset, strategy, batch_size=32)
         loader = torch.utils.data.DataLoader(dataset, sampler.instance_batch_size, sampler=sampler)

@@ -41,7 +41,7 @@ class DistributedModel(torch.nn.Module):
     passes.
 
     The constructor is a collective call: all instances begin with the parameters and buffers of instance 0. Backward
-    passes are collective calls, except in `no_sync`. The loss of an instance ends the job.
+    passes are collective calls, except in `no_sync`. If an instance is lost, the job ends.
 
     Args:
         module: The module, on the CPU or on one GPU. Its gradients stay on the GPU if the exchange of the job can use
@@ -135,12 +135,12 @@ class DistributedModel(torch.nn.Module):
         return outputs
 
     def compile(self, *arguments: object, **named: object) -> None:
-        """Compile the module; the code that follows its gradients stays Python."""
+        """Compile the wrapped module. The code around it, which exchanges its gradients, is not compiled."""
         self.module.compile(*arguments, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only add gradients on this instance, in the backward passes of this context.
+        """Accumulate gradients locally, without an exchange, in the backward passes of this context.
 
         Use it for all micro-batches but the last:
 
@@ -165,8 +165,8 @@ class DistributedModel(torch.nn.Module):
 
         An instance whose batches have ended takes part in the other instances' backward passes with gradients of zero:
         means are still over all replicas. At the end all instances take the parameters and buffers of an instance that
-        made the most steps; the optimizers of the others are behind. Without `join`, an instance that ends too early
-        is an error on all instances.
+        made the most steps; the optimizers of instances that ended earlier have made fewer steps. Without `join`, an
+        instance that ends too early is an error on all instances.
 
         Raises:
             StrategyError: If the module has a SyncBatchNorm, for which all replicas need rows.

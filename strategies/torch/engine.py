@@ -129,8 +129,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._local: LocalReplicas | None = None
         self._path: DevicePath | None = None  # None: the host exchanges gradients
         self._close_path: Callable[[], object] = lambda: None
-        self._first_step: int | None = None  # the first with these copies of the module
-        self._has_warned = False  # that a lost instance ends the job
+        self._first_step: int | None = None  # the first step with these copies of the module
+        self._has_warned = False  # whether it has warned that a lost instance ends the job
 
     def close(self) -> None:
         """End the threads of the replicas. A later step or evaluation starts new ones."""

@@ -67,7 +67,7 @@ class OutputsOfRows(EvaluationTask):
     """The outputs for each row.
 
     Attributes:
-        function: A function that returns the outputs, or the loss function, whose third result they are.
+        function: A function that returns the outputs, or the loss function, which returns them as its third result.
         is_loss: Whether `function` is the loss function.
     """
 
@@ -170,7 +170,7 @@ class TorchRows:
         return [told_rows(task.told(one, mask), mask) for one, mask in zip(computed, masks, strict=True)]
 
     def _replicas_for(self, task: EvaluationTask, state: TorchTraining) -> InferenceReplicas:
-        """Return the local replicas for a task. The loss of an instance can change them."""
+        """Return the local replicas for a task. If an instance is lost, they can change."""
         local = self._replicas.local_replicas
         if self._inference is None or self._task is not task or self._of != local:
             self.close()

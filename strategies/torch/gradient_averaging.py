@@ -40,7 +40,7 @@ from strategies.torch.training import received_tensors, refuse_modules, take_ove
 from strategies.typing import Tree
 
 _NAMES = ("active", "changed")
-"""Flags that travel with gradients: the replica is in its loop; it has other parameters to average than planned."""
+"""The flags that travel with gradients: whether the replica is still in its loop, and whether it needs a new plan."""
 
 _GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
 
@@ -50,7 +50,8 @@ _MOST = 3  # parameters named in that warning
 class GradientAveraging:
     """The averaging of a module's gradients in backward passes; one replica per instance.
 
-    No gradient is exchanged before `start`, or for a copied model the first backward pass, which compares instances.
+    `start` compares the instances and plans the exchange, before any gradient is exchanged. For a copy of a model, the
+    first backward pass does this.
 
     Attributes:
         is_alone: Whether there is one replica, whose gradients are the means.
@@ -68,11 +69,11 @@ class GradientAveraging:
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
         self._pass: ModelPass | None = None
-        self._is_behind = False  # whether a backward pass has other gradients than the plan
+        self._is_behind = False  # whether the module has changed, so that a new plan is needed
         self._warned: set[str] = set()  # the functions of PyTorch for which a warning was given
-        self._writes_before = 0  # writes to parameters until they were last compared
+        self._writes_before = 0  # the count of writes when parameters were last compared
         self._title = ""
-        self._nodes: dict[str, Node] = {}  # where autograd adds to the gradients of parameters
+        self._nodes: dict[str, Node] = {}  # autograd's nodes that add to gradients of parameters
         self._named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters that have the same values on all instances
@@ -85,7 +86,7 @@ class GradientAveraging:
         if not self.is_alone:
             weakref.finalize(self, agree_on_losses(self.averages, replicas))
 
-    # ---- together with the others
+    # ---- collective calls outside of backward passes
 
     def start(self) -> None:
         """Compare the instances, and take over parameters and buffers of instance 0. Collective."""
@@ -101,7 +102,7 @@ class GradientAveraging:
         self._writes_before = self._watch.writes
 
     def join_once(self) -> bool:
-        """Take part in a backward pass of other instances, and return whether there was none."""
+        """Take part in a backward pass of the other instances. Return True if no instance was in a backward pass."""
         tail = self._average(ModelPass(self, self._plan, set()), is_active=False)
         return not tail.metrics[0]
 
@@ -126,7 +127,7 @@ class GradientAveraging:
 
     @property
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters that are trained now, or were: freezing a layer for a while needs no new plan."""
+        """The parameters that are trained now or that the plan has: a layer may be frozen for a while."""
         return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]
 
     def _insist_on_agreement(self, new: Sequence[torch.Tensor]) -> None:
@@ -175,14 +176,14 @@ class GradientAveraging:
         return None if self._exchange is None else self._exchange.plan
 
     def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
-        """Keep copies of buffers, to find changes: the known copy of a buffer, or for others their present values."""
+        """Copy the buffers, to find changes later: the `known` value of a buffer, or else its present value."""
         buffers = [slot for slot in self._buffers.slots if not slot.is_parameter]
         self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
 
     # ---- forward passes
 
     def follow(self) -> bool:
-        """Follow changes to the module before a forward pass; return whether it computes with its own parameters."""
+        """Find changes to the module before a forward pass; return False if tensors stand in for its parameters."""
         if not self._watch.has_other_parts:
             is_own = True
         elif is_own := not self._watch.is_swapped:
@@ -196,7 +197,7 @@ class GradientAveraging:
                 "averaged: they are the gradients of this instance alone",
             )
         if torch._C._current_graph_task_id() < 0:
-            self._passes.settle()  # if one failed half-way
+            self._passes.settle()  # an earlier backward pass may have failed half-way
         return is_own
 
     def watch(self, outputs: Tree) -> None:
@@ -264,7 +265,7 @@ class GradientAveraging:
         return found
 
     def _look_again(self) -> None:
-        """Find out whether the module still fits the plan."""
+        """Compare the module with the plan, and record whether a new plan is needed."""
         if self._watch.has_other_parts:
             self._watch.look()
             unknown = [name for name, one in self._watch.named if id(one) not in self._hooks and one.requires_grad]
@@ -328,7 +329,7 @@ class GradientAveraging:
         self.loop.next_step()
 
     def _average(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        """Make a whole exchange, from the first bucket on."""
+        """Run a whole exchange in one call: take the gradients, then exchange every bucket."""
         self.fill(model_pass)
         for bucket in model_pass.ready():
             self.reduce(bucket)
@@ -380,7 +381,7 @@ class GradientAveraging:
         if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
-            self._writes_before = self._watch.writes  # unequal numbers of writes are fine if the bits are equal
+            self._writes_before = self._watch.writes  # bits are equal: unequal write counts do no harm
 
     # ---- gradients that are not accumulated
 
@@ -424,7 +425,10 @@ def _described(parameter: torch.Tensor) -> str:
 
 
 def _is_returned(node: Node) -> bool:
-    """Return whether the running backward pass returns the gradient of this node; only then PyTorch raises here."""
+    """Return whether the running backward pass returns the gradient of a node, as `autograd.grad` does.
+
+    PyTorch has no query for this, but raises an error for such a node.
+    """
     try:
         torch._C._will_engine_execute_node(node)
     except RuntimeError:

@@ -162,7 +162,7 @@ class TorchGradientPlan:
         return Bucket.of(f"{self.title}/{number}", layout, allocate, parts, given)
 
     def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """Return a gradient's mean in that memory. If the mean is sharded, return this instance's shard, flat."""
+        """Return a gradient's mean, as a view of its bucket; if means are sharded, this instance's shard, flat."""
         if self.quantised is not None:
             assert of_payload is not None
             return self.quantised.views(of_payload)[number]

@@ -34,7 +34,7 @@ class InferenceReplicas:
         call: (module, batch) -> outputs.
         seed: The seed of random numbers.
         pipeline: The pipeline in which the module's blocks run as stages; None to run them one after another.
-        own: The names of the frozen parameters of which each replica has its own copy.
+        own: The names of the frozen parameters that each replica copies for itself.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class InferenceReplicas:
         ]
         self._bits = WrittenBits(memory.parameters)
         self._writes = [WriteCounters(one.parameters) for one in self._copies]
-        self._begun: list[list[tuple[torch.Tensor, int]]] = []  # buffers and versions before a call
+        self._begun: list[list[tuple[torch.Tensor, int]]] = []  # tensors and their versions before a call
         self._runs: list[PipelineRun] = []
-        self._rounds = 0  # micro-batches of a call for which `_runs` was made
+        self._rounds = 0  # the number of micro-batches for which `_runs` was made
         self._threads = ThreadPoolExecutor(memory.at_once(len(local)), f"{THREADS}-torch", torch.set_num_threads, (1,))
 
     def __call__(

@@ -41,10 +41,10 @@ MakeExchange = Callable[[tuple[str, ...]], AnyExchange]
 
 @dataclass
 class _FirstStep:
-    """The names of the metrics. The first replica that computes them tells them, and then waits for the plan.
+    """The handshake of the first step: a replica gives the names of its metrics, and gets the plan of the gradients.
 
     Attributes:
-        names: The names; None if a replica failed before it told them.
+        names: The names of the metrics, from the first replica that computes them; None if a replica failed before.
         plan: The plan of the gradients.
     """
 
@@ -117,7 +117,7 @@ class LocalReplicas:
         self._bits = WrittenBits(memory.parameters)
         functions = {"loss_fn": loss_fn, "map_gradient": options.map_gradient}
         self._outside = OutsideNetworks(memory.module, functions) if of_all > 1 else None  # a single one may write
-        waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet cannot wait for one
+        waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet must not hold a lock
         self._compiling: threading.Lock | None = threading.Lock() if waits else None
         self._compiled: set[object] = set()  # the shapes of batches for which the module is compiled
         self._intra_op = options.intra_op_threads
@@ -133,7 +133,7 @@ class LocalReplicas:
         self.runs = []
 
     def fits(self, replicas: Replicas) -> bool:
-        """Return whether replicas, instances and trained parameters are still those that this object was made for."""
+        """Return whether replicas, instances and trained parameters are the same as when this object was made."""
         is_here = self.replicas == replicas.local_replicas and self.communicator is replicas.communicator
         return is_here and bool(self.runs) and self.runs[0].is_of_these
 
@@ -157,7 +157,7 @@ class LocalReplicas:
         Raises:
             ValueError: If the batch cannot be divided evenly among the replicas.
         """
-        self._wait()  # for a step that was given up
+        self._wait()  # threads of a step that was given up may still run
         if self._meetings is not None:
             self._meetings.begin()
         parts = parts_of(batch, len(self.runs))
@@ -283,7 +283,7 @@ class LocalReplicas:
         """
         first = self._first
         first.tell(names)
-        if self._make_exchange is not None and self.exchange is None:  # in the thread that collects
+        if self._make_exchange is not None and self.exchange is None:  # this is the collecting thread itself
             self.exchange = self._make_exchange(names)
             first.plan.set_result(self.exchange.plan)
         found = first.names.result()
@@ -325,10 +325,10 @@ class LocalReplicas:
             self._outside.refuse_writes()
 
     def _wait(self) -> list[Future[None]]:
-        """Wait until all replicas have ended, also those of a step that was given up; return their futures."""
+        """Wait until all replicas have ended, even in a step that was given up. Return their futures."""
         begun, self._begun = self._begun, []
         self._waiting = []
-        if self.exchange is None:  # tell replicas that wait for a plan that they get none
+        if self.exchange is None:  # wake replicas that wait for a plan
             failed = StrategyError("there is no plan for gradients, because another replica has failed")
             self._first.plan.set_exception(failed)
             wait(begun)

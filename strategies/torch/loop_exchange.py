@@ -21,7 +21,7 @@ class Told:
 
     Attributes:
         flags: The flags that travel in place of metrics.
-        settings: The word for the settings, see `StepSettings.word`.
+        settings: The hash of the settings, see `StepSettings.word`.
         has_gradient: For each parameter, whether it has a gradient.
         has_changed: For each buffer, whether it has changed.
     """
@@ -52,7 +52,7 @@ class LoopExchange(ABC):
 
     @abstractmethod
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Take one gradient while the backward pass runs, None for zeros. It must not be changed from here on."""
+        """Take one gradient while the backward pass runs, None for zeros. The caller must not change it any more."""
 
     @abstractmethod
     def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:

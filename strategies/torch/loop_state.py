@@ -42,7 +42,7 @@ class LoopState:
         self.carried: set[int] = set()
         self._seed, self._replica, self._begins = seed, replica, begins
         self._micro_batch = 0
-        self._forward_passes = 0  # of the micro-batch
+        self._forward_passes = 0  # the number of them in this micro-batch
         self._has_ended = False
         self._is_told = False
         self._randomness: MicroBatchRandomness | None = None
@@ -79,7 +79,8 @@ class LoopState:
             device: The device of the module.
 
         Raises:
-            StrategyError: If a backward pass recomputes the forward pass, the micro-batch has several, and it draws.
+            StrategyError: If a backward pass recomputes one of several forward passes of a micro-batch, and the
+                recomputation draws random numbers.
         """
         if torch._C._current_graph_task_id() >= 0:
             with self._again(is_training, device):
@@ -124,14 +125,15 @@ class LoopState:
 def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None]:
     """Make optimizer closures return the mean loss from here on, if the optimizer's gradients are averaged.
 
-    The optimizers of `torch.optim` other than LBFGS only return the loss, so for them it stays local.
+    Of PyTorch's own optimizers only LBFGS computes with the loss. The others only return it, so they get the loss of
+    this instance.
 
     Args:
-        averages: A method; its object is not kept alive.
+        averages: A method that returns whether a parameter's gradient is averaged. Only a weak reference to it is kept.
         replicas: The replicas of all instances, one on each.
 
     Returns:
-        A function that undoes this.
+        A function that ends this.
     """
     hook = partial(_before_step, weakref.WeakMethod(averages), replicas)
     end: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove

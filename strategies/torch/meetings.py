@@ -1,4 +1,4 @@
-"""Sums over all replicas in the middle of their passes: local replicas meet, and the last one sums with the others."""
+"""Sums over all replicas in the middle of passes: local replicas meet, and the last to come calls the collective."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adding_over(communicator: Communicator, is_busy: bool) -> SumArrays:
 
 @dataclass
 class _ReplicaMeeting:
-    """A place in their passes at which local replicas wait for each other.
+    """One meeting: local replicas wait for each other at one place of their passes.
 
     Attributes:
         arrays: The replicas' arrays, by global index.
@@ -84,7 +84,7 @@ class ReplicaMeetings:
         self._add = add
         self._timeout_s = timeout_s
         self._cores = threading.Semaphore(at_once or len(replicas))
-        self._may_cross = at_once is None  # if a replica has several threads, it may wait in several meetings
+        self._may_cross = at_once is None  # a replica with several threads may wait in several meetings
         self._generator: Any = None
         if device is not None and device.type != "cpu":
             self._generator = torch.get_device_module(device)
@@ -105,7 +105,7 @@ class ReplicaMeetings:
         """Let this thread compute a replica's passes when a core is free. Afterwards no replica waits for this one."""
         is_on_host = self._generator is None
         with nullcontext() if is_on_host else torch.autograd.set_multithreading_enabled(False), self._cores:
-            try:  # autograd's one thread for all backward passes on a device must not wait
+            try:  # autograd has one thread for all backward passes on a device, and it must not wait
                 yield
             finally:
                 with self._lock:

@@ -57,11 +57,11 @@ class MicroBatches:
 
 
 def weights_behind(timetable: Timetable) -> Timetable:
-    """Return the same actions, with parts for weights moved behind the first parts of backward passes.
+    """Move the weight parts of backward passes behind the input parts, and return the new timetable.
 
-    The first part of a micro-batch's backward pass is one call of autograd through all stages. So its parts for weights
-    come after that call, stage by stage; other actions keep their order. A device computes a part for weights when it
-    can do nothing else, in the order of micro-batches.
+    The input part of a micro-batch's backward pass is one call of autograd through all stages. So its weight parts come
+    after that call, stage by stage; other actions keep their order. A device computes weight parts, in the order of
+    micro-batches, when no other action is ready.
 
     Args:
         timetable: A timetable with a device for each stage, and backward passes in two parts.
@@ -94,7 +94,7 @@ class _Waiting:
         return bool(self._weights or self._others)
 
     def next(self, ended: set[StageAction]) -> StageAction | None:
-        """Return the action that the device can begin now; None if there is none."""
+        """Remove and return an action that the device can begin now; None if every action must wait."""
         for queue in (self._others, self._weights):
             if queue and ended.issuperset(self._needed(queue[0])):
                 return queue.popleft()

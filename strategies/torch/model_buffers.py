@@ -34,14 +34,14 @@ class ModelBuffers:
         module: The module of the training. A step begins with its buffers.
         aggregation: The ways of agreement, `TorchOptions.model_state_aggregation`.
         count: The number of replicas.
-        shown: If each replica keeps its own buffers, the replica whose buffers the module has.
+        shown: The replica whose buffers the module shows, if each replica keeps its own.
 
     Attributes:
         slots: The places of the buffers and frozen parameters.
         declared: The ways of agreement given by name, by the names of buffers and frozen parameters.
         moving: The numbers of the slots that a step has changed, from the first change on.
         words: For each slot, the way of agreement.
-        own: Slots with a value for each replica, by number; the first axis is that of all replicas.
+        own: The values of slots that each replica keeps for itself, by number; the first axis is that of all replicas.
 
     Raises:
         ValueError: If no buffer or frozen parameter has a given name, or "mean" is given for one without a mean.
@@ -56,7 +56,7 @@ class ModelBuffers:
         self.slots: list[Slot] = []
         self.moving: frozenset[int] = frozenset()
         self.own: dict[int, torch.Tensor] = {}
-        self._bucket: Bucket | None = None  # of the means in the last step
+        self._bucket: Bucket | None = None  # the memory of the means
         self.follow()
 
     def follow(self) -> None:
@@ -74,7 +74,7 @@ class ModelBuffers:
         own = {before[number]: each for number, each in self.own.items()}
         moving = {before[number] for number in self.moving}
         self.slots = slots
-        alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # on all replicas
+        alike = {id(layer._buffers) for layer in sync_layers_of(self._module).values()}  # equal on all replicas
         self.words = [_word(slot, self._aggregation, id(slot.holder) in alike) for slot in slots]
         self.moving = frozenset(number for number, name in enumerate(names) if name in moving)
         places = enumerate(zip(slots, self.words, strict=True))
@@ -89,7 +89,7 @@ class ModelBuffers:
 
     @property
     def written(self) -> frozenset[str]:
-        """The names of the frozen parameters that steps change, as far as this was seen or declared."""
+        """The names of the frozen parameters that a step has changed, or that the program has declared as changing."""
         slots = enumerate(self.slots)
         names = [slot.name for number, slot in slots if slot.is_parameter and number in self.moving]
         return frozenset([*names, *self.declared])
@@ -103,10 +103,10 @@ class ModelBuffers:
         return found
 
     def _follow_shown(self) -> None:
-        """Copy changes that the program has made to the module's buffers to all replicas."""
+        """Copy to all replicas the changes that the program has made to the module's buffers."""
         for number, own in self.own.items():
             shown = self.slots[number].tensor.detach()
-            if own.device != HOST and own.shape[1:] == shown.shape:  # on a device, without waiting for it
+            if own.device != HOST and own.shape[1:] == shown.shape:  # do not wait for the device
                 own.copy_(torch.where(have_other_bits(own[self._shown], shown), shown.expand_as(own), own))
             elif not have_same_bits(own[self._shown], shown):
                 own.copy_(shown.expand_as(own))
@@ -172,7 +172,7 @@ class ModelBuffers:
         if len(of_all) > 1:
             raise StrategyError(
                 f"{name} has the shapes {', '.join(map(str, map(list, sorted(of_all))))} on different replicas after "
-                "the step, which cannot agree on it; give it one shape for all batches"
+                "the step, so they cannot agree on it; give it one shape for all batches"
             )
 
     def keep(self, values: dict[int, torch.Tensor], moving: frozenset[int] | None = None) -> None:
@@ -193,7 +193,7 @@ class ModelBuffers:
     def _of_each(
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
-        """Gather the values of all replicas on every instance, so that the loss of an instance loses none."""
+        """Gather the values of all replicas on every instance. If an instance is lost, no value is lost."""
         local = [[as_array(slots[number].tensor.to(HOST)) for number in numbers] for slots in of_replicas]
         gathered = gather_arrays(replicas, local, "buffers of each replica")
         columns = zip(*gathered, strict=True)
@@ -235,7 +235,7 @@ class ModelBuffers:
 
 
 def _places_of(slots: Sequence[Slot]) -> list[tuple[str, int]]:
-    """Return values that change when a tensor is put in another place."""
+    """Return the name and the holder of each slot, to find tensors that were moved to another holder."""
     return [(slot.name, id(slot.holder)) for slot in slots]
 
 

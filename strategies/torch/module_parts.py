@@ -107,12 +107,12 @@ class ModuleParts:
     """The submodules, parameters and buffers of a module at one time, for a cheap check whether they were replaced."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # None among them: empty buffers
+        self._kept: list[tuple[str, Callable[[str], object], str, object]] = []  # a None at the end: an empty buffer
         self._filled: list[tuple[str, Callable[[str], object], str]] = []
         self._sizes: list[tuple[str, Sized, int]] = []
         for prefix, inner in module.named_modules():
             buffers = inner._buffers
-            empty = {key: buffer for key, buffer in buffers.items() if buffer is None}  # others may be replaced
+            empty = {key: buffer for key, buffer in buffers.items() if buffer is None}  # full ones may be replaced
             get = _getter(buffers)
             self._filled += [(_joined(prefix, key), get, key) for key, buffer in buffers.items() if buffer is not None]
             parameters, modules = inner._parameters, inner._modules
@@ -160,7 +160,7 @@ class ModuleWatch:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether tensors replace parameters for a while, as in `torch.func.functional_call`."""
+        """Whether plain tensors stand in for parameters, as during `torch.func.functional_call`."""
         return any(not isinstance(one, torch.nn.Parameter) for one in self._module.parameters())
 
     @property
@@ -197,7 +197,7 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def kept_contexts(module: torch.nn.Module) -> dict[int, object]:
-    """Return a memo with which `copy.deepcopy` keeps contexts of compilations, as PyTorch finds them by identity."""
+    """Return a memo for `copy.deepcopy` that shares `torch.compile`'s contexts, which PyTorch finds by identity."""
     contexts = [_context_around(one) for one in module.modules()]
     return {id(context): context for context in contexts if context is not None}
 

@@ -67,7 +67,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[int, ArraysByName]:
 def set_state(optimizer: torch.optim.Optimizer, arrays: Mapping[int, ArraysByName]) -> None:
     """Restore a state from copies of arrays. The optimizer's state for other parameters is dropped.
 
-    Values become tensors, numbers or None as the optimizer has them, or would have them after a step.
+    Each value becomes a tensor, a number or None: whichever the optimizer has in its place, now or after a step.
 
     Args:
         optimizer: The optimizer to change.
@@ -100,7 +100,7 @@ def _kinds_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, torch.dev
 def after_one_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return a copy of the optimizer that has made a step with gradients of zero, on other parameters.
 
-    PyTorch's optimizers make their state in the first step, so this shows its form.
+    PyTorch's optimizers create their state in the first step, so the copy shows the form of the state.
     """
     parameters = parameters_of(optimizer)
     others = {id(one): torch.nn.Parameter(torch.zeros_like(one), one.requires_grad) for one in parameters}

@@ -61,8 +61,8 @@ class TorchOptions(CommonOptions):
         intra_op_threads: PyTorch's number of threads within an operation, for each replica and the update. Bits depend
             on it, so it is the same on all instances.
         stream_gradients: Whether gradients travel while the backward pass still runs, the same on all instances. None:
-            over a network, that is with `variables_on_host`. (In the memory of a host, waiting takes a core.) The
-            option changes nothing if gradients stay on a device.
+            only with `variables_on_host`, that is over a network. (In the memory of one host, the waiting thread would
+            take a core.) The option changes nothing if gradients stay on a device.
         replica_device: An accelerator, as "cuda", to which the module and the state of its optimizer move. All
             replicas of an instance compute there, one after another, and gradients stay there. "cuda:1" is the same on
             every instance; without a number, the instances of a host take the accelerators in turn. "cpu" does the same
@@ -128,7 +128,7 @@ class TorchOptions(CommonOptions):
         return self.verify_steps > 0 and (is_power_of_two or 0 < steps_made <= self.verify_steps)
 
     def divisor(self, number: int) -> int:
-        """Return the number that divides micro-batch `number`, so that the sum over all agrees with `method`."""
+        """Return the divisor for micro-batch `number`, so that the sum over micro-batches agrees with `method`."""
         if self.method is GradientAccumulationReductionMethod.SUM:
             return 1
         is_running = self.method is GradientAccumulationReductionMethod.RUNNING_MEAN

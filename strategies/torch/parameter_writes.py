@@ -80,7 +80,7 @@ class WrittenBits:
 
 
 def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
-    """Return, for each tensor of a device, two numbers that depend on all of its bits, with one read for all."""
+    """Return a digest of each tensor on a device: two numbers that depend on all bits. All digests take one read."""
     if not tensors:
         return []
     with torch.no_grad():
@@ -89,7 +89,10 @@ def device_digests(tensors: Sequence[torch.Tensor]) -> list[Digest]:
 
 
 def _device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two sums over a tensor's words: word times place, and squared word times place, modulo 2**64."""
+    """Return two sums over a tensor's elements as integers, modulo 2**64: x * weight and x * x * weight.
+
+    The weight of element i is 2 * i + 1.
+    """
     found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, piece in enumerate(bits_of(tensor).reshape(-1).split(_PIECE)):
         wide, first = piece.to(torch.int64), 2 * number * _PIECE + 1
@@ -130,8 +133,8 @@ class ForwardWatch:
         """Watch a forward pass.
 
         Raises:
-            StrategyError: If the pass has written a trained parameter. Also if it has written a frozen one that is not
-                declared, and the write was first seen after the first pass, by the bits alone.
+            StrategyError: If the pass has written a trained parameter. Also if it has written an undeclared frozen
+                parameter through `data`, and this was seen only after the first pass.
         """
         if self._parts.changed():
             self._look()

@@ -160,7 +160,7 @@ class Walk:
         self._wait()
 
     def begin(self, name: str, ipu: int | None) -> None:
-        """Enter a block, and its stage when it is that stage's turn.
+        """Enter a block. If a new stage begins with it, wait for the turn of that stage.
 
         Raises:
             StrategyError: If the block belongs to an earlier stage, or to one that the first step did not have.
@@ -228,7 +228,7 @@ class Walk:
 
     @property
     def last_stage(self) -> int:
-        """The number of the last stage, as far as is known."""
+        """The number of the last stage met so far by any micro-batch."""
         return max(self.stage, len(self._stages.devices()) - 1)
 
     def _go_back(self, stage: int, _: object = None) -> None:
@@ -239,7 +239,7 @@ class Walk:
             self._wait()
 
     def _stage_of(self, node: Node) -> int:
-        """Return the stage that has recorded a node; 0 for a node from before."""
+        """Return the stage in which autograd recorded a node; 0 for a node recorded before the first stage."""
         return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
 
     def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:

@@ -1,4 +1,4 @@
-"""The losses and gradients of replica 0 computed by plain PyTorch, to compare the replica with in the first steps."""
+"""The losses and gradients of replica 0 computed by plain PyTorch, for a comparison in the first steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def expected_of(
 
 def _reason_to_skip(module: torch.nn.Module) -> str:
     if any(groups_of(parameter) is not None for parameter in module.parameters()):
-        return "groups of replicas have rows of parameters"
+        return "a parameter has a row for each group of replicas"
     if any(isinstance(one, torch.nn.SyncBatchNorm) for one in module.modules()):
         return "SyncBatchNorm computes with the rows of all replicas"
     return ""
@@ -110,7 +110,7 @@ def _computed(
                 loss, _, _ = outcome_of(loss_fn(module, memory.put(part)))
             losses.append(float(loss.detach()))
             if _has_reentrant_checkpoint(loss):
-                raise CannotBeUndoneError("gradients inside of a reentrant checkpoint cannot be computed by themselves")
+                raise CannotBeUndoneError("torch.autograd.grad does not work with reentrant checkpoints")
             if options.method is RUNNING_MEAN:
                 for one in parameters:
                     one.grad = None if one.grad is None else one.grad * (number / (number + 1))
@@ -120,7 +120,7 @@ def _computed(
             else:
                 mapping.begin(number, scale, divisor)
                 gradients = _mapped_gradients(mapping, loss * scale, parameters)
-        for one, gradient in zip(parameters, gradients, strict=True):  # backward() would fill other gradients, too
+        for one, gradient in zip(parameters, gradients, strict=True):  # backward() would also set other gradients
             if gradient is not None:
                 one.grad = gradient if one.grad is None else one.grad + gradient
     hooked = {number for number, one in enumerate(parameters) if getattr(one, "_post_accumulate_grad_hooks", None)}
@@ -134,7 +134,7 @@ def _computed(
 
 
 def _least_exact(device: torch.device) -> torch.dtype | None:
-    """Return the dtype whose precision decides; None for the dtype of each gradient.
+    """Return the dtype whose precision sets the tolerance; None for the dtype of each gradient.
 
     On a GPU, two passes may have different bits unless operations are deterministic, and loss functions may use
     `torch.autocast` by themselves.
@@ -210,7 +210,7 @@ class Comparison:
         if one is None or other is None:
             return _norm_of(one) == _norm_of(other) == 0
         if one.layout is not torch.strided or other.layout is not torch.strided:
-            return bool(one.layout == other.layout)  # sparse gradients are refused elsewhere
+            return bool(one.layout == other.layout)  # the contribution refuses sparse gradients
         if one.shape != other.shape:
             return False
         if torch.equal(one, other):
@@ -219,7 +219,7 @@ class Comparison:
         if not all(map(math.isfinite, norms)):
             return not any(map(math.isfinite, norms))
         tolerance = max(tolerance_of(each) for each in (one.dtype, self._expected.dtype or one.dtype))
-        noise = self._norm_of_all * tolerance**2  # for gradients that consist of rounding errors
+        noise = self._norm_of_all * tolerance**2  # a gradient may be nothing but rounding errors
         return _norm_of(one.double() - other.double()) <= tolerance * max(norms) + 8 * noise
 
     @cached_property

@@ -28,7 +28,7 @@ from strategies.torch.threads import ThreadValue
 _CPU = torch.device("cpu")
 _KEY = "TESTING_ONLY_GenericMode"
 _OF_INDUCTOR = {"randint.low_out": "randint.low_generator_out"}
-"""Operators that draw seeds in compiled code. Its first call runs in a dispatch mode, where keys have no effect."""
+"""Operators that draw seeds in compiled code. The first call runs in a dispatch mode, which ignores `_KEY`."""
 
 _include, _is_included = (
     torch._C._dispatch_tls_set_dispatch_key_included,
@@ -70,7 +70,7 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
 
     Args:
         seed: The seed of the generator.
-        device: The device on which the thread computes besides. An accelerator has one generator per process, which
+        device: A further device on which the thread computes. An accelerator has one generator per process, which
             gets the same seed.
         replica: The replica for which the thread computes. If given, generators of the program that several replicas
             draw from are refused.
@@ -86,7 +86,7 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
 def drawing_by(generator: torch.Generator) -> Iterator[None]:
     """Make this thread draw all random numbers of PyTorch on the CPU from a generator, whose state advances."""
     _install()
-    torch._functorch.config.check_custom_op_aliasing = False  # for this thread; if True, compiled code skips `_KEY`
+    torch._functorch.config.check_custom_op_aliasing = False  # per thread; if it is True, compiled code skips `_KEY`
     was_included = _generator.now is not None
     with _generator.being(generator):
         _include(_KEY, True)
@@ -112,10 +112,10 @@ def _install() -> None:
 
 
 class _GeneratorOfThread:
-    """The generator of the thread, or else of the process, for `torch.get_rng_state` and similar functions.
+    """A stand-in for the default generator: the thread's generator if it has one, else that of the process.
 
-    `torch.utils.checkpoint` saves and restores the state with them, so that a recomputed forward pass draws the same
-    numbers.
+    `torch.get_rng_state` and similar functions use it. `torch.utils.checkpoint` saves and restores the state with them,
+    so that a recomputed forward pass draws the same numbers.
     """
 
     def __init__(self, of_process: object) -> None:
@@ -151,7 +151,7 @@ def _drawing(name: str) -> Callable[..., Any]:
     argument = operator._schema.arguments[place].name
 
     def draw(*arguments: object, **named: object) -> object:
-        _include(_KEY, False)  # let the kernels behind this one draw from the given generator
+        _include(_KEY, False)  # inner kernels must draw from the given generator, not come back here
         try:
             given = arguments[place] if len(arguments) > place else named.get(argument)
             if isinstance(given, torch.Generator):

@@ -71,7 +71,7 @@ class ReplicaMemory:
         return 1 if self.is_shared else min(replicas, len(os.sched_getaffinity(0)))
 
     def read(self, values: torch.Tensor) -> np.ndarray:
-        """Copy values of the device to the host. Waits until they are computed."""
+        """Copy values from the device to the host. The call waits until the device has computed them."""
         self.reads += 1
         return as_array(values.cpu())
 
@@ -131,7 +131,8 @@ class ReplicaMemory:
     def put_means(self, means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients of the host on the device of the parameters.
 
-        A GPU may copy them later. The host's memory stays unchanged until the GPU has delivered the next gradients.
+        The call does not wait for a GPU to copy them: the host's memory stays unchanged until the next gradients
+        arrive.
         """
         return [mean.to(self.device, non_blocking=True) for mean in means]
 
@@ -215,6 +216,6 @@ def count_of(kind: str) -> int:
     """Return the number of devices of a type that PyTorch sees."""
     try:
         module = torch.get_device_module(kind)
-    except RuntimeError:  # it was built without
+    except RuntimeError:  # PyTorch was built without this type
         return 0
     return int(module.device_count()) if module.is_available() else 0

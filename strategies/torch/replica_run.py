@@ -63,7 +63,7 @@ class ReplicaTurn:
         notice: Whether the instance was given a notice, which travels in the tail behind the metrics.
         plan: Returns the plan of the gradients for the names of the metrics. Waits until the plan is made.
         moving: The numbers of the buffers and frozen parameters that are known to change.
-        settings: The word for the settings, see `StepSettings.word`.
+        settings: The hash of the settings, see `StepSettings.word`.
         watch: The watcher of replica 0; None in steps that are not compared.
         masters: The buffers and frozen parameters with which the replica begins.
         residuals: The residuals of int8 gradients.
@@ -129,7 +129,7 @@ class TorchReplicaRun:
         self._trained: list[int] = []  # the numbers of the trained parameters
         self._missing: list[int] = []  # for each bucket, the number of gradients still to come
         self._seen: list[bool] = []  # for each trained parameter, whether its gradient was taken
-        self._leaving: int | None = None  # the thread whose gradients leave
+        self._leaving: int | None = None  # the only thread in which gradients may leave now
         self._watch: ReplicaWatch | None = None
         self.pipeline: PipelineRun | None = None
         if options.pipeline is not None:
@@ -155,7 +155,7 @@ class TorchReplicaRun:
 
     @property
     def is_of_these(self) -> bool:
-        """Whether the trained parameters are still those for which this object was made."""
+        """Whether the same parameters are trained as when this object was made."""
         flags = [parameter.requires_grad for parameter in self.copy.parameters]
         return [number for number, flag in enumerate(flags) if flag] == self._trained
 
@@ -167,7 +167,7 @@ class TorchReplicaRun:
                 self._be_told(number, self.copy.parameters[self._trained[number]])
 
     def _be_told(self, number: int, parameter: torch.Tensor) -> None:
-        """Make autograd report each gradient of a parameter, which takes 10 us if the parameter is on a GPU."""
+        """Make autograd report each gradient of a parameter. For a parameter on a GPU, each report takes 10 us."""
         self._told.add(number)
         parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), number))
 
@@ -262,7 +262,7 @@ class TorchReplicaRun:
             return _number(name, value)
         wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == device.type:
-            return value.detach().reshape(()).to(wide, copy=True)  # it may be a buffer that the next pass changes
+            return value.detach().reshape(()).to(wide, copy=True)  # a copy: the next pass may change the tensor
         return torch.full((), _number(name, value), dtype=wide, device=device)
 
     def _autocast(self) -> AbstractContextManager[object]:

@@ -1,6 +1,6 @@
 """A backward pass in two parts: first the gradients of inputs, then, stage by stage, the gradients of parameters.
 
-Earlier stages wait for the first part only (zero-bubble schedules: Qi et al., 2024).
+Earlier stages wait only for the first part (zero-bubble schedules: Qi et al., 2024).
 
 A node of autograd computes only the gradients that are requested: a layer's input gradient without its weight gradient,
 or the reverse. So the first part requests the gradients that enter nodes with parameters below them, and keeps these
@@ -50,7 +50,7 @@ class SplitBackward:
             self._kept[graph.root] = torch.ones_like(loss)
 
     def of_inputs(self) -> None:
-        """Run the first part. No parameter gets a gradient."""
+        """Compute the gradients of the inputs, without gradients of parameters (the first part)."""
         hooks = []
         for node in self.of_first_part:
             aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
@@ -80,10 +80,10 @@ class SplitBackward:
 
 @dataclass(frozen=True)
 class _Entrance:
-    """The edges at which autograd begins for parameters.
+    """The edges from which one call of autograd computes the gradients of parameters.
 
     Attributes:
-        edges: The edges, whose kept gradients enter there.
+        edges: The edges; the first part has kept the gradients that flow along them.
         parameters: The parameters that get gradients; None for all that autograd reaches.
     """
 
@@ -110,7 +110,7 @@ class _Graph:
     """Autograd's graph: a trunk, along which gradients flow to earlier stages, and branches with parameters.
 
     Attributes:
-        trunk: The nodes from which a node of an earlier stage is reached.
+        trunk: The nodes from which autograd reaches a node of an earlier stage.
         early: Nodes that several nodes of the trunk in their own stage lead to. Their parameters get sums whose terms
             come in turn from the trunk and from these nodes, so these nodes run with the trunk.
     """
@@ -123,7 +123,7 @@ class _Graph:
         self._stages = {node: stage_of(node) for node in nodes}
         self.trunk: set[Node] = set()
         self.early: set[Node] = set()
-        for node in nodes:  # the nodes that a node leads to were recorded before it
+        for node in nodes:  # in the order of recording: a node comes after all nodes that it leads to
             inner = [following for following, _ in self._next[node] if not _is_leaf(following)]
             if any(each in self.trunk or self._stages[each] < self._stages[node] for each in inner):
                 self.trunk.add(node)
@@ -141,7 +141,7 @@ class _Graph:
             for node in nodes:
                 if stages.setdefault(node, stage) != stage:
                     parameter = parameter_of(node)
-                    assert parameter is not None  # an inner node would lead to an earlier stage, and be in the trunk
+                    assert parameter is not None  # a shared inner node would be in the trunk
                     raise StrategyError(
                         f"a parameter of shape {list(parameter.shape)} is used in the stages {stages[node]} and "
                         f"{stage}, but the schedule splits backward passes stage by stage; use it in one stage, or "
@@ -167,9 +167,9 @@ class _Graph:
         edges: list[Edge] = []
         for group in groups:
             own = [user for user in group.users if user is not None and self._stages[user] == stage]
-            if not own:  # gradients of later stages are added before those of this stage
+            if not own:  # only later stages send gradients here, and these arrive first
                 edges += group.edges
-            elif len(group.users) == 1:  # the node runs again, for its parameters
+            elif len(group.users) == 1:  # run the node of the trunk again, now for its parameters
                 parameters = map(parameter_of, group.nodes)
                 alone.setdefault(own[0], []).extend(one for one in parameters if one is not None)
             else:

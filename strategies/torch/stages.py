@@ -23,7 +23,7 @@ class StagePlacing(Protocol):
     """The assignment of blocks to stages. Forward passes ask for each block; the first pass may extend it."""
 
     def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """Return the number of a block's stage, and its device. Called under a lock, for each block that begins.
+        """Return the number and the device of a block's stage. Called under a lock, for each block that begins.
 
         Args:
             name: The name of the block.

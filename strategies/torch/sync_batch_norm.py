@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm` over all replicas: it normalises, forward and backward, by the rows of all of them."""
+"""`torch.nn.SyncBatchNorm` over all replicas: forward and backward passes use the statistics of all replicas' rows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def sync_layers_of(module: torch.nn.Module) -> dict[str, torch.nn.SyncBatchNorm]
     """Return the layers of a module that need sums over replicas, by name.
 
     Raises:
-        StrategyError: If such a layer cannot be supported.
+        StrategyError: If such a layer has a `process_group`, or is inside a traced or scripted module.
     """
     found = {}
     for name, layer in module.named_modules():
@@ -146,11 +146,11 @@ def _nobody() -> None:
 
 def _install() -> None:
     """Replace the forward method of PyTorch's SyncBatchNorm by `_forward`, which torch.compile skips."""
-    can_compile = "torch._dynamo" in sys.modules  # importing it takes a second
+    can_compile = "torch._dynamo" in sys.modules  # importing torch._dynamo takes a second
     setattr(torch.nn.SyncBatchNorm, _FORWARD, torch.compiler.disable(_forward) if can_compile else _forward)
 
 
-def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # PyTorch's name
+def _forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:  # `input` is PyTorch's name
     seat = _seat.now or _kept.get(layer, _nobody)()
     if seat is None:
         return _as_pytorch_has_it(layer, input)
@@ -208,7 +208,7 @@ def _statistics(x: torch.Tensor, add: AddRows) -> tuple[torch.Tensor, torch.Tens
     of_all, squares = total[:channels] / count, total[channels:-1] / count
     if x.dtype != torch.float64:
         return of_all, (squares - of_all.square()).clamp(min=0), count
-    deviations = (variance + (mean - of_all).square()) * own  # squares of large numbers would exhaust float64's digits
+    deviations = (variance + (mean - of_all).square()) * own  # sums of squares would lose float64's digits
     return of_all, add("forward, variances", deviations) / count, count
 
 

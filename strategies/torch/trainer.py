@@ -194,7 +194,7 @@ class Trainer:
         return metrics
 
     def evaluate(self, dataset: Iterable[Batch], fn: LossFunction | None = None) -> Evaluation:
-        """Return the mean loss and metrics over all rows of a data set, each of which counts once. Collective.
+        """Return the mean loss and metrics over all rows of a data set; every row counts once. Collective.
 
         Each replica computes the function for its rows of a batch, in evaluation mode and without gradients. Its means
         are weighted by the number of these rows, and added in float64: over replicas in the order of the tree, and
@@ -259,5 +259,5 @@ class Trainer:
         return self._options.own_part is not None
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` for every array of which this instance has only a part."""
+        """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
         return self._training.whole(state)

@@ -112,7 +112,7 @@ class TorchTraining:
         return TrainState(variables, optimizer, self.step, self.loss_scale, None, model_state)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-        """Return parameters, and buffers (None without any): their memory on the host, or copies from a device."""
+        """Return parameters and buffers by name, as views of host memory or copies from a device. No buffers: None."""
         variables = {name: host_array(parameter) for name, parameter in self.module.named_parameters()}
         return variables, {name: host_array(tensor) for name, tensor in self.buffers.named().items()} or None
 
@@ -126,7 +126,7 @@ class TorchTraining:
         return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
     def whole(self, state: TrainState) -> TrainState:
-        """Return the state with a `PartOfArray` for every array of which this instance has only a part."""
+        """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
         update, optimizer = self.update, state.optimizer_state
         if isinstance(update, ShardedTorchUpdate):
             whole = {
@@ -224,7 +224,7 @@ def _tensor(array: np.ndarray | HostArray) -> torch.Tensor:
 
 
 def _unpadded(array: np.ndarray | HostArray, parameter: torch.Tensor) -> np.ndarray:
-    """Return a shard without its padding, in the form of the optimizer."""
+    """Return an array without the padding of a shard, in the shape that the optimizer has."""
     part: np.ndarray = np.asarray(array)
     return part[: parameter.numel()] if part.ndim == 1 and part.size > parameter.numel() else part
 

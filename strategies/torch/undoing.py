@@ -16,7 +16,7 @@ import torch
 from strategies.torch.tensors import have_same_bits
 
 MOST_BYTES, MOST_OBJECTS = 64 << 20, 200_000
-"""Limits: bytes of arrays outside of the module that are copied, and number of objects that are searched."""
+"""Limits of a search: the bytes of copied arrays outside of the module, and the number of objects."""
 
 _LIBRARIES = {"torch", "strategies", "collectives", "popdist", "poprun", "jax", "numpy", "builtins"}
 
@@ -35,9 +35,10 @@ def undone(
 ) -> Iterator[None]:
     """Undo, at the end of the context, changes to a module and to objects that a function reaches.
 
-    Undone are changes to parameters, gradients and buffers; to attributes; to elements of lists, dictionaries and sets;
-    to tensors and arrays; and to generators of random numbers, including Python's and NumPy's. The search covers the
-    module, its hooks, the closure of the function and its global variables, and objects of the program's classes.
+    The context undoes changes to parameters, gradients, buffers, attributes, tensors and arrays. It also undoes changes
+    to elements of lists, dictionaries and sets, and to random generators, including Python's and NumPy's. The search
+    covers the module, its hooks, the closure of the function and its global variables, and objects of the program's
+    classes.
 
     Args:
         module: The program's module.
@@ -45,7 +46,7 @@ def undone(
         other: One more function of the program; None without one.
 
     Raises:
-        CannotBeUndoneError: Before the context begins, if these reach an iterator, or too many objects or bytes.
+        CannotBeUndoneError: Before the context begins, if the search finds an iterator, or too many objects or bytes.
     """
     search = _Search(_root_of(function))
     hooks = []
@@ -94,7 +95,7 @@ class _Search:
             self._seen[id(one)] = one
             waiting.extend(self._reached(one))
             if len(self._seen) + len(waiting) > MOST_OBJECTS or self.own_bytes > MOST_BYTES:
-                raise CannotBeUndoneError("the loss function reaches more than can be copied")
+                raise CannotBeUndoneError("the loss function refers to more objects or bytes than may be copied")
 
     def keep(self, one: torch.Tensor) -> None:
         """Record how to restore the contents of a tensor."""
@@ -126,7 +127,7 @@ class _Search:
         elif isinstance(one, np.random.Generator):
             self.restores.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
         elif isinstance(one, Iterator):
-            raise CannotBeUndoneError(f"the loss function may take elements of a {type(one).__name__}")
+            raise CannotBeUndoneError(f"the loss function may advance a {type(one).__name__}, which cannot be undone")
         elif isinstance(one, MutableMapping | MutableSequence | MutableSet):
             self.restores.append(_elements_of(one))
             return list(one.values()) if isinstance(one, MutableMapping) else list(one)
@@ -165,7 +166,7 @@ def _root_of(one: object) -> str:
 
 
 def _names_in(code: CodeType, operation: str) -> set[str]:
-    """Return the names in a function's operations of one kind, and in those of inner functions."""
+    """Return the names that a function and its inner functions use in bytecode operations of one kind."""
     own = {str(one.argval) for one in dis.get_instructions(code) if one.opname.startswith(operation)}
     return own.union(*(_names_in(one, operation) for one in code.co_consts if isinstance(one, CodeType)))
 

@@ -50,7 +50,7 @@ class TorchUpdate(ABC):
     @property
     @abstractmethod
     def shards(self) -> Shards | None:
-        """The cut of mean gradients, of which this instance gets its shard; None if it gets whole means."""
+        """The cut of mean gradients into shards, one per instance; None if every instance gets whole means."""
 
     @abstractmethod
     def apply(self, means: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
@@ -87,8 +87,8 @@ class ShardedTorchUpdate(TorchUpdate):
     """An update with sharded optimizer state, like stage 1 of ZeRO (Rajbhandari et al., 2020).
 
     An instance with r of R replicas keeps r/R of the optimizer state, and updates that part of the parameters. Then
-    instances gather the new parameters. The optimizer gets flat parameters, which are this
-    instance's shards, as views of the whole parameters.
+    instances gather the new parameters. The optimizer gets this instance's shards as parameters: flat views of the
+    whole parameters.
 
     Args:
         replicas: The replicas of all instances.
@@ -106,9 +106,9 @@ class ShardedTorchUpdate(TorchUpdate):
         self._replicas = replicas
         self._optimizer = optimizer
         self._shards = shards_of(replicas, min_elements)
-        self._parts: dict[int, torch.nn.Parameter] = {}  # shards by the ids of whole parameters
-        self._memory: dict[int, int] = {}  # addresses of the whole parameters with shards
-        self._wholes: list[torch.nn.Parameter] = []  # by their numbers in the optimizer
+        self._parts: dict[int, torch.nn.Parameter] = {}  # the shard of each whole parameter, by its id
+        self._memory: dict[int, int] = {}  # the address of each sharded whole parameter, by its id
+        self._wholes: list[torch.nn.Parameter] = []  # in the order of the optimizer
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
         self._numbered = list(map(id, parameters_of(optimizer)))
@@ -225,8 +225,8 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless an optimizer is known to compute element by element.
 
     Raises:
-        StrategyError: If it is neither one of `ELEMENTWISE`, nor has its class `is_elementwise = True`. Or if it has a
-            fused kernel, which on CPUs rounds the last elements of an array differently.
+        StrategyError: If the optimizer is not one of `ELEMENTWISE`, and its class lacks `is_elementwise = True`. Or if
+            the optimizer has a fused kernel, which on CPUs rounds the last elements of an array differently.
     """
     kind = type(optimizer)
     if any(group.get("fused") for group in optimizer.param_groups):
@@ -244,7 +244,7 @@ def refuse_across_elements(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TorchOptions) -> None:
-    """Raise if the optimizer, or the way in which gradients travel, would mix the rows of groups of replicas."""
+    """Raise if the optimizer, or the dtype in which gradients travel, would mix the rows of groups of replicas."""
     grouped = [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]
     if not grouped:
         return
@@ -265,9 +265,9 @@ def refuse_optimizers(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
     """Raise if an optimizer cannot update a module.
 
     Raises:
-        TypeError: If it is no optimizer.
-        StrategyError: If it computes the loss by itself.
-        ValueError: If it has parameters that are not the module's.
+        TypeError: If the object is no optimizer.
+        StrategyError: If the optimizer computes the loss itself.
+        ValueError: If the optimizer has parameters that are not the module's.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"the optimizer is a {type(optimizer).__name__}; give an instance of a class of torch.optim")

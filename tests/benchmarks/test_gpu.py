@@ -87,7 +87,7 @@ def test_differing_bits_of_a_spread_are_reported():
     bits = {(1, "auto"): "aaaa", (2, "host"): "aaaa", (2, "window"): "bbbb"}
     rows = [row_of(way=OURS, replicas=4, instances=n, exchange=word, bits=each) for (n, word), each in bits.items()]
     assert gpu.other_bits(rows[:2]) == []
-    assert gpu.other_bits(rows) == ["OTHER BITS: jax gpt R=4: n=1 auto aaaa, n=2 host aaaa, n=2 window bbbb"]
+    assert gpu.other_bits(rows) == ["DIFFERENT BITS: jax gpt R=4: n=1 auto aaaa, n=2 host aaaa, n=2 window bbbb"]
     assert gpu.other_bits([row_of(way=OURS, replicas=1, bits="aaaa"), row_of(way=OURS, replicas=2, bits="bbbb")]) == []
     assert "aaaa bbbb" in gpu.other_bits([row_of(way=OURS, bits="aaaa bbbb")])[0]
 

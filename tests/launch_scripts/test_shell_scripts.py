@@ -128,7 +128,7 @@ class TestSlurmJob:
     def test_a_start_outside_of_slurm_is_refused_with_the_right_command(self, copy, project, tools):
         done = sh(copy, path=str(tools), cwd=project)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == "error: this is no job of Slurm; submit it: sbatch launch_scripts/slurm.sbatch\n"
+        assert done.stderr == "error: this is not a Slurm job; submit it: sbatch launch_scripts/slurm.sbatch\n"
 
     def test_a_submission_from_another_folder_is_refused(self, copy, tools, tmp_path):
         done = sh(copy, path=str(tools), cwd=tmp_path, SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(tmp_path))

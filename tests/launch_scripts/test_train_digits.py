@@ -305,6 +305,6 @@ class TestHorovod:
         assert (finished.status, finished.stdout) == (2, "")
         ours = {line.partition("<stderr>:")[2].strip() for line in finished.stderr.splitlines() if "[1," in line[:3]}
         assert ours == {
-            "digits.py: error: asked for 3 replicas on 2 instances (OMPI_COMM_WORLD_SIZE=2); "
+            "digits.py: error: num_replicas is 3, but the number of instances is 2 (OMPI_COMM_WORLD_SIZE=2); "
             "replicas must divide evenly: use 2 or 4"
         }

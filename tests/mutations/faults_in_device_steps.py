@@ -6,7 +6,7 @@ from fault import Fault
 
 _STEPS = "tests/strategies/on_device/test_step_on_device.py"
 _ENGINES = "tests/strategies/engines/test_engines.py"
-_NOTICE = "test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step"
+_NOTICE = "test_all_instances_agree_on_a_notice_to_one_at_the_end_of_the_step"
 _WINDOWS = "tests/strategies/test_window_path.py"
 _COPIES = "tests/strategies/test_host_copies.py"
 
@@ -23,42 +23,42 @@ IN_DEVICE_STEPS = (
         path="strategies/jax/on_device/arithmetic.py",
         old="(total * np.float32(1 / replicas))",
         new="(total * np.float32(1 / replicas**2))",
-        caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_for_every_number_of_replicas",
+        caught_by=f"{_STEPS}::test_a_step_has_the_bits_of_the_host_for_every_number_of_replicas",
     ),
     Fault(
         name="a mean on JAX's devices is multiplied by a rounded reciprocal",
         path="strategies/jax/on_device/arithmetic.py",
         old="if replicas & (replicas - 1) == 0:  # for powers of two, a multiplication has the bits of a division",
         new="if True:",
-        caught_by=f"{_STEPS}::test_it_has_the_bits_of_the_host_with",
+        caught_by=f"{_STEPS}::test_a_step_has_the_bits_of_the_host_with_each_option",
     ),
     Fault(
         name="the loss scale grows after each finite step",
         path="strategies/jax/on_device/scaling.py",
         old="jnp.where(is_finite, jnp.where(is_due, higher, same), lower)",
         new="jnp.where(is_finite, higher, lower)",
-        caught_by=f"{_STEPS}::test_the_scale_of_losses_moves_as_on_the_host",
+        caught_by=f"{_STEPS}::test_the_loss_scale_moves_as_on_the_host",
     ),
     Fault(
         name="a failure on the device is reported with the number of the latest step",
         path="strategies/jax/on_device/queue.py",
         old='f"step {number} has failed on the device',
         new='f"step {step} has failed on the device',
-        caught_by=f"{_STEPS}::test_a_failure_on_the_device_is_told_with_its_step",
+        caught_by=f"{_STEPS}::test_a_failure_on_the_device_names_its_step",
     ),
     Fault(
         name="gradients transferred as int8 stay on the device",
         path="strategies/jax/preparation.py",
         old="plan, reason = None, self._options.needs_host",
         new="plan, reason = None, None",
-        caught_by=f"{_STEPS}::test_a_forced_device_refuses_what_needs_the_host",
+        caught_by=f"{_STEPS}::test_a_forced_device_refuses_options_that_need_the_host",
     ),
     Fault(
         name="the model state on the device changes despite a non-finite gradient",
         path="strategies/jax/on_device/step.py",
         old="            model_state = chosen(self.is_finite, model_state, state.model_state)\n",
         new="",
-        caught_by=f"{_STEPS}::test_a_model_state_stays_where_a_gradient_is_not_finite",
+        caught_by=f"{_STEPS}::test_a_model_state_stays_if_a_gradient_is_not_finite",
     ),
     Fault(
         name="a notice to one instance with a device does not reach the others",
@@ -107,27 +107,27 @@ IN_DEVICE_STEPS = (
         path="strategies/exchange/host_copies.py",
         old="return self._starts[number] + address - self._first[number]",
         new="return self._starts[number]",
-        caught_by=f"{_COPIES}::test_means_go_to_the_places_that_they_have_on_the_host",
+        caught_by=f"{_COPIES}::test_means_are_copied_to_their_places_on_the_host",
     ),
     Fault(
         name="compiled collectives are chosen for instances that share a GPU",
         path="strategies/exchange/choice.py",
         old="    if sharing := _sharing(facts):\n",
         new="    if False and (sharing := _sharing(facts)):\n",
-        caught_by="tests/strategies/test_exchange_choice.py::test_what_nobody_asks_for_follows_from_the_facts",
+        caught_by="tests/strategies/test_exchange_choice.py::test_the_automatic_choice_follows_from_the_facts",
     ),
     Fault(
         name="operations on GPUs need not be deterministic",
         path="strategies/jax/replicas/replicas.py",
         old="            use_deterministic_operations(os.environ)\n",
         new="            pass\n",
-        caught_by="tests/strategies/test_determinism.py::test_a_strategy_on_gpus_asks_for_it_unless_the_program_does_not_want_it",
+        caught_by="tests/strategies/test_determinism.py::test_a_strategy_on_gpus_sets_the_flag_unless_the_program_declines",
     ),
     Fault(
         name="PyTorch multiplies sums on a device by a rounded reciprocal",
         path="strategies/torch/on_device/arithmetic.py",
         old="    if replicas & (replicas - 1) == 0:\n",
         new="    if True:\n",
-        caught_by="tests/strategies/on_torch/test_device_arithmetic.py::test_a_mean_has_the_bits_of_the_host",
+        caught_by="tests/strategies/on_torch/test_device_arithmetic.py::test_a_mean_on_a_device_has_the_bits_of_the_host",
     ),
 )

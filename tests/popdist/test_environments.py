@@ -97,7 +97,7 @@ class TestPopRun:
 
     def test_the_program_must_ask_for_the_launched_number_of_replicas(self):
         assert detect_instance(poprun_variables(total=6), num_replicas=6).total_replicas == 6
-        with pytest.raises(EnvironmentMismatchError, match="asks for 4 replicas, but poprun started 6"):
+        with pytest.raises(EnvironmentMismatchError, match="asks for num_replicas=4, but poprun started 6"):
             detect_instance(poprun_variables(total=6), num_replicas=4)
 
     def test_without_open_mpi_one_process_drives_all_replicas(self):

@@ -82,7 +82,7 @@ WRONG_ORDERS = [
     ("popdist.synchronize()", "call popdist.init first"),
     ("popdist.registerCommunicator({0}, 'a')", "call popdist.init first"),
     ("popdist.allreduce(1.0)", "call popdist.init first"),
-    ("popdist.init(4); popdist.init(8)", "called for 8 replicas after it was called for 4"),
+    ("popdist.init(4); popdist.init(8)", "called with num_replicas=8, but an earlier call fixed 4"),
 ]
 IN_FORKS = """\
 import json, os, sys, traceback

@@ -26,8 +26,11 @@ def test_words_are_separated_by_commas_and_add_up():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("xml:a", "xml:a: there is no 'xml'; use one of csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:"),
-        ("run.csv", "there is no 'run.csv'; use one of csv:FILE"),
+        (
+            "xml:a",
+            "xml:a: 'xml' is no kind of destination; use one of csv:FILE, jsonl:FILE, tensorboard:FOLDER, prometheus:",
+        ),
+        ("run.csv", "'run.csv' is no kind of destination; use one of csv:FILE"),
         ("csv", "csv: the target is missing; write csv:FILE"),
         ("tensorboard:", "the target is missing; write tensorboard:FOLDER"),
         ("prometheus:localhost", "'localhost' is no port; write prometheus:"),
@@ -86,9 +89,11 @@ def test_an_address_in_use_or_of_another_host_is_refused_before_the_start():
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert "nobody can listen there (Address already in use)" in fault_of(MetricWord("prometheus", str(port)))
+        assert "the metrics server cannot listen at this address (Address already in use)" in fault_of(
+            MetricWord("prometheus", str(port))
+        )
     assert fault_of(MetricWord("prometheus", str(port))) == ""
-    assert "nobody can listen there" in fault_of(MetricWord("prometheus", "192.0.2.1:9400"))
+    assert "the metrics server cannot listen at this address (" in fault_of(MetricWord("prometheus", "192.0.2.1:9400"))
 
 
 @pytest.mark.parametrize("kind", FORMS)

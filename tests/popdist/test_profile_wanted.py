@@ -31,7 +31,7 @@ def test_the_profile_word_is_parsed(text, wanted):
         ("tensorflow", "'tensorflow' names no profile; write jax or torch"),
         ("jax@", "'jax@' names no profile"),
         ("jax:3@-1", "names no profile"),
-        ("jax:0", "asks for 0 steps, a profile has at least one; write a number or all"),
+        ("jax:0", "asks for 0 steps, but a profile has at least 1; write a number or all"),
         ("torch:some", "asks for some steps"),
     ],
 )

@@ -63,7 +63,7 @@ def child(environ: dict[str, str], program: str = CHILD, *wrapper: str) -> str:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_child_process_may_not_join_as_the_same_instance(launcher: str) -> None:
     said = child(joined(LAUNCHERS[launcher]), CHILD, *(["env"] if launcher == "mpirun" else []))
-    assert f"process {os.getpid()} takes part in the job as instance 1 of 2, and has started this one (pid " in said
+    assert f"process {os.getpid()} is already instance 1 of 2, and has started this one (pid " in said
     assert "start this one with POPDIST_ALONE=1 in its environment" in said
 
 
@@ -108,7 +108,7 @@ def test_an_instance_may_start_another_job(other: dict[str, str]) -> None:
     mark = joined(POPRUN)[JOINED_VARIABLE].partition(":")[2]
     environ = other | {JOINED_VARIABLE: f"1:{mark}"}
     join_once(detect_instance(environ), None, environ)
-    with pytest.raises(LifeCycleError, match="process 1 takes part"):
+    with pytest.raises(LifeCycleError, match="process 1 is already"):
         join_once(detect_instance(POPRUN), None, POPRUN | {JOINED_VARIABLE: f"1:{mark}"})
 
 
@@ -129,7 +129,7 @@ def test_two_programs_side_by_side_may_not_join_as_one_instance() -> None:
     environ = POPRUN | {DESCRIPTOR_VARIABLE: str(page)}
     join_once(detect_instance(environ), None, dict(environ))
     os.pwrite(page, os.getppid().to_bytes(8, "little"), 8)
-    with pytest.raises(LifeCycleError, match=f"process {os.getppid()} takes .* runs beside this one"):
+    with pytest.raises(LifeCycleError, match=f"process {os.getppid()} is already .* runs beside this one"):
         join_once(detect_instance(environ), None, environ)
     os.close(page)
 

@@ -70,7 +70,9 @@ class TestInstance:
         variables = {"TF_CONFIG": json.dumps(config(index=1) | {"num_replicas": 6})}
         assert detect_instance(variables).local_replica_range == range(3, 6)
         assert detect_instance(variables, num_replicas=6) == detect_instance(variables)
-        with pytest.raises(EnvironmentMismatchError, match=r"asks for 4 replicas, .* is 6; give both the same number"):
+        with pytest.raises(
+            EnvironmentMismatchError, match=r"asks for num_replicas=4, .* is 6; give both the same number"
+        ):
             detect_instance(variables, num_replicas=4)
 
     @pytest.mark.parametrize("said", ["6", 0, True, 2.5])
@@ -80,7 +82,7 @@ class TestInstance:
 
     @pytest.mark.parametrize(("replicas", "ways_out"), [(5, "use 3 or 6$"), (2, "use 3$"), (0, "use 3$")])
     def test_replicas_are_divided_evenly(self, replicas, ways_out):
-        with pytest.raises(EnvironmentMismatchError, match=f'{replicas} replicas on 3 .*"a:1".*{ways_out}'):
+        with pytest.raises(EnvironmentMismatchError, match=f'is {replicas}, .* is 3 .*"a:1".*{ways_out}'):
             detect_instance(environ(["a:1", "b:1", "c:1"]), num_replicas=replicas)
 
     @pytest.mark.parametrize(

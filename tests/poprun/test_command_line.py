@@ -262,7 +262,7 @@ class TestSettings:
         ("profile", "timeline", "why"),
         [
             ("jx", "a.json", "--profile 'jx' names no profile; write jax or torch"),
-            ("jax:0", "a.json", "--profile 'jax:0' asks for 0 steps, a profile has at least one; write a number"),
+            ("jax:0", "a.json", "--profile 'jax:0' asks for 0 steps, but a profile has at least 1; write a number"),
             ("jax", None, "--profile is given without --timeline, and a profile is a part of a timeline; give both"),
         ],
     )

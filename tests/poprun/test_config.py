@@ -186,7 +186,9 @@ class TestOwnershipAndMode:
 
     def test_a_file_writable_by_others_is_refused_with_the_way_out(self, path):
         path.chmod(0o666)
-        with pytest.raises(UsageError, match=rf"{path} decides what is run, and others can write .*0666.*chmod go-w"):
+        with pytest.raises(
+            UsageError, match=rf"{path} controls which program poprun runs, but others can write .*0666.*chmod go-w"
+        ):
             import_config(CommandLine({"import-config": str(path)}))
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

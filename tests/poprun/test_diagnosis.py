@@ -425,7 +425,7 @@ class TestAnInstanceThatIsStuck:
 
     def test_a_stuck_instance_is_told_apart_from_instances_at_the_end(self):
         facts = job((None, leaving()), (None, running()), (exited(0), leaving()))
-        assert judge_stuck(facts, 1, 10.0).lines[1:] == ("instance 0 had come to the end of the program",)
+        assert judge_stuck(facts, 1, 10.0).lines[1:] == ("instance 0 had reached the end of the program",)
 
     @pytest.mark.parametrize(
         ("state", "stack", "where"),

@@ -172,7 +172,7 @@ def test_hosts_with_the_same_result_share_a_row():
 @pytest.mark.parametrize("columns", [80, 60])
 def test_a_narrow_table_puts_the_way_out_below_the_result(columns):
     fact, way_out = (
-        "jaxlib 0.10.2 adds up wrongly on CPUs, and SUMS is 1",
+        "jaxlib 0.10.2 computes wrong sums on CPUs, and SUMS is 1",
         "take that out of the environment of all hosts",
     )
     findings = [Finding("sums", "h0,h1", fact, way_out), Finding("memory attach", "h0", "allowed")]
@@ -243,8 +243,8 @@ def says(jaxlib: str, **environ: str) -> Finding:
 @pytest.mark.parametrize(
     ("jaxlib", "fact"),
     [
-        ("0.10.1", "jaxlib 0.10.1 adds up right"),
-        ("0.11.0", "jaxlib 0.11.0 adds up wrongly by itself; strategies keep sums from YNNPACK"),
+        ("0.10.1", "jaxlib 0.10.1 computes right sums"),
+        ("0.11.0", "jaxlib 0.11.0 computes wrong sums in YNNPACK; strategies keep sums from YNNPACK"),
         ("0.13.0", "jaxlib 0.13.0 is newer than the measured versions; strategies keep sums from YNNPACK"),
     ],
 )
@@ -262,7 +262,9 @@ def test_flags_that_ask_for_wrong_sums_are_a_fault():
 
 def test_a_user_who_allows_wrong_sums_gets_advice():
     finding = says("0.10.2", POPDIST_ALLOW_WRONG_SUMS="1")
-    assert finding.fact == "jaxlib 0.10.2 adds up wrongly on CPUs, and POPDIST_ALLOW_WRONG_SUMS is 1"
+    assert finding.fact == (
+        "jaxlib 0.10.2 computes wrong sums on CPUs if it passes them to YNNPACK, and POPDIST_ALLOW_WRONG_SUMS is 1"
+    )
     assert (finding.way_out, finding.is_fault) == ("remove POPDIST_ALLOW_WRONG_SUMS from the environment", False)
 
 

@@ -91,7 +91,7 @@ def test_a_single_machine_uses_the_loopback_interface():
             {"h1": ["127.0.1.1"]},
             None,
             PopRunError,
-            "host h1 stands for 127.0.1.1 here, which other machines cannot reach",
+            "this machine resolves host h1 to 127.0.1.1, which other machines cannot reach",
         ),
         (
             {"h1": ["10.77.0.11"], "h2": ["10.99.0.12"]},

@@ -375,7 +375,7 @@ class TestAnInstanceThatIsStuck:
         script.note(0.5, 0, leaving(since_s=0.5))
         script.run()
         assert script.exit_status == 124
-        assert script.said()[-1] == "instance 0 had come to the end of the program"
+        assert script.said()[-1] == "instance 0 had reached the end of the program"
 
     def test_no_instance_is_stuck_without_a_limit(self):
         script = waiting_for(1, stuck_timeout_s=0.0)

@@ -41,7 +41,7 @@ def test_no_variables_are_set_without_the_option():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("--metrics xml:a", "^--metrics xml:a: there is no 'xml'; use one of csv:FILE"),
+        ("--metrics xml:a", "^--metrics xml:a: 'xml' is no kind of destination; use one of csv:FILE"),
         ("--metrics=,", "--metrics is empty; give a destination for metrics, such as csv:run.csv"),
         ("--metrics csv:a --metrics csv:a", "--metrics csv:a: metrics would go there twice; leave one out"),
         ("--metrics --debug", "--metrics needs a destination for metrics, such as csv:run.csv, got '--debug'"),

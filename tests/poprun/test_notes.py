@@ -24,7 +24,7 @@ def test_a_deprecated_option_names_its_replacement():
         "--process-placement spreadnuma, the default, gives each instance NUMA nodes of its own"
     ]
     assert (
-        "--vipu-cluster is deprecated and has no effect; use --vipu-allocation"
+        "--vipu-cluster is deprecated and has no effect; leave it out (--vipu-allocation replaces it, and has no effect"
         in warn_of_deprecated(["vipu-cluster"])[0]
     )
 

@@ -243,7 +243,7 @@ class TestLostEvents:
         return replace(recording, events=np.concatenate([events[: begins[1] + 2], lost, events[begins[3] + 2 :]]))
 
     def test_lost_events_are_reported(self):
-        assert "77 events are not recorded" in what_is_missing([self.recording()])[0]
+        assert "77 events could not be recorded" in what_is_missing([self.recording()])[0]
 
     def test_lost_events_leave_no_false_step(self):
         spans = spans_of(self.recording())
@@ -256,7 +256,7 @@ class TestLostEvents:
         job = put_together([self.recording()])
         write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
         names = [event["name"] for event in read_strictly(tmp_path / "trace.json") if event["ph"] == "i"]
-        assert names == ["77 events are not recorded"]
+        assert names == ["77 events could not be recorded"]
 
 
 class TestAJobThatCarriedOn:

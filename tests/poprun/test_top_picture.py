@@ -177,7 +177,11 @@ class TestThePage:
         assert len(picture.text().splitlines()) <= max(lines, 8)
         assert {50, 60} <= set(shown)
         assert shown == sorted(shown)
-        assert picture.foot[0].startswith(f"{64 - len(shown)} more instances without trouble")
+        assert picture.foot[0].startswith(f"{64 - len(shown)} more instances, none in trouble")
+
+    def test_tells_whether_trouble_is_left_out(self):
+        lost = [replace(each, condition=LOST) for each in many(5)]
+        assert picture_of(snapshot(*lost), 100, 1).foot[0].startswith("2 more instances, some in trouble; ")
 
     def test_all_64_instances_are_shown_if_they_fit(self):
         picture = picture_of(snapshot(*many(64)), 100, 80)

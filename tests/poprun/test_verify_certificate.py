@@ -154,7 +154,9 @@ class TestRepeating:
 def test_a_certificate_writable_by_others_is_refused(path):
     assert path.stat().st_mode & 0o777 == 0o644
     path.chmod(0o622)
-    with pytest.raises(UsageError, match=rf"certificate {path} decides what is run, and others can write .*chmod go-w"):
+    with pytest.raises(
+        UsageError, match=rf"certificate {path} controls which program poprun runs, but others can write .*chmod go-w"
+    ):
         read_certificate(path)
 
 

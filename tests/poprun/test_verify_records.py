@@ -225,7 +225,7 @@ class TestHints:
         [
             (START, "changes of the variables between two steps"),
             (BATCH, "the source of the batch"),
-            (GRADIENTS, "what the loss function takes besides its arguments"),
+            (GRADIENTS, "what the loss function reads besides its arguments"),
             (UPDATE, "a learning rate that depends on the time"),
             (STEPS, "the reason for the number of steps"),
         ],

@@ -1,4 +1,4 @@
-"""XLA's thread pool, fixed before anything else in this process uses JAX, and instances on threads."""
+"""Fixtures for strategies: XLA's thread pool is fixed before JAX starts, and instances run on threads."""
 
 import os
 import subprocess
@@ -24,13 +24,13 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("tests/collectives", "tests/jo
 
 @pytest.fixture
 def strategy():
-    """Four replicas in this process."""
+    """Provide a strategy of four replicas in this process."""
     return strategies.IPUStrategy(num_replicas=4)
 
 
 @pytest.fixture
 def bits():
-    """What has to be equal when values are equal to the last bit."""
+    """Provide a function that returns the bits of a value as bytes."""
 
     def of(value):
         array = np.asarray(value)
@@ -41,7 +41,7 @@ def bits():
 
 @pytest.fixture
 def on_instances():
-    """Run `function(strategy)` on n instances in n threads; the results in the order of the instances."""
+    """Provide a function that runs `function(strategy)` on n instances in n threads, with results in order."""
 
     def run(instances, replicas, function, mechanism="ring", ipus_per_replica=1, **options):
         local = replicas // instances
@@ -60,7 +60,7 @@ def on_instances():
 
 @pytest.fixture
 def in_new_process():
-    """Run a program in a Python whose JAX has not started; what it prints."""
+    """Provide a function that runs a program in a Python whose JAX has not started, and returns its output."""
 
     def run(program, *words, **variables):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_", "JAX_", "POPDIST_"))}

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Increasing:
-    """Element k is k mod n, in all places of an array."""
+    """A data set whose element k is k mod n in all places of an array."""
 
     def __init__(self, n, shape=(4, 4), repeats=True, change=lambda x: x):
         self._elements = [change(np.full(shape, k, np.float32)) for k in range(n)]
@@ -18,7 +18,7 @@ class Increasing:
 
 
 class Unsized:
-    """Elements whose number nobody knows before they end."""
+    """An iterable without a length."""
 
     def __init__(self, elements):
         self.elements = elements
@@ -28,5 +28,5 @@ class Unsized:
 
 
 def feed_threads():
-    """The threads of infeeds that run."""
+    """Return the running threads of infeeds."""
     return [thread for thread in threading.enumerate() if thread.name == "dataset-prefetch"]

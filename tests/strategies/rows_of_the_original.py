@@ -1,59 +1,57 @@
-"""The rows of `ipu_multi_worker_strategy_test.py` (spec 2.6), for two instances with one replica each."""
+"""Tests of `ipu_multi_worker_strategy_test.py`, for two instances with one replica each."""
 
 import pytest
 
 
 class RowsOfTheOriginal:
-    """What `strategy_program.py rows` has to find.
+    """The expected results of `strategy_program.py rows`.
 
-    Subclasses have the parameter `variables`, "on_host" or "on_device", and the fixture `rows`: for each row what the
-    two instances found.
+    Subclasses have the parameter `variables`, "on_host" or "on_device", and the fixture `rows`: the results of the two
+    instances for each row.
     """
 
     @pytest.fixture
     def place(self, variables):
-        """Where mirrored variables are."""
+        """Return the expected place of mirrored variables."""
         return {"on_host": "ndarray", "on_device": "device"}[variables]
 
-    def test_m01_m02_the_roles_of_the_workers(self, rows):
-        """M-01, M-02: two replicas in sync; both instances run and initialise; the first one writes files."""
+    def test_workers_have_their_roles(self, rows):
+        """Both instances run and initialise; the first one writes files."""
         assert rows["m01_m02"] == [[2, True, True, True, True], [2, True, True, False, False]]
 
-    def test_m04_m05_where_variables_are(self, rows, place):
-        """M-04, M-05: in host memory or on the device; replicas use them on their device."""
+    def test_variables_are_on_the_host_or_on_the_device(self, rows, place):
+        """Replicas use the variables on their device."""
         assert rows["m04_m05"] == [["MirroredVariable", place, 2.0]] * 2
 
-    def test_m06_a_sum_of_squares(self, rows):
-        """M-06: 1 + 4."""
+    def test_squares_are_summed_over_instances(self, rows):
         assert rows["m06"] == [5.0, 5.0]
 
-    def test_m07_a_mirrored_variable(self, rows):
-        """M-07: 1.0 everywhere, the sum of the squares is 2.0."""
+    def test_a_mirrored_variable_begins_with_the_value_of_instance_0(self, rows):
+        """The value is 1.0 everywhere, and the sum of the squares is 2.0."""
         assert rows["m07"] == [["MirroredVariable", 1.0, 2.0]] * 2
 
-    def test_m08_a_variable_that_is_synchronised_when_it_is_read(self, rows):
-        """M-08: on the device even with variables on the host; 1.0 at first, then the mean of 1 + 1 and 1 + 2."""
+    def test_a_variable_synchronised_on_reading_is_averaged(self, rows):
+        """The variable is on the device even with host variables: 1.0 at first, then the mean of 1 + 1 and 1 + 2."""
         assert rows["m08"] == [["SyncOnReadVariable", "device", 1.0, own, 2.5] for own in (2.0, 3.0)]
 
-    def test_m10_gradients_on_the_replicas_and_the_update_beside_them(self, rows):
-        """M-10: total loss 2.0; the gradients are averaged here, so w = 1 - 0.5."""
+    def test_an_update_beside_gradients_on_the_replicas_averages_them(self, rows):
+        """The total loss is 2.0; the gradients are averaged here, so w = 1 - 0.5."""
         assert rows["m10"] == [[2.0, 0.5]] * 2
 
-    def test_m11_m12_one_slot_for_one_variable(self, rows):
-        """M-11, M-12: momentum has one slot; total loss 2.0."""
+    def test_momentum_has_one_slot_for_one_variable(self, rows):
+        """The total loss is 2.0."""
         assert rows["m11_m12"] == [[1, 2.0, 0.5, 1.0]] * 2
 
-    def test_m14_a_weighted_sum(self, rows):
-        """M-14: 2 * 1 + 2 * 2."""
+    def test_a_weighted_sum_is_reduced_over_instances(self, rows):
         assert rows["m14"] == [6.0, 6.0]
 
-    def test_m15_a_training_whose_data_the_input_context_shares_out(self, rows):
-        """M-15: two pipelines, t is the number of this one; the gradient is the mean over the workers."""
+    def test_a_training_shares_out_data_by_the_input_context(self, rows):
+        """Each of the two pipelines reads its number; the gradient is the mean over the workers."""
         steps = [[1, -0.5], [2, 3.25], [3, -2.375]]
         assert rows["m15"] == [[2, 0, *steps], [2, 1, *steps]]
 
-    def test_m16_batch_normalisation(self, rows, place):
-        """M-16: beta and gamma are mirrored; the moving statistics are reduced when they are read."""
+    def test_batch_normalisation_reduces_statistics_when_they_are_read(self, rows, place):
+        """beta and gamma are mirrored."""
         for index, statistics in enumerate(rows["m16"]):
             assert statistics == {
                 "places": [place, place],
@@ -63,10 +61,10 @@ class RowsOfTheOriginal:
                 "variance": [2.5],
             }
 
-    def test_m17_a_reduction_in_a_compiled_function(self, rows):
-        """M-17: twice the square of 1 + 4."""
+    def test_a_compiled_function_can_contain_a_reduction(self, rows):
+        """The result is twice the square of 1 + 4."""
         assert rows["m17"] == [50.0, 50.0]
 
-    def test_m22_a_loop_over_a_data_set(self, rows):
-        """M-22: ten elements 0 + t."""
+    def test_a_loop_reads_a_data_set_from_a_function(self, rows):
+        """Pipeline t has ten elements t."""
         assert rows["m22"] == [0, 10]

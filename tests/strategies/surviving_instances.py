@@ -1,4 +1,4 @@
-"""Instances on threads that may be lost, at exact points, while the others carry on: a job without its processes."""
+"""Instances on threads that may be lost at exact points while the others carry on: a job without processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GUARD_S = 100.0
 
 @dataclass
 class Job:
-    """Who is there.
+    """The instances of a job on threads.
 
     Attributes:
-        hub: where they meet.
-        survives: whether the others go on when one is lost.
-        settled: the instances that have ended, or stand still.
-        all_have_joined: none is lost before that.
+        hub: The hub that connects the instances.
+        survives: Whether the others carry on after a loss.
+        settled: The instances that have ended or stand still.
+        all_have_joined: The barrier before which no instance is lost.
     """
 
     hub: ThreadHub
@@ -46,13 +46,13 @@ class Job:
         self.all_have_joined = meeting_point(self.hub.size)
 
     def settle(self, instance: int) -> None:
-        """Take note that one has ended, or stands still."""
+        """Record that an instance has ended or stands still."""
         with self.changed:
             self.settled.add(instance)
             self.changed.notify_all()
 
     def stand_still(self, instance: int) -> None:
-        """Return when all have ended that do not stand still too."""
+        """Wait until all instances have ended or stand still."""
         self.settle(instance)
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.settled) == self.hub.size, GUARD_S)
@@ -60,13 +60,13 @@ class Job:
 
 @final
 class Threads(Membership):
-    """Instances on threads, some of which may be lost.
+    """Membership of instances on threads, some of which may be lost.
 
     Args:
-        instance: this one.
-        settings: of its communicators.
-        job: who else is there.
-        defaults: of the strategy; None for those of the process.
+        instance: The instance of this thread.
+        settings: Settings of its communicators.
+        job: The job with the other instances.
+        defaults: Defaults of the strategy; None for those of the process.
     """
 
     def __init__(self, instance: Instance, settings: Settings, job: Job, defaults: Defaults | None = None) -> None:
@@ -76,7 +76,7 @@ class Threads(Membership):
         super().__init__(defaults=defaults)
 
     def join(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
+        """Connect to the other instances, and wait until all have joined."""
         rank = self._first.index
         communicator = collectives.connect("thread", self._settings, hub=self._job.hub, rank=rank)
         self._job.all_have_joined.wait()
@@ -84,11 +84,11 @@ class Threads(Membership):
 
     @property
     def can_carry_on(self) -> bool:
-        """Whether the others go on when one is lost."""
+        """Whether the others carry on after a loss."""
         return self._job.survives
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        """See `Membership`."""
+        """Connect to the surviving instances."""
         communicator = connect_survivors(self._settings, self._job.hub, self._first.index)
         self.communicator.abandon()
         return self.instance.renumbered(communicator.rank, communicator.size), communicator
@@ -96,13 +96,13 @@ class Threads(Membership):
 
 @final
 class SurvivingStrategy(strategies.Strategy):
-    """The replicas of instances on threads, some of which may be lost: as `PopDistStrategy` under poprun.
+    """Strategy of instances on threads that may be lost, as `PopDistStrategy` under poprun.
 
     Args:
-        instance: this one.
-        settings: of its communicators.
-        job: who else is there.
-        defaults: what it leaves open.
+        instance: The instance of this thread.
+        settings: Settings of its communicators.
+        job: The job with the other instances.
+        defaults: Defaults of the strategy; None for those of the process.
     """
 
     def __init__(self, instance: Instance, settings: Settings, job: Job, defaults: Defaults | None = None) -> None:
@@ -113,15 +113,15 @@ class SurvivingStrategy(strategies.Strategy):
 class ThreadFault(Fault):
     """A fault of `poprun --inject` that happens to a thread.
 
-    `kill` and `exit` end it; `raise` raises what it raises in a process; `cut` has the others lose it while it lives,
-    and its messages fail (shared memory cannot be cut: use a ring); `stop` has the others lose it too, and it stands
-    still until all of them have ended, when it goes on with what it was about to do; `delay` delays nothing.
+    `kill` and `exit` end the thread. `raise` raises the same error as in a process. `cut` makes the others lose the
+    instance while it lives, and its messages fail (shared memory cannot be cut: use a ring). `stop` makes the others
+    lose it too; it stands still until all of them have ended, and then continues. `delay` delays nothing.
     """
 
     job: Job | None = None
 
     def strike(self) -> None:
-        """Let it happen."""
+        """Let the fault happen."""
         assert self.job is not None
         if self.kind in ("kill", "exit"):
             raise Lost
@@ -135,24 +135,24 @@ class ThreadFault(Fault):
 
     @classmethod
     def parse(cls, text: str, job: Job) -> ThreadFault:
-        """The fault that `--inject` describes so."""
+        """Parse a fault in the form of `--inject`."""
         fault = parse_fault(text)
         return cls(fault.kind, fault.instance, fault.phase, fault.step, job=job)
 
 
 @dataclass(frozen=True)
 class Hook(Fault):
-    """What a test wants to be called at the point of a fault, in the thread of that instance."""
+    """A function of a test, called at the point of a fault in the thread of the instance."""
 
     call: Callable[[], object] = lambda: None
 
     def strike(self) -> None:
-        """Call it."""
+        """Call the function of the test."""
         self.call()
 
 
 def hook(instance: int, phase: str, step: int, call: Callable[[], object]) -> Hook:
-    """Have something called once, as an instance comes to a phase of a step."""
+    """Return a hook that calls a function once, when an instance enters a phase of a step."""
     return Hook("delay", instance, phase, step, call=call)
 
 
@@ -168,18 +168,18 @@ def run_instances(
     instruments: Mapping[int, Instrument] = MappingProxyType({}),
     defaults: Defaults | None = None,
 ) -> list[Result | None]:
-    """`function(strategy)` on so many instances; in their order what it returned, None where an instance was lost.
+    """Run `function(strategy)` on `count` instances, and return the results in order; a lost instance gives None.
 
     Args:
-        count: the instances.
-        replicas: of all of them.
-        function: what each does.
-        faults: as `poprun --inject` takes them, or hooks.
-        mechanism: how the instances exchange arrays.
-        survives: whether the others go on.
-        hub: where they meet; default: a new one.
-        instruments: by instance, what else sees what it does.
-        defaults: of the strategies; None for those of the process.
+        count: The number of instances.
+        replicas: The number of replicas of all instances.
+        function: The function that each instance runs.
+        faults: Faults in the form of `poprun --inject`, or hooks.
+        mechanism: The mechanism by which instances exchange arrays.
+        survives: Whether the others carry on after a loss.
+        hub: The hub that connects the instances; a new one by default.
+        instruments: Further instruments, by instance.
+        defaults: Defaults of the strategies; None for the defaults of the process.
     """
     job = Job(hub or ThreadHub(count), survives)
     due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]
@@ -199,7 +199,7 @@ def run_instances(
             raise Lost from None
         except PeerLostError:
             present, number = job.hub.newest(rank)
-            if present.why_lost(number):  # it has found out by itself
+            if present.why_lost(number):  # the hub has noticed the loss by itself
                 raise Lost from None
             raise
         finally:

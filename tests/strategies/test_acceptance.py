@@ -1,4 +1,4 @@
-"""Acceptance rows of the original's single-process strategy, translated."""
+"""Acceptance tests of the original's single-process strategy, translated."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,14 @@ import strategies
 from strategies import InfeedMode, InfeedQueue, InputContext, OutfeedQueue, get_replica_context, loops
 
 
-def test_s17_the_sum_of_six_elements(strategy):
-    """S-17: a data set of ones; six elements add up to 6.0."""
+def test_six_elements_of_ones_sum_to_six(strategy):
     dataset = strategies.IPUStrategy().distribute_dataset(np.ones(6, np.float32), batch_size=1)
     total = sum(float(strategies.IPUStrategy().run(jnp.sum, args=(batch,))[0]) for batch in dataset.epoch(0))
     assert total == 6.0
 
 
-def test_s16_a_data_set_is_iterated_in_a_scope_as_outside(strategy):
-    """S-16: there is nothing to switch off; batches are arguments of programs, and so Python may take them anywhere."""
+def test_a_data_set_is_iterated_inside_and_outside_a_scope(strategy):
+    """Batches are arguments of programs, so Python may take them anywhere."""
     stock = [np.float32(1), np.float32(2)]
     dataset = strategy.distribute_dataset(np.arange(8, dtype=np.float32), batch_size=1, shuffle=False)
     outside = np.asarray(next(iter(dataset.epoch(0))))
@@ -28,8 +27,8 @@ def test_s16_a_data_set_is_iterated_in_a_scope_as_outside(strategy):
         assert float(InfeedQueue(stock).dequeue()) == 1
 
 
-def test_s19_datasets_from_a_function():
-    """S-19: one pipeline, number 0, and the data set comes back untouched."""
+def test_one_process_reads_a_data_set_from_a_function_unchanged():
+    """The only pipeline has number 0."""
     seen = []
 
     def make(context):
@@ -40,16 +39,16 @@ def test_s19_datasets_from_a_function():
     assert seen == [InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)]
 
 
-def test_s20_an_int32_result(strategy):
-    """S-20: [1.0, 2.0] as int32."""
+def test_results_can_be_cast_to_int32(strategy):
+    """The values are [1.0, 2.0]."""
     for result in strategy.run(lambda x: x.astype(jnp.int32), args=(np.array([1, 2], np.float32),)):
         assert result.dtype == np.int32
         assert list(result) == [1, 2]
 
 
 @pytest.mark.parametrize(("op", "wanted"), [("SUM", 1.0), ("MEAN", 0.5)])
-def test_s21_the_reduced_replica_index(op, wanted):
-    """S-21: two replicas reduce their index."""
+def test_replica_indices_are_reduced(op, wanted):
+    """The strategy has two replicas."""
 
     def fn():
         context = get_replica_context()
@@ -58,8 +57,8 @@ def test_s21_the_reduced_replica_index(op, wanted):
     assert list(strategies.IPUStrategy(2).run(fn)) == [wanted, wanted]
 
 
-def test_p07_a_sum_of_squares(on_instances):
-    """P-07, M-06: x = i + 1 squared and summed over two instances."""
+def test_squares_are_summed_over_two_instances(on_instances):
+    """The values are x = i + 1 on two instances."""
 
     def program(strategy):
         x = strategy.per_replica(lambda r: float(r + 1))
@@ -68,9 +67,9 @@ def test_p07_a_sum_of_squares(on_instances):
     assert on_instances(2, 2, program) == [5.0, 5.0]
 
 
-def test_p36_losses_are_averaged_behind_the_outfeed_or_before_it(on_instances):
-    """P-36: on the host, on the devices, and by one replica that has all rows: equal to four places."""
-    batches = np.random.default_rng(1).standard_normal((12, 5, 3)).astype(np.float32)  # of 3 iterations, 4 replicas
+def test_losses_are_averaged_after_or_before_the_outfeed(on_instances):
+    """Losses averaged on the host, on the devices, and by one replica with all rows agree to four places."""
+    batches = np.random.default_rng(1).standard_normal((12, 5, 3)).astype(np.float32)  # 3 iterations of 4 replicas
 
     def measured(rows):
         error = rows @ np.float32([1, -2, 3]) - 1
@@ -98,8 +97,8 @@ def test_p36_losses_are_averaged_behind_the_outfeed_or_before_it(on_instances):
 
 
 @pytest.mark.parametrize(("replicas", "instances"), [(1, 1), (2, 1), (4, 1), (4, 2), (8, 4)])
-def test_p32_to_p34_a_step_of_gradient_descent(on_instances, replicas, instances):
-    """P-32, P-34: w = 1, all of 16 points of [0, 1] in one global batch; w = 0.311111 after a step."""
+def test_a_step_of_gradient_descent_gives_the_weight_of_the_original(on_instances, replicas, instances):
+    """w = 1 and 16 points of [0, 1] in one global batch give w = 0.311111 after a step."""
 
     def program(strategy):
         def loss_fn(variables, batch, key):
@@ -116,8 +115,8 @@ def test_p32_to_p34_a_step_of_gradient_descent(on_instances, replicas, instances
     np.testing.assert_allclose(on_instances(instances, replicas, program), 0.311111, atol=1e-6)
 
 
-def test_p33_accumulating_the_loss_of_four_parts_is_the_same(strategy):
-    """P-33: one replica that runs four micro-batches in a scan."""
+def test_accumulating_the_loss_of_four_parts_gives_the_same_step(strategy):
+    """One replica runs four micro-batches in a scan."""
 
     def loss_fn(variables, batch, key):
         parts = batch.reshape(4, 4)

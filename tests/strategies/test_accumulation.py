@@ -32,7 +32,7 @@ def loss_fn(variables, batch, key):
 
 
 def reused(variables, batch, key):
-    """Uses `w` twice (row G-05)."""
+    """Compute a loss that uses `w` twice."""
     hidden = jnp.tanh(batch["x"] * variables["w"])
     return jnp.mean((hidden @ variables["w"] + variables["b"] - batch["y"]) ** 2)
 
@@ -52,7 +52,7 @@ def trained(strategy, loss_fn=loss_fn, optimizer=None, steps=1, **options):
 
 
 def by_hand(loss_fn, optimizer, steps, method):
-    """The same on the host: micro-batch after micro-batch, then the mean over replicas."""
+    """Compute the update on the host: micro-batch after micro-batch, then the mean over replicas."""
     variables = start()
     kept = optimizer.init(variables)
     divisor = REPLICAS if method == "sum" else REPLICAS * COUNT
@@ -78,8 +78,7 @@ PAIRS = {("momentum", "running_mean")}
         for pair in itertools.product(OPTIMIZERS, ("sum", "mean", "running_mean"))
     ],
 )
-def test_is_what_a_loop_on_the_host_computes(strategy, method, name):
-    """Rows G-02 to G-06."""
+def test_accumulation_matches_a_loop_on_the_host(strategy, method, name):
     optimizer = OPTIMIZERS[name]
     for loss in (lambda v, b, k: loss_fn(v, b, k)[0], reused):
         state, _ = trained(strategy, loss, optimizer, steps=2, reduction_method=method)
@@ -101,7 +100,7 @@ def test_many_micro_batches_are_a_loop_with_the_same_result(strategy):
 
 
 @pytest.mark.complete
-def test_the_trainer_takes_the_mean_unless_told_otherwise(strategy):
+def test_the_default_reduction_method_is_the_mean(strategy):
     default, _ = trained(strategy)
     assert strategies.fingerprint(default.variables) == strategies.fingerprint(
         trained(strategy, reduction_method=Method.MEAN)[0].variables
@@ -112,7 +111,7 @@ def test_the_trainer_takes_the_mean_unless_told_otherwise(strategy):
 
 @pytest.mark.parametrize(("method", "wanted"), [("sum", 8.0), ("mean", 1.0), ("running_mean", 1.0)])
 def test_a_wider_accumulator_holds_what_float16_cannot(strategy, method, wanted):
-    """Rows G-08 to G-10: gradients of the largest float16, eight times."""
+    """The gradients are the largest float16, eight times."""
     largest = float(jnp.finfo(jnp.float16).max)
     seen = []
 
@@ -138,7 +137,7 @@ def test_a_wider_accumulator_holds_what_float16_cannot(strategy, method, wanted)
 @pytest.mark.parametrize("count", [3, 8, 10, 26])
 @pytest.mark.parametrize("method", ["mean", "running_mean"])
 def test_means_stay_within_float16(strategy, method, count):
-    """XLA takes factors that are powers of two out of sums; ten rounded tenths are more than one."""
+    """XLA moves factors that are powers of two out of sums; ten rounded tenths are more than one."""
     largest = float(jnp.finfo(jnp.float16).max)
     keep = optax.GradientTransformation(jnp.zeros_like, lambda gradient, state, variable=None: (0 * state, gradient))
     trainer = Trainer(
@@ -156,7 +155,7 @@ def test_means_stay_within_float16(strategy, method, count):
 
 @pytest.mark.parametrize("method", ["mean", "running_mean"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays_so_in_a_mean(strategy, method, value):
+def test_infinity_and_nan_survive_a_mean(strategy, method, value):
     keep = optax.GradientTransformation(jnp.zeros_like, lambda gradient, state, variable=None: (0 * state, gradient))
     trainer = Trainer(
         strategy,
@@ -186,25 +185,23 @@ def test_feeds_of_micro_batches_come_in_their_order(strategy):
 
 @pytest.mark.parametrize("name", ["SUM", "sum", "Sum", "MEAN", "mean", "RUNNING_MEAN", "running_mean"])
 def test_methods_have_names_in_any_case(name):
-    """Row G-11."""
     assert Method.parse(name) is Method[name.upper()]
 
 
 @pytest.mark.parametrize("method", list(Method))
-def test_methods_are_methods(method):
+def test_members_of_the_enum_are_methods(method):
     assert Method.parse(method) is method
     assert [one.value for one in Method] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("method", ["Exp", 10, None])
 def test_other_methods_are_refused(strategy, method):
-    """Row G-12."""
     with pytest.raises(ValueError, match="Cannot parse .* as one of GradientAccumulationReductionMethod."):
         Trainer(strategy, loss_fn, optax.sgd(0.1), reduction_method=method)
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_there_is_at_least_one_micro_batch(strategy, count):
+def test_fewer_than_one_micro_batch_is_refused(strategy, count):
     with pytest.raises(ValueError, match="gradient_accumulation_count is"):
         Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=count)
 
@@ -219,7 +216,6 @@ def test_accumulators_are_of_floating_point_dtypes(strategy, dtype):
 
 
 def test_rows_that_cannot_be_divided_are_refused(strategy):
-    """Row G-01."""
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=3)
     with pytest.raises(ValueError, match="Detected a gradient accumulation operation with 3 micro-batches.* 8 rows"):
         trainer.step(trainer.init(start()), BATCH)
@@ -254,7 +250,7 @@ def test_instances_exchange_gradients_once_per_update(on_instances, count):
     assert on_instances(2, REPLICAS, calls) == [1, 1]
 
 
-def test_says_how_large_the_effective_batch_is(strategy, caplog):
+def test_the_effective_batch_size_is_logged(strategy, caplog):
     with caplog.at_level("INFO", "strategies.jax"):
         trained(strategy)
     assert "effective batch 32 = micro-batch 2 x 4 accumulated x 4 replicas" in caplog.text

@@ -1,4 +1,4 @@
-"""Instances that were started differently learn it before the first step, by name and value."""
+"""Agreement of instances: a difference in their options is reported before the first step, by name and value."""
 
 import functools
 
@@ -24,7 +24,7 @@ def noisy_error(variables, batch, key):
 
 
 def trained(strategy, *, loss_fn=noisy_error, optimizer=None, rows=ROWS, batch_size=2, data=None, steps=2, **options):
-    """The fingerprint of the variables after some steps."""
+    """Return the fingerprint of the variables after some steps."""
     dataset = strategy.distribute_dataset(rows, batch_size, **{"seed": 0, **(data or {})})
     trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.1, momentum=0.9), **options)
     state = trainer.init({"w": jnp.ones(3)})
@@ -97,7 +97,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_what_decides_the_result_and_differs_is_named_on_all_instances(on_instances, what):
+def test_differences_that_affect_the_result_are_named_on_all_instances(on_instances, what):
     of_first, of_second, words = DIFFERENT[what]
 
     def program(strategy):
@@ -110,8 +110,8 @@ def test_what_decides_the_result_and_differs_is_named_on_all_instances(on_instan
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_so_it_is_where_gradients_are_streamed(on_instances, mode):
-    """The gradients of one are large enough to be cut, and those of the other are computed otherwise."""
+def test_different_loss_functions_are_named_if_gradients_are_streamed(on_instances, mode):
+    """The gradients of one instance are large enough to be cut, and the other instance computes another loss."""
 
     def program(strategy):
         def loss_fn(variables, batch, key):
@@ -140,8 +140,8 @@ def test_sharded_state_is_no_obstacle(on_instances):
 
 
 @pytest.mark.parametrize("instances", [2, 3])
-def test_batches_of_other_shapes_are_named(on_instances, instances):
-    """Of no data set: each instance brings its own."""
+def test_batches_of_different_shapes_are_named(on_instances, instances):
+    """The batches come from no data set: each instance makes its own."""
 
     def program(strategy):
         trainer = Trainer(strategy, noisy_error, optax.sgd(0.1))
@@ -155,7 +155,7 @@ def test_batches_of_other_shapes_are_named(on_instances, instances):
     on_instances(instances, 6, program)
 
 
-def test_another_step_is_named(on_instances):
+def test_a_different_step_is_named(on_instances):
     def program(strategy):
         trainer = Trainer(strategy, noisy_error, optax.sgd(0.1))
         state = trainer.init({"w": jnp.ones(3)})
@@ -185,13 +185,13 @@ FEW = ("nothing special", "loss scaling")
     ("what", "mode"),
     [(what, mode) if what in FEW and not mode else also(what, mode) for what in EQUAL for mode in MODES],
 )
-def test_equal_ones_train_to_the_same_bits(on_instances, what, mode):
+def test_equal_programs_train_to_the_same_bits(on_instances, what, mode):
     found = on_instances(2, 4, lambda strategy: trained(strategy, **EQUAL[what]), **mode)
     assert found == [trained(strategies.IPUStrategy(4), **EQUAL[what])] * 2
 
 
-def test_what_decides_no_result_may_differ(on_instances):
-    """Prefetching, what is printed, functions that are other objects, and what was traced before."""
+def test_differences_that_do_not_affect_the_result_are_allowed(on_instances):
+    """Prefetching, printing, other function objects, and earlier traces affect no result."""
 
     def program(strategy):
         is_first = strategy.instance_index == 0
@@ -209,8 +209,8 @@ def test_what_decides_no_result_may_differ(on_instances):
     assert one == other
 
 
-def test_of_options_that_are_functions_only_the_name_counts(on_instances):
-    """Each instance has objects of its own, at other addresses."""
+def test_options_that_are_functions_are_compared_by_name(on_instances):
+    """Each instance has its own objects at other addresses."""
 
     def program(strategy):
         policy = functools.partial(jax.checkpoint_policies.dots_saveable)
@@ -220,7 +220,7 @@ def test_of_options_that_are_functions_only_the_name_counts(on_instances):
     assert one == other
 
 
-def test_replicas_may_be_different(on_instances):
+def test_a_loss_can_depend_on_the_replica(on_instances):
     def loss_fn(variables, batch, key):
         index = strategies.get_replica_context().replica_id_in_sync_group
         return noisy_error(variables, batch, key) * (1 + index)
@@ -229,7 +229,7 @@ def test_replicas_may_be_different(on_instances):
     assert one == other
 
 
-def test_it_is_compared_once_for_all_steps(on_instances):
+def test_instances_compare_once_for_all_steps(on_instances):
     def program(strategy):
         begun = [strategy.communicator.calls_made]
         for steps in (1, 2, 7):
@@ -242,14 +242,14 @@ def test_it_is_compared_once_for_all_steps(on_instances):
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_those_who_are_left_agree_again_however_far_they_had_come(lost):
-    """The first step was given up half-way; one had compared already, and the others had not."""
+def test_survivors_compare_again_wherever_each_was(lost):
+    """The first step was abandoned half-way; one instance had compared already, and the others had not."""
     faults = [f"kill:instance={lost},step=0,phase=all_gather"]
     found = run_instances(3, 6, trained, faults, mechanism="ring")
     assert [each for each in found if each is not None] == [trained(strategies.IPUStrategy(6))] * 2
 
 
-def test_those_who_are_left_still_learn_who_differs():
+def test_survivors_still_learn_of_a_difference():
     def program(strategy):
         with pytest.raises(DisagreementError, match="instance 2 has seed 1, instance 1 seed 0"):
             trained(strategy, seed=strategy.replicas.first_index // 2)
@@ -259,25 +259,25 @@ def test_those_who_are_left_still_learn_who_differs():
 
 
 class TestWords:
-    def test_the_fewest_are_named_first(self):
+    def test_the_minority_is_named_first(self):
         told = {each: [{"seed": "3" if each == 2 else "4"}] for each in range(4)}
         assert describe(told) == (
             "instance 2 has seed 3, instances 0, 1 and 3 seed 4; start all with the same arguments"
         )
 
-    def test_what_one_does_not_have_is_said(self):
+    def test_a_missing_value_is_named(self):
         assert describe({0: [{"a": "1"}], 5: [{}]}).startswith("instance 5 has no a, instance 0 a 1")
 
-    def test_not_more_than_four_are_named(self):
+    def test_at_most_four_differences_are_named(self):
         told = {each: [{name: str(each) for name in "abcdef"}] for each in range(2)}
         assert describe(told).count("instance 1 has") == 4
         assert "; and 2 more; start all" in describe(told)
 
-    def test_what_follows_from_other_differences_is_left_out(self):
+    def test_consequences_of_other_differences_are_left_out(self):
         told = {0: [{"a": "1"}, {"p": ["x"]}], 1: [{"a": "2"}, {"p": ["y"]}]}
         assert "'x'" not in describe(told)
 
-    def test_a_program_that_ends_earlier_differs_in_nothing(self):
+    def test_a_program_that_ends_earlier_is_no_difference(self):
         told = {0: [{"p": ["x", "y"]}], 1: [{"p": ["x", "y"]}], 2: [{"p": ["x"]}]}
         assert describe(told) == (
             "instance 2 computes p differently from instance 0: line 2 of its program is 'nothing', and there it is "
@@ -285,13 +285,13 @@ class TestWords:
         )
 
 
-# ---- values with which two programs are compared
+# ---- values to compare two programs
 
 
 VARIABLES = {"w": jnp.zeros((100, 50)), "h": jnp.zeros(400, jnp.bfloat16), "s": jnp.zeros(())}
 
 
-def test_variables_are_drawn_as_they_were_shaped_and_none_is_zero(seed):
+def test_drawn_variables_have_the_given_shapes_and_are_nonzero(seed):
     found = variables_like(VARIABLES, seed)
     for name, leaf in found.items():
         assert (leaf.shape, leaf.dtype) == (VARIABLES[name].shape, VARIABLES[name].dtype)
@@ -310,7 +310,7 @@ def test_the_same_seed_draws_the_same():
     assert not (one == other).any()
 
 
-def test_numbers_of_a_batch_are_others_and_labels_stay(seed):
+def test_numbers_of_a_batch_are_redrawn_and_labels_stay(seed):
     batch = {"x": np.zeros((6, 2), np.float32), "y": jnp.zeros(6, jnp.bfloat16), "label": np.arange(6)}
     found = batch_like(batch, seed)
     assert found["label"] is batch["label"]

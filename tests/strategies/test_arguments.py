@@ -1,4 +1,4 @@
-"""What a Trainer cannot use is refused in one sentence, with the way out, and the Trainer stays usable."""
+"""Arguments that a Trainer cannot use: one sentence refuses them with a way out, and the Trainer stays usable."""
 
 import re
 import types
@@ -36,31 +36,31 @@ def refused(strategy, loss_fn, error, words):
     return caught.value
 
 
-class TestAStateThatWasUsedUp:
+class TestAUsedUpState:
     @pytest.fixture
     def used_up(self, strategy):
-        """A trainer, a state of step 2 that was used up, and the one after it."""
+        """Provide a trainer, a used-up state of step 2, and the state after it."""
         trainer, state = made(strategy)
         for _ in range(3):
             before, (state, _) = state, trainer.step(state, BATCH)
         jax.block_until_ready(state.variables)
         for leaf in jax.tree.leaves(before.variables):
-            leaf.delete()  # as the update has done it where XLA was done with them
+            leaf.delete()  # the update deletes it once XLA is done with it
         return trainer, before, state
 
-    def test_is_refused_and_the_training_may_go_on(self, used_up):
+    def test_a_used_up_state_is_refused_and_training_can_continue(self, used_up):
         trainer, before, state = used_up
         with pytest.raises(ValueError, match=f"this state was used up by step 2; {REBIND}"):
             trainer.step(before, BATCH)
         assert trainer.step(state, BATCH)[0].step == 4
 
     @pytest.mark.parametrize("count", [1, 2])
-    def test_so_it_is_by_run(self, used_up, count):
+    def test_run_refuses_a_used_up_state(self, used_up, count):
         trainer, before, _ = used_up
         with pytest.raises(ValueError, match="this state was used up by step 2"):
             trainer.run(before, [BATCH] * count, steps_per_execution=count)
 
-    def test_so_it_is_where_steps_are_one_program(self):
+    def test_fused_steps_refuse_a_used_up_state(self):
         trainer, state = made(strategies.IPUStrategy(1))
         batches = [{"x": POINTS[:1], "y": BATCH["y"][:1]}] * 4
         after, _ = trainer.run(state, batches, steps_per_execution=2)
@@ -70,12 +70,12 @@ class TestAStateThatWasUsedUp:
             trainer.run(state, batches, steps_per_execution=2)
         assert trainer.run(after, batches, steps_per_execution=2)[0].step == 8
 
-    def test_its_variables_are_refused_too(self, used_up):
+    def test_variables_of_a_used_up_state_are_refused(self, used_up):
         trainer, before, _ = used_up
         with pytest.raises(ValueError, match="a step has used up these variables; give init a copy"):
             trainer.init(before.variables)
 
-    def test_what_is_no_state_is_refused(self, strategy):
+    def test_a_value_that_is_no_state_is_refused(self, strategy):
         trainer, state = made(strategy)
         with pytest.raises(TypeError, match="the state is of type tuple; .*: state, metrics = trainer"):
             trainer.step(trainer.step(state, BATCH), BATCH)
@@ -96,19 +96,19 @@ class TestMetrics:
             ("good", r"the loss function returns .*'good'.*; it must return the loss, or the loss and a dictionary"),
         ],
     )
-    def test_are_scalars(self, strategy, metric, words):
+    def test_metrics_that_are_no_scalars_are_refused(self, strategy, metric, words):
         refused(strategy, lambda *given: (error_of(*given), {"m": metric}), TypeError, words)
 
-    def test_come_in_a_dictionary(self, strategy):
+    def test_metrics_in_another_mapping_are_refused(self, strategy):
         trainer, state = made(strategy, lambda *given: (error_of(*given), types.MappingProxyType({"m": 2.0})))
-        with pytest.raises(TypeError, match="a dictionary of metrics"):  # JAX does not know what is in it
+        with pytest.raises(TypeError, match="a dictionary of metrics"):  # JAX does not know the type inside
             trainer.step(state, BATCH)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "activation"], meta_fields=[])
 @dataclass
 class Module:
-    """A model as Equinox has them: its functions are leaves."""
+    """A model in the style of Equinox, whose functions are leaves."""
 
     weights: object
     activation: object
@@ -138,7 +138,7 @@ class TestVariables:
             ({}, ValueError, r"{} has no variable"),
         ],
     )
-    def test_that_are_no_arrays_are_refused(self, strategy, variables, error, words):
+    def test_variables_that_are_no_arrays_are_refused(self, strategy, variables, error, words):
         with pytest.raises(error, match=f"{words}.*eqx.partition"):
             made(strategy)[0].init(variables)
 
@@ -167,7 +167,7 @@ class TestTheLossFunction:
             (3, "the loss function is a int; use a function of"),
         ],
     )
-    def test_takes_three_arguments(self, strategy, loss_fn, words):
+    def test_a_loss_function_with_other_arguments_is_refused(self, strategy, loss_fn, words):
         with pytest.raises(TypeError, match=words):
             Trainer(strategy, loss_fn, optax.sgd(0.1))
 
@@ -175,18 +175,18 @@ class TestTheLossFunction:
         "loss_fn",
         [lambda *given: 0.0, lambda v, b, key, more=1: 0.0, partial(lambda s, v, b, k: 0.0, 2), error_of],
     )
-    def test_may_take_them_in_other_ways(self, strategy, loss_fn):
+    def test_a_loss_function_can_have_defaults_and_bound_arguments(self, strategy, loss_fn):
         Trainer(strategy, loss_fn, optax.sgd(0.1))
 
-    def test_one_that_asks_for_what_the_batch_does_not_have_learns_what_that_has(self, strategy):
+    def test_a_missing_key_in_the_loss_function_lists_the_available_keys(self, strategy):
         words = (
             "the loss function asks for 'label', which does not exist: the batch has 'x', 'y'; the variables have 'w'"
         )
         error = refused(strategy, lambda variables, batch, key: batch["label"].sum(), ValueError, words)
         assert isinstance(error.__cause__, KeyError)
 
-    def test_an_error_of_its_own_stays_what_it_is(self, strategy):
-        """`x` is there, but not in the dictionary that the loss function looks into."""
+    def test_other_errors_of_the_loss_function_stay_unchanged(self, strategy):
+        """`x` exists, but not in the dictionary that the loss function reads."""
         refused(strategy, lambda variables, batch, key: {}["x"], KeyError, "x")
 
 

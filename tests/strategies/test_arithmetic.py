@@ -1,4 +1,4 @@
-"""Rounding by chance, with chance at hand."""
+"""Stochastic rounding with given random numbers, and clipping."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -18,12 +18,12 @@ def rounded(value, dtype, bits):
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_as_many_random_numbers_round_up_as_the_distance_says(name, sign):
+def test_the_share_of_numbers_rounded_up_equals_the_distance(name, sign):
     dtype, dropped = DTYPES[name]
     step = float(np.finfo(dtype).eps if name == "float16" else 2.0**-7)  # between 1 and the next number
     quarter = sign * (1 + step / 4)
     below, above = (sign * np.float32(number) for number in (1, 1 + step))
-    exact = 3 << 30  # of 2**32 random numbers, the first that rounds a quarter up
+    exact = 3 << 30  # the first of 2**32 random numbers that rounds a quarter up
     assert rounded(quarter, dtype, exact - 1) == below
     assert rounded(quarter, dtype, exact) == above
     assert rounded(quarter, dtype, 0xFFFFFFFF) == above
@@ -31,7 +31,7 @@ def test_as_many_random_numbers_round_up_as_the_distance_says(name, sign):
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_numbers_that_the_dtype_has_stay_as_they_are(name):
+def test_representable_numbers_are_not_rounded(name):
     dtype, _ = DTYPES[name]
     for value in (0.0, 1.0, -2.5, np.inf, -np.inf):
         assert {rounded(value, dtype, bits) for bits in (0, 0xFFFFFFFF)} == {value}
@@ -62,11 +62,11 @@ def test_variables_of_16_bits_are_rounded_by_chance_and_others_to_the_nearest():
 # ---- clipping by the norm of all gradients, which the caller gives
 
 
-GRADIENTS = {"a": jnp.array([3.0, 0.0]), "b": jnp.array(-4.0, jnp.bfloat16)}  # of norm 5
+GRADIENTS = {"a": jnp.array([3.0, 0.0]), "b": jnp.array(-4.0, jnp.bfloat16)}  # their norm is 5
 
 
 @pytest.mark.parametrize(("most", "factor"), [(10.0, 1.0), (5.0, 1.0), (2.5, 0.5)])
-def test_gradients_are_scaled_down_where_their_norm_is_larger(most, factor):
+def test_gradients_are_scaled_down_if_their_norm_is_larger(most, factor):
     clip = clip_by_global_norm(most)
     clipped, _ = clip.update(GRADIENTS, clip.init(GRADIENTS), gradient_norm=jnp.float32(5))
     assert clipped["a"].tolist() == [3 * factor, 0]
@@ -74,7 +74,7 @@ def test_gradients_are_scaled_down_where_their_norm_is_larger(most, factor):
     assert [clipped[name].dtype for name in "ab"] == [jnp.float32, jnp.bfloat16]
 
 
-def test_it_is_that_of_optax_for_the_same_norm():
+def test_clipping_matches_optax_for_the_same_norm():
     ours, theirs = clip_by_global_norm(1.5), optax.clip_by_global_norm(1.5)
     wide = {name: leaf.astype(jnp.float32) for name, leaf in GRADIENTS.items()}
     mine, _ = ours.update(wide, ours.init(wide), gradient_norm=jnp.float32(5))
@@ -82,7 +82,7 @@ def test_it_is_that_of_optax_for_the_same_norm():
     np.testing.assert_allclose(mine["a"], other["a"], rtol=1e-6)
 
 
-def test_the_norm_that_is_given_counts_and_not_that_of_a_part():
+def test_clipping_uses_the_given_norm_and_not_that_of_a_part():
     clip = clip_by_global_norm(1.0)
     clipped, _ = clip.update({"a": jnp.ones(1)}, clip.init(None), gradient_norm=jnp.float32(4))
     assert clipped["a"].tolist() == [0.25]

@@ -1,4 +1,4 @@
-"""`popdist.compat`: programs of the original change one line, and names that are missing say what to write."""
+"""`popdist.compat`: programs of the original change one line, and errors for missing names tell the replacement."""
 
 import importlib
 
@@ -16,7 +16,7 @@ LOADED_WITH_KERAS = {"keras"}
 
 
 def test_a_program_of_the_original_runs_as_written():
-    """Rows Q-10 and S-16, as a program has them."""
+    """The program reads an infeed and iterates a data set in a scope."""
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = 2
     config.configure_ipu_system()
@@ -50,7 +50,7 @@ def test_an_infeed_has_the_elements_of_its_instance(on_instances):
 
 
 @pytest.mark.parametrize("place", [place for place in popdist.compat._NAMES if place not in LOADED_WITH_KERAS])
-def test_every_name_is_there_and_its_module_can_be_imported(place):
+def test_every_name_exists_and_its_module_can_be_imported(place):
     module = importlib.import_module(f"popdist.compat.ipu.{place}".rstrip("."))
     for name in popdist.compat._NAMES[place]:
         assert callable(getattr(module, name)), name
@@ -77,7 +77,7 @@ def test_names_are_those_of_this_project():
         (lambda: ipu.loops.forever, "ipu.loops has no forever here; it has repeat, while_loop"),
     ],
 )
-def test_a_name_without_a_counterpart_says_what_to_write(ask, message):
+def test_a_name_without_a_counterpart_names_the_replacement(ask, message):
     with pytest.raises(AttributeError, match=message):
         ask()
 
@@ -85,5 +85,5 @@ def test_a_name_without_a_counterpart_says_what_to_write(ask, message):
 def test_a_number_in_the_place_of_a_device_is_refused():
     with pytest.raises(TypeError, match="ipu_device is 4, a int"):
         ipu.ipu_strategy.IPUStrategy(4)
-    with pytest.raises(ValueError, match="only PopDistStrategy can leave reductions out"):
+    with pytest.raises(ValueError, match="only PopDistStrategy can omit reductions"):
         ipu.ipu_multi_worker_strategy.IPUMultiWorkerStrategyV1(None, add_ipu_cross_replica_reductions=False)

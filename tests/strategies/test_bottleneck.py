@@ -62,7 +62,7 @@ def command(*words):
 
 
 def check_comparison(out):
-    """Every figure follows from the others."""
+    """Check that every figure follows from the others."""
     heading, *rows, data, compute, verdict = out.splitlines()
     assert heading.split() == ["epoch", "batches", "elements/s", "GB/s", "ms", "per", "batch"]
     assert [row.split()[:2] for row in rows] == [["0", "20"], ["1", "20"], ["2", "20"]]
@@ -81,7 +81,7 @@ def test_the_command_compares_the_data_with_the_programs_own_step(program, in_pr
 
 
 @pytest.mark.complete
-def test_so_it_does_as_a_process_of_its_own_with_workers(program):
+def test_the_command_works_as_a_process_with_workers(program):
     words = [f"{program}:make_loaded", f"{program}:make_step", "--replicas", 2, "--epochs", 3, "--batches", 20]
     status, out, error = command(*words)
     assert status == 0, error
@@ -96,7 +96,7 @@ def test_so_it_does_as_a_process_of_its_own_with_workers(program):
         (2.0, 2.0, "Compute is the bottleneck: the data are ready in 100 % of a step's time."),
     ],
 )
-def test_what_takes_longer_is_the_bottleneck(data_ms, step_ms, words, capsys):
+def test_the_slower_part_is_named_as_the_bottleneck(data_ms, step_ms, words, capsys):
     bottleneck._print_verdict(data_ms, step_ms)
     compute, verdict = capsys.readouterr().out.splitlines()
     assert compute == f"compute: {step_ms:.3f} ms per step"
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_one_clear_error(program, in_process, words, error):
 
 @pytest.fixture
 def in_process(capsys):
-    """The command in this process: what it prints."""
+    """Provide a function that runs the command in this process and returns its output."""
 
     def run(*words, status=0):
         ended = 0

@@ -1,4 +1,4 @@
-"""A traced function cut into programs that finish its results one after another."""
+"""Buckets of gradients: a traced function is cut into programs that finish its results one after another."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def mlp(variables, batch):
 
 
 def nested(variables, batch):
-    """Inner jits, recomputation, a scan and a custom gradient."""
+    """Compute nested jits, recomputation, a scan and a custom gradient."""
 
     @jax.custom_vjp
     def halve(x):
@@ -54,7 +54,7 @@ def traced(loss_fn, *arguments):
 
 
 def run_in_turn(segments, arguments):
-    """The results of all segments, and in which segment each part was finished."""
+    """Return the results of all segments, and the segment that finished each part."""
     residuals, results, places = {}, {}, {}
     for place, segment in enumerate(segments):
         values = segment.function(
@@ -67,7 +67,7 @@ def run_in_turn(segments, arguments):
 
 
 @pytest.mark.parametrize(("function", "bucket_bytes"), [(mlp, 1), (mlp, KIB), (mlp, 100 * KIB), also(nested, 1)])
-def test_segments_compute_what_the_function_does(seed, function, bucket_bytes):
+def test_segments_compute_the_results_of_the_function(seed, function, bucket_bytes):
     arguments = arguments_of(seed)
     segments = cut_in_buckets(traced(function, *arguments), range(1, 5), bucket_bytes, KIB)
     results, _ = run_in_turn(segments, jax.tree.leaves(arguments))
@@ -134,7 +134,7 @@ def test_residuals_may_have_no_axis():
     assert any(segment.gives for segment in segments)
 
 
-def test_movements_of_data_are_repeated_instead_of_handed_on():
+def test_data_movements_are_repeated_instead_of_passed_on():
     def function(x):
         flat = x.reshape(-1)
         return flat.sum(), flat * 2, flat.T * 3

@@ -1,4 +1,4 @@
-"""The callbacks of a program, one after another in the order of the code."""
+"""Callbacks of a program, which run one after another in the order of the code."""
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +46,15 @@ def looping(seen, x):
         (looping, ["f", "g", "f", "g", "h"], [11.0, 4.0]),
     ],
 )
-def test_they_come_in_the_order_of_the_code(function, order, results):
+def test_callbacks_run_in_the_order_of_the_code(function, order, results):
     seen = []
     found = jax.jit(in_order(lambda x: function(seen, x)))(jnp.float32(3))
     assert [float(value) for value in found] == results
     assert seen == order
 
 
-def test_they_come_in_the_order_of_the_code_within_what_is_computed_again():
-    """What replicas have exchanged in a block of `jax.checkpoint` is kept, and not exchanged again."""
+def test_callbacks_in_a_recomputed_block_run_in_the_order_of_the_code():
+    """Values that replicas exchanged in a block of `jax.checkpoint` are kept, and not exchanged again."""
     seen = []
 
     def carry_out(collective, replica, value):
@@ -71,13 +71,13 @@ def test_they_come_in_the_order_of_the_code_within_what_is_computed_again():
     assert seen == [(name, 2) for name in names]
 
 
-def test_what_has_none_is_computed_as_it_is():
+def test_a_function_without_callbacks_is_unchanged():
     found = jax.jit(in_order(lambda tree: {"sum": tree["a"] + tree["b"]}))({"a": jnp.ones(2), "b": jnp.arange(2.0)})
     assert found["sum"].tolist() == [1, 2]
 
 
-def test_every_one_reads_what_the_one_before_has_returned():
-    """Also where the program itself does not make it wait."""
+def test_each_callback_reads_the_result_of_the_one_before():
+    """The program itself does not order these callbacks."""
     closed = jax.make_jaxpr(in_order(lambda x: straight([], x)))(jnp.float32(3))
     calls = [equation for equation in closed.jaxpr.eqns if equation.primitive.name == "io_callback"]
     made = {variable: equation for equation in closed.jaxpr.eqns for variable in equation.outvars}

@@ -1,4 +1,4 @@
-"""Batches travel in a small dtype and are cast in the compiled step, with the bits of a cast before."""
+"""Casts of batches in the compiled step: batches travel in a small dtype, with the bits of an earlier cast."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def loss_fn(variables, batch, key):
 
 
 def trained(strategy, images, loss_fn=loss_fn, **options):
-    """The fingerprint of some steps, and the bytes of the images that each of them moved."""
+    """Return the fingerprint of some steps, and the bytes of images moved in each step."""
     dataset = strategy.distribute_dataset({"image": images, "label": LABELS}, batch_size=7, seed=1, **options)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
     drawn = np.random.default_rng(0).normal
@@ -37,7 +37,7 @@ def four():
     return strategies.IPUStrategy(num_replicas=4)
 
 
-def test_bytes_that_are_cast_on_the_device_train_as_floats_do_and_a_quarter_of_the_bytes_is_moved(four):
+def test_bytes_cast_on_the_device_train_like_floats_and_move_a_quarter_of_the_bytes(four):
     before = trained(four, IMAGES.astype(np.float32) * np.float32(1 / 255))
     cast = strategies.casting(loss_fn, {"image": strategies.Cast(jnp.float32, scale=1 / 255)})
     on_device = trained(four, IMAGES, cast)
@@ -57,7 +57,7 @@ def cast(batch, dtypes):
     return strategies.casting(lambda variables, batch: batch, dtypes)(None, batch)
 
 
-def test_dtypes_may_be_given_for_all_leaves_or_like_the_batch():
+def test_dtypes_are_given_for_all_leaves_or_in_the_structure_of_the_batch():
     pair = (np.ones(3, np.uint8), {"x": np.ones(3, np.int8), "y": np.ones(3, np.int8)})
     everywhere = cast(pair, jnp.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(everywhere)} == {np.dtype(np.float32)}
@@ -65,7 +65,7 @@ def test_dtypes_may_be_given_for_all_leaves_or_like_the_batch():
     assert (first.dtype, second["x"].dtype, second["y"].dtype) == (np.uint8, jnp.bfloat16, np.int8)
 
 
-def test_the_mask_of_a_padded_batch_stays():
+def test_the_mask_of_a_padded_batch_is_kept():
     masked = cast(strategies.Masked({"x": np.ones(3, np.uint8)}, np.ones(3, bool)), {"x": jnp.float32})
     assert (masked.values["x"].dtype, masked.mask.dtype) == (jnp.float32, bool)
 
@@ -93,7 +93,7 @@ def test_dtypes_that_do_not_fit_the_batch_are_refused(dtypes, words):
         (np.ones(300), TypeError, "the batch is float64 and cannot travel as uint8"),
     ],
 )
-def test_numbers_that_would_become_others_do_not_travel(four, rows, error, words):
+def test_casts_that_would_change_numbers_are_refused(four, rows, error, words):
     dataset = four.distribute_dataset(rows, 75, shuffle=False, transfer_dtype=np.uint8)
     with pytest.raises(error, match=words):
         next(dataset.epoch(0))

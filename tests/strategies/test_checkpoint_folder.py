@@ -1,4 +1,4 @@
-"""Checkpoints in a folder, without a training: what is written is read, and what is damaged is not."""
+"""Folder of checkpoints, without a training: written checkpoints are read, damaged ones are not."""
 
 import errno
 import hashlib
@@ -38,7 +38,7 @@ def flat():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A folder with one checkpoint; for reading."""
+    """Provide a folder with one checkpoint, for reading."""
     folder = CheckpointFolder(tmp_path_factory.mktemp("written") / "checkpoints", keep=2)
     folder.write(training(), flat())
     return folder
@@ -50,7 +50,7 @@ def folder(tmp_path):
 
 
 def pretend(folder, *steps):
-    """Checkpoints of which only the names and sums are there."""
+    """Make checkpoints that consist of names and sums only."""
     for step in steps:
         path = folder.path / f"step_{step:08d}"
         path.mkdir(parents=True)
@@ -58,7 +58,7 @@ def pretend(folder, *steps):
         (path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'{}').hexdigest()}  training.json\n")
 
 
-def test_what_was_written_is_read(written):
+def test_a_written_checkpoint_is_read_back(written):
     found, arrays = written.read_newest()
     assert found == training()
     for name, array in ARRAYS.items():
@@ -66,7 +66,7 @@ def test_what_was_written_is_read(written):
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
-def test_what_is_written_is_for_this_user_alone(tmp_path, mask):
+def test_files_are_readable_by_the_user_alone(tmp_path, mask):
     folder = CheckpointFolder(tmp_path / "above" / "checkpoints", keep=2)
     before = os.umask(mask)
     try:
@@ -77,7 +77,7 @@ def test_what_is_written_is_for_this_user_alone(tmp_path, mask):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_folder_that_is_there_keeps_its_mode(tmp_path):
+def test_an_existing_folder_keeps_its_mode(tmp_path):
     tmp_path.chmod(0o755)
     CheckpointFolder(tmp_path, keep=2).write(training(), flat())
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
@@ -102,18 +102,18 @@ def test_the_newest_are_kept(folder):
     assert folder.steps() == [3, 4]
 
 
-def test_what_was_left_unfinished_is_removed(folder, caplog):
+def test_unfinished_checkpoints_are_removed(folder, caplog):
     pretend(folder, 3)
     for name in ("step_00000004.incomplete", "step_00000002.removed"):
         (folder.path / name).mkdir()
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="is intact, but this version"):
-        folder.read_newest()  # what was pretended cannot be read
+        folder.read_newest()  # the made-up checkpoint cannot be read
     assert sorted(path.name for path in folder.path.iterdir()) == ["step_00000003"]
     assert "is incomplete, because its writer died; it was removed; using step 3" in caplog.text
 
 
-def test_what_lies_in_the_way_is_removed_whatever_it_is(folder, caplog):
-    """Pipes and files under the names of checkpoints that were not finished."""
+def test_pipes_and_files_in_the_way_are_removed(folder, caplog):
+    """Unfinished checkpoints left pipes and files under these names."""
     folder.path.mkdir()
     (folder.path / "step_00000002.removed").write_text("")
     os.mkfifo(folder.path / "step_00000004.incomplete")
@@ -136,10 +136,10 @@ class TestFaults:
         pretend(folder, 3)
         return folder.path / "step_00000003"
 
-    def test_a_whole_one_has_none(self, path):
+    def test_an_intact_checkpoint_has_no_fault(self, path):
         assert fault_of(path) == ""
 
-    def test_a_bit_that_is_another_is_noticed(self, path):
+    def test_a_flipped_bit_is_noticed(self, path):
         (path / "training.json").write_text("{]")
         assert fault_of(path) == "training.json has changed since it was written"
 
@@ -153,13 +153,13 @@ class TestFaults:
         (path / "SHA256SUMS").unlink()
         assert fault_of(path).startswith("SHA256SUMS cannot be read")
 
-    def test_where_all_are_damaged_nothing_is_touched(self, folder, path):
+    def test_damaged_checkpoints_are_left_alone_if_none_is_intact(self, folder, path):
         (path / "training.json").write_text("{]")
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact \(step_00000003: training.json has"):
             folder.read_newest()
         assert path.is_dir()
 
-    def test_a_damaged_one_is_set_aside_for_the_one_before(self, folder, caplog):
+    def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(self, folder, caplog):
         folder.write(training(2), flat())
         pretend(folder, 3)
         (folder.path / "step_00000003" / "training.json").write_text("{]")
@@ -169,7 +169,7 @@ class TestFaults:
         assert "step_00000003 is damaged (training.json has changed since it was written)" in caplog.text
 
 
-def test_a_disk_that_is_too_small_is_not_begun(folder, monkeypatch):
+def test_a_write_that_would_not_fit_the_disk_is_not_begun(folder, monkeypatch):
     pretend(folder, 1)
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
@@ -202,7 +202,7 @@ def test_other_texts_are_no_training(text):
 
 
 class SaverWhoseThreadsStay:
-    """In place of orbax's: what fails, while one of its threads has still to write under the path that it got."""
+    """A stand-in for orbax's saver, which fails while one of its threads still has to write to its path."""
 
     def __init__(self):
         self.paths = []
@@ -218,7 +218,7 @@ class SaverWhoseThreadsStay:
         (path / "d" / "piece").write_bytes(b"late")
 
 
-def test_what_threads_of_a_failed_write_write_later_goes_nowhere(folder, monkeypatch):
+def test_late_writes_of_a_failed_checkpoint_reach_no_folder(folder, monkeypatch):
     folder.write(training(3), flat())
     writer, saver = folder._arrays, SaverWhoseThreadsStay()
     many = module.MAX_FAILED + 3
@@ -245,7 +245,7 @@ def test_large_arrays_are_cut_into_pieces_and_empty_ones_are_left_out(monkeypatc
     assert module._put_together(pieces)["float32"].tolist() == list(range(7))
 
 
-def test_the_reason_is_what_the_operating_system_said_first_but_for_locks_of_tensorstore():
+def test_the_reason_is_the_first_error_of_the_operating_system_apart_from_tensorstore_locks():
     def said(*codes):
         return ValueError("; ".join(f"writing failed [os_error_code='{code}']" for code in codes) or "no reason")
 
@@ -274,7 +274,7 @@ METRICS = {1: {"a": 0.5}, 2: {"a": 0.75, "b": 3.0}, 3: {"a": 0.75}, 4: {}, 5: {"
         (Best("c"), []),
     ],
 )
-def test_are_those_with_the_best_value_and_of_equal_ones_the_earlier(best, steps):
+def test_keep_best_prefers_the_earlier_of_equal_checkpoints(best, steps):
     assert best.steps(METRICS) == steps
 
 
@@ -286,6 +286,6 @@ def test_are_those_with_the_best_value_and_of_equal_ones_the_earlier(best, steps
         (("a", "max", 1.5), TypeError, "count is 1.5; an integer"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(words, error, message):
+def test_invalid_options_are_refused(words, error, message):
     with pytest.raises(error, match=message):
         Best(*words)

@@ -1,4 +1,4 @@
-"""A training that is saved and resumed has the same bits as one that never stopped; what is damaged is passed over."""
+"""Checkpoints: a resumed training has the bits of one that never stopped; damaged checkpoints are skipped."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ LARGE = 300_000
 
 
 def noisy_error(variables, batch, key):
-    """Depends on the variables, the batch, and the key of replica and step."""
+    """Compute a loss that depends on the variables, the batch, and the key of replica and step."""
     error = (batch @ variables["w"]).sum() + variables["b"].mean() - jax.random.normal(key)
     return error**2, {"error": error}
 
@@ -64,7 +64,7 @@ class Training:
 
 
 def saved(folder, strategy, steps, **options):
-    """Train that far, with a checkpoint after each of the steps."""
+    """Train to a step, with a checkpoint after each of the given steps."""
     training = Training(strategy, **options)
     with training.checkpoints(folder, keep=100) as checkpoints:
         training.run(max(steps), lambda state: checkpoints.save(state) if state.step in steps else None)
@@ -72,7 +72,7 @@ def saved(folder, strategy, steps, **options):
 
 
 def resumed(folder, strategy, until=LAST, **options):
-    """The step of the newest checkpoint, and the fingerprint when it was trained on from there."""
+    """Return the step of the newest checkpoint, and the fingerprint of a training resumed from it."""
     training = Training(strategy, **options)
     with training.checkpoints(folder) as checkpoints:
         training.state = checkpoints.restore(training.state)
@@ -80,7 +80,7 @@ def resumed(folder, strategy, until=LAST, **options):
 
 
 def patiently(checkpoints):
-    """Do so after each step, and wait for the writer."""
+    """Return a function that saves after each step and waits for the writer."""
 
     def after_step(state):
         checkpoints.after_step(state)
@@ -90,7 +90,7 @@ def patiently(checkpoints):
 
 
 def restored(folder, strategy, **options):
-    """The step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     training = Training(strategy, **options)
     with training.checkpoints(folder) as checkpoints:
         return checkpoints.restore(training.state).step
@@ -124,7 +124,7 @@ def saved_once(tmp_path_factory):
 
 @pytest.fixture
 def two_checkpoints(tmp_path, saved_once):
-    """Of steps 5 and 8."""
+    """Provide a folder with checkpoints of steps 5 and 8."""
     return shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
 
 
@@ -133,27 +133,27 @@ class TestResuming:
         ("instances", "step"),
         [(2, 10), *(also(*case) for case in ((1, 1), (1, 11), (2, 12), (4, 11)))],
     )
-    def test_gives_the_bits_of_a_training_that_never_stopped(
+    def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(
         self, tmp_path, strategy, on_instances, never_stopped, instances, step
     ):
         saved(tmp_path, strategy, {step})
         assert on_instances(instances, 4, lambda s: resumed(tmp_path, s)) == [(step, never_stopped)] * instances
 
     @pytest.mark.parametrize("instances", first_of([2, 1]))
-    def test_so_does_one_with_variables_on_the_host_and_what_two_instances_saved(
+    def test_a_resumed_training_with_host_variables_has_the_bits_of_one_that_never_stopped(
         self, tmp_path, on_instances, never_stopped, instances
     ):
         on_instances(2, 4, lambda s: saved(tmp_path, s, {6}) and None, variables_on_host=True)
         found = on_instances(instances, 4, lambda s: resumed(tmp_path, s), variables_on_host=True)
         assert found == [(6, never_stopped)] * instances
 
-    def test_works_in_waves(self, tmp_path):
-        """With fewer devices than replicas."""
+    def test_resuming_works_with_fewer_devices_than_replicas(self, tmp_path):
+        """The replicas outnumber the devices."""
         saved(tmp_path, strategies.IPUStrategy(16), {2})
         wanted = Training(strategies.IPUStrategy(16)).run(5)
         assert resumed(tmp_path, strategies.IPUStrategy(16), until=5) == (2, wanted)
 
-    def test_begins_anew_where_there_is_no_checkpoint(self, tmp_path, strategy, never_stopped):
+    def test_training_begins_anew_without_a_checkpoint(self, tmp_path, strategy, never_stopped):
         assert resumed(tmp_path / "none", strategy) == (0, never_stopped)
 
     def test_only_instance_0_needs_the_folder(self, tmp_path, on_instances, never_stopped):
@@ -177,8 +177,8 @@ class TestResuming:
         with Checkpoints(two_checkpoints, training.trainer) as checkpoints:
             assert checkpoints.restore(training.state).step == 8
 
-    def test_every_array_of_the_state_rides_along(self, tmp_path, strategy, bits):
-        """Whatever its dtype and size, random keys too: a loss scale, for one, needs nothing new."""
+    def test_every_array_of_the_state_is_saved(self, tmp_path, strategy, bits):
+        """Arrays of every dtype and size count, random keys too: a loss scale, for example, needs nothing new."""
         values = {
             "loss scale": jnp.float32(1024),
             "key": jax.random.key(7, impl="rbg"),
@@ -213,14 +213,14 @@ def test_large_arrays_are_cut_into_pieces_and_put_together(tmp_path, strategy, m
 
 
 class TestSaving:
-    def test_keeps_the_newest(self, tmp_path, strategy):
+    def test_the_newest_checkpoints_are_kept(self, tmp_path, strategy):
         training = Training(strategy)
         with training.checkpoints(tmp_path, every=2, keep=3) as checkpoints:
             training.run(LAST, patiently(checkpoints))
         assert names(tmp_path) == step_names(8, 10, 12)
 
-    def test_does_not_wait_for_the_disk(self, tmp_path, strategy):
-        """What is due at step 4, while that of step 2 is being written, is made after the first step that follows."""
+    def test_training_does_not_wait_for_the_disk(self, tmp_path, strategy):
+        """A checkpoint due at step 4, while that of step 2 is being written, is made after the next step."""
         training, disk = Training(strategy), threading.Event()
         with training.checkpoints(tmp_path, every=2) as checkpoints:
             checkpoints._thread.submit(disk.wait, 60)
@@ -230,8 +230,8 @@ class TestSaving:
             training.run(7, patiently(checkpoints))
         assert names(tmp_path) == step_names(2, 6)
 
-    def test_copies_the_state_before_the_next_step_takes_its_memory(self, tmp_path, strategy):
-        """The writer of a large state is not done by the time of the next step."""
+    def test_the_state_is_copied_before_the_next_step_takes_its_memory(self, tmp_path, strategy):
+        """The writer of a large state is still busy at the time of the next step."""
         training = Training(strategy, large=True)
         with training.checkpoints(tmp_path) as checkpoints:
             wanted = training.run(2)
@@ -242,11 +242,11 @@ class TestSaving:
             again.state = checkpoints.restore(again.state)
         assert (again.state.step, again.fingerprint()) == (2, wanted)
 
-    def test_lets_the_next_step_take_that_memory(self, tmp_path, strategy):
-        """Nobody sees it any more, though the writer has not begun."""
+    def test_the_next_step_takes_the_memory_of_a_copied_state(self, tmp_path, strategy):
+        """The memory is free, though the writer has not begun."""
         training, disk = Training(strategy), threading.Event()
         training.run(1)
-        state = jax.block_until_ready(jax.tree.map(jnp.array, training.state))  # which no device has read
+        state = jax.block_until_ready(jax.tree.map(jnp.array, training.state))  # no device has read it
         with training.checkpoints(tmp_path) as checkpoints:
             checkpoints._thread.submit(disk.wait, 60)
             checkpoints.save(state)
@@ -264,13 +264,13 @@ class TestSaving:
         assert [path.stat().st_mtime_ns for path in two_checkpoints.iterdir()] == before
         assert not caplog.records
 
-    def test_refuses_a_folder_with_checkpoints_of_another_training(self, two_checkpoints, strategy):
+    def test_a_folder_with_checkpoints_of_another_training_is_refused(self, two_checkpoints, strategy):
         training = Training(strategy)
         with training.checkpoints(two_checkpoints) as checkpoints, pytest.raises(CheckpointError, match="up to step 8"):
             checkpoints.save(training.state)
         assert names(two_checkpoints) == step_names(5, 8)
 
-    def test_is_read_by_orbax_and_by_sha256sum(self, two_checkpoints):
+    def test_orbax_and_sha256sum_read_a_checkpoint(self, two_checkpoints):
         newest = two_checkpoints / "step_00000008"
         [piece] = orbax.PyTreeCheckpointer().restore(newest / "state")["float32"].values()
         known = json.loads((newest / "training.json").read_text())
@@ -291,11 +291,11 @@ class TestSaving:
             ({"grace_s": math.nan}, ValueError, "grace_s is nan; it must be a number of seconds"),
         ],
     )
-    def test_options_that_make_no_sense_are_refused(self, tmp_path, strategy, options, error, words):
+    def test_invalid_options_are_refused(self, tmp_path, strategy, options, error, words):
         with pytest.raises(error, match=words):
             Training(strategy).checkpoints(tmp_path, **options)
 
-    def test_needs_orbax_and_says_how_to_get_it(self, tmp_path, strategy, monkeypatch):
+    def test_missing_orbax_is_an_error_that_names_the_install_command(self, tmp_path, strategy, monkeypatch):
         monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
         with pytest.raises(CheckpointError, match=r"pip install orbax-checkpoint"):
             Training(strategy).checkpoints(tmp_path)
@@ -303,7 +303,7 @@ class TestSaving:
 
 @contextmanager
 def full_disk():
-    """No file of this process grows beyond 64 KiB: what is written further fails as on a full disk."""
+    """Limit files of this process to 64 KiB, so that further writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
@@ -312,9 +312,9 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class TestWhenNothingCanBeWritten:
+class TestFailedWrites:
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves its threads behind
-    def test_one_warning_says_so_and_the_training_goes_on(self, tmp_path, strategy, caplog):
+    def test_a_failed_write_is_one_warning_and_training_continues(self, tmp_path, strategy, caplog):
         training = Training(strategy, large=True)
         with training.checkpoints(tmp_path) as checkpoints:
             training.run(2)
@@ -336,7 +336,7 @@ class TestWhenNothingCanBeWritten:
         assert names(tmp_path) == step_names(2, 4)
         assert training.fingerprint() == Training(strategy, large=True).run(6)
 
-    def test_a_disk_is_not_filled(self, tmp_path, strategy, caplog, monkeypatch):
+    def test_a_nearly_full_disk_is_not_filled(self, tmp_path, strategy, caplog, monkeypatch):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20))
         training = Training(strategy)
         with training.checkpoints(tmp_path) as checkpoints:
@@ -344,7 +344,7 @@ class TestWhenNothingCanBeWritten:
         assert "No space left on device, 88 bytes are needed and 20 are free; training goes on" in caplog.text
         assert names(tmp_path) == []
 
-    def test_so_it_does_where_the_folder_cannot_be_made(self, tmp_path, strategy, caplog):
+    def test_training_continues_if_the_folder_cannot_be_made(self, tmp_path, strategy, caplog):
         (tmp_path / "file").write_text("")
         training = Training(strategy)
         with training.checkpoints(tmp_path / "file" / "folder", every=1) as checkpoints:
@@ -408,7 +408,7 @@ class TestDamage:
         assert names(two_checkpoints) == [*step_names(5, 8), "step_00000008.damaged"]
         assert restored(two_checkpoints, strategy) == 8
 
-    def test_one_that_was_never_finished_is_removed_and_the_one_before_is_used(
+    def test_an_unfinished_checkpoint_is_removed_and_the_one_before_is_used(
         self, two_checkpoints, strategy, never_stopped, caplog
     ):
         whole = two_checkpoints / "step_00000008"
@@ -423,7 +423,7 @@ class TestDamage:
         assert resumed(tmp_path, strategy) == (0, never_stopped)
         assert "no earlier checkpoint exists" in caplog.text
 
-    def test_that_of_all_is_an_error_on_all_instances_and_nothing_is_touched(
+    def test_damage_to_all_checkpoints_is_an_error_on_all_instances_and_nothing_is_touched(
         self, two_checkpoints, strategy, on_instances
     ):
         for step in (5, 8):
@@ -460,7 +460,9 @@ class TestAnotherTraining:
             ),
         ],
     )
-    def test_is_refused_on_all_instances(self, two_checkpoints, on_instances, replicas, options, error, words):
+    def test_a_checkpoint_of_another_training_is_refused_on_all_instances(
+        self, two_checkpoints, on_instances, replicas, options, error, words
+    ):
         def program(strategy):
             with pytest.raises(error, match=words):
                 restored(two_checkpoints, strategy, **options)
@@ -500,7 +502,7 @@ class TestLeaving:
         assert signal.getsignal(number) is before
         assert names(tmp_path) == step_names(4)
 
-    def test_an_error_in_the_program_leaves_what_was_saved(self, tmp_path, strategy):
+    def test_an_error_in_the_program_leaves_the_saved_checkpoints(self, tmp_path, strategy):
         training = Training(strategy)
 
         def fail():

@@ -1,4 +1,4 @@
-"""Classes are abstract or final: nobody overrides what a concrete class has carried out."""
+"""Class structure: classes are abstract or final, so no subclass overrides a method of a concrete class."""
 
 from __future__ import annotations
 
@@ -21,15 +21,23 @@ from strategies.jax.replicas.membership import Membership
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "popdist", "strategies", "poprun")
 COMMANDS = {"poprun.__main__", "strategies.dataset_benchmark"}
-"""Importing them starts them."""
+"""Modules that start a command when they are imported."""
+EXAMPLES = "popdist.examples"
+"""Programs, which start when they are imported and have classes of their own."""
 NEEDS = {"horovod", "torch"}
-"""Of one transport, and not installed everywhere."""
+"""Libraries of one transport, which are not installed everywhere."""
+
+
+def files_of(package: str) -> list[Path]:
+    """Return the modules of a package without the examples."""
+    return sorted(set((ROOT / package).rglob("*.py")) - set((ROOT / EXAMPLES.replace(".", "/")).rglob("*.py")))
 
 
 def classes_of(package: str) -> Iterator[type]:
-    """All classes that the modules of a package define, also inside of other classes."""
+    """Yield all classes of the modules of a package, nested ones included."""
     root = importlib.import_module(package)
-    names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    found = [each.name for each in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    names = [name for name in found if not name.startswith(EXAMPLES)]
     for name in [package, *names]:
         if name in COMMANDS:
             continue
@@ -51,11 +59,11 @@ def defined_in(owner: object, module: str) -> Iterator[type]:
 
 
 MIRRORED = "strategies.compat.poptorch"
-"""Its classes are those of PopTorch's interface, which programs make others from, as they do there."""
+"""The package of PopTorch's interface, whose classes programs may subclass as in PopTorch."""
 
 
 def concrete_above(cls: type, packages: tuple[str, ...] = PACKAGES) -> list[str]:
-    """The classes of the packages that a class is made from though objects of them are made too."""
+    """Return the base classes in the packages that are instantiated too."""
     return [
         f"{cls.__module__}.{cls.__qualname__} is a {base.__qualname__}"
         for base in cls.__mro__[1:]
@@ -71,7 +79,7 @@ def is_abstract(cls: type) -> bool:
 
 
 def raised_bare_in(source: str) -> set[str]:
-    """The names of the exceptions that are raised in a text without a word to the user."""
+    """Return the names of the exceptions that a source raises without a message."""
     raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
     bare = [each.func if isinstance(each, ast.Call) and not each.args else each for each in raised]
     return {each.id for each in bare if isinstance(each, ast.Name)}
@@ -79,16 +87,16 @@ def raised_bare_in(source: str) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
-    """Exceptions apart, which are caught by their bases."""
+    """Exceptions are exempt, since callers catch them by their bases."""
     classes = list(classes_of(package))
     assert len(classes) > 10
     assert [found for cls in classes for found in concrete_above(cls)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_nothing_is_left_to_others_but_by_abstract_methods(package: str) -> None:
-    """Where a user asks for what is not supported, the error says so."""
-    modules = sorted((ROOT / package).rglob("*.py"))
+def test_only_abstract_methods_are_left_to_subclasses(package: str) -> None:
+    """An unsupported method raises an error that says so."""
+    modules = files_of(package)
     assert modules
     found = [
         str(path.relative_to(ROOT))
@@ -108,7 +116,7 @@ def test_a_strategy_and_a_membership_have_four_finals(base: type) -> None:
 
 
 def test_a_strategy_only_chooses_a_membership() -> None:
-    """And that of one process another one, where a model turns out to have stages."""
+    """The strategy of one process chooses another membership if a model turns out to have stages."""
     for cls, chooses in (
         (strategies.IPUStrategy, {"__init__", "for_stages"}),
         (strategies.PopDistStrategy, {"__init__"}),
@@ -120,9 +128,9 @@ def test_a_strategy_only_chooses_a_membership() -> None:
 
 
 def names_of_classes(package: str) -> dict[str, set[str]]:
-    """For each name of a class of a package the files that define one."""
+    """Return, for each name of a class of a package, the files that define it."""
     found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / package).rglob("*.py")):
+    for path in files_of(package):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
@@ -135,7 +143,7 @@ IN_TWO_FILES = {
 }
 """Names of classes that two files of one package define. New ones get a name of their own."""
 MOST_NAMES_IN_TWO_FILES = 4
-"""Of all packages together, whichever they are in."""
+"""Limit for all packages together."""
 
 
 def test_a_name_of_a_class_stands_in_one_file_of_its_package() -> None:
@@ -153,7 +161,7 @@ def test_few_names_of_classes_stand_in_two_files_of_the_product() -> None:
 
 
 class TestTheWalk:
-    """It finds what it looks for."""
+    """Walks over classes and exceptions."""
 
     class Abstract(ABC):
         @abstractmethod
@@ -166,7 +174,7 @@ class TestTheWalk:
         pass
 
     @pytest.mark.parametrize(("name", "found"), [("Concrete", []), ("Worse", ["Concrete"])])
-    def test_names_what_is_made_from_a_concrete_class(self, name: str, found: list[str]) -> None:
+    def test_the_walk_names_subclasses_of_a_concrete_class(self, name: str, found: list[str]) -> None:
         said = concrete_above(getattr(self, name), (__name__.partition(".")[0],))
         assert [line.rpartition(".")[2] for line in said] == found
 
@@ -180,5 +188,5 @@ class TestTheWalk:
             ("raise", False),
         ],
     )
-    def test_finds_what_is_raised_without_a_word(self, source: str, is_found: bool) -> None:
+    def test_the_walk_finds_exceptions_without_a_message(self, source: str, is_found: bool) -> None:
         assert raised_bare_in(source) == ({"NotImplementedError"} if is_found else set())

@@ -1,4 +1,4 @@
-"""Compiling once: turns between instances, folders of executables, and reasons for compiling again."""
+"""Single compilation: turns between instances, folders of executables, and reasons for compiling again."""
 
 import grp
 import logging
@@ -32,7 +32,7 @@ def mode_of(path):
 
 @pytest.fixture
 def umask():
-    """Sets a umask for this test."""
+    """Provide a function that sets a umask for this test."""
     before = os.umask(0o022)
     yield os.umask
     os.umask(before)
@@ -40,7 +40,7 @@ def umask():
 
 @pytest.fixture
 def jax_as_it_was():
-    """JAX keeps executables where it did before."""
+    """Restore JAX's folder of executables after the test."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -54,7 +54,7 @@ def jax_as_it_was():
 
 @contextmanager
 def another_user():
-    """Root is nobody for a moment."""
+    """Act as user nobody instead of root."""
     os.seteuid(65534)
     try:
         yield
@@ -66,14 +66,14 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 
 @pytest.mark.usefixtures("jax_as_it_was")
-class TestWhoMayWriteThere:
-    """What lies in the folder is run."""
+class TestFolderPermissions:
+    """Folder permissions; files in the folder are executed."""
 
     def use(self, path):
         return use_executable_cache({"POPDIST_EXECUTABLE_CACHE_PATH": str(path)})
 
     @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
-    def test_all_that_is_made_is_for_this_user_alone(self, tmp_path, umask, mask):
+    def test_created_files_are_for_this_user_alone(self, tmp_path, umask, mask):
         umask(mask)
         folder = self.use(tmp_path / "above" / "named")
         with turn(folder) as is_first:
@@ -95,7 +95,7 @@ class TestWhoMayWriteThere:
         assert self.use(named).parent == named
 
     @pytest.mark.parametrize(("mode", "is_fine"), [(0o777, False), (0o1777, True), (0o755, True)])
-    def test_so_is_one_that_others_can_put_another_one_in_place_of(self, tmp_path, mode, is_fine):
+    def test_a_folder_that_others_can_replace_is_refused(self, tmp_path, mode, is_fine):
         (tmp_path / "above").mkdir()
         (tmp_path / "above").chmod(mode)
         if is_fine:
@@ -105,7 +105,7 @@ class TestWhoMayWriteThere:
             self.use(tmp_path / "above" / "named")
 
     @needs_root
-    def test_the_group_of_one_user_is_no_others(self, tmp_path):
+    def test_a_group_of_one_user_counts_as_that_user(self, tmp_path):
         (tmp_path / "above").mkdir(mode=0o700)
         (tmp_path / "above").chmod(0o770)
         users = [user.pw_uid for user in pwd.getpwall() if user.pw_gid == 0]
@@ -118,7 +118,7 @@ class TestWhoMayWriteThere:
 
     @needs_root
     @pytest.mark.parametrize("what", [".", "processor", "processor/program-cache"])
-    def test_what_belongs_to_somebody_else_is_refused(self, tmp_path, what):
+    def test_a_folder_of_another_user_is_refused(self, tmp_path, what):
         folder = self.use(tmp_path)
         (folder / "program-cache").touch()
         path = tmp_path / what.replace("processor", folder.name)
@@ -126,7 +126,7 @@ class TestWhoMayWriteThere:
         with pytest.raises(ValueError, match=f"but {path} belongs to user 65533, and this is user 0; name a folder of"):
             self.use(tmp_path)
 
-    def test_a_program_that_others_can_change_is_refused_where_they_can_enter(self, tmp_path):
+    def test_a_program_that_others_can_enter_and_change_is_refused(self, tmp_path):
         folder = self.use(tmp_path)
         (folder / "program-cache").touch()
         (folder / "program-cache").chmod(0o664)
@@ -136,8 +136,8 @@ class TestWhoMayWriteThere:
             self.use(tmp_path)
 
     @needs_root
-    def test_a_folder_of_roots_that_may_only_be_read_serves_all(self, caplog):
-        with tempfile.TemporaryDirectory(dir="/tmp") as named:  # the folders of tests are closed to others
+    def test_a_read_only_folder_of_root_serves_all_users(self, caplog):
+        with tempfile.TemporaryDirectory(dir="/tmp") as named:  # test folders are closed to others
             folder = self.use(named)
             for path in (folder, folder.parent):
                 path.chmod(0o755)
@@ -157,7 +157,7 @@ class TestWhoMayWriteThere:
         with turn(tmp_path) as is_first:
             assert not is_first
 
-    def test_programs_that_are_started_do_not_inherit_the_lock(self, tmp_path):
+    def test_child_processes_do_not_inherit_the_lock(self, tmp_path):
         with turn(tmp_path):
             [held] = [name for name in os.listdir("/proc/self/fd") if leads_into(name, tmp_path)]
             assert not os.get_inheritable(int(held))
@@ -166,16 +166,16 @@ class TestWhoMayWriteThere:
 def leads_into(descriptor, folder):
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(folder))
-    except OSError:  # it was open for that list only
+    except OSError:  # the file was open for that list only
         return False
 
 
-def test_in_a_folder_that_cannot_be_written_everybody_compiles(tmp_path):
+def test_every_instance_compiles_if_the_folder_cannot_be_written(tmp_path):
     with turn(tmp_path / "none") as is_first:
         assert not is_first
 
 
-def test_only_one_compiles_at_a_time_and_the_others_do_not_wait_for_ever(tmp_path, caplog):
+def test_one_instance_compiles_at_a_time_and_the_others_wait_for_a_limited_time(tmp_path, caplog):
     with turn(tmp_path) as is_first, caplog.at_level(logging.WARNING):
         assert is_first
         with turn(tmp_path, wait_s=0) as is_second:
@@ -188,7 +188,7 @@ def test_only_one_compiles_at_a_time_and_the_others_do_not_wait_for_ever(tmp_pat
 
 
 def test_a_process_waits_in_vain_for_a_folder_once(tmp_path, caplog):
-    """What would wait for an hour comes back at once."""
+    """A second wait for the same folder returns at once."""
     with turn(tmp_path):
         for wait_s in (0, 3600, 3600):
             with turn(tmp_path, wait_s) as is_second:
@@ -202,7 +202,7 @@ def test_a_program_that_is_only_traced_is_not_compiled(tmp_path):
         assert jax.eval_shape(program, np.float32(1)).shape == ()
 
 
-def test_a_recompilation_is_explained_by_the_shapes_before_and_now():
+def test_a_recompilation_is_explained_by_the_old_and_new_shapes():
     first, last = {"x": np.zeros((8, 3), np.float32)}, {"x": np.zeros((5, 3), np.float32), "y": np.zeros(2, np.int32)}
     assert explain_recompilation([], first) is None
     reason = explain_recompilation([first], last)

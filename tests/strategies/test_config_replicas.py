@@ -1,4 +1,4 @@
-"""How many replicas there are by a configuration: arithmetic, and how it goes together with launchers."""
+"""Number of replicas from a configuration: arithmetic, and its relation to launchers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class TestArithmetic:
     @pytest.mark.parametrize(
         ("auto", "named", "ipus"), [([4], [], 4), ([2, 4], [], 2), ([], [3], 1), ([], [24, 0], 4), ([], [30], 16)]
     )
-    def test_the_first_device_counts(self, auto, named, ipus):
+    def test_the_first_selected_device_counts(self, auto, named, ipus):
         assert select(auto, named).ipus == ipus
 
-    def test_without_devices_there_is_nothing_to_count(self):
+    def test_without_devices_the_number_of_replicas_is_undefined(self):
         assert select([], []) is None
 
     @pytest.mark.parametrize(
         ("auto", "named", "words"),
         [
-            ([0], [], "auto_select_ipus has a device with 0 IPUs; it must have at least 1"),
+            ([0], [], "auto_select_ipus has a device with 0 IPUs; a device needs at least 1"),
             ([2, -1], [], "with -1 IPUs"),
             ([], [1, 1], "All MultiIPU indices in `select_ipus` must be unique"),
-            ([], [31], "select_ipus names 31, and a system of 16 IPUs has the groups 0 to 30"),
-            ([], [-1], "select_ipus names -1"),
+            ([], [31], "select_ipus names group 31, but a system of 16 IPUs has the groups 0 to 30"),
+            ([], [-1], "select_ipus names group -1"),
         ],
     )
-    def test_devices_that_cannot_be_are_refused(self, auto, named, words):
+    def test_impossible_devices_are_refused(self, auto, named, words):
         with pytest.raises(ValueError, match=words):
             select(auto, named)
 
@@ -54,7 +54,7 @@ class TestArithmetic:
         assert rounded_to_power_of_two(count) == power
 
     @pytest.mark.parametrize(("ipus", "spanned", "replicas"), [(4, 1, 4), (4, 2, 2), (8, 3, 2), (6, 2, 3), (1, 1, 1)])
-    def test_replicas_are_ipus_by_those_of_each(self, ipus, spanned, replicas):
+    def test_the_number_of_replicas_is_ipus_divided_by_ipus_per_replica(self, ipus, spanned, replicas):
         assert Selection(ipus, "it is so", True).replicas(spanned) == replicas
 
     @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ class TestOneProcess:
         strategy = strategies.IPUStrategy(**arguments)
         assert (strategy.num_replicas_in_sync, strategy.replicas.grid.ipus_per_replica) == expected
 
-    def test_so_do_the_stages_of_a_model_where_nobody_has_said_it(self, config):
+    def test_stages_of_a_model_set_ipus_per_replica_by_default(self, config):
         config.auto_select_ipus = 4
         config.configure_ipu_system()
         strategy = strategies.IPUStrategy()
@@ -98,7 +98,7 @@ class TestOneProcess:
             strategy.for_stages(5)
 
     @pytest.mark.parametrize("named", [{"num_replicas": 4}, {"ipus_per_replica": 2}], ids=str)
-    def test_and_otherwise_the_strategy_stays(self, config, named):
+    def test_a_strategy_with_given_numbers_ignores_the_stages_of_a_model(self, config, named):
         config.auto_select_ipus = 4
         config.configure_ipu_system()
         strategy = strategies.IPUStrategy(**named)
@@ -139,14 +139,14 @@ class TestContradictions:
         [
             Defaults(),
             Defaults(select([9], [])),
-            Defaults(select([12], [])),  # as powers of two
-            Defaults(select([18], [])),  # of all instances
+            Defaults(select([12], [])),  # IPUs as a power of two
+            Defaults(select([18], [])),  # IPUs of all instances
             Defaults(select([24], [])),
-            Defaults(select([], [0])),  # the name of a device, which says nothing of the launcher's
+            Defaults(select([], [0])),  # a device name, unrelated to the launcher
             Defaults(process_index=1, process_count=2),
         ],
     )
-    def test_what_describes_the_instance_is_taken(self, defaults):
+    def test_a_configuration_of_this_instance_is_accepted(self, defaults):
         refuse_contradictions(defaults, LAUNCHED)
 
     @pytest.mark.parametrize(
@@ -167,18 +167,18 @@ class TestContradictions:
             ),
         ],
     )
-    def test_what_describes_another_one_is_refused(self, defaults, words):
+    def test_a_configuration_of_another_instance_is_refused(self, defaults, words):
         with pytest.raises(EnvironmentMismatchError, match=words):
             refuse_contradictions(defaults, LAUNCHED)
 
 
-def test_other_strategies_stay_whatever_a_model_spans(on_instances):
+def test_other_strategies_ignore_the_stages_of_a_model(on_instances):
     assert on_instances(2, 2, lambda strategy: strategy.for_stages(2) is strategy) == [True, True]
     with pytest.raises(ValueError, match="stages is 0; it must be at least 1"):
         on_instances(1, 1, lambda strategy: strategy.for_stages(0))
 
 
-def test_a_strategy_writes_who_it_is(config, on_instances):
+def test_a_strategy_writes_its_index_and_count_into_the_configuration(config, on_instances):
     def distribution(strategy):
         own = strategy.update_ipu_config(IPUConfig()).experimental.multi_replica_distribution
         return own.process_index, own.process_count
@@ -186,7 +186,7 @@ def test_a_strategy_writes_who_it_is(config, on_instances):
     assert on_instances(3, 3, distribution) == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_so_does_popdist_and_which_device_it_has(config):
+def test_popdist_writes_its_index_and_device_into_the_configuration(config):
     assert set_ipu_config(config) is config
     assert (config.select_ipus, config.experimental.multi_replica_distribution.process_count) == ([0], 1)
     other = set_ipu_config(IPUConfig(), configure_device=False)
@@ -214,7 +214,7 @@ def test_without_a_launcher_popdist_is_joined_for_the_configured_replicas(in_new
 
 
 @pytest.mark.complete
-def test_what_was_joined_before_for_others_contradicts(in_new_process):
+def test_an_earlier_init_for_other_replicas_is_refused(in_new_process):
     said = json.loads(in_new_process(PROGRAM.format(before="popdist.init(2)")))
     assert said.startswith(
         "auto_select_ipus is 6, but this instance has 2 of 2 replicas that span 2 IPUs each (single); set it to 4"

@@ -1,4 +1,4 @@
-"""Trees of typed attributes (row CF-06), on a configuration made up for it."""
+"""Trees of typed attributes, on a made-up configuration."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TestDidYouMean:
         with pytest.raises(ValueError, match=rf" is not a valid attribute of this config\. Did you mean '{meant}'\?$"):
             ask(tree)
 
-    def test_without_one_all_are_listed(self, tree):
+    def test_all_attributes_are_listed_without_a_similar_name(self, tree):
         with pytest.raises(ValueError, match=r"'zzz' is not a valid attribute .* It has length, older, leaves\.$"):
             _ = tree.branches.zzz
 
@@ -124,12 +124,12 @@ class TestDidYouMean:
         with pytest.raises(ValueError, match="'_own' is not a valid attribute"):
             tree._own = []
 
-    def test_an_attribute_inside_of_a_category_is_none_of_the_tree(self, tree):
+    def test_an_attribute_of_a_category_is_no_attribute_of_the_tree(self, tree):
         with pytest.raises(ValueError, match="'branches.length' is not a valid attribute"):
             setattr(tree, "branches.length", 3)
         assert not hasattr(tree, "branches.length")
 
-    def test_asking_whether_there_is_one_is_no_error(self, tree):
+    def test_hasattr_of_an_unknown_name_is_no_error(self, tree):
         assert hasattr(tree, "height")
         assert not hasattr(tree, "heightt")
 
@@ -150,20 +150,20 @@ class TestCategories:
 
 
 class TestMetadata:
-    def test_says_what_is_known_of_an_attribute(self, tree):
+    def test_metadata_describe_an_attribute(self, tree):
         found = tree.get_attribute_metadata("branches.length")
         assert (found.name, found.type, found.default, found.__doc__) == ("branches.length", "int", 1, "In metres.")
         assert (found.effect, found.deprecated) == ("they are longer", False)
         assert tree.branches.get_attribute_metadata("length") == found
 
-    def test_of_a_category_has_no_type(self, tree):
+    def test_metadata_of_a_category_have_no_type(self, tree):
         found = tree.get_attribute_metadata("branches")
         assert (found.type, found.default, found.__doc__) == (None, None, "All branches.")
         for value in (None, 1):
             with pytest.raises(TypeError, match="Trying to set branches"):
                 found.check_type(value)
 
-    def test_is_made_of_a_name_a_description_a_type_and_a_default(self, tree):
+    def test_metadata_are_made_of_a_name_a_description_a_type_and_a_default(self, tree):
         made = AttributeMetadata("branches.length", "In metres.", "int", 1, effect="they are longer")
         assert made == tree.branches.get_attribute_metadata("length")
         assert repr(made) == (
@@ -172,19 +172,19 @@ class TestMetadata:
         )
 
     @pytest.mark.parametrize("name", ["branches.lengthhh", "height.x", "_metadata", ""])
-    def test_of_what_there_is_not_is_refused(self, tree, name):
+    def test_metadata_of_an_unknown_name_are_refused(self, tree, name):
         with pytest.raises(ValueError, match=f"^Could not get attribute metadata for '{name}': "):
             tree.get_attribute_metadata(name)
 
-    def test_a_name_counts_from_the_category_that_is_asked(self, tree):
+    def test_a_name_is_relative_to_its_category(self, tree):
         with pytest.raises(ValueError, match="for 'branches.length': 'branches' is not a valid attribute"):
             tree.branches.get_attribute_metadata("branches.length")
 
-    def test_what_the_innermost_category_has_is_told(self, tree):
+    def test_the_names_of_the_innermost_category_are_listed(self, tree):
         with pytest.raises(ValueError, match=r"for 'branches.zzz': 'zzz' is not .* It has length, older, leaves\.$"):
             tree.get_attribute_metadata("branches.zzz")
 
-    def test_checks_values_too(self, tree):
+    def test_metadata_check_values(self, tree):
         found = tree.get_attribute_metadata("branches.length")
         assert found.check_type(3)
         with pytest.raises(TypeError, match="must be of type int"):
@@ -192,17 +192,17 @@ class TestMetadata:
 
 
 class TestDeprecation:
-    def test_setting_it_warns(self, tree, caplog):
+    def test_setting_a_deprecated_attribute_warns(self, tree, caplog):
         tree.branches.older = 3
         assert caplog.messages == ["branches.older has been deprecated: use length."]
 
-    def test_nothing_else_does(self, tree, caplog):
+    def test_setting_other_attributes_does_not_warn(self, tree, caplog):
         tree.branches.length = 3
         assert caplog.messages == []
 
 
 class TestDictionaries:
-    def test_have_full_names_and_numbers_for_enums(self, tree):
+    def test_dictionaries_have_full_names_and_numbers_for_enums(self, tree):
         tree.branches.leaves.colour = Colour.BLUE
         found = tree.to_dict()
         assert list(found) == [
@@ -212,14 +212,14 @@ class TestDictionaries:
         ]
         assert found["branches.leaves.colour"] == 7
 
-    def test_are_copies(self, tree):
+    def test_dictionaries_are_copies(self, tree):
         tree.to_dict()["names"]["de"] = "Baum"
         assert tree.names == {}
         tree.from_dict({**tree.to_dict(), "height": (ring := [1])})
         ring.append(2)
         assert tree.height == [1]
 
-    def test_bring_everything_back(self, tree, caplog):
+    def test_dictionaries_restore_all_values(self, tree, caplog):
         tree.height, tree.branches.leaves.colour, tree.branches.leaves.mixed = [2, 3], Colour.BLUE, Colour.RED
         again = Tree()
         again.from_dict(tree.to_dict())
@@ -234,7 +234,7 @@ class TestDictionaries:
         other.roots.leaves.from_dict({"roots.leaves.colour": 7, "roots.leaves.mixed": False})
         assert (other.branches.length, other.roots.length, other.roots.leaves.colour) == (9, 1, Colour.BLUE)
 
-    def test_what_is_missing_stays_with_a_warning(self, tree, caplog):
+    def test_a_missing_value_stays_with_a_warning(self, tree, caplog):
         tree.branches.length = 9
         tree.from_dict({name: value for name, value in Tree().to_dict().items() if name != "branches.length"})
         assert tree.branches.length == 9
@@ -244,32 +244,36 @@ class TestDictionaries:
         ("change", "error", "words"),
         [
             ({"branches.length": "9"}, TypeError, "Trying to set branches.length to '9'"),
-            ({"branches.leaves.colour": 3}, ValueError, r"branches.leaves.colour is 3; it is one of 0 \(RED\), 7 \(BL"),
+            (
+                {"branches.leaves.colour": 3},
+                ValueError,
+                r"leaves.colour is 3; it must be one of 0 \(RED\), 7 \(BL",
+            ),
             ({"branches.lengt_h": 3}, ValueError, "'branches.lengt_h' is not .* Did you mean 'branches.length'"),
         ],
     )
-    def test_where_one_value_is_refused_none_is_set(self, tree, change, error, words):
+    def test_one_refused_value_leaves_all_values_unset(self, tree, change, error, words):
         with pytest.raises(error, match=words):
             tree.from_dict({**tree.to_dict(), "height": 8, **change})
         assert tree == Tree()
 
-    def test_as_json(self, tree):
+    def test_a_tree_is_written_as_json(self, tree):
         tree.height = "high"
         assert json.loads(tree.to_json())["height"] == "high"
 
     @pytest.mark.parametrize("text", ["[1]", "{", "3"])
-    def test_what_is_no_object_of_json_is_refused(self, tree, text):
+    def test_text_that_is_no_json_object_is_refused(self, tree, text):
         with pytest.raises(ValueError, match="JSON of a configuration is|Expecting"):
             tree.from_json(text)
 
 
-def test_as_text_it_has_a_line_for_each_attribute(tree):
+def test_the_text_of_a_tree_has_a_line_for_each_attribute(tree):
     assert str(tree.roots.leaves) == "roots.leaves.colour = Colour.RED\nroots.leaves.mixed = False"
     assert repr(tree.roots.leaves) == "roots.leaves:\n  roots.leaves.colour = Colour.RED\n  roots.leaves.mixed = False"
     assert repr(tree).startswith("Tree:\n  height = 1\n")
 
 
-def test_dir_lists_what_is_there(tree):
+def test_dir_lists_the_attributes(tree):
     assert {"length", "older", "leaves"} <= set(dir(tree.branches))
     assert "colour" not in dir(tree.branches)
 

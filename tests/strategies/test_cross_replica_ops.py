@@ -1,6 +1,6 @@
-"""Collectives between replicas in one process: the original's rows X, gradients and errors.
+"""Collectives between replicas in one process: the original's tests, gradients and errors.
 
-Over several instances: tests/jobs/test_promises.py.
+tests/jobs/test_promises.py covers several instances.
 """
 
 import jax
@@ -16,43 +16,43 @@ ROWS = np.float32([[0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]])
 
 
 def on_replicas(replicas, function, values):
-    """`function(value)` on each replica; the results in replica order."""
+    """Return the results of `function(value)` on each replica, in replica order."""
     strategy = strategies.IPUStrategy(replicas)
     return list(strategy.run(function, args=(strategy.per_replica(lambda r: values[r]),)))
 
 
-def test_x01_x03_x04_x08_x10_x12_sums():
+def test_sums_match_the_original():
     def program(_):
         variable = jnp.float32(10)
         inner = ops.cross_replica_sum([jnp.float32(1) * 2, jnp.int32(1) * 2 + 1])
         sliced = jax.lax.dynamic_slice(jnp.float32([2, 4]), (ops.replication_index(),), (1,))
         return {
-            "X-01": ops.cross_replica_sum(jnp.float32(1) + 1),
-            "X-03": inner,
-            "X-04": ops.cross_replica_sum(variable + variable),
-            "X-08": ops.cross_replica_sum(variable * ops.cross_replica_sum(inner[0] + inner[1] + 2)),
-            "X-10": ops.cross_replica_sum(sliced),
+            "a constant": ops.cross_replica_sum(jnp.float32(1) + 1),
+            "a list": inner,
+            "a variable": ops.cross_replica_sum(variable + variable),
+            "nested sums": ops.cross_replica_sum(variable * ops.cross_replica_sum(inner[0] + inner[1] + 2)),
+            "a slice": ops.cross_replica_sum(sliced),
         }
 
     for result in on_replicas(2, program, [0, 0]):
         assert jax.tree.map(lambda x: x.tolist(), result) == {
-            "X-01": 4,
-            "X-03": [4, 6],
-            "X-04": 40,
-            "X-08": 480,
-            "X-10": [6],
+            "a constant": 4,
+            "a list": [4, 6],
+            "a variable": 40,
+            "nested sums": 480,
+            "a slice": [6],
         }
-    assert on_replicas(1, ops.cross_replica_sum, [np.float32(3)]) == [3]  # X-12
+    assert on_replicas(1, ops.cross_replica_sum, [np.float32(3)]) == [3]
 
 
-def test_x02_a_loss_and_its_gradient():
+def test_a_summed_loss_has_a_summed_gradient():
     def program(b):
         return jax.value_and_grad(lambda b: ops.cross_replica_sum(1 + b))(b)
 
     assert on_replicas(2, program, [3.0, 3.0]) == [(8, 2)] * 2
 
 
-def test_x11_normalised_by_the_number_of_replicas():
+def test_normalisation_divides_by_the_number_of_replicas():
     for half, one_and_a_half in on_replicas(
         2, lambda x: (ops.replication_normalise(x), x + ops.replication_normalise(x)), np.ones((2, 3), np.float32)
     ):
@@ -61,7 +61,7 @@ def test_x11_normalised_by_the_number_of_replicas():
         on_replicas(2, ops.replication_normalise, [1, 2])
 
 
-def test_x13_x14_means_do_not_overflow():
+def test_means_do_not_overflow():
     rows = np.arange(16, dtype=np.float32).reshape(4, 4)
     largest = np.float16(65504)
     for mean, of_largest in on_replicas(
@@ -72,7 +72,7 @@ def test_x13_x14_means_do_not_overflow():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_x15_groups_are_kept_apart(size):
+def test_groups_are_kept_apart(size):
     def program(x):
         return ops.cross_replica_sum(x, size), ops.all_gather(x, size), ops.reduce_scatter(x, size)
 
@@ -83,7 +83,7 @@ def test_x15_groups_are_kept_apart(size):
         assert part.tolist() == np.split(group.sum(axis=0), size)[replica % size].tolist()
 
 
-def test_x16_groups_that_do_not_divide_the_replicas_are_refused():
+def test_groups_that_do_not_divide_the_replicas_are_refused():
     words = (
         r"The replica group size \(got 3\) does not evenly divide the total number of replicas \(got 4\); use one of"
     )
@@ -96,7 +96,7 @@ def test_x16_groups_that_do_not_divide_the_replicas_are_refused():
         on_replicas(4, lambda x: ops.all_to_all(x, 0, "1"), ROWS)
 
 
-def test_dtypes_that_instances_cannot_exchange_are_refused_by_one_too():
+def test_one_instance_refuses_dtypes_that_instances_cannot_exchange():
     for replicas in (1, 2):
         for size in (None, 1):
             with pytest.raises(TypeError, match="replicas cannot reduce bool"):
@@ -107,7 +107,7 @@ def test_dtypes_that_instances_cannot_exchange_are_refused_by_one_too():
             on_replicas(replicas, ops.all_gather, [np.ones(2, np.complex64)] * replicas)
 
 
-def test_x18_x21_gathered_values_are_stacked_in_lists_too():
+def test_gathered_values_in_lists_are_stacked():
     values = [[np.full((2, 4), r, np.float16), np.arange(3, dtype=np.int32) * r] for r in range(8)]
     for halves, integers in on_replicas(8, ops.all_gather, values):
         assert (halves.shape, halves.dtype, integers.dtype) == ((8, 2, 4), np.float16, np.int32)
@@ -115,7 +115,7 @@ def test_x18_x21_gathered_values_are_stacked_in_lists_too():
         assert integers.tolist() == [value[1].tolist() for value in values]
 
 
-def test_x19_serialised_updates_summed_and_normalised():
+def test_serialised_updates_are_summed_and_normalised():
     def program(_):
         indices = jnp.arange(16) % 12
         table = jnp.zeros((12, 4)).at[indices].add(2.0)
@@ -126,7 +126,7 @@ def test_x19_serialised_updates_summed_and_normalised():
 
 
 @pytest.mark.parametrize("op", ["ADD", "MEAN"])
-def test_x22_x23_parts_are_padded_with_zeros(op):
+def test_parts_are_padded_with_zeros(op):
     values = [(i * np.arange(i)).astype(np.float32) for i in range(1, 6)]
     scale = 4 if op == "ADD" else 1
     parts = on_replicas(4, lambda x: ops.reduce_scatter(x, op=f"COLLECTIVE_OP_{op}"), [values] * 4)
@@ -161,7 +161,7 @@ def test_every_operation_of_reduce_scatter():
 
 
 @pytest.mark.parametrize("is_orthogonal", [False, True])
-def test_x24_groups_of_eight_replicas(is_orthogonal):
+def test_eight_replicas_gather_in_adjacent_and_orthogonal_groups(is_orthogonal):
     first = (0, 2, 4, 6) if is_orthogonal else (0, 1, 2, 3)
     groups = ReplicaGroups(4, is_orthogonal)
     assert groups.members(8)[0] == first
@@ -173,13 +173,13 @@ def test_x24_groups_of_eight_replicas(is_orthogonal):
 
 
 @pytest.mark.parametrize("groups", [[], [[]], [[0, 1], [2]], [[0, 3], [1, 2]], [[1, 0], [3, 2]]])
-def test_x24_irregular_groups_are_refused(groups):
+def test_irregular_groups_are_refused(groups):
     with pytest.raises(ValueError, match="are irregular or empty"):
         ReplicaGroups.of(groups)
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_x25_branches_on_what_is_equal(replicas):
+def test_replicas_branch_on_equal_values(replicas):
     def program(x):
         total = ops.assume_equal_across_replicas(ops.cross_replica_sum(x))
         return jax.lax.cond(total > 1, lambda: ops.cross_replica_sum(total), lambda: total)
@@ -187,7 +187,7 @@ def test_x25_branches_on_what_is_equal(replicas):
     assert on_replicas(replicas, program, [1.0] * replicas) == [replicas**2] * replicas
 
 
-def test_all_to_all_exchanges_blocks_and_its_gradient_takes_them_back():
+def test_all_to_all_exchanges_blocks_and_its_gradient_returns_them():
     values = np.arange(2 * 4 * 6, dtype=np.float32).reshape(2, 4, 6)
 
     def program(x):
@@ -207,8 +207,8 @@ def test_all_to_all_exchanges_blocks_and_its_gradient_takes_them_back():
         on_replicas(4, lambda x: ops.all_to_all(x, 0, 2), np.zeros((4, 4, 6), np.float32))
 
 
-def test_gradients_are_those_of_the_sum_of_all_replicas_losses():
-    """Each function is linear: its gradient is compared with the transposed matrix, all replicas taken together."""
+def test_gradients_belong_to_the_sum_of_the_losses_of_all_replicas():
+    """Each function is linear: its gradient is compared with the transposed matrix of all replicas."""
     linear = {
         "sum": ops.cross_replica_sum,
         "mean": ops.cross_replica_mean,
@@ -241,12 +241,12 @@ def test_gradients_are_those_of_the_sum_of_all_replicas_losses():
         on_replicas(4, jax.grad(lambda x: ops.reduce_scatter(x, op="MAX").sum()), ROWS)
 
 
-def test_there_is_nothing_to_reduce_outside_of_replicas():
+def test_reducing_outside_of_replicas_is_refused():
     with pytest.raises(RuntimeError, match="no replica runs here"):
         ops.cross_replica_sum(1.0)
 
 
-# ---- how replicas are divided into groups
+# ---- division of replicas into groups
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint are taken for damaged; this needs no orbax."""
+"""Damaged files of a checkpoint, without orbax."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from strategies.checkpoints.sealed_folders import SUMS, TRAINING, fault_of
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder with files like those of a checkpoint, and their digests."""
+    """Provide a folder with files like those of a checkpoint, and their digests."""
     contents = {f"{STATE}/d/0": bytes(range(256)) * 9, f"{STATE}/empty": b"", TRAINING: b'{"step": 3}\n'}
     lines = []
     for name, content in contents.items():
@@ -23,7 +23,7 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-def test_one_whose_files_are_those_that_were_written_is_whole(checkpoint):
+def test_a_checkpoint_with_unchanged_files_is_intact(checkpoint):
     assert fault_of(checkpoint) == ""
 
 
@@ -50,7 +50,7 @@ def test_a_file_that_is_missing_is_named(checkpoint, name):
     assert fault_of(checkpoint) == f"{name} cannot be read: No such file or directory"
 
 
-def test_digests_that_are_cut_off_or_missing_are_a_fault_too(checkpoint):
+def test_truncated_or_missing_digests_are_a_fault(checkpoint):
     lines = (checkpoint / SUMS).read_text().splitlines(keepends=True)
     (checkpoint / SUMS).write_text("".join(lines[:-1]))
     assert fault_of(checkpoint) == f"{SUMS} is cut off"
@@ -73,13 +73,13 @@ def test_a_pipe_in_the_place_of_the_digests_is_not_waited_for(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["pipe", f"{STATE}/d/pipe"])
-def test_a_pipe_that_nobody_has_written_is_named(checkpoint, name):
-    """orbax opens what it finds."""
+def test_an_unexpected_pipe_is_named(checkpoint, name):
+    """orbax opens every file that it finds."""
     os.mkfifo(checkpoint / name)
     assert fault_of(checkpoint) == f"{name} is neither a file nor a folder"
 
 
-def test_so_is_a_socket(checkpoint, monkeypatch):
+def test_a_socket_in_the_place_of_a_file_is_named(checkpoint, monkeypatch):
     monkeypatch.chdir(checkpoint)
     with socket.socket(socket.AF_UNIX) as one:
         one.bind("socket")
@@ -87,8 +87,8 @@ def test_so_is_a_socket(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../outside", "/{}/outside", "state/../../outside", "state/link", "pipe", "a\0b", ""])
-def test_digests_of_what_is_no_file_of_the_checkpoint_are_a_fault(tmp_path, checkpoint, name):
-    """Whatever it is, it is not opened: reading a pipe would never end."""
+def test_digests_of_files_outside_the_checkpoint_are_a_fault(tmp_path, checkpoint, name):
+    """Such files are not opened: reading a pipe would never end."""
     (tmp_path.parent / "outside").write_bytes(b"")
     (checkpoint / STATE / "link").symlink_to(tmp_path.parent / "outside")
     os.mkfifo(checkpoint / "pipe")
@@ -98,6 +98,6 @@ def test_digests_of_what_is_no_file_of_the_checkpoint_are_a_fault(tmp_path, chec
     assert fault_of(checkpoint) == f"{SUMS} names {name!r}, which is not a file of the checkpoint"
 
 
-def test_a_checkpoint_may_lie_behind_a_link(tmp_path, checkpoint):
+def test_a_checkpoint_can_lie_behind_a_link(tmp_path, checkpoint):
     (tmp_path.parent / "link to it").symlink_to(checkpoint)
     assert fault_of(tmp_path.parent / "link to it") == ""

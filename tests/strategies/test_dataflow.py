@@ -1,4 +1,4 @@
-"""Whether a traced function looks at one element at a time."""
+"""Analysis of traced functions that compute each element by itself."""
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,11 @@ def test_functions_of_single_elements_are_recognised(function):
         (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "which depends on the places of elements"),
     ],
 )
-def test_what_looks_across_elements_is_named_also_inside_of_loops_and_calls(function, found):
+def test_operations_across_elements_are_named_even_inside_loops_and_calls(function, found):
     assert found.split(" of ")[0] in first(function) or found in first(function)
 
 
-def test_scalars_may_be_combined():
+def test_scalars_can_be_combined():
     assert first(lambda x, s: x * (s + 1), X, jnp.float32(2)) is None
 
 

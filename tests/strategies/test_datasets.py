@@ -1,4 +1,4 @@
-"""What each replica reads: the same rows on any number of instances."""
+"""Data sets of replicas: the same rows on any number of instances."""
 
 import logging
 
@@ -14,7 +14,7 @@ TOTAL = 8
 
 
 def instances(total, count):
-    """The blocks of replicas that `count` instances drive."""
+    """Return the blocks of replicas that `count` instances drive."""
     local = total // count
     return [range(i * local, (i + 1) * local) for i in range(count)]
 
@@ -26,7 +26,7 @@ def read(source, *, total=TOTAL, local=None, epochs=1, batch_size=3, **options):
 
 
 def per_replica(batches, local, batch_size=3):
-    """{replica: its elements in order}."""
+    """Return the elements of each replica in order, by replica."""
     return {
         r: [int(x) for batch in batches for x in batch[j * batch_size : (j + 1) * batch_size]]
         for j, r in enumerate(local)
@@ -34,7 +34,7 @@ def per_replica(batches, local, batch_size=3):
 
 
 class Shards:
-    """Elements r, r + n, ... for shard r of n; without lengths unless `sized`."""
+    """A source whose shard r of n has elements r, r + n, ...; lengths exist only if `sized`."""
 
     def __init__(self, elements, sized=False):
         self.elements = elements
@@ -95,7 +95,7 @@ def test_every_element_is_read_at_most_once_per_epoch(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_padding_reads_every_element_exactly_once_where_the_mask_is_true(kind):
+def test_padding_reads_every_unmasked_element_exactly_once(kind):
     batches = read(KINDS[kind](77), remainder="pad")
     assert all(isinstance(batch, Masked) and batch.mask.dtype == bool for batch in batches)
     assert {batch.values.shape for batch in batches} == {batch.mask.shape for batch in batches} == {(24,)}
@@ -139,7 +139,7 @@ def test_leaves_of_a_pytree_stay_together():
         np.testing.assert_array_equal(batch["x"][:, 1:], batch["more"][1])
 
 
-def test_elements_may_be_pytrees():
+def test_elements_can_be_pytrees():
     elements = [{"image": np.full((2, 2), k), "label": k} for k in range(8)]
     (first, _) = read(elements, total=2, batch_size=2)
     assert first["image"].shape == (4, 2, 2)
@@ -177,7 +177,7 @@ def test_steps_of_shards_follow_from_the_shortest_and_when_padding_from_the_long
     assert [len(read(Uneven(), total=3, local=range(r, r + 1), remainder="pad")) for r in range(3)] == [4] * 3
 
 
-def test_lengths_of_shards_follow_from_the_source_where_only_that_has_one():
+def test_lengths_of_shards_follow_from_the_source_if_shards_have_none():
     class Sized(Shards):
         def __len__(self):
             return len(self.elements)
@@ -245,7 +245,7 @@ def test_a_position_is_at_the_next_epoch_once_the_loop_has_ended():
     assert (dataset.position().epoch, dataset.position().step) == (8, 0)
 
 
-def test_only_the_restored_epoch_begins_late_and_only_once():
+def test_a_restored_epoch_begins_late_only_once():
     dataset = DistributedDataset(np.arange(40), batch_size=4, total_replicas=1, local_replicas=range(1))
     next(dataset.epoch(1))
     dataset.restore(dataset.position())
@@ -368,7 +368,7 @@ def test_positions_depend_on_what_a_step_takes_and_not_on_its_division_into_micr
         distributed(3, 3).restore(written.position())
 
 
-def test_messages_tell_the_accumulation():
+def test_messages_mention_the_accumulation():
     words = r"global batch takes 24 elements \(batch_size 3 x 2 accumulated on each of 4 .* batch_size of at most 2"
     with pytest.raises(ValueError, match=words):
         read(np.arange(23), total=4, gradient_accumulation_count=2)

@@ -1,4 +1,4 @@
-"""What reaches a replica of what `strategy.run` is given: its rows of a batch, or the whole."""
+"""Arguments of `strategy.run` on each replica: its rows of a batch, or the whole value."""
 
 import gc
 import weakref
@@ -35,15 +35,15 @@ def rows_of(results):
 
 
 def expected(step=0):
-    """The numbers of the rows of each replica."""
+    """Return the numbers of the rows of each replica."""
     return np.arange(step * R * SIZE, (step + 1) * R * SIZE).reshape(R, SIZE).tolist()
 
 
 class TestBatches:
-    """Each replica gets its rows of the batches of a distributed data set, in whatever they are put."""
+    """Batches of a distributed data set: each replica gets its rows, wherever the batch is nested."""
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
-    def test_are_dealt_out_on_any_number_of_instances(self, on_instances, instances):
+    def test_batches_are_dealt_out_on_any_number_of_instances(self, on_instances, instances):
         def on_one(strategy):
             counted, steps = 0, []
             for batch in distribute(strategy).epoch(0):
@@ -67,21 +67,21 @@ class TestBatches:
         ],
         ids=["with another value", "one array", "in another tree", "beside a shared array"],
     )
-    def test_may_be_taken_apart_and_put_into_others(self, strategy, give, take):
+    def test_parts_of_batches_are_dealt_out_in_any_structure(self, strategy, give, take):
         assert rows_of(strategy.run(take, args=give(first_batch(strategy)))) == expected()
 
-    def test_may_be_given_by_name(self, strategy):
+    def test_batches_are_dealt_out_as_keyword_arguments(self, strategy):
         results = strategy.run(
             lambda *, batch, scale: batch["y"] * scale, kwargs={"batch": first_batch(strategy), "scale": np.int32(1)}
         )
         assert rows_of(results) == expected()
 
-    def test_are_dealt_out_beside_values_per_replica(self, strategy):
+    def test_batches_are_dealt_out_beside_values_per_replica(self, strategy):
         batch = first_batch(strategy)
         results = strategy.run(lambda tree: tree[0]["y"] - tree[1], args=((batch, strategy.per_replica(np.int32)),))
         assert rows_of(results) == (np.array(expected()) - np.arange(R)[:, None]).tolist()
 
-    def test_that_are_padded_come_with_the_replicas_own_masks(self, strategy):
+    def test_padded_batches_come_with_masks_of_each_replica(self, strategy):
         source = {name: rows[: R * SIZE - 4] for name, rows in ROWS.items()}
         batch = first_batch(strategy, source=source, remainder="pad")
         results = strategy.run(lambda batch: batch, args=(batch,))
@@ -89,38 +89,38 @@ class TestBatches:
         assert rows_of(result.mask for result in results) == [[True] * 3, [True] * 3, [True, True, False], [False] * 3]
         assert np.asarray(results[1].values["y"]).tolist() == [3, 4, 5]
 
-    def test_have_the_micro_batches_of_each_replica(self, strategy):
+    def test_batches_have_the_micro_batches_of_each_replica(self, strategy):
         batch = first_batch(strategy, gradient_accumulation_count=2)
         results = strategy.run(lambda y: y, args=(batch["y"],))
         assert rows_of(results) == np.arange(2 * R * SIZE).reshape(R, 2 * SIZE).tolist()
 
-    def test_of_more_replicas_than_devices_are_dealt_out(self):
+    def test_batches_of_more_replicas_than_devices_are_dealt_out(self):
         strategy = strategies.IPUStrategy(12)
         dataset = strategy.distribute_dataset(np.arange(24, dtype=np.int32), batch_size=2, shuffle=False)
         results = strategy.run(lambda x: x, args=(next(dataset.epoch(0)),))
         assert rows_of(results) == [[2 * r, 2 * r + 1] for r in range(12)]
 
-    def test_stay_what_they_are_elsewhere(self, strategy):
+    def test_batches_stay_unchanged_outside_of_run(self, strategy):
         batch = first_batch(strategy)
         assert type(batch) is dict
         assert isinstance(batch["x"], jax.Array)
         assert (batch["x"] * 2).shape == (R * SIZE, 2)
 
     @pytest.mark.parametrize("instances", [1, 2])
-    def test_are_reduced_replica_by_replica(self, on_instances, instances):
+    def test_batches_are_reduced_replica_by_replica(self, on_instances, instances):
         found = on_instances(instances, R, lambda strategy: strategy.reduce("sum", first_batch(strategy)["y"]).tolist())
         assert found == [np.sum(expected(), axis=0).tolist()] * instances
 
-    def test_are_assigned_to_the_replicas_values_of_a_variable(self, strategy):
+    def test_batches_are_assigned_to_per_replica_values_of_a_variable(self, strategy):
         variable = strategy.variable(np.zeros(SIZE, np.int32), "on_read", "sum")
         variable.assign(first_batch(strategy)["y"])
         assert rows_of(variable.values) == expected()
 
 
 class TestOtherArrays:
-    """Nobody can tell whether an array that is as long as a batch is computed from one."""
+    """Arrays as long as a batch, which may or may not be computed from one."""
 
-    def test_as_long_as_a_batch_are_refused_with_two_ways_out(self, strategy):
+    def test_arrays_as_long_as_a_batch_are_refused_with_two_ways_out(self, strategy):
         batch = first_batch(strategy)
         twice = batch["x"] * 2
         message = r"shape \[12, 2\] is as long as a batch for the 4 replicas .*strategy.dealt.*strategy.shared"
@@ -134,19 +134,19 @@ class TestOtherArrays:
         assert [part.shape for part in strategy.run(lambda x: x, args=(strategy.dealt(twice),))] == [(SIZE, 2)] * R
         assert [part.shape for part in strategy.run(lambda x: x, args=(strategy.shared(twice),))] == [(12, 2)] * R
 
-    def test_are_refused_also_when_the_data_set_is_gone(self, strategy):
+    def test_arrays_as_long_as_a_batch_are_refused_after_the_data_set_is_gone(self, strategy):
         twice = first_batch(strategy)["y"] * 2
         gc.collect()
         with pytest.raises(ValueError, match="as long as a batch"):
             strategy.run(lambda x: x, args=(twice,))
 
     @pytest.mark.parametrize("length", [0, 1, SIZE, R * SIZE - 1, 2 * R * SIZE])
-    def test_of_other_lengths_go_whole_to_every_replica(self, strategy, length):
+    def test_arrays_of_other_lengths_go_whole_to_every_replica(self, strategy, length):
         first_batch(strategy)
         results = strategy.run(lambda x, n: x * n, args=(np.ones(length, np.float32), 2.0))
         assert [result.shape for result in results] == [(length,)] * R
 
-    def test_are_told_apart_where_there_is_nothing_to_deal_out(self, on_instances):
+    def test_one_replica_per_instance_gets_arrays_whole(self, on_instances):
         def on_one(strategy):
             own = first_batch(strategy)["y"] + 1
             return rows_of(strategy.run(lambda y: y - 1, args=(own,)))
@@ -154,7 +154,7 @@ class TestOtherArrays:
         assert sum(on_instances(R, R, on_one), []) == expected()
 
     @pytest.mark.parametrize("on_host", [False, True])
-    def test_of_mirrored_variables_are_known(self, on_instances, on_host):
+    def test_arrays_of_mirrored_variables_go_whole_to_every_replica(self, on_instances, on_host):
         def on_one(strategy):
             variable = strategy.variable(np.ones(R * SIZE, np.float32))
             first_batch(strategy)
@@ -166,7 +166,7 @@ class TestOtherArrays:
         assert on_instances(1, R, on_one, variables_on_host=on_host) == [[[2.0] * 12] * R]
 
     @pytest.mark.complete
-    def test_of_a_trainers_state_are_known_as_long_as_it_is_there(self, strategy):
+    def test_arrays_of_a_trainers_state_are_known_while_the_state_lives(self, strategy):
         def loss_fn(variables, batch, key):
             return jnp.mean((batch["x"] @ jnp.ones(2) - variables["w"][batch["y"] % 12]) ** 2)
 
@@ -182,7 +182,7 @@ class TestOtherArrays:
         with pytest.raises(ValueError, match="as long as a batch"):
             strategy.run(lambda w: w, args=(left,))
 
-    def test_shared_and_dealt_may_stand_in_trees(self, strategy):
+    def test_shared_and_dealt_work_inside_trees(self, strategy):
         batch = first_batch(strategy)
         tree = {"w": strategy.shared({"w": np.arange(12, dtype=np.int32)}), "y": strategy.dealt(batch["y"] + 0)}
         for rows, (whole, own) in zip(
@@ -190,15 +190,15 @@ class TestOtherArrays:
         ):
             assert (whole.tolist(), own.tolist()) == (list(range(12)), rows)
 
-    def test_that_cannot_be_divided_are_not_dealt(self, strategy):
+    def test_arrays_that_cannot_be_divided_are_not_dealt(self, strategy):
         with pytest.raises(ValueError, match=r"shape \[6\] for 4 local replicas; its first axis must be a multiple"):
             strategy.dealt(np.zeros(6))
 
 
-class TestOthersBatches:
-    """A batch is for those replicas to whom its data set was distributed."""
+class TestBatchesOfOthers:
+    """Batches used on replicas other than those of their data set."""
 
-    def test_of_another_strategy_are_refused(self, strategy):
+    def test_batches_of_another_strategy_are_refused(self, strategy):
         theirs = first_batch(strategies.IPUStrategy(2))
         message = "the batch is dealt out among 2 replicas, but is used on 4 replicas; use batches"
         for use in (
@@ -210,12 +210,12 @@ class TestOthersBatches:
             with pytest.raises(ValueError, match=message):
                 use()
 
-    def test_of_a_strategy_with_the_same_replicas_are_as_good(self, strategy):
+    def test_batches_of_a_strategy_with_the_same_replicas_are_accepted(self, strategy):
         theirs = first_batch(strategies.IPUStrategy(R))
         assert rows_of(strategy.run(lambda b: b["y"], args=(theirs,))) == expected()
 
-    def test_from_before_an_instance_was_lost_are_refused(self):
-        """Those that are left drive twice as many replicas, and batches of before have half of the rows."""
+    def test_batches_from_before_a_loss_are_refused(self):
+        """Survivors drive twice the replicas, so earlier batches have half of the rows."""
 
         def on_one(strategy):
             kept, own = first_batch(strategy), strategy.per_replica(float)
@@ -248,8 +248,8 @@ def test_values_of_several_replicas_are_no_array_to_broadcast(strategy):
     assert strategy.broadcast({"w": values[1]})["w"].tolist() == [1, 1]
 
 
-class TestWhatIsKnownOfArrays:
-    def test_does_not_keep_them(self, strategy):
+class TestReplicationOfArrays:
+    def test_replication_does_not_keep_arrays_alive(self, strategy):
         batch = first_batch(strategy)
         assert replication_of(batch["x"]).local == range(R)
         gone = weakref.ref(batch["x"])
@@ -257,7 +257,7 @@ class TestWhatIsKnownOfArrays:
         gc.collect()
         assert gone() is None
 
-    def test_is_nothing_of_most(self):
+    def test_replication_of_most_arrays_is_unknown(self):
         known = mirrored({"w": np.ones(3)})
         assert replication_of(known["w"]) is None
         assert replication_of(7) is None

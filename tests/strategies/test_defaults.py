@@ -1,4 +1,4 @@
-"""`Defaults`: a strategy takes those that it is given, and the configuration of the process is read in two places."""
+"""`Defaults`: a strategy uses the given ones, and the configuration of the process is read in two places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def configured() -> Iterator[None]:
-    """A configuration that contradicts the defaults of each strategy below."""
+    """Provide a configuration that contradicts the defaults of each strategy below."""
     config = IPUConfig()
     config.auto_select_ipus = 4
     config.floating_point_behaviour.inv = True
@@ -38,14 +38,14 @@ def reads_of_the_process(path: Path) -> list[str]:
 
 
 def test_the_configuration_of_the_process_is_read_in_two_places() -> None:
-    """By a strategy that is given no defaults, and where something is made without a strategy."""
+    """The places are a strategy without given defaults, and objects made without a strategy."""
     read = [place for path in sorted((ROOT / "strategies").rglob("*.py")) for place in reads_of_the_process(path)]
     assert read == ["strategies/defaults.py", "strategies/jax/replicas/membership.py"]
 
 
 @pytest.mark.usefixtures("configured")
 class TestGivenDefaults:
-    def test_come_before_the_configuration(self) -> None:
+    def test_given_defaults_win_over_the_configuration(self) -> None:
         assert strategies.IPUStrategy().num_replicas_in_sync == 4
         own = strategies.IPUStrategy(defaults=strategies.Defaults(select([6], [])))
         assert (own.num_replicas_in_sync, own.for_stages(2).num_replicas_in_sync) == (6, 3)
@@ -53,7 +53,7 @@ class TestGivenDefaults:
         assert strategies.IPUStrategy(defaults=strategies.Defaults()).num_replicas_in_sync == 1
 
     @pytest.mark.parametrize("checks", [True, False])
-    def test_are_those_of_trainers(self, checks: bool) -> None:
+    def test_given_defaults_reach_trainers(self, checks: bool) -> None:
         own = strategies.IPUStrategy(2, defaults=strategies.Defaults(checks_numerics=checks))
         trainer = strategies.Trainer(own, lambda variables, batch, key: (variables * batch).sum(), optax.sgd(0.1))
         state, batch = trainer.init(np.float32(1)), np.full((2, 1), np.inf, np.float32)
@@ -64,7 +64,7 @@ class TestGivenDefaults:
             trainer.step(state, batch)
 
     @pytest.mark.parametrize("checks", [True, False])
-    def test_are_those_of_trainers_of_pytorch(self, checks: bool) -> None:
+    def test_given_defaults_reach_trainers_of_pytorch(self, checks: bool) -> None:
         torch = pytest.importorskip("torch")
         own = strategies.IPUStrategy(2, defaults=strategies.Defaults(checks_numerics=checks))
         module = torch.nn.Linear(1, 1)
@@ -79,7 +79,7 @@ class TestGivenDefaults:
         else:
             trainer.step(batch)
 
-    def test_are_those_of_what_is_made_in_the_scope(self) -> None:
+    def test_given_defaults_reach_objects_made_in_the_scope(self) -> None:
         rows = np.ones((2, 1), np.float32)
         own = strategies.IPUStrategy(2, 2, defaults=strategies.Defaults(recomputes=True))
         with own.scope():
@@ -90,13 +90,13 @@ class TestGivenDefaults:
         assert strategies.InfeedQueue(rows).prefetch_depth == 1
         assert not strategies.Pipelining([0, 1]).recomputes
 
-    def test_keep_a_process_from_devices(self) -> None:
+    def test_given_defaults_keep_a_process_from_devices(self) -> None:
         with pytest.raises(strategies.DeviceError, match="is NEVER"):
             strategies.IPUStrategy(1, defaults=strategies.Defaults(attaches=False))
 
 
-def test_without_any_a_strategy_follows_the_configuration(strategy: strategies.Strategy) -> None:
-    """What is made for a strategy after a configuration does as that says, whenever the strategy was made."""
+def test_a_strategy_without_given_defaults_follows_the_configuration(strategy: strategies.Strategy) -> None:
+    """Objects made after a configuration follow it, whenever the strategy was made."""
     assert strategy.defaults == strategies.Defaults() == in_force()
     config = IPUConfig()
     config.floating_point_behaviour.inv = True

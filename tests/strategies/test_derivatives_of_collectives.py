@@ -1,7 +1,7 @@
-"""Derivatives of any order through collectives between replicas, however these are spread over instances.
+"""Derivatives of any order through collectives between replicas, for every spread over instances.
 
-What is compared with: the same functions of the values of all replicas, stacked, in plain JAX. A replica's gradient is
-that of the sum of what all replicas compute.
+The reference is the same function of the stacked values of all replicas in plain JAX. The gradient of a replica is that
+of the sum over all replicas.
 """
 
 import jax
@@ -60,7 +60,7 @@ TANGENTS = np.random.default_rng(1).uniform(-1, 1, (REPLICAS, 4, 2)).astype(np.f
 
 
 def derivatives(loss, x, tangent, names):
-    """What JAX makes of a scalar function, for one replica or for all of them, stacked; those of these names."""
+    """Return the named derivatives of a scalar function by JAX, for one replica or for all of them, stacked."""
 
     def penalty(y):
         return jnp.sum(jnp.sin(jax.grad(loss)(y)))
@@ -114,7 +114,7 @@ def stacked(reference, names):
 
 
 def on_all(on_instances, instances, program, values):
-    """What each replica got, in their order."""
+    """Return the results of each replica, in order."""
 
     def one(strategy):
         return list(strategy.run(program, args=(strategy.per_replica(lambda r: jax.tree.map(lambda x: x[r], values)),)))
@@ -125,9 +125,9 @@ def on_all(on_instances, instances, program, values):
 HALVES = ("first", "third", "jvp", "vmap", "hessian"), ("second", "jvp of the second", "linearize", "checkpoint")
 EVERY = HALVES[0] + HALVES[1]
 QUICK = {"mean across": 0, "gather": 1}
-"""Which half is taken of which: of one that adds, and of one that only moves."""
+"""The half of the derivatives for each kind: one kind adds, the other one only moves values."""
 WHOLLY = ("sum of pairs", "gather", "exchange", "scattered squares")
-"""Of what has a derivative of its own kind: one that adds, moves, exchanges, and is not linear."""
+"""Kinds with a derivative of their own: one adds, one moves, one exchanges, and one is not linear."""
 IN_PART = {
     "all_reduce sum": 0,
     "all_reduce mean": 1,
@@ -138,10 +138,10 @@ IN_PART = {
     "scattered mean": 1,
     "local": 0,
 }
-"""Which half is taken of those that are much like one of these: `sum` and `mean` together have both."""
+"""The half of the derivatives for kinds similar to those above: `sum` and `mean` together have both halves."""
 
 
-def test_all_kinds_are_among_them():
+def test_all_kinds_are_tested():
     assert {*WHOLLY, *IN_PART} == set(KINDS)
 
 
@@ -156,7 +156,7 @@ def test_all_kinds_are_among_them():
         ],
     ],
 )
-def test_they_are_those_of_the_sum_of_what_all_replicas_compute(on_instances, bits, kind, spreads, names):
+def test_derivatives_are_those_of_the_sum_over_all_replicas(on_instances, bits, kind, spreads, names):
     collective, reference = KINDS[kind]
     wanted = jax.jit(lambda: stacked(reference, names))()
     alone, *others = [
@@ -197,8 +197,8 @@ def test_a_gradient_penalty_over_a_synchronised_mean_trains_to_the_same_bits(on_
 
 
 @pytest.mark.complete
-def test_inside_of_loops_and_branches(on_instances, bits):
-    """Derivatives of a scan, of a branch, of both under vmap, and of a loop forward."""
+def test_derivatives_work_inside_loops_and_branches(on_instances, bits):
+    """Cases: a scan, a branch, both under vmap, and a loop in forward mode."""
 
     def looping(x):
         def body(carried, k):
@@ -241,8 +241,8 @@ def test_inside_of_loops_and_branches(on_instances, bits):
         assert [name for name in mine if bits(mine[name]) != bits(theirs[name])] == []
 
 
-def test_what_has_no_derivative_may_stand_beside_what_has(on_instances):
-    """Refused is what needs it, also in a derivative of a derivative."""
+def test_collectives_without_a_derivative_can_stand_beside_others(on_instances):
+    """Only a derivative that needs the other collective is refused, at any order."""
 
     def program(x):
         def loss(y):

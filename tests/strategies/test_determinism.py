@@ -1,4 +1,4 @@
-"""Deterministic operations on GPUs: the flag, what is kept, and the way out."""
+"""Deterministic operations on GPUs: the flag, settings that are kept, and the way out."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ def test_a_file_of_flags_is_read(tmp_path):
     assert setting == {"XLA_FLAGS": f"--xla_foo=1 --xla_bar=2 {FLAG}"}
 
 
-def test_it_is_set_before_jax_starts_and_xla_knows_it(in_new_process):
+def test_the_flag_is_set_before_jax_starts_and_known_to_xla(in_new_process):
     program = (
         "import os, jax\n"
         "from strategies.jax.programs.determinism import use_deterministic_operations\n"
@@ -58,12 +58,12 @@ for wanted in (False, True):
 """
 
 
-def test_a_strategy_on_gpus_asks_for_it_unless_the_program_does_not_want_it(in_new_process):
-    """Where there is no GPU JAX does not start; the flag has been set by then."""
+def test_a_strategy_on_gpus_sets_the_flag_unless_the_program_declines(in_new_process):
+    """Without a GPU JAX does not start, but the flag is set by then."""
     assert in_new_process(ON_GPUS, JAX_PLATFORMS="cuda").split() == ["None", FLAG]
 
 
-def test_jax_leaves_memory_to_others_unless_the_user_has_said_how_much_it_takes():
+def test_jax_does_not_preallocate_memory_by_default():
     assert shared_memory_setting({}) == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     assert shared_memory_setting({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}) == {}
     assert shared_memory_setting({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}) == {}
@@ -77,7 +77,7 @@ def caches_of_xla():
 
 
 @pytest.mark.usefixtures("caches_of_xla")
-def test_where_jax_has_started_without_it_that_is_said_once(caplog):
+def test_a_jax_that_started_without_the_flag_is_one_warning(caplog):
     determinism._warn_of_start.cache_clear()
     jax.device_put(1.0)
     environ = {"XLA_FLAGS": ""}
@@ -91,7 +91,7 @@ def test_where_jax_has_started_without_it_that_is_said_once(caplog):
 
 
 @pytest.mark.usefixtures("caches_of_xla")
-def test_a_user_who_names_it_is_not_warned(caplog):
+def test_a_user_who_names_the_flag_is_not_warned(caplog):
     determinism._warn_of_start.cache_clear()
     use_deterministic_operations({"XLA_FLAGS": f"{DETERMINISTIC}=false"})
     assert not caplog.records
@@ -102,7 +102,7 @@ def refuse(text):
         raise jax.errors.JaxRuntimeError(text)
 
 
-def test_the_way_out_stands_behind_xlas_error():
+def test_the_way_out_is_appended_to_the_error_of_xla():
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         refuse("HLO instruction %s does not have a deterministic implementation")
     assert caught.value.__notes__ == [WAY_OUT]
@@ -137,5 +137,5 @@ print(distributed.global_state.process_id, sum(path.name.endswith("-cache") for 
 """
 
 
-def test_each_instance_keeps_what_it_compiles_where_jax_would_let_the_first_one_write(tmp_path, in_new_process):
+def test_each_instance_caches_its_own_executables(tmp_path, in_new_process):
     assert in_new_process(KEEP, tmp_path).split() == ["1", "1"]

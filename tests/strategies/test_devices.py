@@ -1,4 +1,4 @@
-"""Where replicas run: on one device and a thread each, and what lies where."""
+"""Devices of replicas: one thread each on a device, and the memory of arrays."""
 
 import re
 import threading
@@ -28,14 +28,14 @@ def test_replicas_of_other_instances_do_not_change_the_devices():
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Stands for one of JAX's, which this machine need not have."""
+    """A stand-in for an accelerator of JAX, which this machine need not have."""
 
     number: int
     platform = "gpu"
 
 
 def rows_about_gpus():
-    """The rows of the table in gpus.md: instances, replicas of each, devices of each, and waves."""
+    """Yield the rows of the table in gpus.md: instances, replicas of each, devices of each, and waves."""
     page = page_text("gpus.md")
     for row in re.findall(r"^\| (\d+) \| (\d+) \| (.*) \| (\d+) \|$", page, flags=re.MULTILINE):
         devices = [[int(number) for number in cell.split(", ")] for cell in re.split(r" *\| *", row[2]) if cell]
@@ -43,14 +43,14 @@ def rows_about_gpus():
 
 
 @pytest.mark.parametrize(("instances", "local", "devices", "waves"), list(rows_about_gpus()))
-def test_accelerators_are_shared_out_as_the_page_on_gpus_says(instances, local, devices, waves, monkeypatch):
+def test_accelerators_are_shared_out_as_documented(instances, local, devices, waves, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
     found = [choose_grid(range(index * local, (index + 1) * local), index).first for index in range(instances)]
     assert [[device.number for device in each.devices] for each in found] == devices
     assert {each.waves for each in found} == {waves}
 
 
-def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
+def test_a_batch_is_whole_on_the_device_and_cut_without_a_copy():
     devices = choose_grid(range(3)).first
     placed = devices.place({"x": np.arange(6, dtype=np.float32), "y": np.ones((3, 2))})
     assert placed["x"].device == jax.local_devices()[0]
@@ -60,7 +60,7 @@ def test_a_batch_lies_whole_on_the_device_and_is_cut_without_a_copy():
     assert [part["y"].shape for part in parts] == [(1, 2)] * 3
 
 
-def test_the_only_replica_gets_the_batch_as_it_is():
+def test_a_single_replica_gets_the_batch_unchanged():
     batch = {"x": np.zeros(3)}
     assert choose_grid(range(1)).first.parts(batch) == [batch]
 
@@ -84,9 +84,9 @@ def test_zeros_are_memory_of_a_replica_alone():
 
 
 class TestThreads:
-    """Every replica has one."""
+    """Threads of replicas, one for each."""
 
-    def test_run_all_replicas_at_once_and_return_in_their_order(self):
+    def test_threads_run_all_replicas_concurrently_and_return_results_in_order(self):
         devices = choose_grid(range(4)).first
         all_here = threading.Barrier(4)
 
@@ -96,13 +96,13 @@ class TestThreads:
 
         assert devices.each(work) == [(position, True) for position in range(4)]
 
-    def test_are_not_needed_for_one_replica(self):
+    def test_one_replica_runs_in_the_main_thread(self):
         assert choose_grid(range(1)).first.each(lambda position: threading.current_thread()) == [
             threading.main_thread()
         ]
 
-    def test_are_those_of_the_devices_there_are(self):
-        """Replicas beyond that wait for their wave."""
+    def test_at_most_one_thread_per_device_runs_at_a_time(self):
+        """Further replicas wait for their wave."""
         devices = ReplicaDevices((jax.local_devices()[0],) * 2, range(6))
         assert (devices.width, devices.waves, devices.is_lockstep) == (2, 3, False)
         running, most = set(), []
@@ -116,7 +116,7 @@ class TestThreads:
         assert devices.each(work) == list(range(6))
         assert max(most) <= 2
 
-    def test_bring_back_the_error_of_the_first_replica_when_all_have_ended(self):
+    def test_threads_raise_the_error_of_the_first_replica_after_all_have_ended(self):
         devices = choose_grid(range(3)).first
         others_may_end, told, ended = threading.Event(), [], []
 
@@ -135,7 +135,7 @@ class TestThreads:
         assert len(told) == 1
         assert sorted(ended) == [0, 2]
 
-    def test_end_with_their_devices(self):
+    def test_threads_end_with_their_devices(self):
         devices = choose_grid(range(3)).first
         threads = devices.each(lambda position: threading.current_thread())
         del devices
@@ -179,7 +179,7 @@ compute()
 
 @pytest.mark.complete
 def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
-    """As with accelerators: several of JAX's devices, each with an executable of its own."""
+    """Several devices of JAX stand for accelerators, each with an executable of its own."""
     on_one, all_at_once, *on_four = in_new_process(ON_DEVICES, "one").splitlines()
     assert all_at_once == "[4.0, 4.0, 4.0, 4.0]"
     assert on_four == [on_one, all_at_once]
@@ -189,7 +189,7 @@ def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
     assert refusal.startswith("4 replicas have to wait for each other on 2 devices")
 
 
-def test_what_is_borrowed_is_seen_in_place_and_not_kept():
+def test_a_borrowed_array_is_viewed_in_place_and_not_kept_alive():
     array = jax.block_until_ready(jnp.arange(100.0) + 1)
     view = borrow(array)
     assert view.ctypes.data == array.unsafe_buffer_pointer()
@@ -200,7 +200,7 @@ def test_what_is_borrowed_is_seen_in_place_and_not_kept():
 
 
 @pytest.mark.parametrize("array", [jnp.ones(3, jnp.bfloat16), jnp.zeros((0, 3)), np.float32(2), jnp.array([True])])
-def test_other_arrays_are_borrowed_too(array):
+def test_other_arrays_can_be_borrowed(array):
     np.testing.assert_array_equal(borrow(array), np.asarray(array))
 
 

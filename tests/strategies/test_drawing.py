@@ -1,4 +1,4 @@
-"""Iterators among the arguments of a program: three runs give what the original gives, and not the first element."""
+"""Iterators among the arguments of a program: three runs give the original's elements, not the first one thrice."""
 
 import itertools
 
@@ -14,7 +14,7 @@ ELEMENTS = [np.float32(number) for number in range(24)]
 
 
 def two_of(iterator):
-    """As the original writes it."""
+    """Draw two elements, as the original writes it."""
     total = jnp.zeros(())
     for _ in range(2):
         total += next(iterator)
@@ -40,11 +40,11 @@ def elements_of(kind):
 
 @pytest.mark.parametrize("function", [two_of, in_a_loop])
 @pytest.mark.parametrize("kind", ["list", "generator", "infeed", "array"])
-def test_runs_go_on_where_the_last_one_was(kind, function):
+def test_a_run_continues_after_the_last_one(kind, function):
     assert three_runs(strategies.IPUStrategy(1), function, elements_of(kind)) == [[1], [5], [9]]
 
 
-def test_element_k_r_plus_r_is_what_replica_r_draws():
+def test_replica_r_draws_element_k_times_replicas_plus_r():
     runs = three_runs(strategies.IPUStrategy(2), two_of, iter(ELEMENTS))
     assert runs == [[0 + 2, 1 + 3], [4 + 6, 5 + 7], [8 + 10, 9 + 11]]
 
@@ -68,7 +68,7 @@ def test_a_distributed_data_set_gives_each_replica_its_part_epoch_after_epoch(on
     assert on_instances(2, 2, run) == [[[[0, 1]], [[4, 5]], [[0, 1]]], [[[2, 3]], [[6, 7]], [[2, 3]]]]
 
 
-def test_what_a_function_made_may_be_drawn_from(on_instances):
+def test_data_sets_from_a_function_can_be_drawn_from(on_instances):
     def run(strategy):
         own = ELEMENTS[strategy.instance_index :: strategy.num_instances]
         made = strategy.distribute_datasets_from_function(lambda context: own)
@@ -77,7 +77,7 @@ def test_what_a_function_made_may_be_drawn_from(on_instances):
     assert on_instances(2, 2, run) == [[[2], [10], [18]], [[4], [12], [20]]]
 
 
-def test_an_iterator_may_stand_anywhere_in_the_arguments():
+def test_an_iterator_can_stand_anywhere_in_the_arguments():
     def function(x, data):
         return x + next(data["train"])["a"]
 
@@ -109,7 +109,7 @@ def test_the_end_of_an_iterator_is_an_error_of_the_program():
         strategy.run(two_of, (iterator,))
 
 
-def test_an_infeed_of_a_closure_may_be_drawn_from():
+def test_an_infeed_of_a_closure_can_be_drawn_from():
     iterator = iter(InfeedQueue(ELEMENTS))
     strategy = strategies.IPUStrategy(1)
     assert [float(strategy.run(lambda: two_of(iterator)).values[0]) for _ in range(3)] == [1, 5, 9]
@@ -120,27 +120,26 @@ def test_a_loop_without_an_end_is_refused():
         strategies.IPUStrategy(1).run(lambda iterator: list(iterator), (iter(ELEMENTS),))
 
 
-def test_numbers_that_a_feed_does_not_take_are_refused():
+def test_dtypes_that_a_feed_does_not_take_are_refused():
     with pytest.raises(TypeError, match="Unsupported datatype int64"):
         strategies.IPUStrategy(1).run(two_of, (itertools.count(),))
 
 
-def test_s16_elements_are_not_for_python():
-    """S-16: next outside of a program."""
+def test_elements_are_not_for_python():
     strategy = strategies.IPUStrategy(1)
     for iterator in (iter(InfeedQueue(ELEMENTS)), iter(strategy.distribute_dataset(np.float32(ELEMENTS), 1))):
         with pytest.raises(RuntimeError, match="Accessing dataset elements"):
             next(iterator)
 
 
-def test_a_data_set_of_a_closure_is_to_be_an_argument():
+def test_a_data_set_in_a_closure_is_refused():
     strategy = strategies.IPUStrategy(1)
     iterator = iter(strategy.distribute_dataset(np.float32(ELEMENTS), 1))
     with pytest.raises(RuntimeError, match="pass the iterator among the arguments|pass it among"):
         strategy.run(lambda: next(iterator))
 
 
-def test_several_instances_have_to_say_whose_elements_these_are(on_instances):
+def test_several_instances_need_a_mode_for_their_elements(on_instances):
     def run(strategy):
         with pytest.raises(FeedError, match="choose with"):
             strategy.run(two_of, (iter(ELEMENTS),))
@@ -148,8 +147,8 @@ def test_several_instances_have_to_say_whose_elements_these_are(on_instances):
     on_instances(2, 2, run)
 
 
-def test_s17_the_sum_of_six_ones():
-    """S-17: equal elements, which no comparison tells from one that is drawn six times."""
+def test_six_equal_elements_are_drawn_six_times():
+    """Equal elements cannot be distinguished by value from one element used six times."""
     strategy = strategies.IPUStrategy(1)
     found = strategy.run(lambda one: sum(next(one) for _ in range(6)), (iter([np.float32(1)] * 6),))
     assert jax.tree.map(float, found.values) == (6.0,)

@@ -1,4 +1,4 @@
-"""The tree of errors, which says what a caller does next."""
+"""Tree of errors, grouped by the next action of the caller."""
 
 import re
 
@@ -28,5 +28,5 @@ def test_all_are_strategy_errors(name):
         (errors.EndOfDataError, errors.FeedError),
     ],
 )
-def test_programs_may_catch_them_as_pythons_own(error, base):
+def test_errors_can_be_caught_as_pythons_own(error, base):
     assert issubclass(error, base)

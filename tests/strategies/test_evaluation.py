@@ -1,4 +1,4 @@
-"""Evaluating and predicting over every row once, with the same bits on any number of instances."""
+"""Evaluation and prediction over every row once, with the same bits on any number of instances."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ DRAWN = {"w": np.float32([0.3, -1.7, 0.9])}
 
 
 def rows_of(length, integers=True):
-    """Rows of small integers, of whose squares float32 has every sum; or of any numbers."""
+    """Return rows of small integers, whose sums of squares are exact in float32, or of any numbers."""
     random = np.random.default_rng(length)
     x = random.integers(-3, 4, (length, 3)) if integers else random.standard_normal((length, 3))
     y = random.integers(-3, 4, length) if integers else random.standard_normal(length)
@@ -33,7 +33,7 @@ def rows_of(length, integers=True):
 
 
 class Records:
-    """Random access to rows."""
+    """A source with random access to rows."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -48,7 +48,7 @@ class Records:
 
 
 class Shards(Records):
-    """Shard i of n has rows i, i + n, ...; nobody knows how many before they end."""
+    """A source whose shard i of n has rows i, i + n, ...; the length is unknown until the end."""
 
     __len__ = None
 
@@ -67,7 +67,7 @@ KINDS = {
     "list": listed,
     "stream": lambda rows: Unsized(listed(rows)),
 }
-"""Sources that have their rows in one order."""
+"""Sources with a fixed order of rows."""
 
 
 def cut(rows, start, stop):
@@ -122,36 +122,36 @@ def bits_of(evaluation):
 class TestEveryRowCountsOnce:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("kind", KINDS)
-    def test_whatever_the_source_and_however_many_there_are(self, strategy, kind, length):
+    def test_every_source_and_length_counts_each_row_once(self, strategy, kind, length):
         rows = rows_of(length)
         found = evaluated(strategy, KINDS[kind](rows))
         assert dict(found) == expected_of(rows)
         assert found.rows == length
         assert list(found) == ["loss", "positive"]
 
-    def test_with_records_of_grain(self, strategy):
+    def test_records_of_grain_count_once(self, strategy):
         grain = pytest.importorskip("grain")
         rows = rows_of(5)
         assert dict(evaluated(strategy, grain.MapDataset.source(Records(rows)))) == expected_of(rows)
 
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_of_batches_of_which_the_last_is_short(self, strategy, length):
+    def test_a_short_last_batch_counts_each_row_once(self, strategy, length):
         rows = rows_of(length)
         trainer, state = trainer_of(strategy)
         batches = [cut(rows, start, start + 12) for start in range(0, length, 12)]
         assert dict(trainer.evaluate(state, batches)) == expected_of(rows)
 
-    def test_of_batches_of_a_data_set_that_is_gone_through_by_hand(self, strategy):
+    def test_batches_of_an_epoch_read_by_hand_count_each_row_once(self, strategy):
         rows = rows_of(5)
         trainer, state = trainer_of(strategy)
         assert dict(trainer.evaluate(state, distributed(strategy, rows).epoch(0))) == expected_of(rows)
 
-    def test_where_no_row_is_left_over_nothing_need_be_padded(self, strategy):
+    def test_a_data_set_without_a_remainder_needs_no_padding(self, strategy):
         rows = rows_of(24)
         trainer, state = trainer_of(strategy)
         assert dict(trainer.evaluate(state, strategy.distribute_dataset(rows, 3))) == expected_of(rows)
 
-    def test_the_rest_of_an_epoch_is_read_and_then_the_next_one(self, strategy):
+    def test_evaluation_reads_the_rest_of_an_epoch_and_then_the_next_one(self, strategy):
         rows = rows_of(30)
         trainer, state = trainer_of(strategy)
         dataset = distributed(strategy, rows)
@@ -163,17 +163,17 @@ class TestEveryRowCountsOnce:
         assert (dataset.position().epoch, dataset.position().step) == (1, 0)
         assert dict(trainer.evaluate(state, dataset)) == expected_of(rows)
 
-    def test_what_fills_a_batch_may_be_anything(self, strategy):
-        """The element that is repeated gives no number at all."""
+    def test_padding_elements_never_affect_the_result(self, strategy):
+        """The repeated element is NaN."""
         rows = {"x": np.float32([[np.nan, 0, 0]]), "y": np.float32([1])}
         source = PerReplica([Unsized(listed(one)) for one in (rows_of(4), rows_of(3), rows_of(2), rows_of(1))])
         found = evaluated(strategy, source)
         together = joined([rows_of(length) for length in (4, 3, 2, 1)])
         assert dict(found) == expected_of(together)
-        assert np.isnan(evaluated(strategy, rows)["loss"])  # where it counts it does so
+        assert np.isnan(evaluated(strategy, rows)["loss"])  # a NaN that counts shows
 
     def test_sums_are_as_good_as_float64(self, strategy):
-        """Float32 would have lost the fours beside 2**28."""
+        """Float32 would lose the fours beside 2**28."""
         x = np.ones((4001, 3), np.float32)
         rows = {"x": x, "y": np.zeros(4001, np.float32)}
         rows["x"][0] *= 8192
@@ -195,20 +195,20 @@ class TestTheBits:
         "kind",
         only(["stream"], KINDS),
     )
-    def test_are_the_same_on_any_number_of_instances(self, strategy, on_instances, kind):
+    def test_bits_are_the_same_on_any_number_of_instances(self, strategy, on_instances, kind):
         alone = self.found(strategy, KINDS[kind](self.ROWS))
         for instances in (2, 4):
             everywhere = on_instances(instances, REPLICAS, lambda one: self.found(one, KINDS[kind](self.ROWS)))
             assert everywhere == [alone] * instances
 
-    def test_are_the_same_for_shards_that_end_on_one_instance_first(self, strategy, on_instances):
+    def test_bits_are_the_same_for_shards_that_end_early_on_one_instance(self, strategy, on_instances):
         rows = rows_of(31, integers=False)
         alone = self.found(strategy, Shards(rows))
         assert on_instances(4, REPLICAS, lambda one: self.found(one, Shards(rows))) == [alone] * 4
 
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_of_batches_are_the_same_too(self, strategy, on_instances, length):
-        """An instance has its part of every batch, of which there may be nothing in the last one."""
+    def test_bits_are_the_same_for_given_batches(self, strategy, on_instances, length):
+        """Each instance has its part of every batch; the last part may be empty."""
         rows = rows_of(length, integers=False)
 
         def found(strategy):
@@ -226,8 +226,8 @@ class TestTheBits:
 
         assert on_instances(2, REPLICAS, found) == [found(strategy)] * 2
 
-    def test_do_not_depend_on_what_else_is_computed_meanwhile(self, strategy):
-        """Three batches are begun at once, and the order of the sums is that of the data."""
+    def test_bits_do_not_depend_on_concurrent_batches(self, strategy):
+        """Three batches run concurrently, and sums follow the order of the data."""
         trainer, state = trainer_of(strategy, variables=DRAWN)
         once, again = (trainer.evaluate(state, distributed(strategy, self.ROWS, 1)) for _ in range(2))
         assert bits_of(once) == bits_of(again)
@@ -236,7 +236,7 @@ class TestTheBits:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Largest:
-    """The largest score of the rows, and how often it was merged."""
+    """The largest score of the rows, with the number of merged parts."""
 
     score: jax.Array
     parts: jax.Array
@@ -253,17 +253,17 @@ def metrics_fn(variables, batch, mask, key):
 
 class TestMetricsOfBatches:
     @pytest.mark.parametrize("length", LENGTHS)
-    def test_are_merged_from_sums_and_counts(self, strategy, length):
+    def test_metrics_are_merged_from_sums_and_counts(self, strategy, length):
         rows = rows_of(length)
         assert evaluated(strategy, rows, metrics_fn=metrics_fn)["loss"] == expected_of(rows)["loss"]
 
-    def test_may_be_any_object_that_merges(self, strategy):
+    def test_metrics_can_be_any_object_that_merges(self, strategy):
         rows = rows_of(63)
         largest = evaluated(strategy, rows, metrics_fn=metrics_fn)["largest"]
         assert largest.score == np.abs(rows["x"] @ VARIABLES["w"] - rows["y"]).max()
-        assert largest.parts == 4 * 6  # of each replica, for each of six batches
+        assert largest.parts == 4 * 6  # for each replica and each of six batches
 
-    def test_may_have_weights(self, strategy):
+    def test_metrics_can_have_weights(self, strategy):
         rows = rows_of(5)
         weights = np.float32([1, 0, 2, 0.5, 4])
 
@@ -273,7 +273,7 @@ class TestMetricsOfBatches:
         found = evaluated(strategy, {**rows, "weight": weights}, metrics_fn=weighted)
         assert found["y"] == (rows["y"] * weights).sum() / weights.sum()
 
-    def test_may_have_collectives(self, strategy, on_instances):
+    def test_metrics_can_contain_collectives(self, strategy, on_instances):
         def shared(variables, batch, mask, key):
             rows = strategies.get_replica_context().all_reduce("sum", mask.sum())
             return {"rows of all": Mean(rows.astype(jnp.float32), jnp.float32(1))}
@@ -291,31 +291,31 @@ class TestMetricsOfBatches:
             (lambda batch: {"y": batch["y"].mean()}, "metric 'y' of metrics_fn is a .*return a strategies.Mean"),
         ],
     )
-    def test_that_cannot_be_merged_are_refused(self, strategy, returned, message):
+    def test_metrics_that_cannot_be_merged_are_refused(self, strategy, returned, message):
         with pytest.raises(TypeError, match=message):
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, mask, key: returned(batch))
 
-    def test_come_from_a_function_of_four_arguments(self, strategy):
+    def test_metrics_come_from_a_function_of_four_arguments(self, strategy):
         with pytest.raises(TypeError, match=r"metrics_fn takes \(variables, batch, key\), but is called with"):
             evaluated(strategy, rows_of(5), metrics_fn=lambda variables, batch, key: {})
         with pytest.raises(TypeError, match="metrics_fn is a str; use a function"):
             evaluated(strategy, rows_of(5), metrics_fn="loss")
 
-    def test_are_given_instead_of_another_function(self, strategy):
+    def test_fn_and_metrics_fn_exclude_each_other(self, strategy):
         with pytest.raises(ValueError, match="evaluate got both fn and metrics_fn"):
             evaluated(strategy, rows_of(5), fn=loss_fn, metrics_fn=metrics_fn)
 
 
 class TestTheFunction:
-    def test_may_be_another_one_than_the_loss_function(self, strategy):
+    def test_another_function_can_replace_the_loss_function(self, strategy):
         found = evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: batch["y"].sum())
         assert dict(found) == {"loss": rows_of(5)["y"].mean()}
 
-    def test_sees_one_row_at_a_time(self, strategy):
+    def test_the_function_sees_one_row_at_a_time(self, strategy):
         found = evaluated(strategy, rows_of(5), fn=lambda variables, batch, key: jnp.float32(len(batch["y"])))
         assert found["loss"] == 1
 
-    def test_gets_the_key_of_the_seed_alone(self, strategy):
+    def test_the_function_gets_the_key_of_the_seed_alone(self, strategy):
         def drawn(variables, batch, key):
             return jax.random.uniform(key), {"squared": jax.random.uniform(key) ** 2}
 
@@ -325,7 +325,7 @@ class TestTheFunction:
         assert abs(found["loss"] - wanted) < 1e-12
         assert abs(found["squared"] - wanted**2) < 1e-7
 
-    def test_computes_in_the_dtype_of_the_trainer(self, strategy):
+    def test_the_function_computes_in_the_dtype_of_the_trainer(self, strategy):
         def is_bfloat16(variables, batch, key):
             both = variables["w"].dtype == batch["x"].dtype == jnp.bfloat16
             return jnp.float32(both)
@@ -333,12 +333,12 @@ class TestTheFunction:
         trainer, state = trainer_of(strategy, is_bfloat16, compute_dtype="bfloat16")
         assert trainer.evaluate(state, distributed(strategy, rows_of(5)))["loss"] == 1
 
-    def test_may_cast_its_batches(self, strategy):
-        """What is the same for training and evaluation: images that are bytes."""
+    def test_the_function_can_cast_its_batches(self, strategy):
+        """Training and evaluation share this cast of images that are bytes."""
         cast = strategies.casting(lambda v, batch, key: batch.mean(), strategies.Cast(jnp.float32, scale=0.5))
         assert evaluated(strategy, np.arange(5, dtype=np.uint8), cast)["loss"] == 1.0
 
-    def test_is_compiled_once_for_a_shape(self, strategy):
+    def test_the_function_is_compiled_once_for_a_shape(self, strategy):
         traced = []
 
         def counting(variables, batch, key):
@@ -362,18 +362,18 @@ class TestTheFunction:
             (lambda v, batch: 1.0, TypeError, r"the loss function takes \(v, batch\)"),
         ],
     )
-    def test_that_cannot_be_used_is_refused(self, strategy, function, error, message):
+    def test_unsuitable_functions_are_refused(self, strategy, function, error, message):
         with pytest.raises(error, match=message):
             evaluated(strategy, rows_of(5), fn=function)
 
-    def test_with_collectives_has_to_see_a_whole_batch(self, strategy):
+    def test_a_function_with_collectives_needs_whole_batches(self, strategy):
         def meeting(variables, batch, key):
             return strategies.get_replica_context().all_reduce("mean", batch["y"].mean())
 
         with pytest.raises(ValueError, match="has collectives, and evaluate calls it for each row alone; .*metrics_fn"):
             evaluated(strategy, rows_of(5), fn=meeting)
 
-    def test_with_feeds_is_refused(self, strategy):
+    def test_a_function_with_feeds_is_refused(self, strategy):
         outfeed = strategies.OutfeedQueue()
 
         def feeding(variables, batch, key):
@@ -383,7 +383,7 @@ class TestTheFunction:
         with pytest.raises(ValueError, match="has feeds, which only training has"):
             evaluated(strategy, rows_of(5), fn=feeding)
 
-    def test_that_raises_is_what_is_raised(self, strategy):
+    def test_an_error_of_the_function_is_raised(self, strategy):
         def fail(values):
             raise OSError("no such file")
 
@@ -398,7 +398,7 @@ class TestTheFunction:
 
 
 class TestTheState:
-    def test_stays_as_it_is(self, strategy, bits):
+    def test_the_state_stays_unchanged(self, strategy, bits):
         trainer, state = trainer_of(strategy, outputs_fn)
         dataset = distributed(strategy, rows_of(63))
         trainer.evaluate(state, dataset)
@@ -406,8 +406,8 @@ class TestTheState:
         after, _ = trainer.step(state, cut(rows_of(63), 0, 12))
         assert after.step == 1
 
-    def test_may_be_evaluated_while_it_is_trained(self, strategy, bits):
-        """Between executions of `run`, and to the same variables as without it."""
+    def test_evaluating_during_training_changes_no_bit(self, strategy, bits):
+        """The evaluation runs between executions of `run`."""
         training = strategy.distribute_dataset(rows_of(48, integers=False), 3)
         validation = distributed(strategy, rows_of(5))
         found = []
@@ -419,7 +419,7 @@ class TestTheState:
         assert len(found) == 2
         assert found[0]["loss"] != found[1]["loss"]
 
-    def test_that_was_used_up_is_refused(self, strategy):
+    def test_a_used_up_state_is_refused(self, strategy):
         trainer, state = trainer_of(strategy, outputs_fn)
         dataset = distributed(strategy, rows_of(63))
         predictions = trainer.predict(state, dataset)
@@ -430,12 +430,12 @@ class TestTheState:
         with pytest.raises(ValueError, match="this state was used up by step 0"):
             trainer.evaluate(state, dataset)
 
-    def test_is_a_state(self, strategy):
+    def test_variables_in_place_of_a_state_are_refused(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(TypeError, match="the state is of type dict"):
             trainer.evaluate(state.variables, distributed(strategy, rows_of(5)))
 
-    def test_may_be_sharded(self, on_instances):
+    def test_a_sharded_state_is_evaluated(self, on_instances):
         rows = rows_of(63)
 
         def program(strategy):
@@ -448,7 +448,7 @@ class TestTheState:
 class TestPredictions:
     @pytest.mark.parametrize("length", LENGTHS)
     @pytest.mark.parametrize("kind", KINDS)
-    def test_come_in_the_order_of_the_data(self, strategy, kind, length):
+    def test_predictions_come_in_the_order_of_the_data(self, strategy, kind, length):
         rows = rows_of(length)
         batches = predicted(strategy, KINDS[kind](rows))
         assert [len(batch["score"]) for batch in batches] == [12] * (length // 12) + [length % 12]
@@ -457,14 +457,14 @@ class TestPredictions:
         assert found["is_large"].dtype == bool
         assert found["is_large"].tolist() == (found["score"] > 1).tolist()
 
-    def test_are_what_a_function_returns(self, strategy):
+    def test_predictions_are_the_results_of_the_function(self, strategy):
         rows = rows_of(5)
         [found] = predicted(strategy, rows, loss_fn, fn=lambda variables, batch, key: batch["x"].astype(jnp.bfloat16))
         assert found.dtype == jnp.bfloat16
         assert found.astype(np.float32).tolist() == rows["x"].tolist()
 
-    def test_are_begun_three_batches_at_once_and_no_more(self, strategy):
-        """So replicas need not wait, and outputs need not fit into memory."""
+    def test_predictions_run_three_batches_ahead(self, strategy):
+        """Replicas need not wait, and outputs need not fit into memory."""
         taken = []
 
         def elements():
@@ -483,7 +483,7 @@ class TestPredictions:
         assert len(taken) == 4 * 12
         predictions.close()
 
-    def test_that_are_left_early_leave_the_data_set_there(self, strategy):
+    def test_predictions_left_early_keep_the_position_of_the_data_set(self, strategy):
         rows = rows_of(63)
         trainer, state = trainer_of(strategy, outputs_fn)
         dataset = distributed(strategy, rows)
@@ -494,13 +494,13 @@ class TestPredictions:
         rest = list(trainer.predict(state, dataset))
         assert joined(first + rest)["score"].tolist() == (rows["x"] @ VARIABLES["w"]).tolist()
 
-    def test_may_go_to_instance_0_alone(self, on_instances):
+    def test_predictions_can_go_to_instance_0_alone(self, on_instances):
         rows = rows_of(63)
         first, *others = on_instances(3, 3, lambda one: predicted(one, rows, to_all=False))
         assert joined(first)["score"].tolist() == (rows["x"] @ VARIABLES["w"]).tolist()
         assert others == [[None] * len(first)] * 2
 
-    def test_of_a_shuffled_data_set_are_refused(self, strategy):
+    def test_predictions_of_a_shuffled_data_set_are_refused(self, strategy):
         trainer, state = trainer_of(strategy, outputs_fn)
         with pytest.raises(ValueError, match="the data set is shuffled, .*shuffle=False"):
             trainer.predict(state, distributed(strategy, rows_of(5), shuffle=True))
@@ -515,17 +515,17 @@ class TestPredictions:
             (lambda v, batch, key: jax.random.split(key, 2), TypeError, "outputs is a random key"),
         ],
     )
-    def test_that_are_not_of_each_row_are_refused(self, strategy, function, error, message):
+    def test_outputs_that_are_not_per_row_are_refused(self, strategy, function, error, message):
         trainer, state = trainer_of(strategy)
         with pytest.raises(error, match=message):
             list(trainer.predict(state, distributed(strategy, rows_of(5), 2), function))
 
-    def test_of_a_loss_function_need_an_outcome(self, strategy):
+    def test_predictions_by_a_loss_function_need_an_outcome(self, strategy):
         with pytest.raises(ValueError, match=r"the loss function returns no outputs .* strategies.Outcome"):
             predicted(strategy, rows_of(5), loss_fn)
 
 
-class TestDataSetsThatAreRefused:
+class TestRefusedDataSets:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -533,25 +533,25 @@ class TestDataSetsThatAreRefused:
             ({"gradient_accumulation_count": 2}, "batches of 2 micro-batches, which are for training only"),
         ],
     )
-    def test_because_rows_would_be_missing(self, strategy, options, message):
+    def test_data_sets_that_drop_rows(self, strategy, options, message):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(state, distributed(strategy, rows_of(63), **options))
 
-    def test_because_nobody_knows_whether_rows_are_missing(self, strategy):
+    def test_data_sets_that_may_drop_rows_unnoticed(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="drops rows that do not fill a batch of 12"):
             trainer.evaluate(state, distributed(strategy, Unsized(listed(rows_of(24))), remainder="drop"))
 
     @pytest.mark.parametrize("data", [rows_of(5), rows_of(5)["x"], (rows_of(5)["x"],), "rows"])
-    def test_because_they_are_no_batches(self, strategy, data):
+    def test_values_that_are_no_batches(self, strategy, data):
         trainer, state = trainer_of(strategy)
         with pytest.raises(
             TypeError, match=r"which does not consist of batches; give the result of strategy.distribute_dataset"
         ):
             trainer.evaluate(state, data)
 
-    def test_because_they_are_nothing(self, strategy):
+    def test_empty_data_sets(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(TypeError, match="is a int, not an iterable of batches"):
             trainer.evaluate(state, 3)
@@ -573,17 +573,17 @@ class TestDataSetsThatAreRefused:
             ([{}], "batch 0 has no arrays"),
         ],
     )
-    def test_because_their_batches_differ(self, strategy, batches, message):
+    def test_data_sets_with_different_batches(self, strategy, batches, message):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(state, batches)
 
-    def test_because_they_are_another_strategys(self, strategy):
+    def test_data_sets_of_another_strategy(self, strategy):
         trainer, state = trainer_of(strategy)
         with pytest.raises(ValueError, match="the batch is dealt out among"):
             trainer.evaluate(state, distributed(strategies.IPUStrategy(2), rows_of(5)))
 
-    def test_because_one_instance_has_nothing(self, on_instances):
+    def test_data_sets_without_rows_on_one_instance(self, on_instances):
         def program(strategy):
             trainer, state = trainer_of(strategy)
             with pytest.raises(ValueError, match=r"first batch of instances \[1\] has no row"):
@@ -591,7 +591,7 @@ class TestDataSetsThatAreRefused:
 
         on_instances(2, 2, program)
 
-    def test_because_there_is_nothing_to_pad_with(self, on_instances):
+    def test_data_sets_without_elements_for_padding(self, on_instances):
         def program(strategy):
             source = PerReplica([Unsized(listed(rows_of(4)) if strategy.is_chief else [])])
             with pytest.raises(ValueError, match="instance 1 of 2 can read nothing from step 0 of epoch 0 on"):
@@ -601,7 +601,7 @@ class TestDataSetsThatAreRefused:
 
 
 class TestInstances:
-    def test_agree_on_what_is_evaluated(self, on_instances):
+    def test_instances_agree_on_the_evaluated_function(self, on_instances):
         def program(strategy):
             own = 1.0 + strategy.instance_index
             with pytest.raises(DisagreementError, match="computes the evaluation differently from instance 0"):
@@ -610,7 +610,7 @@ class TestInstances:
         on_instances(2, REPLICAS, program)
 
     @pytest.mark.parametrize(("lengths", "remainder"), [((5, 6), "pad"), ((12, 24), "drop")])
-    def test_agree_on_the_data_set(self, on_instances, lengths, remainder):
+    def test_instances_agree_on_the_data_set(self, on_instances, lengths, remainder):
         def program(strategy):
             trainer, state = trainer_of(strategy)
             dataset = distributed(strategy, rows_of(lengths[strategy.instance_index]), remainder=remainder)
@@ -619,8 +619,8 @@ class TestInstances:
 
         on_instances(2, REPLICAS, program)
 
-    def test_may_have_different_numbers_of_batches(self, on_instances):
-        """What `distribute_datasets_from_function` returns ends with the first instance where it is trained on."""
+    def test_instances_can_have_different_numbers_of_batches(self, on_instances):
+        """In training, the result of `distribute_datasets_from_function` ends with the first instance."""
         rows = rows_of(12)
 
         def program(strategy):
@@ -634,8 +634,8 @@ class TestInstances:
 
         assert on_instances(2, REPLICAS, program) == [expected_of(rows)] * 2
 
-    def test_note_what_they_are_doing(self):
-        """The calls are named in the progress record, by which a job that stands still is told."""
+    def test_instances_record_the_batch_they_evaluate(self):
+        """The progress record names the calls, so that a hanging job can be diagnosed."""
         notes = Notes()
 
         def program(communicator):
@@ -650,7 +650,7 @@ class TestInstances:
 
 
 class Notes:
-    """Keeps the names of collectives."""
+    """An observer that keeps the names of collectives."""
 
     def __init__(self):
         self.labels = []
@@ -660,7 +660,7 @@ class Notes:
 
 
 @pytest.mark.parametrize("replicas", first_of([4, 1]))
-def test_between_the_executions_of_run_it_changes_no_step_and_finds_the_same_as_between_steps(replicas):
+def test_evaluating_between_executions_of_run_changes_no_step_and_no_result(replicas):
     """One replica makes its steps in one program."""
     rows = rows_of(24, integers=False)
 

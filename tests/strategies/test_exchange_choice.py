@@ -67,7 +67,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_nobody_asks_for_follows_from_the_facts(case):
+def test_the_automatic_choice_follows_from_the_facts(case):
     facts, word, is_on_device, reason = FOUND[case]
     chosen = choose_exchange(facts, "auto")
     assert (chosen.word, chosen.is_on_device, chosen.connects) == (word, is_on_device, word == "compiled")
@@ -91,7 +91,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_a_forced_word_is_taken_where_it_can_work(case):
+def test_a_forced_exchange_is_taken_if_it_can_work(case):
     asked, facts, word, is_on_device = ASKED[case]
     chosen = choose_exchange(facts, asked)
     assert (chosen.word, chosen.is_on_device) == (word, is_on_device)
@@ -134,7 +134,7 @@ def test_a_word_that_cannot_work_is_refused_with_the_way_out(case):
         ("host", {"POPDIST_EXCHANGE": "window"}, "host"),
     ],
 )
-def test_the_environment_decides_where_the_program_leaves_it_open(default, environ, word):
+def test_the_environment_decides_if_the_program_does_not(default, environ, word):
     assert asked_exchange(default, environ) == word
 
 
@@ -154,14 +154,14 @@ def test_facts_are_needed_on_accelerators_and_for_paths_on_devices_only():
     assert are_facts_needed("gpu", "auto")
 
 
-def test_facts_come_back_as_they_were_packed():
+def test_packed_facts_are_unpacked_unchanged():
     facts = replace(A, transport="gRPC", can_carry_on=True)
     assert facts.pack().shape == (1024,)
     assert InstanceFacts.unpack(facts.pack()) == facts
     assert json.loads(facts.pack().tobytes())["gpu"] == "GPU-a"
 
 
-def test_instances_choose_alike_and_the_first_one_says_it(caplog):
+def test_instances_choose_alike_and_the_first_one_logs_the_choice(caplog):
     caplog.set_level(logging.INFO, "strategies.exchange")
     chosen = run_on_threads(3, lambda each: agreed_choice(each, (A, B, A)[each.rank], "auto"))
     assert chosen == [replace(choose_exchange([A, B, A], "auto"), shares_gpu=True)] * 3
@@ -169,7 +169,7 @@ def test_instances_choose_alike_and_the_first_one_says_it(caplog):
     assert said.startswith("exchange window: gradients are added on the device (all instances are on one host, and ")
 
 
-def test_an_instance_without_an_accelerator_beside_one_with_it_is_an_error_and_no_hang():
+def test_instances_with_and_without_an_accelerator_are_an_error_without_deadlock():
     def one(communicator):
         with pytest.raises(LayoutMismatchError, match="facts of instances on accelerators"):
             steps[communicator.rank](communicator)
@@ -194,7 +194,7 @@ def test_a_strategy_on_cpus_sends_nothing():
 
 
 @pytest.mark.parametrize(("platform", "gpu", "word"), [("cpu", "", "compiled"), ("gpu", "GPU-a", "window")])
-def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
+def test_instances_send_their_facts_once(platform, gpu, word):
     def one(communicator):
         membership = Connected(instance_of(communicator), communicator, Defaults(exchange=word))
         return exchange_of(membership, platform, False, gpu), communicator.calls_made
@@ -205,7 +205,7 @@ def test_instances_that_are_asked_for_more_send_once(platform, gpu, word):
 
 
 @pytest.mark.parametrize(("instances", "then"), [(3, "window"), (2, "local")])
-def test_those_who_are_left_choose_again(monkeypatch, instances, then):
+def test_survivors_choose_again(monkeypatch, instances, then):
     monkeypatch.setenv("POPDIST_EXCHANGE", "window")
 
     def function(strategy):
@@ -233,7 +233,7 @@ def test_the_choice_is_in_the_timeline():
     assert {"name": "exchange local"} in recorder.take_new_names().values()
 
 
-def test_what_needs_the_host_is_refused_where_the_environment_forces_a_device(monkeypatch):
+def test_options_that_need_the_host_are_refused_if_the_environment_forces_a_device(monkeypatch):
     monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
     strategy = strategies.IPUStrategy(2)
     trainer = strategies.Trainer(

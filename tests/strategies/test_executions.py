@@ -1,4 +1,4 @@
-"""Trainer.run: many steps, the same bits as single ones."""
+"""Trainer.run: many steps, with the bits of single ones."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_instances_meet_in_every_step(on_instances):
 
 
 def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
-    """Python sees a step only where it is compared with the program; later executions are one call each."""
+    """Python runs a step only for the comparison with the program; later executions are one call each."""
     strategy = strategies.IPUStrategy(1)
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     single, calls = trainer._engine._begun, []
@@ -74,8 +74,8 @@ def test_one_replica_makes_its_steps_in_one_program(monkeypatch):
     assert set(metrics) == {"loss", "rows"}
 
 
-def test_steps_that_would_have_other_bits_in_one_program_are_made_one_by_one():
-    """A convolution's gradient, which XLA computes otherwise in a loop; whether it does or not, the bits are equal."""
+def test_steps_whose_bits_would_change_in_one_program_run_one_by_one():
+    """XLA computes a convolution's gradient differently in a loop; with or without that, the bits are equal."""
     images = RNG.standard_normal((32, 28, 28, 1)).astype(np.float32)
     first = {"kernel": RNG.standard_normal((3, 3, 1, 8)).astype(np.float32)}
 
@@ -95,14 +95,14 @@ def test_steps_that_would_have_other_bits_in_one_program_are_made_one_by_one():
 
 
 def test_metrics_do_not_wait_for_the_device():
-    """Those of an execution in one program are an array that may still be computed."""
+    """Metrics of an execution in one program are an array that may still be computed."""
     trainer = Trainer(strategies.IPUStrategy(1), loss_fn, optax.sgd(0.1))
     batches = list(dataset_of(trainer.strategy).epoch(0)) * 2
     _, metrics = trainer.run(trainer.init({"w": np.zeros(3, np.float32)}), batches, 8)
     assert isinstance(metrics.means, jax.Array)
 
 
-def test_needs_a_batch(strategy):
+def test_run_needs_a_batch(strategy):
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     state = trainer.init({"w": np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match="no batch"):
@@ -139,8 +139,8 @@ def test_nothing_is_compiled_after_the_first_step(on_instances, caplog, instance
     assert [record.message for record in caplog.records if record.message.startswith("Compiling")] == []
 
 
-def test_what_a_loss_function_enqueues_is_enqueued_once(strategy):
-    """Feeds are calls into Python: their steps are neither compared nor made in one program."""
+def test_a_loss_function_enqueues_each_value_once(strategy):
+    """Feeds call Python, so steps with feeds run one by one without a comparison."""
 
     def outfed(length, **options):
         queue = strategies.OutfeedQueue()
@@ -157,7 +157,7 @@ def test_what_a_loss_function_enqueues_is_enqueued_once(strategy):
     assert outfed(1, gradient_accumulation_count=2) == (16,)
 
 
-def test_goes_on_in_the_middle_of_an_epoch(strategy):
+def test_run_continues_in_the_middle_of_an_epoch(strategy):
     trainer, dataset = Trainer(strategy, loss_fn, optax.sgd(0.1)), dataset_of(strategy)
     state = trainer.init({"w": np.zeros(3, np.float32)})
     for batch in dataset.epoch(0):
@@ -167,8 +167,8 @@ def test_goes_on_in_the_middle_of_an_epoch(strategy):
     assert trainer.run(state, dataset)[0].step == 8
 
 
-def test_checkpoints_are_not_left_out_between_executions(tmp_path, strategy):
-    """Every 3 steps, asked after every 4."""
+def test_checkpoints_due_inside_an_execution_are_saved_after_it(tmp_path, strategy):
+    """A checkpoint is due every 3 steps, and `after_step` is called after every 4."""
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     with strategies.Checkpoints(tmp_path, trainer, every=3, keep=9) as checkpoints:
         state = checkpoints.restore(trainer.init({"w": np.zeros(3, np.float32)}))
@@ -181,6 +181,6 @@ def test_checkpoints_are_not_left_out_between_executions(tmp_path, strategy):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in (4, 8, 12, 16)]
 
 
-def test_a_batch_may_be_empty(strategy):
+def test_a_batch_can_be_empty(strategy):
     trainer = Trainer(strategy, lambda variables, batch, key: jnp.sum(variables["w"] ** 2), optax.sgd(0.1))
     assert trainer.step(trainer.init({"w": np.ones(3, np.float32)}), {})[1]["loss"] == 3

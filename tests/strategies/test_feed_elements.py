@@ -1,4 +1,4 @@
-"""What an element of an infeed is."""
+"""Elements of an infeed: their parts, dtypes and shapes."""
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +9,7 @@ from strategies.jax.feeds.feed_elements import DTYPES, ElementSpec, check_declar
 PAIR = (np.zeros((2, 3), np.float32), np.int32(1))
 
 
-def test_elements_alike_are_taken_apart_and_put_together():
+def test_elements_are_flattened_and_unflattened():
     spec = ElementSpec.of(PAIR)
     element = (np.ones((2, 3), np.float32), np.int32(7))
     arrays = spec.flatten(1, element)
@@ -47,12 +47,12 @@ def test_a_body_takes_the_parts_of_an_element_as_arguments(element, positional, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_these_dtypes_are_fed(dtype):
+def test_supported_dtypes_are_fed(dtype):
     assert ElementSpec.of(np.zeros(2, dtype)).leaves[0].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float64", "uint16", ml_dtypes.float8_e4m3fn])
-def test_others_are_refused_with_their_place(dtype):
+def test_other_dtypes_are_refused_with_their_place(dtype):
     with pytest.raises(
         TypeError, match=f"Unsupported datatype {np.dtype(dtype)} on index 1 of feed operation; convert"
     ):
@@ -101,7 +101,7 @@ class Shaped:
         self.shape = shape
 
 
-def test_declared_shapes_have_to_be_whole():
+def test_incomplete_declared_shapes_are_refused():
     check_declared(Declared((2, 3), ()))
     check_declared([1, 2])
     with pytest.raises(ValueError, match=r"Output shape \(None, 3\) is not fully defined; .*drop_remainder=True"):

@@ -1,4 +1,4 @@
-"""What feeds and loops know of the program that is being traced: its token, and who collects what is enqueued."""
+"""Feeds and loops in a traced program: its token, and the collection of enqueued values."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def program(token=0, replica=0, report=lambda error: None):
 
 
 def run(body, token=0, replica=0):
-    """The token behind `body(program)`, what it returned, and what was reported: compiled, and run once."""
+    """Run `body(program)` compiled once, and return the token, the result, and the reported errors."""
     reported = []
 
     def traced(token, replica):
@@ -31,7 +31,7 @@ def run(body, token=0, replica=0):
 
 
 def leave_by_exception(context, look):
-    """Enter it, look around, and raise."""
+    """Enter a context, look around, and raise."""
     with context:
         look()
         raise KeyError
@@ -39,14 +39,14 @@ def leave_by_exception(context, look):
 
 class TestTokens:
     @pytest.mark.parametrize(("token", "wanted"), [(0, 1), (41, 42), (FAILED, FAILED), (-7, FAILED)])
-    def test_count_calls_until_one_has_failed(self, token, wanted):
+    def test_tokens_count_calls_until_one_has_failed(self, token, wanted):
         assert next_token(token) == wanted
         assert next_token(token).dtype == np.int32
 
-    def test_begin_again_before_they_would_be_negative(self):
+    def test_tokens_wrap_around_before_they_would_be_negative(self):
         assert next_token(2**30 - 1) == 0
 
-    def test_in_a_body_of_a_loop_are_its_own(self):
+    def test_a_loop_body_has_its_own_tokens(self):
         outside = program(token=5)
         before, inside = outside.token, []
         with pytest.raises(KeyError):
@@ -56,15 +56,15 @@ class TestTokens:
 
 
 class TestCalls:
-    def test_give_what_the_function_returns_and_the_next_token(self):
+    def test_calls_return_the_result_and_the_next_token(self):
         def function(replica, values):
             return [np.float32(replica + values.sum())]
 
         token, [found], reported = run(lambda p: p.call(function, SCALAR, [jnp.arange(4.0)]), token=6, replica=2)
         assert (token, found, reported) == (7, 8, [])
 
-    def test_come_one_after_another(self):
-        """Not even JAX's own effects order them: without the token each is independent of the others."""
+    def test_calls_run_one_after_another(self):
+        """JAX's own effects do not order them: without the token each call is independent."""
         seen = []
 
         def body(p):
@@ -74,7 +74,7 @@ class TestCalls:
         assert run(body) == (3, None, [])
         assert seen == [3, 1, 2]
 
-    def test_that_fail_are_reported_and_those_behind_are_not_made(self):
+    def test_a_failing_call_is_reported_and_later_calls_are_not_made(self):
         made = []
 
         def fails(replica):
@@ -90,14 +90,14 @@ class TestCalls:
         assert zeros == ([0], [0])
         assert isinstance(error, KeyError)
 
-    def test_end_the_program_where_the_report_raises(self):
+    def test_an_error_of_the_report_ends_the_program(self):
         def fails(replica):
             raise KeyError("mine")
 
         with pytest.raises(jax.errors.JaxRuntimeError, match="KeyError: 'mine'"):
             jax.block_until_ready(jax.jit(lambda: current_program().call(fails, SCALAR, []))())
 
-    def test_in_a_branch_leave_the_token_as_it_is_outside(self):
+    def test_calls_in_a_branch_leave_the_outer_token_unchanged(self):
         made = []
 
         def body(p):
@@ -110,8 +110,8 @@ class TestCalls:
         assert sorted(made) == [1, 2]
 
 
-class TestWhatIsPut:
-    def test_may_be_kept(self):
+class TestPutValues:
+    def test_put_values_can_be_kept(self):
         kept = []
 
         def put(replica, values):
@@ -126,7 +126,7 @@ class TestWhatIsPut:
             assert value.flags.owndata
             assert value.flags.writeable
 
-    def test_is_handed_over_at_once_where_nobody_collects(self):
+    def test_values_are_delivered_at_once_without_collecting(self):
         calls = []
 
         def body(p):
@@ -143,7 +143,7 @@ class TestCollecting:
     def put(replica, values):
         raise AssertionError("it was handed over at once")
 
-    def test_keeps_values_in_their_order_for_who_hands_them_over(self):
+    def test_collecting_keeps_the_order_of_values(self):
         def body(p):
             with p.collecting() as collected:
                 for number in range(3):
@@ -157,8 +157,8 @@ class TestCollecting:
         assert arrays == [[10, 0], [11, 1], [12, 2]]
 
     @pytest.mark.parametrize(("more", "wanted"), [(0, 1), (1, 0)])
-    def test_is_of_small_values_taken_together(self, more, wanted):
-        """So many of them as leave in one call are a piece of what JAX hands over at once."""
+    def test_collecting_is_limited_to_small_values_in_total(self, more, wanted):
+        """The values that leave in one call must fit one piece of JAX's transfer."""
         half = PIECE_BYTES // CHUNK // 2
 
         def body(p):
@@ -170,8 +170,8 @@ class TestCollecting:
         assert (token, collected) == (1 - wanted, wanted)
 
     @pytest.mark.parametrize("is_known", [False, True])
-    def test_is_not_of_what_stands_in_a_branch(self, is_known):
-        """The program may not come there, whether its value is known outside or not."""
+    def test_values_in_a_branch_are_not_collected(self, is_known):
+        """The program may skip the branch, whether the value is known outside or not."""
         calls = []
 
         def body(p):
@@ -188,7 +188,7 @@ class TestCollecting:
         assert [run(body, replica=replica)[1] for replica in (0, 1)] == [0, 0]
         assert calls == [4 if is_known else 5]
 
-    def test_ends_with_its_loop_also_by_an_exception(self):
+    def test_collecting_ends_with_its_loop_even_by_an_exception(self):
         outer = program()
         with outer.collecting() as of_outer:
             with pytest.raises(KeyError):
@@ -196,22 +196,22 @@ class TestCollecting:
             outer.put(self.put, [jnp.float32(2)])
             with outer.collecting(False):
                 assert outer.collected_arrays == []
-                assert outer.collected is None  # nor does the loop around it
+                assert outer.collected is None  # the outer loop has none either
         assert [enqueued.arrays for enqueued in of_outer] == [[2]]
         assert outer.collected is None
         assert outer.collected_arrays == []
 
 
 class TestTheCurrentProgram:
-    def test_is_of_one_replica_and_ordered_by_jax_where_there_is_none_of_ours(self):
+    def test_outside_our_programs_one_replica_is_ordered_by_jax(self):
         found = current_program()
         assert not is_in_program()
         assert (found.replica, found.replication, found.is_ordered) == (0, ONE, True)
-        assert current_program() is not found  # tokens of two of them have nothing to do with each other
+        assert current_program() is not found  # their tokens are unrelated
         with pytest.raises(KeyError):
             found.report(KeyError())
 
-    def test_is_the_innermost_one_that_is_being_traced(self):
+    def test_the_current_program_is_the_innermost_traced_one(self):
         outer, inner, found = program(), program(), []
         with tracing(outer) as given:
             assert given is current_program() is outer

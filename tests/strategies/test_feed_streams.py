@@ -1,4 +1,4 @@
-"""Which elements of a data set an infeed gives to which replica, and what nobody can tell."""
+"""Streams of infeeds: the elements of each replica, and refusals of ambiguous streams."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ R = 4
 
 
 def fed(strategy, infeed, steps=2):
-    """What each local replica gets in each step; they wait for each other and for other instances meanwhile."""
+    """Return the elements that each local replica gets in each step; replicas and instances wait for each other."""
     outfeed = OutfeedQueue()
 
     def body(total, x):
@@ -29,14 +29,14 @@ def numbers(count):
 
 
 def shard(context, count=R * 2):
-    """An instance's own elements of a stream: blocks of as many as it has replicas."""
+    """Return the elements of an instance: blocks with one element per local replica."""
     local = context.num_replicas_in_sync // context.num_input_pipelines
     blocks = np.arange(count, dtype=np.int32).reshape(-1, context.num_input_pipelines, local)
     return list(blocks[:, context.input_pipeline_id].reshape(-1))
 
 
 def joined(found):
-    """Step by step what all replicas got."""
+    """Return the elements of all replicas, step by step."""
     return np.concatenate(found, axis=1).tolist()
 
 
@@ -45,14 +45,14 @@ IN_ORDER = np.arange(R * 2).reshape(2, R).tolist()
 
 class TestIterables:
     @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
-    def test_of_the_whole_stream_each_replica_takes_its_elements(self, on_instances, instances):
+    def test_each_replica_takes_its_elements_of_the_whole_stream(self, on_instances, instances):
         found = on_instances(
             instances, R, lambda s: fed(s, InfeedQueue(numbers(R * 2), mode=InfeedMode.WHOLE)), mechanism="window"
         )
         assert joined(found) == IN_ORDER
 
     @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
-    def test_of_an_instance_s_stream_all_elements_are_for_the_local_replicas(self, on_instances, instances):
+    def test_local_replicas_take_all_elements_of_the_stream_of_an_instance(self, on_instances, instances):
         def on_one(strategy):
             context = strategies.InputContext(instances, strategy.instance_index, R)
             return fed(strategy, InfeedQueue(shard(context), mode=InfeedMode.INSTANCE))
@@ -60,7 +60,7 @@ class TestIterables:
         assert joined(on_instances(instances, R, on_one)) == IN_ORDER
 
     @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
-    def test_of_a_function_are_an_instance_s_stream(self, on_instances, instances):
+    def test_iterables_of_a_function_are_streams_of_an_instance(self, on_instances, instances):
         def on_one(strategy):
             before = strategy.communicator.calls_made
             infeed = InfeedQueue(strategy.distribute_datasets_from_function(shard))
@@ -69,14 +69,14 @@ class TestIterables:
 
         assert joined(on_instances(instances, R, on_one)) == IN_ORDER
 
-    def test_of_a_function_may_have_all_elements_too(self, on_instances):
+    def test_iterables_of_a_function_can_be_whole_streams(self, on_instances):
         def on_one(strategy):
             made = strategy.distribute_datasets_from_function(lambda context: numbers(R * 2))
             return fed(strategy, InfeedQueue(made, mode=InfeedMode.WHOLE))
 
         assert joined(on_instances(2, R, on_one)) == IN_ORDER
 
-    def test_of_which_nobody_has_said_are_refused_on_several_instances(self, on_instances):
+    def test_streams_without_a_mode_are_refused_on_several_instances(self, on_instances):
         message = r"runs on replicas \d to \d of 4, .*mode=InfeedMode.WHOLE\) or InfeedMode.INSTANCE"
 
         def on_one(strategy):
@@ -87,8 +87,8 @@ class TestIterables:
 
         assert on_instances(2, R, on_one) == [[[0, 1], [2, 3]]] * 2
 
-    def test_of_a_function_may_be_fed_while_instances_talk(self, on_instances):
-        """In the thread that reads ahead nothing is asked of other instances, whose calls come in another order."""
+    def test_iterables_of_a_function_are_read_without_collective_calls(self, on_instances):
+        """The prefetching thread makes no collective calls, which other instances would make in another order."""
 
         def on_one(strategy):
             infeed = InfeedQueue(strategy.distribute_datasets_from_function(lambda context: shard(context, 50 * R)))
@@ -98,7 +98,7 @@ class TestIterables:
 
         assert joined(on_instances(2, R, on_one)) == np.arange(50 * R).reshape(50, R).tolist()
 
-    def test_of_a_function_are_looked_at_as_others_are(self, on_instances):
+    def test_iterables_of_a_function_are_checked_like_others(self, on_instances):
         class Shape(tuple):
             shape = (None, 4)
 
@@ -118,7 +118,7 @@ class TestIterables:
 
         on_instances(2, R, on_one)
 
-    def test_end_with_the_first_round_that_is_incomplete(self, on_instances):
+    def test_iterables_end_with_the_first_incomplete_round(self, on_instances):
         def on_one(strategy):
             infeed = InfeedQueue(numbers(5), mode=InfeedMode.INSTANCE)
             with pytest.raises(EndOfDataError):
@@ -135,7 +135,7 @@ class TestPerReplica:
 
         assert joined(on_instances(instances, R, on_one)) == IN_ORDER
 
-    def test_starts_again_unless_an_iterable_can_be_gone_through_once_only(self, strategy):
+    def test_an_infeed_restarts_unless_an_iterable_is_an_iterator(self, strategy):
         infeed = InfeedQueue(strategy.per_replica(lambda r: numbers(2)))
         for _ in range(2):
             assert fed(strategy, infeed) == [[0] * R, [1] * R]
@@ -145,37 +145,37 @@ class TestPerReplica:
         with pytest.raises(ValueError, match="its data set is a PerReplica, which can be iterated only once"):
             infeed.start()
 
-    def test_ends_with_the_shortest(self, strategy):
+    def test_an_infeed_ends_with_the_shortest_iterable(self, strategy):
         infeed = InfeedQueue(strategy.per_replica(lambda r: numbers(4 - r // 3)))
         with pytest.raises(EndOfDataError):
             fed(strategy, infeed, 4)
 
-    def test_of_other_replicas_is_refused(self, strategy, on_instances):
+    def test_iterables_of_other_replicas_are_refused(self, strategy, on_instances):
         with pytest.raises(FeedError, match=r"iterables for the replicas \[0, 1\], but this program runs on 4"):
             fed(strategy, InfeedQueue(strategies.IPUStrategy(2).per_replica(lambda r: numbers(2))))
         with pytest.raises(FeedError, match="iterables for 3 replicas, but this program runs on 4 replicas"):
             fed(strategy, InfeedQueue(strategies.PerReplica([numbers(2)] * 3)))
 
-    def test_of_what_is_no_iterable_is_refused(self, strategy):
+    def test_values_that_are_no_iterables_are_refused(self, strategy):
         with pytest.raises(TypeError, match="the data set is a int; an infeed needs an iterable"):
             InfeedQueue(strategy.per_replica(int))
 
 
 class TestRefusals:
-    """What is not made of elements for one replica each."""
+    """Sources whose elements do not belong to one replica each."""
 
-    def test_of_values_per_replica_one_after_another(self, strategy):
+    def test_elements_that_are_values_per_replica(self, strategy):
         with pytest.raises(TypeError, match="elements of the data set are PerReplica.*give the infeed one PerReplica"):
             InfeedQueue(strategy.per_replica(np.int32) for _ in range(3))
 
-    def test_of_the_batches_of_a_distributed_data_set(self, strategy):
+    def test_batches_of_a_distributed_data_set(self, strategy):
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
         with pytest.raises(TypeError, match="are batches for all local replicas.* give the infeed the result of distr"):
             InfeedQueue(dataset.epoch(0))
         with pytest.raises(TypeError, match="are batches for all local replicas"):
             InfeedQueue({"x": batch} for batch in dataset.epoch(0))
 
-    def test_of_batches_that_are_collective_calls(self, on_instances):
+    def test_batches_whose_reading_is_a_collective_call(self, on_instances):
         def on_one(strategy):
             made = strategy.distribute_datasets_from_function(shard)
             calls = strategy.communicator.calls_made
@@ -192,17 +192,17 @@ class TestRefusals:
         on_instances(2, R, on_one)
 
     @pytest.mark.parametrize("mode", InfeedMode)
-    def test_of_a_mode_where_elements_are_each_replica_s_own(self, strategy, mode):
+    def test_a_mode_for_elements_that_belong_to_each_replica(self, strategy, mode):
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
         for own, name in ((dataset, "DistributedDataset"), (strategy.per_replica(lambda r: [r]), "PerReplica")):
             with pytest.raises(ValueError, match=f"a {name} has the elements of each local replica, but mode"):
                 InfeedQueue(own, mode=mode)
 
-    def test_of_other_modes(self):
+    def test_unknown_modes(self):
         with pytest.raises(TypeError, match="mode is 'whole'; use InfeedMode.WHOLE"):
             InfeedQueue([np.int32(1)], mode="whole")
 
-    def test_of_values_per_replica_as_elements_of_a_distributed_data_set(self, strategy):
+    def test_values_per_replica_in_a_distributed_data_set(self, strategy):
         values = [strategy.per_replica(np.int32) for _ in range(8)]
         with pytest.raises(ValueError, match="elements are PerReplica.*give distribute_dataset one PerReplica"):
             next(strategy.distribute_dataset(values, batch_size=1).epoch(0))

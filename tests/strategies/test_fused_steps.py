@@ -1,4 +1,4 @@
-"""Many steps in one program. When trainers use it, and that it changes no bit of a training: `test_executions.py`."""
+"""Many steps in one program, tested without a trainer."""
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ SEED, FIRST_STEP = 3, 5
 
 
 def loss_fn(variables, batch, key):
-    """Its gradient is the sum of the rows; all of it is exact."""
+    """Compute a loss whose gradient is the sum of the rows; all of it is exact."""
     return (batch["x"] @ variables["w"]).sum(), {"draw": jax.random.uniform(key)}
 
 
 def drawn(step):
-    """What the loss function draws in a step."""
+    """Return the number that the loss function draws in a step."""
     return float(jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), 0)))
 
 
@@ -45,7 +45,7 @@ def start(dtype=np.float32):
 
 
 class Steps:
-    """Those of one replica, in one program or one by one."""
+    """The steps of one replica, in one program or one by one."""
 
     def __init__(self, strategy, loss_fn=loss_fn, optimizer=None, variables=None, batch=BATCHES[0], **settings):
         shapes = ReplicaShapes(*jax.tree.map(jax.typeof, (variables or start(), jax.tree.map(jnp.asarray, batch))))
@@ -74,7 +74,7 @@ class Steps:
         return variables, state, np.stack(tails)
 
 
-def test_each_step_takes_the_batch_the_variables_and_the_state_behind_the_one_before(alone):
+def test_each_step_takes_its_batch_and_the_state_of_the_step_before(alone):
     variables, state, _ = Steps(alone).together(start())
     w, momentum = np.float32([1, 2]), np.zeros(2, np.float32)
     for batch in BATCHES:
@@ -84,7 +84,7 @@ def test_each_step_takes_the_batch_the_variables_and_the_state_behind_the_one_be
     assert [leaf.tolist() for leaf in jax.tree.leaves(state)] == [momentum.tolist()]
 
 
-def test_there_is_a_tail_of_each_step_with_what_was_before_its_update(alone, bits):
+def test_each_step_has_a_tail_with_values_from_before_its_update(alone, bits):
     *_, tails = Steps(alone).together(start())
     losses, notice = [1 * 3 + 2 * 0, -0.5 * 6 + 2 * -3, -4.25 * 4 + 3.5 * -1], 0
     assert tails.tolist() == [[loss, drawn(FIRST_STEP + number), notice] for number, loss in enumerate(losses)]
@@ -109,7 +109,7 @@ def test_each_update_has_the_random_bits_of_its_own_step(alone):
 
 
 def test_old_variables_and_state_are_used_up(alone):
-    """Declared to the compiler: it may write the new ones where they lie."""
+    """The donation is declared to the compiler, which may write the new arrays into the same memory."""
 
     def loss(variables, batch, key):
         return variables["w"].sum() * batch["x"].sum()
@@ -121,7 +121,7 @@ def test_old_variables_and_state_are_used_up(alone):
 
 
 class TestGradientsForComparison:
-    def test_are_those_for_the_last_batch_and_leave_the_variables(self, alone):
+    def test_last_gradients_use_the_last_batch_and_leave_the_variables(self, alone):
         def loss(variables, batch, key):
             return (batch["x"] @ variables["w"]).sum() ** 2 / 2
 
@@ -131,7 +131,7 @@ class TestGradientsForComparison:
         assert gradient.tolist() == (rows @ [1, 2] * rows).tolist() == [8, -2]
         assert not variables["w"].is_deleted()
 
-    def test_have_the_key_of_the_step(self, alone):
+    def test_last_gradients_use_the_key_of_the_step(self, alone):
         def loss(variables, batch, key):
             return variables["w"][0] * jax.random.uniform(key)
 
@@ -146,12 +146,12 @@ def printing(variables, batch, key):
 
 
 def reducing(variables, batch, key):
-    """Of one replica there is nothing to exchange."""
+    """Reduce over one replica, which needs no exchange."""
     return strategies.get_replica_context().all_reduce("sum", loss_fn(variables, batch, key)[0])
 
 
 @pytest.mark.parametrize(("loss", "wanted"), [(loss_fn, False), (reducing, False), (printing, True)])
-def test_programs_that_call_python_are_told_from_others_without_running(alone, loss, wanted):
+def test_programs_that_call_python_are_recognised_without_running(alone, loss, wanted):
     variables = start()
     steps = Steps(alone, loss)
     assert steps.fused.has_effects(steps.state(variables), BATCHES) is wanted

@@ -1,4 +1,4 @@
-"""Row PL-54, out of pipelines: gradients of marked arrays are captured, and nothing else changes."""
+"""Capture of gradients of marked arrays, out of pipelines; nothing else changes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ SLOPE = 1 - np.tanh(0.49) ** 2
 
 
 def test_a_mark_changes_nothing():
-    """PL-54: forward pass and gradient, with a context and without."""
+    """The forward pass and the gradient are the same with a context and without."""
     plain = jax.value_and_grad(lambda x: jnp.tanh(x**2))(0.7)
     assert jax.value_and_grad(tanh_of_square)(0.7) == plain
     with GradientCaptureContext() as context:
         assert context.value_and_grad(tanh_of_square)(0.7) == plain
 
 
-def test_the_gradient_of_what_is_marked_is_captured():
-    """PL-54: that of tanh, by its tag; of what was differentiated last."""
+def test_the_gradient_of_a_marked_array_is_captured():
+    """The tag names the gradient of tanh; the latest differentiation counts."""
     context = GradientCaptureContext()
     context.grad(tanh_of_square)(0.7)
     assert context.captured_gradients.keys() == {"tanh_grad"}
@@ -34,7 +34,7 @@ def test_the_gradient_of_what_is_marked_is_captured():
 
 
 def test_marks_in_compiled_functions_are_found():
-    """PL-54: of a function that is compiled by itself, in one that is compiled too; each time that they are called."""
+    """A compiled function is called in another one; every call captures its gradient."""
     outlined = jax.jit(tanh_of_square)
 
     @jax.jit
@@ -48,7 +48,7 @@ def test_marks_in_compiled_functions_are_found():
         assert gradient == pytest.approx(2 * x * captured["tanh_grad"])
 
 
-def test_several_marks_arguments_and_results():
+def test_several_marks_arguments_and_results_are_captured():
     def function(weights, x):
         first = capture_upstream_gradients(x @ weights["a"], "first")
         unused = capture_upstream_gradients(first * 2, "unused")
@@ -86,11 +86,11 @@ def test_several_marks_arguments_and_results():
         (lambda x: x * capture_upstream_gradients(jnp.int32(1), "one"), TypeError, "int32, which has no gradient"),
     ],
 )
-def test_what_cannot_be_captured_is_refused(function, error, words):
+def test_gradients_that_cannot_be_captured_are_refused(function, error, words):
     with pytest.raises(error, match=words):
         GradientCaptureContext().grad(function)(0.5)
 
 
-def test_there_is_nothing_before_something_was_differentiated():
+def test_reading_captured_gradients_before_differentiating_is_refused():
     with pytest.raises(RuntimeError, match="no gradient was captured yet"):
         _ = GradientCaptureContext().captured_gradients

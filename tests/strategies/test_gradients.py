@@ -1,4 +1,4 @@
-"""Gradients that are sent while the rest of the backward pass runs: cut where they are finished, with the same bits."""
+"""Streaming of gradients during the backward pass: the program is cut as they finish, with the same bits."""
 
 import functools
 import threading
@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def _a_kib_is_large(monkeypatch):
-    """So that small models are cut as large ones are."""
+    """Lower the limit of large gradients to a KiB, so that small models are cut too."""
     in_programs = "strategies.jax.gradients.gradient_programs"
     for name in (f"{in_programs}.LARGE_BYTES", f"{in_programs}.BUCKET_BYTES", "strategies.exchange.flat.LARGE_BYTES"):
         monkeypatch.setattr(name, KIB)
@@ -46,7 +46,7 @@ def mlp():
 
 
 def nested():
-    """Inner jits, recomputation, a scan, a custom gradient and dropout."""
+    """Compute nested jits, recomputation, a scan, a custom gradient and dropout."""
     start = {"a": weights(INPUTS, WIDTH), "blocks": jnp.stack([weights(WIDTH, WIDTH, seed=s) for s in (1, 2)])}
     start["z"] = weights(WIDTH, WIDTH, seed=3)
 
@@ -71,7 +71,7 @@ def nested():
 
 
 def normalised():
-    """Statistics over all replicas in the middle of the program, and metrics."""
+    """Compute statistics over all replicas in the middle of the program, and metrics."""
     start = {"a": weights(INPUTS, WIDTH), "b": weights(WIDTH, WIDTH, seed=1), "scale": jnp.ones(WIDTH)}
 
     def loss_fn(variables, batch, key):
@@ -85,7 +85,7 @@ def normalised():
 
 
 def half():
-    """Two dtypes, so two buffers."""
+    """Compute with two dtypes, so that there are two buffers."""
     start = {"a": weights(INPUTS, WIDTH), "b": weights(WIDTH, 2 * WIDTH, seed=1).astype(jnp.bfloat16)}
 
     def loss_fn(variables, batch, key):
@@ -117,7 +117,7 @@ def trained_alone(model):
     ("model", "instances"),
     [
         ("mlp", 2),
-        ("nested", 2),  # whose gradients would be the same in parts, and whose loss would not
+        ("nested", 2),  # in parts its gradients would be the same, and its loss would not
         *(also(*case) for case in [("mlp", 4), ("nested", 4), ("half", 2)]),
     ],
 )
@@ -130,7 +130,7 @@ def test_streamed_gradients_have_the_same_bits(on_instances, model, instances):
 
 @pytest.mark.complete
 def test_streamed_gradients_of_sharded_updates_have_the_same_bits(on_instances):
-    """Gradients in pieces are reduced whole, others go to those who own the parts."""
+    """Gradients in pieces are reduced whole; other gradients go to the owners of the parts."""
     alone = trained_alone("mlp")
     streamed = on_instances(
         2, 4, lambda each: train(each, "mlp", replicated_optimizer_state_sharding=True), variables_on_host=True
@@ -145,7 +145,7 @@ def test_gradients_are_checked_while_they_are_streamed(on_instances):
 
 
 class Recorder:
-    """A communicator that notes what it is asked to reduce."""
+    """A communicator that records the reductions."""
 
     def __init__(self, communicator, note):
         self._communicator = communicator
@@ -183,7 +183,7 @@ def test_each_gradient_byte_is_sent_once_and_large_gradients_in_pieces(on_instan
 
 
 def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
-    """The last ones are not computed before the first ones have left, on the same instance."""
+    """An instance computes the last gradients only after the first ones have left."""
 
     def program(strategy):
         may_go_on, waited = threading.Event(), []
@@ -216,7 +216,7 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
         state = trainer.init(start)
         for _ in range(3):
             state, _ = trainer.step(state, np.ones((2 * BATCH, INPUTS), np.float32))
-            may_go_on.clear()  # but for the first step, before which programs are compared
+            may_go_on.clear()  # except in the first step, which compares programs
         (step,) = trainer._programs._steps.values()
         return len(step.gradients.buckets), waited
 
@@ -226,7 +226,7 @@ def test_the_first_gradients_leave_before_the_last_are_computed(on_instances):
         assert all(waited)
 
 
-def test_a_loss_with_collectives_of_its_own_is_not_cut(on_instances):
+def test_a_loss_with_its_own_collectives_is_not_cut(on_instances):
     """Its callbacks would wait behind the segments that wait for them."""
 
     def program(strategy):
@@ -250,7 +250,7 @@ def test_without_host_variables_all_gradients_leave_at_the_end(on_instances):
 
 
 def test_a_model_whose_bits_would_change_is_not_streamed(on_instances, monkeypatch):
-    """Only on one of the instances; all of them stay together."""
+    """The bits would change on one instance only; all instances decide together."""
     from strategies.jax.gradients import gradient_programs
 
     honest = gradient_programs.GradientPrograms.leaves

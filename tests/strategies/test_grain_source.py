@@ -1,4 +1,4 @@
-"""Data sets of grain and other random access: dealt out as arrays are, transformed alike everywhere, resumed."""
+"""Data sets of grain and other random access: dealt out like arrays, transformed alike everywhere, resumable."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 
 class Records:
-    """Numbers, and how often each was read."""
+    """A source of numbers that counts reads."""
 
     def __init__(self, length=LENGTH):
         self.length = length
@@ -62,7 +62,7 @@ def read(source, epochs=2, **options):
 @pytest.mark.parametrize(
     "wrap", [lambda r: r, GrainSource, grain.MapDataset.source], ids=["plain", "source", "dataset"]
 )
-def test_elements_are_dealt_out_as_the_rows_of_arrays_are(wrap, remainder):
+def test_elements_are_dealt_out_like_rows_of_arrays(wrap, remainder):
     expected = read(np.arange(LENGTH, dtype=np.int32), remainder=remainder)
     found = read(wrap(Records()), remainder=remainder)
     assert len(found) == len(expected)
@@ -93,7 +93,7 @@ def test_noise_belongs_to_the_element_and_the_epoch_and_not_to_the_replica():
     assert all(first[row] != second[row] for row in range(24))
 
 
-def test_an_instance_reads_only_what_its_replicas_take():
+def test_an_instance_reads_only_the_elements_of_its_replicas():
     records = Records(24)
     batches = read(GrainSource(records), local=[2], epochs=1)
     assert sorted(records.reads) == sorted(int(row) for batch in batches for row in batch)
@@ -124,7 +124,7 @@ def test_taking_a_batch_is_no_collective_call(on_instances):
     assert on_instances(2, 4, one_reads) == [6, 6]
 
 
-def test_other_replicas_are_read_after_a_loss():
+def test_elements_of_other_replicas_are_read_after_a_loss():
     whole = read(augmented(Records()), epochs=1)
     dataset = distributed(augmented(Records()), local=range(2))
     with closing(dataset.epoch(0)) as batches:
@@ -135,7 +135,7 @@ def test_other_replicas_are_read_after_a_loss():
             np.testing.assert_array_equal(ours["noise"], theirs["noise"])
 
 
-def test_a_strategy_takes_one_and_moves_it_to_the_device():
+def test_a_strategy_takes_a_grain_source_and_moves_batches_to_the_device():
     strategy = IPUStrategy(num_replicas=4)
     dataset = strategy.distribute_dataset(augmented(Records()), 3, gradient_accumulation_count=2)
     assert (len(dataset), dataset.dropped) == (3, 5)
@@ -144,7 +144,7 @@ def test_a_strategy_takes_one_and_moves_it_to_the_device():
     assert batch["row"].shape == (4 * 2 * 3,)
 
 
-def test_what_grain_reads_only_from_its_beginning_is_an_iterable():
+def test_sequential_datasets_of_grain_are_iterables():
     batches = read(grain.MapDataset.range(24).to_iter_dataset(), epochs=1)
     assert [batch.tolist() for batch in batches] == [
         [start + replica + 4 * k for replica in range(4) for k in range(3)] for start in (0, 12)
@@ -152,7 +152,7 @@ def test_what_grain_reads_only_from_its_beginning_is_an_iterable():
 
 
 @pytest.mark.complete
-def test_grain_is_imported_by_those_who_use_it(in_new_process):
+def test_grain_is_imported_on_first_use(in_new_process):
     program = """
 import sys, numpy, strategies
 strategy = strategies.IPUStrategy(num_replicas=2)
@@ -178,12 +178,12 @@ print("grain" in sys.modules, "absl" in sys.modules and "absl.flags" in sys.modu
         ),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(make, error, words):
+def test_datasets_that_cannot_be_dealt_out_are_refused(make, error, words):
     with pytest.raises(error, match=words):
         make()
 
 
-def test_a_program_that_its_workers_would_run_again_is_refused(monkeypatch):
+def test_a_program_without_a_main_guard_is_refused_in_its_workers(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     for refused in (lambda: GrainSource(Records()), popdist.initializeBackend):
         with pytest.raises(LifeCycleError, match="if __name__ == '__main__'"):
@@ -259,7 +259,7 @@ signal.pause()
 
 @pytest.mark.complete
 @pytest.mark.timeout(300)
-def test_worker_processes_read_the_same_and_end_with_their_instance_also_when_it_is_killed():
+def test_worker_processes_read_the_same_and_end_with_a_killed_instance():
     program = subprocess.Popen(
         [sys.executable, "-c", WORKERS],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMPI_COMM_WORLD_RANK": "0"},
@@ -276,7 +276,7 @@ def test_worker_processes_read_the_same_and_end_with_their_instance_also_when_it
 
 
 def has_ended(pid):
-    """Whether a process, which is no child of this one, ends in time."""
+    """Return whether a process, which is no child of this one, ends in time."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -22,17 +22,17 @@ LIMIT_S = 300.0
 STEPS = 10
 MODELS = ("cnn", "mlp")
 TOLERANCE = 5e-4
-"""How far a variable may be from that of `PopDistStrategy` after so many steps of Adam; variables are up to 1.4.
+"""Tolerance of a variable against that of `PopDistStrategy` after the steps of Adam; variables are up to 1.4.
 
-Measured after 50 steps: 2e-6, and where a rounding error has turned a relu on or chosen another maximum, up to 2e-4.
-A micro-batch that is lost in the last step makes 8e-4 to 2e-3.
+Measured after 50 steps: 2e-6, and up to 2e-4 if a rounding error has switched a relu or chosen another maximum. A
+micro-batch lost in the last step makes 8e-4 to 2e-3.
 """
 
 pytestmark = [needs_horovod, pytest.mark.job, pytest.mark.long, pytest.mark.cores(2), pytest.mark.timeout(LIMIT_S + 30)]
 
 
 def finish(job, tasks=1):
-    """The last lines of a job that ends well, as JSON: for each task a list in the order of the instances."""
+    """Return the last lines of a successful job as JSON: for each task a list in the order of the instances."""
     finished = job.finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
     instances = sorted({int(line.split("]")[0].split(",")[1]) for line in finished.stdout.splitlines() if "]" in line})
@@ -41,7 +41,7 @@ def finish(job, tasks=1):
 
 
 def launch(launcher, instances, local, *words):
-    """Start a program on so many instances."""
+    """Start a program on the given number of instances."""
     if launcher == "mpirun":
         return start_mpirun(instances, *words)
     return start(f"--num-instances={instances}", f"--num-replicas={instances * local}", *words)
@@ -49,22 +49,22 @@ def launch(launcher, instances, local, *words):
 
 @functools.cache
 def two_instances():
-    """What two instances with one replica each found in both their tasks, started once."""
+    """Return the results of two instances with one replica each in both tasks, started once."""
     return finish(start_mpirun(2, *OURS, "rows,beside", "on_host,on_device", "1"), tasks=2)
 
 
-# ---- the rows of the original
+# ---- tests of the original
 
 
 def rows_of(variables):
-    """For each row what two instances found."""
+    """Return the results of two instances for each test."""
     first, second = two_instances()[0] if variables == "on_host" else trained(*TRAININGS[0])[0]
     return {name: [first[name], second[name]] for name in first}
 
 
 @pytest.mark.parametrize("variables", ["on_host", pytest.param("on_device", marks=pytest.mark.complete)])
 class TestTheRowsOfTheOriginal(RowsOfTheOriginal):
-    """Those of `IPUMultiWorkerStrategy`, which the original's Horovod strategy is derived from."""
+    """Tests of the original's `IPUMultiWorkerStrategy`, the base of its Horovod strategy."""
 
     @pytest.fixture
     def rows(self, variables):
@@ -76,13 +76,13 @@ class TestTheRowsOfTheOriginal(RowsOfTheOriginal):
 
 @functools.cache
 def alone(replicas, model):
-    """The variables of a model after training in one process, which are those of `PopDistStrategy`."""
+    """Return the variables of a model trained in one process, as with `PopDistStrategy`."""
     return program.digits_trained(strategies.IPUStrategy(replicas), model, STEPS)[0]
 
 
 @functools.cache
 def trained(launcher, instances, local, variables):
-    """What each instance found in the rows and in training, and the variables of the first one."""
+    """Return the results and trainings of each instance, and the variables of the first one."""
     with tempfile.TemporaryDirectory(prefix="trained-") as folder:
         file = Path(folder, "variables.npz")
         tasks = ["rows", "digits"] if instances * local == 2 else ["digits"]
@@ -104,24 +104,24 @@ class TestTraining:
         assert len(reports) == instances
         return [report[model] for report in reports]
 
-    def test_gives_all_instances_the_same_bits(self, found):
+    def test_all_instances_have_the_same_bits(self, found):
         assert len({report["fingerprint"] for report in found}) == 1
 
-    def test_is_close_to_that_of_popdist_strategy(self, launcher, instances, local, variables, model):
+    def test_variables_are_close_to_popdist_strategy(self, launcher, instances, local, variables, model):
         *_, arrays = trained(launcher, instances, local, variables)
         for place, leaf in program.named_leaves(alone(instances * local, model)):
             np.testing.assert_allclose(arrays[f"{model}{place}"], leaf, rtol=0, atol=TOLERANCE, err_msg=place)
 
-    def test_sends_gradients_while_others_are_computed_if_variables_are_on_the_host(self, found, variables, model):
-        is_streamed = variables == "on_host" and model == "mlp"  # the other one is too small
+    def test_gradients_are_streamed_if_variables_are_on_the_host(self, found, variables, model):
+        is_streamed = variables == "on_host" and model == "mlp"  # the other model is too small
         assert {report["calls"] > 1 for report in found} == {is_streamed}
         assert is_streamed or {report["calls"] for report in found} == {1}
 
 
 @pytest.mark.complete
 @pytest.mark.parametrize("model", MODELS)
-def test_where_no_order_is_left_to_choose_the_bits_are_those_of_popdist_strategy(model):
-    """Two replicas on two instances."""
+def test_two_replicas_have_the_bits_of_popdist_strategy(model):
+    """Two replicas on two instances leave no order of addition to choose."""
     *_, reports, _ = trained(*TRAININGS[0])
     wanted = strategies.fingerprint(alone(2, model))
     assert [report[model]["fingerprint"] for report in reports] == [wanted] * 2
@@ -137,6 +137,6 @@ def test_one_instance_without_a_launcher_has_the_bits_of_one_process(tmp_path):
         assert found[model]["fingerprint"] == strategies.fingerprint(alone(4, model))
 
 
-def test_it_may_be_made_again_and_beside_others():
+def test_the_strategy_can_be_made_again_and_beside_others():
     wanted = {"same communicator": True, "mechanism": "horovod", "sums": [3.0, 3.0, 3.0]}
     assert two_instances()[1] == [wanted] * 2

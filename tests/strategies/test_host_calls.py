@@ -1,4 +1,4 @@
-"""What a compiled program hands to Python, whatever its size."""
+"""Calls of Python from a compiled program, for arrays of every size."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_arrays_arrive_as_they_are(kind):
+def test_arrays_arrive_unchanged(kind):
     seen = []
 
     def program(arguments):
@@ -53,7 +53,7 @@ def test_ordered_calls_come_in_the_order_of_the_program():
 
 
 @pytest.mark.parametrize("is_ordered", [False, True])
-def test_programs_that_call_are_told_from_others(is_ordered):
+def test_programs_that_call_python_are_recognised(is_ordered):
     def calling(x):
         call_host(lambda x: None, None, [x], is_ordered=is_ordered)
         return x
@@ -69,7 +69,7 @@ def test_programs_that_call_are_told_from_others(is_ordered):
 
 
 @pytest.mark.parametrize("size", [1, SMALL_BYTES])
-def test_derivatives_of_what_is_handed_over_are_refused(size):
+def test_derivatives_of_values_passed_to_python_are_refused(size):
     shape = jax.ShapeDtypeStruct((), np.float32)
 
     def of_call(x):

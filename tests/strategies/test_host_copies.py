@@ -61,7 +61,7 @@ def test_a_bucket_that_arrives_has_as_many_items_as_buffers(device: CudaDevice) 
     assert [len(of_buffer[0]) for of_buffer in arriving[0:2]] == [3, 4]
 
 
-def test_means_go_to_the_places_that_they_have_on_the_host(device: CudaDevice) -> None:
+def test_means_are_copied_to_their_places_on_the_host(device: CudaDevice) -> None:
     whole, other = np.zeros(ELEMENTS, np.float32), np.zeros(7, np.float32)
     means = HostCopies(device).means([whole[:1024], whole[1024:], other])
     whole[:], other[:] = np.arange(ELEMENTS), 5
@@ -74,7 +74,7 @@ def test_means_go_to_the_places_that_they_have_on_the_host(device: CudaDevice) -
     assert means.on_device(np.zeros(7, np.float32)) is None
 
 
-def test_without_a_lock_copies_are_made_all_the_same(
+def test_copies_work_without_page_locked_memory(
     library: FakeLibrary, device: CudaDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.refuses["cuMemHostRegister_v2"] = 1
@@ -115,7 +115,7 @@ def test_a_training_has_the_same_bits_with_copies_by_the_driver(
     assert library.calls.count("cuMemcpyAsync") >= 3 * (2 * 2 + 2)  # two buffers of two replicas, and their means
 
 
-def test_two_instances_add_what_arrives_and_send_the_means_back(tmp_path: Path) -> None:
+def test_two_instances_add_arriving_gradients_and_send_the_means_back(tmp_path: Path) -> None:
     layout = FlatLayout(((ELEMENTS,), (7,), (ELEMENTS,)), (np.dtype(np.float32),) * 3, 2)
 
     def on_rank(communicator: Communicator) -> list[bytes]:

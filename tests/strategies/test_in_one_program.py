@@ -1,4 +1,4 @@
-"""A step of the only replica becomes one program where that changes no bit."""
+"""Steps of a single replica: one program if that changes no bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_ONE, IN_PARTS = "in one program from step", "in parts"
 
 
 def loss_with_state(variables, batch, key, model_state):
-    """Of a network with dropout, a moving mean, a counter and a sum; a variable of it may be frozen."""
+    """Compute a network with dropout, a moving mean, a counter and a sum; one of its variables may be frozen."""
     hidden = jnp.tanh(batch @ variables["kernel"] + variables["bias"])
     mean = hidden.mean(0)
     hidden *= jax.random.bernoulli(key, 0.8, hidden.shape)
@@ -31,7 +31,7 @@ def loss_with_state(variables, batch, key, model_state):
 
 
 def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None, **options):
-    """What a training of small batches ends with; the trainer may be changed before it begins."""
+    """Return the end of a training with small batches; the test may change the trainer before it begins."""
     trainer = strategies.Trainer(
         strategies.IPUStrategy(num_replicas=num_replicas),
         loss_fn,
@@ -53,7 +53,7 @@ def trained(num_replicas=1, loss_fn=loss_with_state, change=lambda trainer: None
     [{}, pytest.param({"trainable": lambda name, variable: "bias" not in name}, marks=pytest.mark.complete)],
     ids=["", "frozen"],
 )
-def test_it_has_the_bits_of_the_parts(caplog, options):
+def test_one_program_has_the_bits_of_the_parts(caplog, options):
     with caplog.at_level(logging.INFO, "strategies.jax"):
         in_one = trained(**options)
         assert IN_ONE in caplog.text
@@ -64,7 +64,7 @@ def test_it_has_the_bits_of_the_parts(caplog, options):
 
 
 @pytest.mark.parametrize("name", [0, 1], ids=["loss", "metric"])
-def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch, name):
+def test_a_different_last_bit_of_a_metric_keeps_the_step_in_parts(caplog, monkeypatch, name):
     def tell_more(trainer):
         engine = trainer._engine
         made = engine._in_parts
@@ -82,7 +82,7 @@ def test_another_last_bit_of_what_it_tells_keeps_it_in_parts(caplog, monkeypatch
     assert IN_ONE not in caplog.text
 
 
-def test_what_calls_back_into_python_stays_in_parts(caplog):
+def test_a_loss_function_that_calls_python_keeps_the_step_in_parts(caplog):
     def loss_fn(*arguments):
         jax.debug.callback(lambda: None)
         return loss_with_state(*arguments)
@@ -94,19 +94,19 @@ def test_what_calls_back_into_python_stays_in_parts(caplog):
 
 
 @pytest.mark.complete
-def test_several_replicas_know_nothing_of_each_other(caplog):
+def test_several_replicas_never_try_one_program(caplog):
     with caplog.at_level(logging.INFO, "strategies.jax"):
         trained(num_replicas=2)
     assert IN_ONE not in caplog.text
     assert IN_PARTS not in caplog.text
 
 
-def test_other_gradients_that_change_nothing_yet_keep_it_in_parts(caplog):
-    """A learning rate of zero hides them while it warms up, and plain SGD keeps nothing of them."""
+def test_different_gradients_without_an_effect_yet_keep_the_step_in_parts(caplog):
+    """A learning rate of zero hides the difference while it warms up, and plain SGD keeps no state."""
     traces = []
 
     def loss_fn(variables, batch, key):
-        """Its gradient is larger the more often it was traced, as a program of its own may round otherwise."""
+        """Compute a loss whose gradient grows with each trace, as another program may round differently."""
         traces.append(None)
         product = (batch * variables).sum()
         return product + len(traces) * (product - jax.lax.stop_gradient(product))

@@ -1,4 +1,4 @@
-"""Infeeds: which element goes where, what they refuse, how they end; Q are rows of the original's tests."""
+"""Infeeds: order of elements, refusals, and the end of data."""
 
 import gc
 import os
@@ -35,53 +35,53 @@ def equal(array, value):
 
 
 class TestElements:
-    """What the body of a loop gets."""
+    """Elements that the body of a loop gets."""
 
-    def test_q_01_of_a_data_set_without_end(self):
+    def test_elements_of_an_endless_data_set_are_fed(self):
         assert equal(loops.repeat(20, add, [ONES], InfeedQueue(Increasing(10))), 91)
 
-    def test_q_03_of_a_finite_data_set(self):
+    def test_elements_of_a_finite_data_set_are_fed(self):
         assert equal(loops.repeat(10, add, [ONES], InfeedQueue(Increasing(10, repeats=False))), 46)
 
-    def test_q_04_tuples_are_several_arguments(self):
+    def test_tuples_are_several_arguments(self):
         infeed = InfeedQueue(Increasing(3, change=both))
         assert equal(loops.repeat(5, lambda v, x, y: v + x + y, [np.zeros((4, 4), np.float32)], infeed), 31)
         assert infeed.number_of_tuple_elements == 2
 
-    def test_q_06_dictionaries_are_keyword_arguments(self):
+    def test_dictionaries_are_keyword_arguments(self):
         infeed = InfeedQueue(Increasing(3, (), change=lambda x: {"a": x, "b": (x + 10) / 2}))
         assert loops.repeat(5, lambda v, w, b, a: (v + a, w + b), [0.0, 0.0], infeed) == [4, 27]
 
-    def test_q_08_while_a_condition_holds(self):
+    def test_elements_are_fed_while_a_condition_holds(self):
         def body(i, v, x):
             return i + 1, v + x
 
         infeed = InfeedQueue(Increasing(10))
         assert equal(loops.while_loop(lambda i, v: i < 20, body, [0, ONES], infeed)[1], 91)
 
-    def test_q_09_tuples_while_a_condition_holds(self):
+    def test_tuples_are_fed_while_a_condition_holds(self):
         def body(i, v, x, y):
             return i + 1, v + x + y
 
         infeed = InfeedQueue(Increasing(3, change=both))
         assert equal(loops.while_loop(lambda i, v: i < 20, body, [0, ONES], infeed)[1], 129.5)
 
-    def test_q_31_a_dictionary_in_a_tuple_is_one_argument(self):
+    def test_a_dictionary_in_a_tuple_is_one_argument(self):
         infeed = InfeedQueue([({"x0": np.float32(1), "x1": np.float32(1)}, np.float32(1))] * 2)
         assert loops.repeat(2, lambda v, x, y: v + x["x0"] + x["x1"] + y, [0.0], infeed) == 6
 
-    def test_q_32_a_dictionary_alone_in_a_tuple_is_keyword_arguments(self):
+    def test_a_dictionary_alone_in_a_tuple_is_keyword_arguments(self):
         infeed = InfeedQueue([({"x0": np.float32(1), "x1": np.float32(1)},)] * 2)
         assert loops.repeat(2, lambda v, x0, x1: v + x0 + x1, [0.0], infeed) == 4
 
-    def test_q_38_booleans(self):
+    def test_booleans_are_fed(self):
         left, right = np.random.default_rng(0).random((2, 10)) < 0.5
         outfeed = OutfeedQueue()
         infeed = InfeedQueue(list(zip(left, right, strict=True)))
         loops.repeat(10, lambda x, y: outfeed.enqueue(x & y), infeed=infeed)
         np.testing.assert_array_equal(outfeed.dequeue(), left & right)
 
-    def test_q_39_what_a_table_makes_of_words(self):
+    def test_numbers_looked_up_for_words_are_fed(self):
         numbers = {"hund": 0, "katze": 1}
         words = ["hund", "hund", "vogel", "katze"]
         infeed = InfeedQueue(np.int32(numbers.get(word, -1)) for word in words)
@@ -90,13 +90,13 @@ class TestElements:
         assert list(outfeed.dequeue()) == [0, 0, -1, 1]
 
     @pytest.mark.parametrize(("dtype", "wanted"), [(np.int8, range(-4, 6)), (np.uint8, [*range(252, 256), *range(6)])])
-    def test_q_40_bytes_with_and_without_a_sign(self, dtype, wanted):
+    def test_signed_and_unsigned_bytes_are_fed(self, dtype, wanted):
         data = [np.array(k, np.int8).astype(dtype) for k in range(-5, 5)]
         outfeed = OutfeedQueue()
         loops.repeat(10, lambda x: outfeed.enqueue(x + dtype(1)), infeed=InfeedQueue(data))
         assert list(outfeed.dequeue()) == list(wanted)
 
-    def test_q_41_operations_on_bytes(self):
+    def test_bytes_can_be_reshaped(self):
         outfeed = OutfeedQueue()
         infeed = InfeedQueue([(np.zeros(4, np.int8), np.zeros(4, np.uint8))])
 
@@ -109,19 +109,19 @@ class TestElements:
         assert not any(array.any() for array in found)
 
     @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float16, np.float32, ml_dtypes.bfloat16])
-    def test_keep_their_dtype_and_bits(self, dtype, bits):
+    def test_elements_keep_their_dtype_and_bits(self, dtype, bits):
         data = np.arange(6).reshape(2, 3).astype(dtype)
         outfeed = OutfeedQueue()
         loops.repeat(2, lambda x: outfeed.enqueue(x), infeed=InfeedQueue(list(data)))
         assert bits(outfeed.dequeue()) == bits(data)
 
-    def test_may_be_dequeued_without_a_loop(self, strategy):
+    def test_elements_can_be_dequeued_without_a_loop(self, strategy):
         infeed = InfeedQueue(Increasing(8, (), change=lambda x: {"x": x}))
         results = strategy.run(lambda: infeed.dequeue()["x"] * 10 + infeed.dequeue()["x"])
         assert list(results) == [4, 15, 26, 37]
         assert infeed.dequeued
 
-    def test_may_lie_in_memory_that_is_used_again(self):
+    def test_elements_can_lie_in_reused_memory(self):
         def reused():
             array = np.zeros(1000, np.int32)
             for k in range(20):
@@ -132,7 +132,7 @@ class TestElements:
 
 
 class TestOrder:
-    """Element k * R + r goes to replica r in its iteration k."""
+    """Order of elements: element k * R + r goes to replica r in its iteration k."""
 
     @staticmethod
     def program(infeed):
@@ -143,7 +143,7 @@ class TestOrder:
         return run
 
     @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
-    def test_does_not_depend_on_the_instances(self, on_instances, instances):
+    def test_the_order_does_not_depend_on_the_instances(self, on_instances, instances):
         def on_one(strategy):
             with InfeedQueue(Increasing(20, (), repeats=False), mode=InfeedMode.WHOLE) as infeed:
                 return [float(x) for x in strategy.run(self.program(infeed))]
@@ -151,25 +151,25 @@ class TestOrder:
         found = [x for results in on_instances(instances, 4, on_one) for x in results]
         assert found == [sum((4 * k + r) * (r + 1) * 2 ** (4 - k) for k in range(5)) for r in range(4)]
 
-    def test_is_that_of_replicas_on_one_device(self):
-        """More replicas than devices: the first ones have taken all of theirs before the others begin."""
+    def test_the_order_is_the_same_if_replicas_share_a_device(self):
+        """Replicas outnumber devices: the first ones take all of their elements before the others begin."""
         infeed = InfeedQueue(Increasing(60, (), repeats=False))
         found = strategies.IPUStrategy(12).run(self.program(infeed))
         assert list(found) == [sum((12 * k + r) * (r + 1) * 2 ** (4 - k) for k in range(5)) for r in range(12)]
 
-    def test_q_07_goes_on_in_the_next_loop(self):
+    def test_the_order_continues_in_the_next_loop(self):
         infeed = InfeedQueue(Increasing(2, ()))
         v = loops.repeat(5, add, [0.0], infeed)
         assert loops.repeat(5, add, [v], infeed) == 5
 
-    def test_q_10_goes_on_in_the_next_run(self, strategy):
+    def test_the_order_continues_in_the_next_run(self, strategy):
         infeed = InfeedQueue(Increasing(10, ()))
         one = strategies.IPUStrategy(1)
         found = [one.run(lambda n, v: loops.repeat(n, add, [v], infeed), args=(np.int32(n), 0.0))[0] for n in (0, 2, 2)]
         assert found == [0, 1, 5]
         assert one.run(lambda v: loops.repeat(2, add, [v], infeed), args=(0.0,))[0] == 9
 
-    def test_of_independent_loops_is_that_of_the_program(self, strategy):
+    def test_independent_loops_dequeue_in_the_order_of_the_program(self, strategy):
         infeed = InfeedQueue(Increasing(1000, ()))
 
         def two_loops():
@@ -179,17 +179,17 @@ class TestOrder:
             (12 + 3 * r, 48 + 3 * r) for r in range(4)
         ]
 
-    def test_q_11_of_one_infeed_is_independent_of_another(self):
+    def test_infeeds_are_independent_of_each_other(self):
         one, other = InfeedQueue(Increasing(20, ())), InfeedQueue(Increasing(3, ()))
         assert [loops.repeat(5, add, [0.0], infeed) for infeed in (one, other, one, other)] == [10, 4, 35, 5]
 
-    def test_q_43_is_the_same_for_every_strategy(self):
+    def test_the_order_is_the_same_for_every_strategy(self):
         for _ in range(2):
             strategy = strategies.IPUStrategy(2)
             infeed = InfeedQueue(Increasing(6, ()))
             assert list(strategy.run(lambda queue=infeed: loops.repeat(3, add, [0.0], queue))) == [6, 9]
 
-    def test_of_a_distributed_data_set_is_its_own(self, on_instances):
+    def test_a_distributed_data_set_keeps_its_own_order(self, on_instances):
         rows = np.arange(48, dtype=np.int32)
 
         def on_one(strategy):
@@ -216,15 +216,15 @@ class TestRefusals:
             (1.5, TypeError, "must be an integer"),
         ],
     )
-    def test_of_a_depth_out_of_range(self, depth, error, message):
+    def test_a_depth_out_of_range(self, depth, error, message):
         with pytest.raises(error, match=message):
             InfeedQueue(Increasing(3), prefetch_depth=depth)
 
     @pytest.mark.parametrize("depth", [1, 2, 255])
-    def test_of_no_other_depth(self, depth):
+    def test_depths_from_1_to_255_are_accepted(self, depth):
         assert equal(loops.repeat(20, add, [ONES], InfeedQueue(Increasing(10), depth)), 91)
 
-    def test_q_12_of_shapes_that_are_not_defined(self):
+    def test_undefined_shapes(self):
         class Declared:
             element_spec = {"x": jax.ShapeDtypeStruct((2,), np.float32)}
 
@@ -240,7 +240,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"Output shape .*drop_remainder=True"):
             InfeedQueue(Declared())
 
-    def test_of_elements_that_differ_where_the_program_asks_for_them(self):
+    def test_elements_that_differ_from_the_first(self):
         infeed = InfeedQueue([np.zeros(4, np.float32)] * 2 + [np.zeros(3, np.float32)])
         assert equal(loops.repeat(2, add, [np.zeros(4, np.float32)], infeed), 0)
         message = r"Output shape .*element 2 .* is float32\[3\], and the first was float32\[4\].*drop_remainder=True"
@@ -251,26 +251,26 @@ class TestRefusals:
             loops.repeat(2, add, [0.0], infeed)
 
     @pytest.mark.parametrize("dtype", ["int64", "float64", "uint32", "complex64"])
-    def test_q_37_of_dtypes_that_are_not_fed(self, dtype):
+    def test_dtypes_that_are_not_fed(self, dtype):
         with pytest.raises(TypeError, match=f"Unsupported datatype {dtype} on index 1 of feed operation"):
             InfeedQueue([(np.float32(0), np.zeros(2, dtype))])
 
     @pytest.mark.parametrize(
         ("dataset", "error", "message"),
         [
-            ([np.zeros((4, 0), np.float32)], ValueError, "dimension of size 0"),  # Q-51
+            ([np.zeros((4, 0), np.float32)], ValueError, "dimension of size 0"),
             ([(np.float32(0), (np.float32(0), np.float32(0)))], ValueError, "inside of another"),
             *((each, TypeError, "needs an iterable of elements") for each in (3, "words", {"a": [1]})),
             *((each, ValueError, "needs at least one") for each in ([], [()])),
         ],
         ids=str,
     )
-    def test_of_what_has_no_elements_that_can_be_fed(self, dataset, error, message):
+    def test_data_sets_without_elements_that_can_be_fed(self, dataset, error, message):
         with pytest.raises(error, match=message):
             InfeedQueue(dataset)
 
-    def test_x_30_of_programs_with_other_numbers_of_replicas(self):
-        """X-30: a queue belongs to the number of replicas that dequeued it first."""
+    def test_programs_with_other_numbers_of_replicas(self):
+        """A queue belongs to the number of replicas that dequeued it first."""
         infeed = InfeedQueue(Increasing(10, ()))
         program = self.summing(infeed)
         assert list(strategies.IPUStrategy(2).run(program)) == [2, 4]
@@ -279,7 +279,7 @@ class TestRefusals:
         with pytest.raises(FeedError, match="runs on 1 replicas"):
             loops.repeat(2, add, [0.0], infeed)
 
-    def test_of_a_data_set_that_was_distributed_to_others(self, strategy):
+    def test_a_data_set_distributed_to_other_replicas(self, strategy):
         dataset = strategy.distribute_dataset(np.arange(48, dtype=np.int32), batch_size=3)
         with pytest.raises(FeedError, match="distributed to 4 replicas, but this program runs on 2 replicas"):
             strategies.IPUStrategy(2).run(self.summing(InfeedQueue(dataset)))
@@ -290,7 +290,7 @@ class TestRefusals:
 
 
 class TestEnd:
-    def test_is_an_error_for_a_program_that_asks_for_more(self):
+    def test_the_end_is_an_error_for_a_program_that_asks_for_more(self):
         infeed = InfeedQueue(Increasing(10, (), repeats=False))
         with pytest.raises(EndOfDataError, match="Infeed dataset iterator out of range"):
             loops.repeat(11, add, [0.0], infeed)
@@ -298,8 +298,8 @@ class TestEnd:
             loops.repeat(1, add, [0.0], infeed)
 
     @pytest.mark.parametrize("kind", [EndOfDataError, FileNotFoundError])
-    def test_is_that_error_where_python_asks_for_more(self, kind):
-        """And what the data set raises is what is raised; neither breaks what is called after it."""
+    def test_the_end_is_the_same_error_if_python_asks_for_more(self, kind):
+        """An error of the data set is raised unchanged; later calls work after both."""
 
         def elements():
             yield from np.arange(2, dtype=np.float32)
@@ -313,10 +313,10 @@ class TestEnd:
                 infeed.dequeue()
         assert float(InfeedQueue(Increasing(2, ())).dequeue()) == 0
 
-    def test_is_no_error_for_one_that_does_not(self):
+    def test_the_end_is_no_error_for_a_program_that_does_not_reach_it(self):
         assert loops.repeat(10, add, [0.0], InfeedQueue(Increasing(10, (), repeats=False), prefetch_depth=20)) == 45
 
-    def test_comes_for_all_replicas_before_the_first_incomplete_round(self, strategy):
+    def test_the_end_comes_for_all_replicas_before_the_first_incomplete_round(self, strategy):
         infeed, outfeed = InfeedQueue(Increasing(11, (), repeats=False)), OutfeedQueue()
 
         def body(v, x):
@@ -328,7 +328,7 @@ class TestEnd:
         np.testing.assert_array_equal(outfeed.dequeue(), np.arange(8).reshape(2, 4))
 
     @pytest.mark.parametrize("kind", [EndOfDataError, FileNotFoundError])
-    def test_ends_loops_that_nothing_else_ends_whose_replicas_wait_for_each_other(self, strategy, kind):
+    def test_the_end_stops_endless_loops_of_replicas_that_wait_for_each_other(self, strategy, kind):
         def elements():
             yield from np.arange(12, dtype=np.float32)
             if kind is FileNotFoundError:
@@ -341,7 +341,7 @@ class TestEnd:
         with pytest.raises(kind, match="part-3" if kind is FileNotFoundError else "out of range"):
             strategy.run(lambda: loops.while_loop(lambda v, s: s > 0, body, [0.0, 1.0], infeed))
 
-    def test_does_not_keep_the_strategy_from_running_other_programs(self, strategy):
+    def test_the_strategy_runs_other_programs_after_the_end(self, strategy):
         infeed = InfeedQueue(Increasing(4, (), repeats=False))
         for _ in range(2):
             with pytest.raises(EndOfDataError):
@@ -353,7 +353,7 @@ class TestEnd:
         assert loops.repeat(2, add, [0.0], InfeedQueue(Increasing(8, ()))) == 1
 
 
-def test_a_body_that_dequeues_too_takes_turns_with_its_loop():
+def test_a_body_that_dequeues_takes_turns_with_its_loop():
     infeed = InfeedQueue(np.arange(20, dtype=np.float32))
 
     def body(value, x):
@@ -370,14 +370,14 @@ def test_an_infeed_of_another_type_is_refused():
 
 
 class TestLife:
-    def test_q_13_starts_once_only(self):
+    def test_an_infeed_starts_only_once(self):
         infeed = InfeedQueue(Increasing(10, ()))
         infeed.start()
         assert loops.repeat(5, add, [0.0], infeed) == 10
         with pytest.raises(ValueError, match="can only be started once"):
             infeed.start()
 
-    def test_q_13_starts_before_a_program_too(self):
+    def test_an_infeed_can_start_before_a_program(self):
         infeed = InfeedQueue(Increasing(10, ()))
         infeed.start()
         with pytest.raises(ValueError, match="can only be started once"):
@@ -388,12 +388,12 @@ class TestLife:
         infeed.start()
         assert loops.repeat(5, add, [0.0], infeed) == 10
 
-    def test_q_33_is_not_deleted_before_it_has_started(self):
+    def test_deleting_before_the_start_is_refused(self):
         with pytest.raises(FeedError, match=r"Infeed with id=\d+ does not run"):
             InfeedQueue(Increasing(10)).delete()
 
     @pytest.mark.parametrize("dataset", [Increasing(10, ()), list(np.arange(10, dtype=np.float32))])
-    def test_q_34_starts_again_from_the_beginning(self, dataset):
+    def test_a_deleted_infeed_restarts_from_the_beginning(self, dataset):
         infeed = InfeedQueue(dataset)
         for _ in range(2):
             infeed.start()
@@ -402,7 +402,7 @@ class TestLife:
         with pytest.raises(FeedError, match="is deleted; call start"):
             loops.repeat(5, add, [0.0], infeed)
 
-    def test_q_34_of_an_iterator_has_no_beginning_again(self):
+    def test_an_infeed_of_an_iterator_cannot_restart(self):
         infeed = InfeedQueue(element for element in Increasing(10, ()))
         infeed.start()
         infeed.delete()
@@ -412,7 +412,7 @@ class TestLife:
         with pytest.raises(ValueError, match="a generator, which can be iterated only once"):
             infeed.start()
 
-    def test_starts_again_on_other_replicas_after_an_error(self):
+    def test_an_infeed_restarts_on_other_replicas_after_an_error(self):
         infeed = InfeedQueue(Increasing(6, (), repeats=False))
         with pytest.raises(EndOfDataError):
             loops.repeat(7, add, [0.0], infeed)
@@ -420,14 +420,14 @@ class TestLife:
         infeed.start()
         assert list(strategies.IPUStrategy(2).run(lambda: loops.repeat(3, add, [0.0], infeed))) == [6, 9]
 
-    def test_q_44_tells_what_its_elements_are(self):
+    def test_the_spec_describes_the_elements(self):
         infeed = InfeedQueue([{"a": np.zeros((2, 3), np.int8), "b": np.float32(0)}])
         assert infeed.spec.unflatten(infeed.spec.leaves) == {
             "a": jax.ShapeDtypeStruct((2, 3), np.int8),
             "b": jax.ShapeDtypeStruct((), np.float32),
         }
 
-    def test_knows_whether_the_program_dequeues_it(self, strategy):
+    def test_an_infeed_knows_whether_the_program_dequeues_it(self, strategy):
         infeed = InfeedQueue(Increasing(100, ()))
         seen = []
 
@@ -441,7 +441,7 @@ class TestLife:
         strategy.run(lambda: program())
         assert seen == [False, True] * 2
 
-    def test_leaves_no_thread(self):
+    def test_an_infeed_leaves_no_thread(self):
         before = set(feed_threads())
         with InfeedQueue(Increasing(10, ())) as infeed:
             loops.repeat(5, add, [0.0], infeed)
@@ -455,7 +455,7 @@ class TestLife:
         gc.collect()
         join_others_than(before)
 
-    def test_of_a_queue_that_is_gone_its_program_says_so(self):
+    def test_a_program_of_a_deleted_infeed_raises(self):
         infeed = InfeedQueue(Increasing(10, ()))
         held = weakref.ref(infeed)
         strategy = strategies.IPUStrategy(2)
@@ -469,7 +469,7 @@ class TestLife:
         with pytest.raises(FeedError, match="infeed of this program was deleted"):
             strategy.run(program)
 
-    def test_cannot_be_deleted_while_a_program_waits_for_data(self, monkeypatch):
+    def test_an_infeed_cannot_be_deleted_while_a_program_waits_for_data(self, monkeypatch):
         monkeypatch.setattr("strategies.jax.feeds.infeed.DELETE_TIMEOUT_S", 0.05)
         asked, given = threading.Event(), threading.Event()
 
@@ -526,8 +526,8 @@ def test_a_pool_of_one_thread_is_enough_and_nothing_is_left_at_exit():
     assert (done.returncode, done.stdout) == (3, f"{[float(k) for k in range(10)]}\n"), done.stderr
 
 
-def test_elements_that_are_there_come_in_one_call(monkeypatch):
-    """What a loop does not take stays: the next one goes on where it has ended."""
+def test_available_elements_come_in_one_call(monkeypatch):
+    """A loop leaves surplus elements for the next one, which continues there."""
     with InfeedQueue(Increasing(100, ()), prefetch_depth=4) as infeed:
         take, taken = infeed._take, []
         monkeypatch.setattr(infeed, "_take", lambda *arguments: taken.append(take(*arguments)) or taken[-1])

@@ -1,4 +1,4 @@
-"""The original's benchmarks of input: what they count, and what they refuse."""
+"""The original's benchmarks of input: results and refusals."""
 
 import json
 import logging
@@ -12,15 +12,15 @@ FIGURES = ["elements_processed", "total_bytes_processed", "time_elapsed", "eleme
 
 
 def increasing(number, shape):
-    """Elements of ones, twos, threes, ..."""
+    """Return a data set of ones, twos, threes, ..."""
     return (np.full(shape, value, np.float32) for value in range(1, number + 1))
 
 
 class TestFunctions:
-    """Rows B-01 to B-03."""
+    """Benchmark functions of the original."""
 
     @pytest.mark.parametrize("do_memcpy", [True, False])
-    def test_with_a_data_set(self, do_memcpy):
+    def test_a_data_set_is_measured(self, do_memcpy):
         result = json.loads(dataset_benchmark(increasing(10_000, (4, 4)), 10, 1000, do_memcpy=do_memcpy))
         assert len(result["epochs"]) == 10
         for epoch in result["epochs"]:
@@ -32,7 +32,7 @@ class TestFunctions:
             assert epoch["bandwidth"] == pytest.approx(64_000 / (1e9 * seconds), rel=1e-5)
 
     @pytest.mark.parametrize("do_memcpy", [True, False])
-    def test_with_an_infeed(self, do_memcpy):
+    def test_an_infeed_is_measured(self, do_memcpy):
         infeed = InfeedQueue(increasing(5 * 256, (4, 4)))
         result = json.loads(infeed_benchmark(infeed, 5, 256, do_memcpy=do_memcpy))
         assert len(result["epochs"]) == 5
@@ -46,7 +46,7 @@ class TestFunctions:
         (epoch,) = json.loads(dataset_benchmark(dataset, 1, elements_per_epoch=7))["epochs"]
         assert (epoch["elements_processed"], epoch["total_bytes_processed"]) == (7, 7 * 4 * 4 * 3)
 
-    def test_a_dimension_of_size_0(self):
+    def test_a_dimension_of_size_0_is_refused(self):
         words = "Detected a tensor in the dataset with a dimension of size 0"
         with pytest.raises(ValueError, match=words):
             dataset_benchmark(increasing(10, (4, 0)), 1, 5)
@@ -73,7 +73,7 @@ class TestFunctions:
 
     @pytest.mark.parametrize("kind", ["iterable", "function"])
     def test_batches_that_are_collective_calls_are_not_read_ahead(self, on_instances, kind):
-        """Instances take equally many, and call each other in the same order afterwards."""
+        """Instances take the same number of batches, and call each other in the same order afterwards."""
         elements = [np.float32(number) for number in range(100)]
 
         def on_one(strategy):
@@ -88,7 +88,7 @@ class TestFunctions:
 
         assert on_instances(2, 2, on_one) == [(10, 2.0)] * 2
 
-    def test_what_is_no_data_set_is_refused(self):
+    def test_other_types_than_data_sets_are_refused(self):
         with pytest.raises(TypeError, match="is a int, which cannot be iterated"):
             dataset_benchmark(3, 1, 1)
         with pytest.raises(TypeError, match="infeed_queue is a list; use a strategies.InfeedQueue"):
@@ -96,7 +96,7 @@ class TestFunctions:
         with pytest.raises(TypeError, match="is a str; use arrays of numbers"):
             dataset_benchmark(["a"], 1, 1)
 
-    def test_log(self, caplog):
+    def test_results_and_epochs_are_logged(self, caplog):
         caplog.set_level(logging.INFO)
         dataset_benchmark(increasing(10, (2,)), 2, 5)
         said = [record.getMessage() for record in caplog.records]

@@ -1,4 +1,4 @@
-"""What a function that makes a data set knows about its reader."""
+"""Input contexts: facts about the reader for a function that makes a data set."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_replicas_share_a_global_batch_evenly():
 
 
 @pytest.mark.parametrize(("size", "advice"), [(20, "use 18 or 24"), (5, "use 6"), (7, "use 6 or 12")])
-def test_a_batch_that_they_cannot_share_is_refused_with_those_that_they_can(size, advice):
+def test_an_indivisible_batch_is_refused_with_the_possible_sizes(size, advice):
     with pytest.raises(ValueError, match=f"of {size} is not divisible by 6 replicas; {advice}$"):
         InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(size)
 
@@ -26,10 +26,10 @@ def test_a_batch_that_they_cannot_share_is_refused_with_those_that_they_can(size
         ((2.0, 0, 1), TypeError, "num_input_pipelines is 2.0"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(numbers, error, words):
+def test_impossible_numbers_are_refused(numbers, error, words):
     with pytest.raises(error, match=words):
         InputContext(*numbers)
 
 
-def test_the_last_pipeline_is_one_of_them():
+def test_the_last_pipeline_number_is_accepted():
     assert InputContext(3, 2, 3).input_pipeline_id == 2

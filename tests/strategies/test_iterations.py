@@ -1,4 +1,4 @@
-"""What a loop collects of the values that its body enqueues, and when it hands them over."""
+"""Iterations of a loop: collection of enqueued values, and their delivery."""
 
 import itertools
 import threading
@@ -19,7 +19,7 @@ FOR_EVER_S = 1e9
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The tokens of all calls of feeds from now on."""
+    """Provide the tokens of all later calls of feeds."""
     counted, next_token = [], feed_program.next_token
     monkeypatch.setattr(feed_program, "next_token", lambda token: counted.append(int(token)) or next_token(token))
     return counted
@@ -27,7 +27,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Let loops hold values back for as long as they may, however slow this machine is."""
+    """Let loops hold values back for the maximum time, however slow this machine is."""
     monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", FOR_EVER_S)
 
 
@@ -36,16 +36,16 @@ def enqueuing(outfeed):
 
 
 class TestCalls:
-    """How often a loop calls into Python."""
+    """Number of calls of Python from a loop."""
 
-    def test_of_fast_iterations_are_few(self, calls, patient):
+    def test_fast_iterations_make_few_calls(self, calls, patient):
         outfeed = OutfeedQueue()
         assert loops.repeat(64, enqueuing(outfeed), [0]) == 64
         assert len(calls) == 11  # after 1, 1, 2, 4, 8, 8, ... iterations
         np.testing.assert_array_equal(outfeed.dequeue(), np.arange(64))
 
     @pytest.mark.parametrize("queues", [1, 3])
-    def test_bring_elements_and_take_values_at_once(self, calls, patient, queues):
+    def test_calls_bring_elements_and_take_values_together(self, calls, patient, queues):
         outfeeds = [OutfeedQueue() for _ in range(queues)]
 
         def body(v, x):
@@ -61,20 +61,20 @@ class TestCalls:
             np.testing.assert_array_equal(found["v"], np.arange(24))
             np.testing.assert_array_equal(found["x"], np.arange(24) + number)
 
-    def test_are_as_many_as_before_for_large_values(self, calls, patient):
+    def test_large_values_make_one_call_per_iteration(self, calls, patient):
         outfeed = OutfeedQueue()
         loops.repeat(5, lambda v: (v + 1, outfeed.enqueue(v)), [np.zeros(2049, np.float32)])
         assert len(calls) == 5
         np.testing.assert_array_equal(outfeed.dequeue()[:, 7], np.arange(5))
 
     @pytest.mark.parametrize("mode", OutfeedMode)
-    def test_leave_nothing_behind_when_a_condition_ends_the_loop(self, calls, patient, mode):
+    def test_calls_leave_no_value_behind_when_a_condition_ends_the_loop(self, calls, patient, mode):
         outfeed = OutfeedQueue(mode)
         assert loops.while_loop(lambda v: v < 13, enqueuing(outfeed), [0], maximum_iterations=50) == 13
         assert len(calls) == 5  # after 1, 1, 2, 4 and 5
         assert outfeed.dequeue().tolist() == (list(range(13)) if mode is OutfeedMode.ALL else 12)
 
-    def test_do_not_take_elements_that_a_condition_does_not_want(self, calls, patient):
+    def test_calls_take_no_elements_beyond_the_condition(self, calls, patient):
         outfeed = OutfeedQueue()
         with InfeedQueue(Increasing(100, ())) as infeed:
             for start in (0, 5):
@@ -84,10 +84,10 @@ class TestCalls:
 
 
 class TestVisibility:
-    """When another thread sees a value."""
+    """Visibility of values in another thread."""
 
-    def test_slow_iterations_hand_over_one_by_one(self, monkeypatch):
-        monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer than that
+    def test_slow_iterations_deliver_values_one_by_one(self, monkeypatch):
+        monkeypatch.setattr("strategies.jax.feeds.iterations.HOLD_S", 0.0)  # every iteration takes longer
         outfeed, seen = OutfeedQueue(), []
 
         def look(v):
@@ -103,8 +103,8 @@ class TestVisibility:
         assert loops.repeat(20, body, [0]) == 20
         assert [*seen, *outfeed.dequeue()] == list(range(20))
 
-    def test_data_may_depend_on_what_came_out_before(self, monkeypatch, patient):
-        """The data set waits for the values of all replicas in all rounds before, and one of them is late."""
+    def test_data_can_depend_on_values_dequeued_before(self, monkeypatch, patient):
+        """The data set waits for the values of all replicas of all earlier rounds, and one replica is late."""
         outfeed, seen, has_come = OutfeedQueue(), [], threading.Condition()
         put = outfeed._put
 
@@ -141,7 +141,7 @@ class TestVisibility:
             strategies.IPUStrategy(2).run(lambda: loops.repeat(12, lambda x: outfeed.enqueue(x), infeed=infeed))
         np.testing.assert_array_equal([*seen, *outfeed.dequeue()], np.repeat(np.arange(12), 2).reshape(12, 2))
 
-    def test_all_values_are_there_when_data_end(self, strategy, patient):
+    def test_all_values_are_visible_when_data_end(self, strategy, patient):
         outfeed = OutfeedQueue()
         with InfeedQueue(Increasing(44, (), repeats=False)) as infeed, pytest.raises(EndOfDataError):
             strategy.run(lambda: loops.repeat(20, lambda x: outfeed.enqueue(x), infeed=infeed))
@@ -149,10 +149,10 @@ class TestVisibility:
 
 
 class TestBodies:
-    """Where a loop does not collect, values leave as they come."""
+    """Bodies that a loop does not collect, so values leave at once."""
 
     @pytest.mark.parametrize("other", ["in a branch", "large", "in a loop"])
-    def test_that_enqueue_other_values_too_keep_the_order(self, calls, patient, other):
+    def test_bodies_that_also_enqueue_other_values_keep_the_order(self, calls, patient, other):
         first, second = OutfeedQueue(), OutfeedQueue()
         rounds, take = [], second._put
 
@@ -176,7 +176,7 @@ class TestBodies:
         step = 2 if other == "in a branch" else 1
         assert rounds == [(1 if v == 0 else step, v) for v in range(0, 6, step)]
 
-    def test_that_make_no_other_calls_are_traced_once(self):
+    def test_bodies_without_other_calls_are_traced_once(self):
         outfeed, traced = OutfeedQueue(), []
 
         def body(v):
@@ -188,13 +188,13 @@ class TestBodies:
         assert len(traced) == 1
         assert outfeed.dequeue().tolist() == [0, 1, 0, 1, 2]
 
-    def test_of_jax_s_programs_collect_too(self, calls, patient):
+    def test_loops_in_programs_of_jax_collect_values(self, calls, patient):
         outfeed = OutfeedQueue()
         assert jax.jit(lambda n: loops.repeat(n, enqueuing(outfeed), [0]))(10) == 10
         assert outfeed.dequeue().tolist() == list(range(10))
         assert len(calls) == 5
 
-    def test_whose_replicas_wait_for_each_other_in_the_condition(self, strategy):
+    def test_replicas_can_wait_for_each_other_in_the_condition(self, strategy):
         outfeed = OutfeedQueue()
 
         def program():
@@ -211,7 +211,7 @@ class TestBodies:
 
 @pytest.mark.parametrize("other", ["another call", "gradients"])
 def test_bits_do_not_depend_on_whether_values_are_collected(strategy, bits, other):
-    """They are not where the body makes other calls, nor in loops with gradients."""
+    """Bodies with other calls and loops with gradients do not collect values."""
     data = list(np.random.default_rng(0).standard_normal((24, 7, 5)).astype(np.float32))
     weights = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)
 
@@ -239,7 +239,7 @@ def test_bits_do_not_depend_on_whether_values_are_collected(strategy, bits, othe
 
 
 def test_many_small_values_keep_their_bits(bits):
-    """Together they are larger than what JAX hands over at once."""
+    """Together they are larger than one transfer of JAX."""
     outfeed = OutfeedQueue()
     values = [np.random.default_rng(k).standard_normal(250).astype(np.float32) for k in range(130)]
     loops.repeat(2, lambda: outfeed.enqueue(values))

@@ -1,4 +1,4 @@
-"""Looking through traced programs, evaluating them equation by equation, and cutting them."""
+"""Traced programs: search, evaluation equation by equation, and cutting."""
 
 import functools
 
@@ -73,13 +73,13 @@ def test_equations_in_loops_branches_and_calls_are_found(function):
     assert "cos" in names_in(traced(function).jaxpr)
 
 
-def test_what_combines_elements_is_a_program_too():
+def test_the_reducer_of_a_reduction_is_a_program():
     closed = traced(lambda x: jax.lax.reduce(x, np.float32(0), lambda a, b: a + jnp.cos(b), (0,)))
     (reduce,) = closed.jaxpr.eqns
     assert [names_in(body) for body in bodies(reduce)] == [["cos", "add"]]
 
 
-def test_an_equation_comes_before_those_in_it():
+def test_an_equation_comes_before_its_inner_equations():
     assert names_in(traced(lambda x: jnp.sin(jax.jit(jax.jit(jnp.cos))(x))).jaxpr) == ["jit", "jit", "cos", "sin"]
 
 
@@ -96,8 +96,8 @@ def test_an_equation_comes_before_those_in_it():
     ],
     ids=["jit", "custom_vjp", "custom_jvp", "checkpoint", "cos", "loop", "reduce"],
 )
-def test_only_what_is_evaluated_once_is_a_call(function, when_derived, before):
-    """A derivative of one's own, and `jax.checkpoint`, are more than a call until the program is differentiated."""
+def test_only_equations_evaluated_once_are_calls(function, when_derived, before):
+    """A custom derivative and `jax.checkpoint` are more than a call until the program is differentiated."""
     (equation,) = traced(function).jaxpr.eqns
     body = body_of_call(equation, is_derived=True)
     assert (body is not None) == when_derived
@@ -131,7 +131,7 @@ def test_ancestors_are_the_equations_behind_a_value():
 
 
 def shaky(x):
-    """A constant, a literal, a result that is an argument, and an operand that comes twice."""
+    """Compute with a constant, a literal, a result that is an argument, and an operand that comes twice."""
     return x * x + jnp.asarray(X), 2.0, x
 
 
@@ -184,7 +184,7 @@ def test_bodies_of_loops_and_branches_can_be_exchanged():
 
 
 def deep(weights, x):
-    """Blocks one behind the other, with calls in calls, a constant, and a result that needs only the first of them."""
+    """Compute consecutive blocks with nested calls, a constant, and a result that needs only the first block."""
     first = jax.jit(lambda y: jax.jit(jnp.tanh)(y @ weights[0]))(x)
     hidden = jnp.sin(first @ weights[1]) + jnp.asarray(X[:5])
     return hidden * 2, first.sum(), weights[0], np.float32(3)
@@ -201,7 +201,7 @@ def run(segments, arguments):
 
 
 def blocks_of(graph, size):
-    """Groups of `size` equations, and one without any that has the results."""
+    """Return groups of `size` equations, and a final group of the results without equations."""
     count = len(graph.equations)
     results = {Part(number): atom for number, atom in enumerate(graph.results)}
     return [*(EquationGroup(range(k, min(k + size, count))) for k in range(0, count, size)), EquationGroup((), results)]
@@ -217,12 +217,12 @@ def test_a_function_can_be_cut_anywhere(size):
         np.testing.assert_allclose(found[Part(number)], wanted, rtol=1e-6)
 
 
-def test_calls_are_dissolved_and_what_has_a_rule_is_not():
+def test_calls_are_inlined_and_equations_with_rules_are_not():
     graph = Graph.of(traced(lambda x: halve(jax.jit(jax.jit(jnp.cos))(x))))
     assert [equation.primitive.name for equation in graph.equations] == ["cos", "custom_vjp_call"]
 
 
-def test_residuals_are_what_others_make_and_inputs_what_is_read():
+def test_residuals_come_from_other_segments_and_inputs_from_arguments():
     graph = Graph.of(traced(lambda x, y: (jnp.sin(jnp.cos(x)) * y, jnp.exp(y)), X, X))
     places = {equation.primitive.name: number for number, equation in enumerate(graph.equations)}
     first, second = cut(
@@ -236,7 +236,7 @@ def test_residuals_are_what_others_make_and_inputs_what_is_read():
     assert (second.inputs, second.takes, second.gives, second.parts) == ((1,), (0,), (), (Part(0),))
 
 
-def test_what_is_repeated_is_not_handed_on():
+def test_repeated_equations_are_not_passed_on():
     graph = Graph.of(traced(lambda x: jnp.sin(jnp.cos(x) * 2)))
     groups = [EquationGroup({0, 1}), EquationGroup({2}, {Part(0): graph.results[0]})]
     _, handed = cut(graph, groups)
@@ -257,14 +257,14 @@ def test_what_is_repeated_is_not_handed_on():
         ([{0}, {2}], r"segment 1 reads a result of mul, which is in none"),
     ],
 )
-def test_cuts_that_no_order_can_carry_out_are_refused(groups, message):
+def test_cuts_without_a_valid_order_are_refused(groups, message):
     graph = Graph.of(traced(lambda x: jnp.sin(jnp.cos(x) * 2)))
     with pytest.raises(ValueError, match=message):
         cut(graph, [EquationGroup(equations) for equations in groups])
 
 
 def test_the_same_function_is_always_cut_into_the_same_segments():
-    """Whatever addresses its variables have: compiled programs are found again by what they are."""
+    """Addresses of variables do not matter: compiled programs are found by their content."""
 
     def many(x):
         handed = [function(x) for function in (jnp.cos, jnp.sin, jnp.tanh, jnp.exp, jnp.abs, jnp.sqrt)]
@@ -279,7 +279,7 @@ def test_the_same_function_is_always_cut_into_the_same_segments():
     assert len(texts) == 1
 
 
-def test_constants_may_be_arguments():
+def test_constants_can_be_arguments():
     constant = jnp.asarray(X)
     graph = Graph.of(traced(lambda x: jax.jit(jnp.cos)(x) + constant))
     values = graph.lift_constants()

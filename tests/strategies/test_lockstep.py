@@ -1,4 +1,4 @@
-"""Instances with different amounts of data end at the same step, with a message and not with a hang."""
+"""Instances with different amounts of data: they end at the same step, with a message and no deadlock."""
 
 import logging
 
@@ -19,7 +19,7 @@ WARNING = (
 
 
 class UnsizedShards:
-    """Shard r has 4 + 3 r elements."""
+    """A source whose shard r has 4 + 3 r elements and no length."""
 
     def shard(self, n, i):
         return Unsized([i] * (4 + 3 * i))
@@ -35,7 +35,7 @@ def steps_of(dataset, epochs=1):
 
 class TestFromAFunction:
     @pytest.mark.parametrize("lengths", [(5, 3), (9, 3, 4), (7, 3, 3, 7)])
-    def test_all_end_where_the_first_one_ends(self, on_instances, caplog, lengths):
+    def test_all_instances_end_with_the_first_one(self, on_instances, caplog, lengths):
         def program(strategy):
             return list(strategy.distribute_datasets_from_function(lambda context: make(context, lengths)))
 
@@ -44,7 +44,7 @@ class TestFromAFunction:
         assert len(warnings_of(caplog)) == instances
         assert all(" ran out of data after 3 steps of the data set: " in line for line in warnings_of(caplog))
 
-    def test_the_warning_says_who_it_was_and_whose_data_is_left(self, on_instances, caplog):
+    def test_the_warning_names_the_instance_that_ended_and_the_remaining_data(self, on_instances, caplog):
         def program(strategy):
             return len(list(strategy.distribute_datasets_from_function(lambda context: make(context, (9, 3, 4)))))
 
@@ -52,25 +52,25 @@ class TestFromAFunction:
         assert set(warnings_of(caplog)) == {WARNING.format(3, "the data set", "instances 0, 2")}
 
     @pytest.mark.parametrize("length", [0, 4])
-    def test_equal_amounts_are_nothing_to_talk_about(self, on_instances, caplog, length):
+    def test_equal_amounts_of_data_give_no_warning(self, on_instances, caplog, length):
         def program(strategy):
             return list(strategy.distribute_datasets_from_function(lambda context: range(length)))
 
         assert on_instances(2, 2, program) == [list(range(length))] * 2
         assert warnings_of(caplog) == []
 
-    def test_one_instance_gets_it_untouched(self):
+    def test_one_instance_gets_the_data_set_unchanged(self):
         made = [1, 2, 3]
         assert strategies.IPUStrategy(2).distribute_datasets_from_function(lambda context: made) is made
 
-    def test_it_can_be_gone_through_again(self, on_instances):
+    def test_the_data_set_can_be_iterated_again(self, on_instances):
         def program(strategy):
             dataset = strategy.distribute_datasets_from_function(lambda context: make(context, (2, 3)))
             return [list(dataset), list(dataset)]
 
         assert on_instances(2, 2, program) == [[[0, 1], [0, 1]]] * 2
 
-    def test_training_on_it_gives_the_same_state_everywhere(self, on_instances):
+    def test_training_on_the_data_set_gives_the_same_state_everywhere(self, on_instances):
         def program(strategy):
             trainer = strategies.Trainer(strategy, lambda v, batch, key: v["w"] * batch.mean(), optax.sgd(1.0))
             state = trainer.init({"w": jnp.float32(0)})
@@ -102,7 +102,7 @@ def batches_of_ones(context):
 
 class TestDistributeDataset:
     def test_shards_of_unknown_lengths(self, on_instances, caplog):
-        """4 and 7 elements on instance 0, 10 and 13 on instance 1, in batches of 2."""
+        """Instance 0 has 4 and 7 elements, instance 1 has 10 and 13, in batches of 2."""
 
         def program(strategy):
             return steps_of(strategy.distribute_dataset(UnsizedShards(), batch_size=2), epochs=2)
@@ -112,7 +112,7 @@ class TestDistributeDataset:
         assert " ran out of data after 2 steps of epoch 1: " in warnings_of(caplog)[-1]
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
-    def test_how_many_steps_they_make_does_not_depend_on_the_instances(self, on_instances, instances):
+    def test_the_number_of_steps_does_not_depend_on_the_instances(self, on_instances, instances):
         def program(strategy):
             return steps_of(strategy.distribute_dataset(UnsizedShards(), batch_size=2))
 
@@ -127,7 +127,7 @@ class TestDistributeDataset:
         assert on_instances(2, 2, program) == [[2]] * 2
         assert set(warnings_of(caplog)) == {WARNING.format(2, "epoch 0", "instance 0")}
 
-    def test_lists_that_differ(self, on_instances, caplog):
+    def test_lists_of_different_lengths(self, on_instances, caplog):
         def program(strategy):
             return steps_of(strategy.distribute_dataset(list(range(12 - 5 * strategy.instance_index)), batch_size=2))
 
@@ -142,7 +142,7 @@ class TestDistributeDataset:
 
         assert on_instances(2, 2, program) == [(1, 0)] * 2
 
-    def test_a_restored_position_counts(self, on_instances, caplog):
+    def test_a_restored_position_is_counted(self, on_instances, caplog):
         def program(strategy):
             dataset = strategy.distribute_dataset(UnsizedShards(), batch_size=1)
             stream = dataset.epoch(0)
@@ -173,7 +173,7 @@ class TestDistributeDataset:
 
 
 class TestPadding:
-    """What is padded goes on until the last instance has come to its end, and drops nothing."""
+    """Padding: it continues until the last instance ends, and drops nothing."""
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
     def test_every_element_of_shards_of_unknown_lengths_counts_once(self, on_instances, caplog, instances):

@@ -1,4 +1,4 @@
-"""Loops on the devices; L and Q are rows of the original's tests."""
+"""Loops on the devices."""
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,23 @@ def add(v, x):
 
 @pytest.fixture(params=["from Python", "in run"])
 def place(request):
-    """Calls a function as a program calls loops: from Python, or in a function that all replicas run."""
+    """Provide a function that calls another as programs call loops: from Python, or in a function on all replicas."""
     if request.param == "from Python":
         return lambda function: function()
     return lambda function: strategies.IPUStrategy(2).run(function)[0]
 
 
 class TestLoopVariables:
-    def test_l_01_all_are_replaced_at_once(self, place):
+    def test_all_loop_variables_are_replaced_at_once(self, place):
         assert place(lambda: loops.repeat(4, lambda a, b: (a + b, a), [1, 0])) == [5, 3]
 
-    def test_l_02_one_may_become_another(self, place):
+    def test_a_loop_variable_can_become_another(self, place):
         assert place(lambda: loops.repeat(4, lambda a, b: (a, a + b), [1, 0])) == [1, 4]
 
-    def test_l_03_one_variable_comes_back_without_a_list(self, place):
+    def test_one_variable_comes_back_without_a_list(self, place):
         assert place(lambda: loops.repeat(3, lambda x: jax.nn.relu(x * x), [2.0])) == 256
 
-    def test_l_04_loops_may_lie_in_loops(self, place):
+    def test_loops_can_be_nested(self, place):
         def inner(x):
             return loops.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * 2), [0, x], maximum_iterations=10)[1]
 
@@ -47,28 +47,28 @@ class TestLoopVariables:
             8192,
         ]
 
-    def test_they_may_be_trees(self):
+    def test_loop_variables_can_be_trees(self):
         result = loops.repeat(3, lambda v: {"a": v["a"] + v["b"], "b": v["b"]}, {"a": 0.0, "b": 2.0})
         assert result == {"a": 6, "b": 2}
         assert loops.repeat(2, lambda pair: (pair[1], pair[0]), [(1, 2)]) == (1, 2)
 
-    def test_without_any_there_is_no_result(self):
+    def test_a_loop_without_variables_has_no_result(self):
         outfeed = OutfeedQueue()
         assert loops.repeat(3, lambda: outfeed.enqueue(np.int32(7))) is None
         assert list(outfeed.dequeue()) == [7, 7, 7]
 
-    def test_what_enqueue_returns_may_follow_them(self):
+    def test_results_of_enqueue_can_follow_the_loop_variables(self):
         outfeed = OutfeedQueue()
         assert loops.repeat(3, lambda v: (v + 1, outfeed.enqueue(v)), [0]) == 3
         assert list(outfeed.dequeue()) == [0, 1, 2]
 
-    def test_nothing_may_come_before_them(self):
+    def test_values_before_the_loop_variables_are_refused(self):
         outfeed = OutfeedQueue()
         with pytest.raises(ValueError, match="returns None before a loop variable"):
             loops.repeat(3, lambda v: (outfeed.enqueue(v), v), [0])
 
     @pytest.mark.parametrize("body", [lambda v: v + 0.5, lambda v: (v, v), lambda v: jnp.stack([v, v])])
-    def test_they_keep_structure_shape_and_dtype(self, place, body):
+    def test_a_changed_structure_shape_or_dtype_is_refused(self, place, body):
         with pytest.raises(
             TypeError, match=r"takes the loop variables \['int32\[\]'\] but returns .*they must be the same"
         ):
@@ -81,10 +81,10 @@ class TestLoopVariables:
 
 class TestIterations:
     @pytest.mark.parametrize("n", [0, 1, 7])
-    def test_are_as_many_as_are_asked_for(self, place, n):
+    def test_a_loop_makes_the_given_number_of_iterations(self, place, n):
         assert place(lambda: loops.repeat(n, lambda v: v + 1, [0])) == n
 
-    def test_may_be_a_number_that_the_program_computes(self, strategy):
+    def test_the_number_of_iterations_can_be_computed_by_the_program(self, strategy):
         results = strategy.run(
             lambda n: loops.repeat(2 * n, lambda v: v + 1, [0]), args=(strategy.per_replica(np.int32),)
         )
@@ -103,29 +103,29 @@ class TestIterations:
             (None, TypeError),
         ],
     )
-    def test_are_a_number(self, n, error):
+    def test_an_invalid_number_of_iterations_is_refused(self, n, error):
         with pytest.raises(error, match="n is "):
             loops.repeat(n, lambda v: v, [0])
 
-    def test_have_a_most_that_is_a_number_too(self):
+    def test_an_invalid_maximum_of_iterations_is_refused(self):
         with pytest.raises(ValueError, match="maximum_iterations is 2147483648; a loop runs at most 2147483647 times"):
             loops.while_loop(lambda v: v < 5, lambda v: v, [0], maximum_iterations=2**31)
 
-    def test_are_of_functions(self):
+    def test_bodies_and_conditions_that_are_no_functions_are_refused(self):
         with pytest.raises(TypeError, match="the body of the loop is None, a NoneType; use a function"):
             loops.repeat(1, None, [0])
-        with pytest.raises(TypeError, match="the condition of the loop is None"):  # and no loop without an end
+        with pytest.raises(TypeError, match="the condition of the loop is None"):  # an endless loop must not start
             loops.while_loop(None, lambda v: v + 1, [0])
 
-    def test_end_with_the_condition_or_the_most_that_are_allowed(self, place):
+    def test_iterations_end_with_the_condition_or_the_maximum(self, place):
         assert place(lambda: loops.while_loop(lambda v: v < 5, lambda v: v + 2, [0])) == 6
         assert place(lambda: loops.while_loop(lambda v: v < 5, lambda v: v + 2, [0], maximum_iterations=2)) == 4
 
-    def test_have_a_boolean_condition(self):
+    def test_a_condition_that_is_not_boolean_is_refused(self):
         with pytest.raises(TypeError, match=r"the condition returned int32\[\]"):
             loops.while_loop(lambda v: v, lambda v: v, [1])
 
-    def test_are_compiled_once_for_each_body(self):
+    def test_loops_are_compiled_once_for_each_body(self):
         traced = []
 
         def body(v):
@@ -137,23 +137,23 @@ class TestIterations:
 
 
 class TestGradients:
-    """L-05."""
+    """Gradients through loops."""
 
     @staticmethod
     def power(a):
         return loops.repeat(5, lambda x: a * x, [1.0])
 
-    def test_flow_through_repeat(self, strategy):
+    def test_gradients_flow_through_repeat(self, strategy):
         assert jax.grad(self.power)(2.0) == 80
         assert jax.jit(jax.grad(self.power))(2.0) == 80
         assert [float(g) for g in strategy.run(jax.grad(self.power), args=(strategy.per_replica(float),))] == [
             5 * r**4 for r in range(4)
         ]
 
-    def test_forward_too(self):
+    def test_forward_derivatives_flow_through_repeat(self):
         assert jax.jvp(self.power, (2.0,), (1.0,)) == (32, 80)
 
-    def test_train_with_momentum(self):
+    def test_gradients_of_a_loop_train_with_momentum(self):
         def loss_of(a):
             return (self.power(a) - 1) ** 2
 
@@ -164,8 +164,8 @@ class TestGradients:
         a, _ = loops.repeat(300, step, [1.2, 0.0])
         assert abs(a - 1) < 1e-2
 
-    def test_leave_every_feed_as_it_is(self, strategy):
-        """JAX drops callbacks, or takes them out of the loop, where it differentiates and nothing depends on them."""
+    def test_gradients_leave_every_feed_unchanged(self, strategy):
+        """JAX drops callbacks or moves them out of the loop if it differentiates and nothing depends on them."""
         infeed, outfeed = InfeedQueue(Increasing(100, ())), OutfeedQueue()
 
         def inner(a, x):
@@ -194,7 +194,7 @@ class TestGradients:
 
 
 class TestBodies:
-    def test_that_take_other_arguments_are_refused(self, place):
+    def test_bodies_with_other_arguments_are_refused(self, place):
         for wrong in (lambda: 0, lambda v, x, y: v):
             with pytest.raises(TypeError, match="1 loop variables and 1 elements of the infeed"):
                 place(lambda body=wrong: loops.repeat(2, body, [ZEROS], InfeedQueue(Increasing(3))))
@@ -204,11 +204,11 @@ class TestBodies:
         with pytest.raises(TypeError, match="the keywords a of the infeed"):
             place(lambda: loops.repeat(2, lambda v, b: v, [1], named))
 
-    def test_that_take_no_element_have_not_dequeued_the_infeed(self, place):
+    def test_bodies_without_an_element_are_refused_as_not_dequeuing(self, place):
         with pytest.raises(ValueError, match="has not been dequeued"):
             place(lambda: loops.repeat(2, lambda v: v, [ZEROS], InfeedQueue(Increasing(3))))
 
-    def test_an_exception_of_theirs_is_raised_and_harms_nothing(self, place):
+    def test_an_exception_of_a_body_is_raised_and_leaves_no_trace(self, place):
         def fails(v):
             raise KeyError("mine")
 

@@ -1,4 +1,4 @@
-"""How the scale of the loss follows the steps."""
+"""Loss scale over the steps."""
 
 import jax
 import numpy as np
@@ -16,29 +16,29 @@ def scales(scaling, finite):
     return found
 
 
-def test_it_grows_after_enough_good_steps_and_begins_to_count_anew():
+def test_the_scale_grows_after_enough_good_steps_and_counts_anew():
     assert scales(LossScaling(8.0, 2.0, 3), [True] * 4) == [(8, 1, 0), (8, 2, 0), (16, 0, 0), (16, 1, 0)]
 
 
-def test_an_overflow_lowers_it_and_is_counted():
+def test_an_overflow_lowers_the_scale_and_is_counted():
     found = scales(LossScaling(8.0, 4.0, 3), [True, True, False, True, True, True])
     assert found == [(8, 1, 0), (8, 2, 0), (2, 0, 1), (2, 1, 1), (2, 2, 1), (8, 0, 1)]
 
 
-def test_it_never_leaves_one_to_the_most():
+def test_the_scale_stays_between_one_and_the_maximum():
     assert scales(LossScaling(2.0, 8.0), [False, False]) == [(1, 0, 1), (1, 0, 2)]
     assert scales(LossScaling(MOST / 2, 8.0, 1), [True, True]) == [(MOST, 0, 0), (MOST, 0, 0)]
 
 
-def test_a_first_scale_below_one_is_the_least():
+def test_an_initial_scale_below_one_is_the_minimum():
     assert scales(LossScaling(0.25, 2.0), [False]) == [(0.25, 0, 1)]
 
 
-def test_a_scale_that_stays_counts_what_was_skipped():
+def test_a_static_scale_counts_skipped_steps():
     assert scales(LossScaling(4.0, 1.0, 1), [True, False, True]) == [(4, 1, 0), (4, 0, 1), (4, 1, 1)]
 
 
-def test_its_state_has_the_dtypes_of_a_compiled_program():
+def test_the_state_has_the_dtypes_of_a_compiled_program():
     state = LossScaling().after(LossScaling(8.0).start(), True)
     assert [np.asarray(leaf).dtype for leaf in (state.scale, state.good_steps, state.skipped)] == [
         *(np.float32, np.int32, np.int32)
@@ -46,7 +46,7 @@ def test_its_state_has_the_dtypes_of_a_compiled_program():
     assert str(LossScaling(8.0).start()) == "8"
 
 
-def test_what_programs_say_becomes_a_scaling():
+def test_options_of_programs_are_parsed_into_a_scaling():
     assert LossScaling.parse(None) is None
     assert LossScaling.parse("dynamic") == LossScaling(2.0**15, 2.0, 2000)
     assert LossScaling.parse(128) == LossScaling(128.0, 1.0)
@@ -55,7 +55,7 @@ def test_what_programs_say_becomes_a_scaling():
 
 
 @pytest.mark.parametrize("scaling", ["static", True, [8]])
-def test_what_is_none_is_refused(scaling):
+def test_values_that_are_no_scaling_are_refused(scaling):
     with pytest.raises(ValueError, match="use None, 'dynamic', a number or a LossScaling"):
         LossScaling.parse(scaling)
 
@@ -83,12 +83,12 @@ def test_numbers_out_of_range_are_refused(options, error):
 STATE = TrainState({"w": np.ones(2)}, (np.zeros(1),), 7, LossScaling(8.0).start(), [np.ones(3)])
 
 
-def test_it_is_a_tree_of_arrays_and_the_step_is_none_of_them():
+def test_a_training_state_is_a_tree_of_arrays_without_the_step():
     assert len(jax.tree.leaves(STATE)) == 1 + 1 + 3 + 1
     doubled = jax.tree.map(lambda leaf: 2 * leaf, STATE)
     assert (doubled.step, doubled.variables["w"].tolist(), float(doubled.loss_scale.scale)) == (7, [2, 2], 16)
 
 
-def test_it_has_no_scale_and_no_residuals_unless_they_are_used():
+def test_a_training_state_has_no_scale_or_residuals_by_default():
     plain = TrainState({}, (), 0)
     assert (plain.loss_scale, plain.residuals) == (None, None)

@@ -1,4 +1,4 @@
-"""A function of each micro-batch's gradients, before anything is added up: row G-13, with accumulation."""
+"""A function of each micro-batch's gradients, applied before any addition."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def test_the_function_gets_the_variable_of_the_gradient():
 
 
 @pytest.mark.parametrize("method", ["sum", "mean", "running_mean"])
-def test_the_bits_are_those_of_every_number_of_instances(on_instances, method):
+def test_the_bits_are_the_same_for_every_number_of_instances(on_instances, method):
     def one(strategy):
         return trained(strategy, map_gradient=clipped, reduction_method=method)
 
@@ -74,7 +74,7 @@ def test_the_function_does_not_see_the_loss_scale():
 
 
 def test_a_gradient_that_overflows_is_not_hidden_by_the_function():
-    """Clipping makes 1 of infinity, and the step would be applied."""
+    """Clipping turns infinity into 1, and the step would be applied."""
 
     def overflows(variables, batch, key):
         return jnp.sum(variables["w"] * batch) * jnp.float32(1e38)
@@ -89,7 +89,7 @@ def test_another_shape_than_that_of_the_gradient_is_refused():
         trained(two(), map_gradient=lambda gradient, variable: gradient.sum())
 
 
-def test_what_is_no_function_is_refused():
+def test_a_value_that_is_no_function_is_refused():
     with pytest.raises(TypeError, match="map_gradient is 3, a int"):
         trained(two(), map_gradient=3)
     with pytest.raises(TypeError, match="the gradient_mapping_function is 3"):
@@ -121,7 +121,7 @@ def of_stages(pipeline, loss_fn=staged, **options):
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "sequential", "zero_bubble"])
-def test_a_pipeline_maps_each_micro_batch_too(schedule):
+def test_a_pipeline_maps_each_micro_batch(schedule):
     found = of_stages(Pipelining([0, 1], schedule))
     assert found == of_stages(None)
     wanted = [np.clip(SLOPES * factor, -1, 1).sum() / 2 for factor in (0.5, 2)]
@@ -141,7 +141,7 @@ def test_a_pipeline_with_a_loss_scale_is_refused():
         of_stages(Pipelining([0, 1]), loss_scaling=2.0)
 
 
-def test_an_optimizer_function_may_return_an_optimizer_that_maps():
+def test_an_optimizer_function_can_return_an_optimizer_that_maps():
     optimizer = MapGradientOptimizer(optax.sgd(1.0), clipped)
     net = pipelining_ops.pipeline(
         [lambda variables, x: x * variables["a"], lambda variables, hidden: hidden * variables["b"]],

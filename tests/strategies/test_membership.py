@@ -1,6 +1,6 @@
-"""Doing something together with other instances, on threads, of which some are lost meanwhile.
+"""Collective calls with other instances on threads, some of which are lost meanwhile.
 
-Whole trainings are in `test_surviving.py`.
+`test_surviving.py` tests whole trainings.
 """
 
 import numpy as np
@@ -24,17 +24,17 @@ MOST_CALLS = 10
 
 
 def total(strategy):
-    """The sum of the indices of all replicas; a collective call."""
+    """Return the sum of the indices of all replicas; a collective call."""
     return int(strategy.reduce("sum", strategy.per_replica(np.int32)))
 
 
 class Attempts:
-    """Adds up the indices of all replicas, and notes what it is called for.
+    """Attempts that add up the indices of all replicas, with a record of the calls.
 
     Args:
-        strategy: of this instance.
-        disturb: called with the number of the attempt, from 0, before each.
-        caught_up: called with the number of the call; what `catch_up` returns.
+        strategy: The strategy of this instance.
+        disturb: Called before each attempt with its number, from 0.
+        caught_up: Called with the number of the call; returns the result of `catch_up`.
     """
 
     def __init__(self, strategy, disturb=lambda number: None, caught_up=lambda number: None):
@@ -57,13 +57,13 @@ class Attempts:
         assert len(self.calls) <= MOST_CALLS, "there is no end of it"
 
     def run(self):
-        """The result, the calls, and the replicas in the end."""
+        """Return the result, the calls, and the replicas at the end."""
         result = surviving(self._strategy.replicas, self.attempt, self.catch_up)
         return result, self.calls, list(self._strategy.local_replicas)
 
 
 def raising(error, *conditions):
-    """Raises it in the first attempt, or catching-up, if all conditions hold."""
+    """Return a function that raises an error in the first attempt or catching-up if all conditions hold."""
 
     def disturb(number):
         if number == 0 and all(conditions):
@@ -73,13 +73,13 @@ def raising(error, *conditions):
 
 
 @pytest.mark.parametrize("instances", [1, 3])
-def test_without_a_loss_it_is_attempted_once(instances):
+def test_without_a_loss_the_call_is_attempted_once(instances):
     found = run_instances(instances, REPLICAS, lambda strategy: Attempts(strategy).run())
     assert [each[:2] for each in found] == [(15, ["attempt"])] * instances
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_the_replicas(lost, caplog):
+def test_after_a_loss_survivors_attempt_the_call_once_more(lost, caplog):
     def function(strategy):
         return Attempts(strategy, raising(Lost, strategy.replicas.first_index == lost)).run()
 
@@ -94,8 +94,8 @@ def test_after_a_loss_it_is_attempted_once_more_by_those_that_have_taken_over_th
 
 
 @pytest.mark.parametrize("result", [7, 0, ()])
-def test_what_another_instance_had_done_already_is_not_attempted_again(result):
-    """Whatever it is: only None says that there is nothing yet."""
+def test_a_call_that_another_instance_completed_is_not_attempted_again(result):
+    """Only the value None means that there is no result yet."""
 
     def function(strategy):
         return Attempts(strategy, raising(Lost, strategy.replicas.first_index == 1), lambda number: result).run()
@@ -104,8 +104,8 @@ def test_what_another_instance_had_done_already_is_not_attempted_again(result):
     assert run_instances(3, REPLICAS, function) == [(result, calls, [0, 1, 2]), None, (result, calls, [3, 4, 5])]
 
 
-def test_a_call_that_an_earlier_loss_has_broken_is_attempted_again_too():
-    """All carry on then, and nobody is lost."""
+def test_a_call_broken_by_an_earlier_loss_is_attempted_again():
+    """All instances carry on, and none is lost."""
 
     def function(strategy):
         return Attempts(strategy, raising(BrokenError("half-way"), strategy.replicas.first_index == 0)).run()
@@ -115,7 +115,7 @@ def test_a_call_that_an_earlier_loss_has_broken_is_attempted_again_too():
 
 
 class TestASecondLoss:
-    def test_while_the_others_catch_up_has_them_catch_up_again(self):
+    def test_a_second_loss_while_catching_up_makes_survivors_catch_up_again(self):
         def function(strategy):
             def caught_up(number):
                 raising(Lost, strategy.replicas.first_index == 2)(number)
@@ -127,7 +127,7 @@ class TestASecondLoss:
         found = run_instances(4, 8, function)
         assert found == [(28, calls, [0, 1, 2, 3]), None, None, (28, calls, [4, 5, 6, 7])]
 
-    def test_while_it_is_attempted_again_is_as_the_first(self):
+    def test_a_second_loss_during_the_next_attempt_is_handled_like_the_first(self):
         def function(strategy):
             def disturb(number):
                 if strategy.replicas.first_index == number < 2:
@@ -144,7 +144,7 @@ class TestFinalErrors:
         "error", [ValueError, LayoutMismatchError, CollectiveTimeoutError, ClosedError], ids=lambda each: each.__name__
     )
     @pytest.mark.parametrize("place", ["attempt", "catch up"])
-    def test_are_all_others(self, error, place):
+    def test_all_other_errors_are_final(self, error, place):
         calls = []
 
         def function(strategy):
@@ -159,7 +159,7 @@ class TestFinalErrors:
             run_instances(1, REPLICAS, function)
         assert calls == [["attempt"] if place == "attempt" else ["attempt", "catch up"]]
 
-    def test_are_losses_where_the_job_was_not_started_to_survive_them(self):
+    def test_losses_are_final_in_a_job_without_survival(self):
         calls = []
 
         def function(strategy):
@@ -171,8 +171,8 @@ class TestFinalErrors:
             run_instances(2, REPLICAS, function, survives=False)
         assert calls == [["attempt"]] * 2
 
-    def test_is_that_the_others_go_on_without_this_one(self):
-        """It learns that when it wants to carry on with them."""
+    def test_an_instance_given_up_by_the_others_ends(self):
+        """The instance learns of that when it wants to carry on."""
         hub, said = ThreadHub(3), []
 
         def function(strategy):
@@ -196,15 +196,15 @@ class TestFinalErrors:
 
 
 class TestMeeting:
-    def test_nobody_is_late_where_all_have_done_the_same(self):
+    def test_no_instance_is_late_if_all_have_done_the_same(self):
         def function(strategy):
             strategy.replicas.done_so_far = InstanceProgress(done=2**40, share=pytest.fail)
             return meet(strategy.replicas).is_late
 
         assert run_instances(2, REPLICAS, function) == [False, False]
 
-    def test_those_who_are_late_get_what_the_first_of_the_others_has(self):
-        """All others take part in that."""
+    def test_late_instances_get_the_value_of_the_first_instance_ahead(self):
+        """All other instances take part in the transfer."""
 
         def function(strategy):
             number = strategy.instance_index
@@ -217,7 +217,7 @@ class TestMeeting:
 
         assert run_instances(3, REPLICAS, function) == [(True, 1, 1.0), (False, 1, 1), (False, 1, 2)]
 
-    def test_passes_and_batches_are_those_of_all_in_their_order(self):
+    def test_meetings_gather_passes_and_batches_of_all_in_order(self):
         def function(strategy):
             strategy.replicas.done_so_far = InstanceProgress(passes=7, batches=10 - strategy.instance_index)
             meeting = meet(strategy.replicas)
@@ -225,7 +225,7 @@ class TestMeeting:
 
         assert run_instances(3, REPLICAS, function) == [([7] * 3, [10, 9, 8])] * 3
 
-    def test_what_was_done_last_is_kept_for_those_who_are_late(self):
+    def test_the_last_result_is_kept_for_late_instances(self):
         def function(strategy):
             shared = []
 

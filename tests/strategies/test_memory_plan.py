@@ -1,4 +1,4 @@
-"""What is planned of memory before anything runs is what a training then has."""
+"""Memory plans, made before anything runs, compared with the memory of trainings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strategies.jax.memory.plan import DEVICE, HOST, SHARED, MemoryPlan, bytes_t
 from strategies.pipelines.timetable import ActionKind
 
 WIDTH = 700
-"""So that a gradient is more than 1 MiB, and has a buffer alone."""
+"""Width at which a gradient takes more than 1 MiB, and so has its own buffer."""
 REPLICAS = 4
 
 
@@ -60,7 +60,7 @@ def planned(plan, what):
 
 
 def held_by(trainer, state, batch):
-    """What a training has after a step, by what it is called in a plan."""
+    """Return the memory that a training holds after a step, by the names of the plan."""
     state, _ = trainer.step(state, batch)
     (step,) = trainer._programs._steps.values()
     results = [array for bucket in step.gradients.buckets for array in bucket.results]
@@ -77,7 +77,7 @@ def held_by(trainer, state, batch):
 
 
 def check_plan(strategy, loss=loss_fn, optimizer=None, model_state=None, **options):
-    """The plan of a training, which is found to be true."""
+    """Return the plan of a training after checking it."""
     trainer = Trainer(strategy, loss, optimizer or optax.adam(1e-3), **options)
     batch = batch_for(strategy)
     before = trainer.plan(shapes_of(batch), shapes_of(variables()), model_state)
@@ -109,7 +109,7 @@ OPTIONS = {
 
 FEW = ("sharded",)
 ALONE = ("accumulated", "sharded", "of 8 bits")
-"""On one instance too, whose gradients are not exchanged; what is plain is compared with others there."""
+"""Options that one instance plans too, where gradients are not exchanged; other tests cover plain options there."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ ALONE = ("accumulated", "sharded", "of 8 bits")
         for instances in ((2, 1) if name in ALONE else (2,))
     ],
 )
-def test_a_plan_is_what_a_training_has(options, instances, on_instances):
+def test_a_plan_matches_the_memory_of_a_training(options, instances, on_instances):
     plans = on_instances(instances, REPLICAS, lambda strategy: check_plan(strategy, **options))
     assert [plan.instance for plan in plans] == list(range(instances))
     if options.get("replicated_optimizer_state_sharding"):
@@ -137,7 +137,7 @@ def test_a_plan_is_what_a_training_has(options, instances, on_instances):
 
 
 @pytest.mark.complete
-def test_means_that_instances_share_are_told_apart(on_instances):
+def test_shared_means_are_listed_separately(on_instances):
     for plan in on_instances(2, REPLICAS, check_plan, mechanism="window"):
         shared = {each.what: each.nbytes for each in plan.held if each.where == SHARED}
         assert shared["mean gradients in the window"] >= WIDTH * WIDTH * 4
@@ -146,11 +146,11 @@ def test_means_that_instances_share_are_told_apart(on_instances):
     assert not [each for each in plan.held if each.where == SHARED]
 
 
-def test_a_pipeline_has_what_its_stages_keep():
+def test_a_plan_of_a_pipeline_lists_the_stash_of_its_stages():
     strategy = strategies.IPUStrategy(2, ipus_per_replica=2)
     pipelining = strategies.Pipelining([0, 1], "grouped")
     plan = check_plan(strategy, in_stages, pipeline=pipelining, gradient_accumulation_count=4)
-    hidden = 1 * WIDTH * 4  # of a micro-batch of one row
+    hidden = 1 * WIDTH * 4  # for a micro-batch of one row
     assert [each.stage for each in plan.kept] == [0, 1]
     assert [each.micro_batches for each in plan.kept] == [3, 1]
     assert hidden <= plan.kept[0].nbytes <= 3 * hidden
@@ -190,7 +190,7 @@ def test_a_stage_keeps_no_more_of_a_micro_batch_than_is_planned(recomputes):
 
 
 @pytest.mark.complete
-def test_a_checkpoint_is_written_of_the_whole_state(on_instances):
+def test_a_checkpoint_holds_the_whole_state(on_instances):
     plans = on_instances(2, REPLICAS, lambda strategy: check_plan(strategy, replicated_optimizer_state_sharding=True))
     whole = check_plan(strategies.IPUStrategy(REPLICAS))
     expected = planned(whole, "variables") + planned(whole, "optimizer state")
@@ -207,7 +207,7 @@ def test_batches_that_are_read_ahead_are_counted():
     assert planned(plan, "batches read ahead") == 3 * planned(plan, "batch") == 3 * 8 * WIDTH * 4
 
 
-def test_programs_have_the_sizes_that_xla_says():
+def test_programs_have_the_sizes_reported_by_xla():
     plan = check_plan(strategies.IPUStrategy(2))
     gradients, update = plan.programs
     assert (gradients.name, gradients.at_once) == ("gradients", 2)
@@ -249,6 +249,6 @@ def test_a_plan_needs_variables():
 @pytest.mark.parametrize(
     ("nbytes", "text"), [(17, "17 B"), (3 << 10, "3 KiB"), (1023 << 20, "1023 MiB"), (5 << 29, "2.5 GiB")]
 )
-def test_sizes_are_told_in_a_unit_that_fits(nbytes, text):
+def test_sizes_are_printed_in_a_suitable_unit(nbytes, text):
     assert bytes_text(nbytes) == text
     assert MemoryPlan(0, 1, []).held_bytes == 0

@@ -1,4 +1,4 @@
-"""Rows on their way to a sink that is slow, or fails; nothing here waits for a time to pass."""
+"""Delivery of rows to a slow or failing sink; no test waits for time to pass."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ def row(step, **values):
 
 
 class Kept(Sink):
-    """Keeps what it gets; does something first, which may fail."""
+    """A sink that keeps its rows, after an action that may fail."""
 
     name = "kept:here"
     way_out = "mend it"
@@ -58,7 +58,7 @@ def refuse():
     raise OSError(28, "No space left on device")
 
 
-def test_rows_come_in_their_order_and_all_before_it_is_closed():
+def test_rows_come_in_order_and_before_the_sink_is_closed():
     sink = Kept()
     delivery = SinkDelivery(sink, is_open=True)
     delivery.start()
@@ -69,7 +69,7 @@ def test_rows_come_in_their_order_and_all_before_it_is_closed():
     assert sink.calls[-1] == "close"
 
 
-def test_a_slow_sink_holds_nobody_up_and_what_it_does_not_get_is_counted_and_said(monkeypatch, caplog):
+def test_a_slow_sink_blocks_no_training_and_its_lost_rows_are_counted_and_logged(monkeypatch, caplog):
     monkeypatch.setattr(delivery_module, "MOST", 5)
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -91,7 +91,7 @@ def test_a_slow_sink_holds_nobody_up_and_what_it_does_not_get_is_counted_and_sai
     assert messages(caplog) == ["kept:here lacks 5 rows of metrics, because it was too slow or had failed"]
 
 
-def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
+def test_a_hanging_sink_is_abandoned_at_the_end(caplog):
     begun, goes_on = threading.Event(), threading.Event()
 
     def hang():
@@ -110,7 +110,7 @@ def test_a_sink_that_hangs_is_left_behind_at_the_end(caplog):
     delivery._thread.join(GUARD_S)
 
 
-def test_a_sink_that_fails_is_said_once_and_tried_again_later_and_later_with_all_rows(caplog):
+def test_a_failing_sink_is_logged_once_and_retried_with_growing_delays_and_all_rows(caplog):
     caplog.set_level(logging.INFO)
     clock, sink = Clock(), Kept(refuse)
     delivery = SinkDelivery(sink, is_open=True, now_s=clock)
@@ -131,12 +131,12 @@ def test_a_sink_that_fails_is_said_once_and_tried_again_later_and_later_with_all
     assert set(sink.calls[1:]) == {"open True", "close"}
     sink.before = lambda: None
     delivery.add(row(2))
-    delivery.close()  # tries once more, however short ago it has failed
+    delivery.close()  # tries once more, even if it has just failed
     assert sink.got == [1, 2]
     assert messages(caplog)[1:] == ["metrics are written to kept:here again"]
 
 
-def test_what_a_sink_lacks_that_has_failed_to_the_end_is_said(caplog):
+def test_rows_missing_in_a_sink_that_failed_to_the_end_are_logged(caplog):
     delivery = SinkDelivery(Kept(refuse), is_open=True)
     for step in range(3):
         delivery.add(row(step))
@@ -144,7 +144,7 @@ def test_what_a_sink_lacks_that_has_failed_to_the_end_is_said(caplog):
     assert messages(caplog)[1] == "kept:here lacks 3 rows of metrics, because it was too slow or had failed"
 
 
-def test_metrics_that_cannot_be_read_are_left_out_and_said_once(caplog):
+def test_metrics_that_cannot_be_read_are_left_out_and_logged_once(caplog):
     def unreadable():
         raise RuntimeError("Array has been deleted")
 
@@ -161,8 +161,8 @@ def test_metrics_that_cannot_be_read_are_left_out_and_said_once(caplog):
 
 
 @pytest.mark.parametrize("kind", [CsvFile, JsonLines])
-def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
-    """Through a link, which leads to a device that is always full, and then to a file."""
+def test_a_full_disk_loses_no_row_once_space_is_available(kind, tmp_path, caplog):
+    """A link leads to a device that is always full, and then to a file."""
     link, clock = tmp_path / "run.txt", Clock()
     link.symlink_to("/dev/full")
     delivery = SinkDelivery(kind(link), is_open=False, now_s=clock)
@@ -180,8 +180,8 @@ def test_a_full_disk_costs_no_row_once_there_is_room(kind, tmp_path, caplog):
     )
 
 
-def test_a_line_that_was_written_in_part_is_cut_off_when_it_is_tried_again(tmp_path, monkeypatch):
-    """A disk that has room for some bytes more."""
+def test_a_partly_written_line_is_cut_off_before_the_retry(tmp_path, monkeypatch):
+    """The disk has room for a few more bytes."""
     path, clock, write = tmp_path / "run.jsonl", Clock(), os.write
 
     def write_some(descriptor, data):
@@ -204,7 +204,7 @@ def test_a_line_that_was_written_in_part_is_cut_off_when_it_is_tried_again(tmp_p
 
 
 class TestSinks:
-    def test_one_that_cannot_be_opened_is_refused_and_the_others_are_closed(self):
+    def test_a_sink_that_cannot_be_opened_is_refused_and_the_others_are_closed(self):
         class Locked(Kept):
             name = "locked"
 
@@ -216,7 +216,7 @@ class TestSinks:
             Sinks([first, Locked()], JobFacts())
         assert first.calls == ["open False", "close"]
 
-    def test_in_a_job_that_was_started_again_it_is_only_said(self, caplog):
+    def test_a_restarted_job_only_logs_a_sink_that_cannot_be_opened(self, caplog):
         class Locked(Kept):
             name = "locked"
 
@@ -227,7 +227,7 @@ class TestSinks:
             sinks.log({"a": 1}, step=1)
         assert "metrics cannot be written to locked" in messages(caplog)[0]
 
-    def test_those_who_do_not_write_open_nothing_and_take_over_what_they_have_kept(self):
+    def test_other_instances_open_no_sink_and_write_their_kept_rows_as_next_chief(self):
         is_chief, sink = False, Kept()
         with Sinks([sink], JobFacts(is_chief=lambda: is_chief)) as sinks:
             for step in (1, 2):
@@ -238,7 +238,7 @@ class TestSinks:
         assert sink.got == [1, 2, 3]
         assert sink.calls[0] == "open True"
 
-    def test_nothing_is_taken_after_the_end(self):
+    def test_rows_after_the_end_are_refused(self):
         sink = Kept()
         sinks = Sinks([sink], JobFacts())
         sinks.close()
@@ -255,7 +255,7 @@ class TestSinks:
             sinks.log({"a": 1}, step)
 
 
-def test_who_waits_goes_on_when_all_that_has_come_is_written():
+def test_wait_returns_when_all_rows_are_written():
     sink = Kept()
     delivery = SinkDelivery(sink, is_open=True)
     for step in (1, 2):
@@ -266,7 +266,7 @@ def test_who_waits_goes_on_when_all_that_has_come_is_written():
     delivery.close()
 
 
-def test_who_waits_goes_on_when_the_sink_fails():
+def test_wait_returns_when_the_sink_fails():
     sink = Kept(refuse)
     delivery = SinkDelivery(sink, is_open=True)
     delivery.add(row(1))

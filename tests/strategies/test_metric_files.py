@@ -1,4 +1,4 @@
-"""Metrics in files: what is in them, and what becomes of files that are there."""
+"""Metrics in files: contents, and existing files."""
 
 import csv
 import json
@@ -45,7 +45,7 @@ def written(kind, path, *batches, goes_on=False):
 
 
 def read(path):
-    """Each row as a dictionary; numbers as they were, and nothing where there is none."""
+    """Return each row as a dictionary of numbers, without empty entries."""
     text = path.read_text()
     if path.suffix == ".jsonl":
         found = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
@@ -88,18 +88,18 @@ def test_nan_and_infinities_are_written_so_that_float_reads_them(kind, path):
     assert ("nan,inf,-inf" if kind is CsvFile else '"a": "NaN", "b": "Infinity", "c": "-Infinity"') in text
 
 
-def test_names_may_have_what_has_a_meaning_in_files(kind, path):
+def test_names_can_contain_separators_and_quotes(kind, path):
     names = {'a,"b"': 1.0, "ü": 2.0, "x/y z": 3.0}
     [row] = written(kind, path, train(1, **names))
     assert {name: row[name] for name in names} == names
 
 
-def test_a_metric_may_be_called_as_what_every_row_has(kind, path):
+def test_a_metric_can_be_called_step_or_time(kind, path):
     [row] = written(kind, path, train(1, step=7, time=8))
     assert row == {"step": 1, "time": 1.5, "metric/step": 7, "metric/time": 8}
 
 
-def test_names_may_come_later_and_stay_away(kind, path):
+def test_names_can_appear_later_and_be_missing(kind, path):
     rows = written(kind, path, train(1), [said(1, accuracy=0.5), *train(2)], [said(2, f1=0.25, accuracy=0.75)])
     assert [sorted(row) for row in rows] == [
         ["loss", "step", "time"],
@@ -110,7 +110,7 @@ def test_names_may_come_later_and_stay_away(kind, path):
     assert (rows[3]["f1"], rows[3]["accuracy"]) == (0.25, 0.75)
 
 
-def test_every_line_of_a_table_has_as_many_fields_as_its_heading(tmp_path):
+def test_every_line_of_a_table_has_the_fields_of_its_heading(tmp_path):
     path = tmp_path / "run.csv"
     written(CsvFile, path, train(1, 2), [said(2, accuracy=0.5)], train(3, loss=1, other=2))
     lines = list(csv.reader(path.read_text().splitlines(), strict=True))
@@ -128,37 +128,37 @@ def test_a_table_that_gets_a_column_keeps_its_permissions(tmp_path):
 
 
 class TestAFileThatIsThere:
-    def test_is_gone_on_with_and_steps_that_are_made_again_are_in_it_once(self, kind, path):
+    def test_an_existing_file_is_continued_and_repeated_steps_appear_once(self, kind, path):
         written(kind, path, train(1, 2, 3, 4), [said(4, accuracy=0.5)])
         rows = written(kind, path, train(3, loss=9.0), train(4, 5))
         assert steps_of(rows) == [1, 2, 3, 4, 5]
         assert rows[2]["loss"] == 9
         assert not path.with_name(f"{path.name}.1").exists()
 
-    def test_is_gone_on_with_where_nothing_is_made_again(self, kind, path):
+    def test_an_existing_file_is_continued_without_repeated_steps(self, kind, path):
         written(kind, path, train(1, 2))
         assert steps_of(written(kind, path, train(3), train(4))) == [1, 2, 3, 4]
 
-    def test_keeps_the_step_behind_which_something_else_is_said_first(self, kind, path):
+    def test_an_existing_file_keeps_a_step_whose_first_new_row_has_other_metrics(self, kind, path):
         written(kind, path, train(1, 2), [said(2, accuracy=0.5), *train(3)])
         rows = written(kind, path, [said(2, accuracy=0.25)], train(3))
         assert [sorted(row)[0] for row in rows] == ["loss", "loss", "accuracy", "loss"]
         assert rows[2]["accuracy"] == 0.25
 
-    def test_is_kept_under_another_name_where_all_of_it_would_be_replaced(self, kind, path):
+    def test_a_file_that_would_be_replaced_entirely_is_renamed(self, kind, path):
         for run in (1, 2, 3):
             written(kind, path, train(1, 2, loss=run))
         assert [row["loss"] for row in read(path)] == [3, 3]
         kept = [path.with_name(f"{path.name}.{number}") for number in (1, 2)]
         assert [kept[run].read_text().count(str(run + 1)) > 1 for run in range(2)] == [True, True]
 
-    def test_is_replaced_from_the_beginning_by_an_instance_that_takes_over(self, kind, path):
+    def test_an_instance_that_takes_over_replaces_the_file_from_the_beginning(self, kind, path):
         written(kind, path, train(1, 2))
         rows = written(kind, path, train(1, 2, 3), goes_on=True)
         assert steps_of(rows) == [1, 2, 3]
         assert not path.with_name(f"{path.name}.1").exists()
 
-    def test_may_end_anywhere(self, kind, path):
+    def test_a_file_can_end_anywhere(self, kind, path):
         written(kind, path, train(1, 2, 3))
         whole = path.read_bytes()
         last = whole.rstrip(b"\n").rfind(b"\n") + 1
@@ -169,7 +169,7 @@ class TestAFileThatIsThere:
             path.write_bytes(whole[:end])
             assert steps_of(written(kind, path, train(1), goes_on=True)) == [1]
 
-    def test_of_something_else_is_refused_and_stays(self, kind, path):
+    def test_a_file_of_another_kind_is_refused_and_stays(self, kind, path):
         path.parent.mkdir()
         path.write_text("dear diary\nmore")
         sink = kind(path)
@@ -179,11 +179,11 @@ class TestAFileThatIsThere:
         assert path.read_text() == "dear diary\nmore"
 
 
-def test_in_one_process_rows_are_only_appended_whatever_their_steps(kind, path):
+def test_one_process_only_appends_rows(kind, path):
     assert steps_of(written(kind, path, train(1, 2), train(1, 2))) == [1, 2, 1, 2]
 
 
-def test_what_is_no_file_takes_lines_too(kind, path):
+def test_a_pipe_takes_lines(kind, path):
     path.parent.mkdir()
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -253,7 +253,7 @@ def test_a_killed_writer_leaves_its_file_to_the_next_one(kind, path):
     ],
     ids=["deep", "deep step", "infinite step", "many digits", "long field"],
 )
-def test_a_damaged_line_stays_and_what_follows_is_gone_on_with(kind, path, line):
+def test_a_damaged_line_stays_and_the_file_is_continued(kind, path, line):
     written(kind, path, train(1, 2))
     with path.open("ab") as file:
         file.write(line + b"\n")

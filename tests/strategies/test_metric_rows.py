@@ -1,4 +1,4 @@
-"""Which values may be logged, and when they are read."""
+"""Values that may be logged, and the time of reading them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,19 +43,19 @@ def test_numbers_and_arrays_of_one_are_plain_numbers(value, number):
         ({"a\nb": 1.0}, ValueError, "is empty or not printable"),
     ],
 )
-def test_what_is_no_scalar_is_refused(values, error, message):
+def test_values_that_are_no_scalars_are_refused(values, error, message):
     with pytest.raises(error, match=message):
         reading_of(values)
 
 
-def test_what_can_change_is_read_at_once():
+def test_mutable_values_are_read_at_once():
     array = np.array(1.0)
     read = reading_of({"array": array})
     array[()] = 9
     assert read() == {"array": 1.0}
 
 
-def test_tensors_of_pytorch_are_numbers_too_and_read_at_once():
+def test_tensors_of_pytorch_are_read_at_once_as_numbers():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     loss, count = torch.tensor(0.5, requires_grad=True), torch.tensor(2**60)
     read = reading_of({"loss": loss, "count": count})
@@ -65,7 +65,7 @@ def test_tensors_of_pytorch_are_numbers_too_and_read_at_once():
         reading_of({"a": torch.ones(4)})
 
 
-def test_numbers_are_read_once_and_only_when_they_are_wanted():
+def test_numbers_are_read_once_and_only_on_demand():
     read = []
 
     def reading():

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, Prometheus, MLflow and Weights & Biases, read back with what is theirs."""
+"""Metrics for TensorBoard, Prometheus, MLflow and Weights & Biases, read back with their own tools."""
 
 import contextlib
 import math
@@ -45,32 +45,32 @@ class TestTensorBoard:
 
     @staticmethod
     def shown(folder):
-        """What TensorBoard shows: for each name pairs of steps and numbers."""
+        """Return the pairs of step and number that TensorBoard shows, by name."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(folder)).Reload()
         return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
-    def test_it_shows_numbers_by_their_steps(self, tmp_path):
+    def test_tensorboard_shows_numbers_by_step(self, tmp_path):
         nan = {"evaluation/loss": math.inf, "mine": 2**-30}
         self.written(tmp_path / "new" / "logs", train(1, 2), [said(2, **nan)], train(3))
         shown = self.shown(tmp_path / "new" / "logs")
         assert shown["loss"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
         assert (shown["evaluation/loss"], shown["mine"]) == ([(2, math.inf)], [(2, 2**-30)])
 
-    def test_what_is_made_again_is_shown_once(self, tmp_path):
+    def test_repeated_steps_are_shown_once(self, tmp_path):
         self.written(tmp_path, train(1, 2, 3, 4))
         self.written(tmp_path, train(3, loss=9.0), train(4, loss=10.0))
-        assert len(list(tmp_path.iterdir())) == 2  # though in the same second
+        assert len(list(tmp_path.iterdir())) == 2  # even in the same second
         assert self.shown(tmp_path)["loss"] == [(1, 0.25), (2, 0.5), (3, 9), (4, 10)]
 
-    def test_an_evaluation_that_comes_first_leaves_its_step_as_it_is(self, tmp_path):
+    def test_an_evaluation_before_the_repeated_step_leaves_the_step_in_place(self, tmp_path):
         self.written(tmp_path, train(1, 2, 3))
         self.written(tmp_path, [said(2, accuracy=0.5)], train(3, loss=9.0))
         assert self.shown(tmp_path) == {"loss": [(1, 0.25), (2, 0.5), (3, 9)], "accuracy": [(2, 0.5)]}
 
     @pytest.mark.complete
-    def test_it_is_written_without_tensorflow_and_what_else_is_heavy(self, tmp_path):
+    def test_event_files_are_written_without_tensorflow_and_other_heavy_packages(self, tmp_path):
         program = (
             "import sys; from pathlib import Path; from strategies.sinks.tensorboard import TensorBoard\n"
             "from strategies.sinks.sink import Row\n"
@@ -97,7 +97,7 @@ class TestPrometheus:
 
     @staticmethod
     def answers(sink):
-        """What is answered, as a dictionary by name and labels."""
+        """Return the answer as a dictionary by name and labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         host, port = sink.address
@@ -109,7 +109,7 @@ class TestPrometheus:
         assert all(family.documentation and family.type in ("counter", "gauge") for family in families)
         return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
 
-    def test_it_answers_with_what_is_known_and_nothing_else(self):
+    def test_prometheus_answers_with_known_metrics_only(self):
         waits = Waits()
         waits.waited_s = 1.5
         sink = Prometheus("127.0.0.1", 0, JobFacts(lost=lambda: 2, restarts=1, waits=waits))
@@ -137,7 +137,7 @@ class TestPrometheus:
         finally:
             sink.close()
 
-    def test_it_says_nothing_of_waiting_where_nobody_has_looked(self):
+    def test_waiting_is_not_reported_unless_measured(self):
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
@@ -145,7 +145,7 @@ class TestPrometheus:
         finally:
             sink.close()
 
-    def test_it_listens_where_it_was_told_to_and_the_address_is_free_afterwards(self):
+    def test_prometheus_listens_at_the_given_address_and_frees_it(self):
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         address = sink.address
@@ -170,18 +170,18 @@ class TestPrometheus:
                         assert threading.active_count() <= threads + MOST_CLIENTS
                 for client in clients:
                     with contextlib.suppress(ConnectionError):
-                        while client.recv(1 << 16):  # a client that is cut off while it asks is told so
+                        while client.recv(1 << 16):  # a client cut off while asking gets an error
                             pass
                 assert ("popdist_step",) not in self.answers(sink)
         finally:
             sink.close()
         assert capfd.readouterr() == ("", "")
 
-    def test_a_slow_scraper_keeps_nobody_from_writing(self):
+    def test_a_slow_scraper_does_not_block_writing(self):
         sink = Prometheus("127.0.0.1", 0, JobFacts())
         sink.open(goes_on=False)
         try:
-            with socket.create_connection(sink.address):  # which asks for nothing
+            with socket.create_connection(sink.address):  # asks for nothing
                 sink.write(train(1))
                 assert self.answers(sink)["popdist_step",] == 1
         finally:
@@ -218,7 +218,7 @@ class TestMLflow:
         ]
 
     @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_more_rows_than_it_takes_at_once_are_written_in_batches(self, store):
+    def test_many_rows_are_written_in_batches(self, store):
         from mlflow import MlflowClient
 
         from strategies.sinks.mlflow_run import MlflowRun
@@ -243,7 +243,7 @@ class TestWandb:
         sink.open(goes_on=False)
         sink.write([*train(1, loss=0.5), said(1, **{"evaluation/loss": math.nan}), *train(2, loss=0.25)])
         sink.close()
-        wandb.teardown()  # ends its process, as the end of a program does
+        wandb.teardown()  # ends its process, like the end of a program
         [file] = tmp_path.glob("wandb/offline-run-*-job1/*.wandb")
         rows = list(history_of(file.read_bytes()))
         assert [(row.get("step"), row.get("loss")) for row in rows] == [("1", "0.5"), ("1", None), ("2", "0.25")]
@@ -251,10 +251,10 @@ class TestWandb:
 
 
 def history_of(data):
-    """The rows in the file of an offline run: records as LevelDB logs them, here none longer than a block."""
+    """Yield the rows in the file of an offline run: LevelDB log records, none longer than a block here."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    position = 7  # behind the heading
+    position = 7  # after the heading
     while position + 7 <= len(data):
         length, kind = struct.unpack_from("<HB", data, position + 4)
         assert kind == 1

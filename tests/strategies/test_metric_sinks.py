@@ -1,4 +1,4 @@
-"""Metrics of trainings on threads: what sinks get, from which instance, and that nothing else changes."""
+"""Metrics of trainings on threads: rows in sinks, the writing instance, and unchanged bits."""
 
 import csv
 import functools
@@ -28,7 +28,7 @@ ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3) / 64}
 
 
 class Kept(Sink):
-    """Keeps the rows that it gets."""
+    """A sink that keeps its rows."""
 
     name = "kept:here"
 
@@ -56,7 +56,7 @@ def loss_fn(variables, batch, key):
 
 
 def trained(strategy, *sinks, evaluates=True):
-    """A few steps: the variables, and what each step has told."""
+    """Return the variables after a few steps, and the metrics of each step."""
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
     trainer = Trainer(strategy, loss_fn, optax.adam(0.1))
     state = trainer.init(np.ones(3, np.float32))
@@ -75,7 +75,7 @@ def trained(strategy, *sinks, evaluates=True):
 
 
 def read_file(path):
-    """The rows, without their times."""
+    """Return the rows of a file, without their times."""
     if path.suffix == ".jsonl":
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return [{name: row[name] for name in row if name != "time"} for row in lines]
@@ -89,7 +89,7 @@ def alone():
 
 
 def check_rows(rows, told, evaluation):
-    """They are what each step has told, to the last digit, then the evaluation and what was logged."""
+    """Check that rows are the metrics of each step to the last digit, then the evaluation and logged values."""
     assert rows[: len(told)] == [{"step": step, **values} for step, values in told]
     prefixed = {f"evaluation/{name}": value for name, value in evaluation.items()}
     assert rows[len(told) :] == [{"step": STEPS, **prefixed}, {"step": STEPS, "mine": float(np.float32(0.1))}]
@@ -114,7 +114,7 @@ def test_a_training_has_the_same_bits_with_every_sink(library, instances, tmp_pa
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_one_instance_writes_what_every_step_has_told_to_the_last_digit(instances, tmp_path):
+def test_one_instance_writes_the_metrics_of_every_step_to_the_last_digit(instances, tmp_path):
     words = f"csv:{tmp_path}/run.csv", f"jsonl:{tmp_path}/run.jsonl"
     (_, told, evaluation), *_ = run_instances(instances, REPLICAS, lambda strategy: trained(strategy, *words))
     check_rows(read_file(tmp_path / "run.csv"), told, evaluation)
@@ -123,7 +123,7 @@ def test_one_instance_writes_what_every_step_has_told_to_the_last_digit(instance
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_samples_are_those_of_all_replicas_and_writing_is_done_in_a_thread_of_its_own(instances):
+def test_samples_cover_all_replicas_and_a_separate_thread_writes(instances):
     sinks = [Kept() for _ in range(instances)]
     run_instances(instances, REPLICAS, lambda strategy: trained(strategy, sinks[strategy.instance_index]))
     assert [samples for _, _, samples in sinks[0].rows] == [8] * STEPS + [0, 0]
@@ -131,7 +131,7 @@ def test_samples_are_those_of_all_replicas_and_writing_is_done_in_a_thread_of_it
     assert not any(sink.rows for sink in sinks[1:])
 
 
-def test_a_sink_that_fails_stops_nothing_and_is_said_once(caplog):
+def test_a_failing_sink_stops_nothing_and_is_logged_once(caplog):
     good = Kept()
     assert trained(IPUStrategy(REPLICAS), Kept(fails=True), good) == alone()
     assert len(good.rows) == STEPS + 2
@@ -154,11 +154,11 @@ def test_a_sink_that_fails_stops_nothing_and_is_said_once(caplog):
     ],
 )
 @pytest.mark.parametrize("kind", first_of(["csv", "jsonl"]))
-def test_where_the_first_instance_is_lost_the_next_one_goes_on_with_the_file(
+def test_the_next_instance_continues_the_file_when_the_first_is_lost(
     kind, instances, replicas, phase, written, tmp_path, monkeypatch
 ):
-    """Each step is in it once, whatever the first one had written until then."""
-    monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # what is written before the end a test says
+    """Each step is in the file once, whatever the first instance had written."""
+    monkeypatch.setattr(delivery_module, "EVERY_S", 600.0)  # only explicit calls write before the end
     path = tmp_path / f"run.{kind}"
 
     def train(strategy):
@@ -173,7 +173,7 @@ def test_where_the_first_instance_is_lost_the_next_one_goes_on_with_the_file(
                 told.append({"step": state.step, **metrics})
                 if strategy.replicas.first_index == 0 and written != "nothing":
                     sinks._deliveries[0].deliver()
-        except Lost:  # its threads end as those of a process do: without writing anything more
+        except Lost:  # like threads of a killed process, they write no more
             sinks._deliveries[0]._rows.clear()
             if "part" in written:
                 with path.open("ab") as file:
@@ -194,7 +194,7 @@ ROWS_OF_MANY = {"x": np.arange(3 * 96, dtype=np.float32).reshape(96, 3) / 64}
 
 
 def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
-    """Sinks get arrays that are still being computed, and a step returns before anybody has read them."""
+    """Sinks get arrays that are still being computed, and a step returns before anyone has read them."""
     may_read, read_in = threading.Event(), []
 
     class Slow(Kept):
@@ -208,14 +208,14 @@ def test_reading_metrics_waits_for_nothing_in_the_thread_that_trains():
     trainer = Trainer(strategy, loss_fn, optax.sgd(0.1))
     state = trainer.init(np.ones(3, np.float32))
     with strategies.metrics.open(sink, strategy=strategy):
-        for _ in range(40):  # more than are made in parts
+        for _ in range(40):  # more steps than are made in parts
             state, _ = trainer.step(state, {"x": ROWS["x"][:2]})
         may_read.set()
     assert [step for step, _, _ in sink.rows] == list(range(1, 41))
     assert set(read_in) == {"metrics to kept:here"}
 
 
-def test_steps_that_are_made_in_one_program_have_a_row_each():
+def test_steps_made_in_one_program_have_one_row_each():
     def metrics_of(steps_per_execution):
         strategy, sink = IPUStrategy(1), Kept()
         dataset = strategy.distribute_dataset(ROWS, batch_size=2, seed=1)
@@ -230,7 +230,7 @@ def test_steps_that_are_made_in_one_program_have_a_row_each():
     assert metrics_of(4) == one_by_one
 
 
-def test_a_step_costs_nothing_more_where_there_is_no_sink():
+def test_a_step_without_a_sink_has_no_extra_cost():
     strategy = IPUStrategy(1)
     assert strategy.replicas.sinks == []
     with strategies.metrics.open(Kept(), strategy=strategy):
@@ -238,7 +238,7 @@ def test_a_step_costs_nothing_more_where_there_is_no_sink():
     assert strategy.replicas.sinks == []
 
 
-def test_what_an_evaluation_finds_that_is_no_number_is_left_out_and_said(caplog):
+def test_evaluation_results_that_are_no_numbers_are_left_out_and_logged(caplog):
     caplog.set_level(logging.INFO)
 
     def vectors(variables, batch, mask, key):
@@ -255,7 +255,7 @@ def test_what_an_evaluation_finds_that_is_no_number_is_left_out_and_said(caplog)
 
 
 class TestTheEnvironment:
-    def test_has_every_strategy_write_and_loops_of_ones_own(self, tmp_path, monkeypatch):
+    def test_the_environment_makes_strategies_and_loops_write(self, tmp_path, monkeypatch):
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
         strategies.metrics.log({"before": 1}, step=0)
         strategy = IPUStrategy(REPLICAS)
@@ -267,17 +267,17 @@ class TestTheEnvironment:
         assert first == {"step": 0, "before": 1}
         check_rows(rows, told, evaluation)
 
-    def test_that_asks_for_what_cannot_be_is_refused(self, tmp_path, monkeypatch):
+    def test_invalid_sinks_in_the_environment_are_refused(self, tmp_path, monkeypatch):
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}")
         message = f"POPDIST_METRICS: csv:{tmp_path}: it is a folder; write csv:FILE"
         with pytest.raises(EnvironmentMismatchError, match=re.escape(message)):
             IPUStrategy(1)
         monkeypatch.setenv("POPDIST_METRICS", "nonsense")
-        with pytest.raises(EnvironmentMismatchError, match="there is no 'nonsense'; use one of csv:FILE"):
+        with pytest.raises(EnvironmentMismatchError, match="'nonsense' is no kind of destination; use one of csv:FILE"):
             IPUStrategy(1)
 
-    def test_may_belong_to_an_instance_that_does_not_write(self, tmp_path, monkeypatch):
-        """Where each of several instances is a strategy of its own, one writes."""
+    def test_an_instance_that_is_not_the_chief_writes_no_file(self, tmp_path, monkeypatch):
+        """Several instances may each have a strategy of their own; one of them writes."""
         monkeypatch.setenv("POPDIST_METRICS", f"csv:{tmp_path}/run.csv")
         monkeypatch.setattr("popdist.is_chief", lambda: False)
         strategy = IPUStrategy(1)
@@ -288,11 +288,11 @@ class TestTheEnvironment:
 
 
 class TestOpening:
-    def test_nothing_is_refused(self):
+    def test_opening_without_a_sink_is_refused(self):
         with pytest.raises(ValueError, match="metrics have no sink; name one, for example csv:run.csv"):
             strategies.metrics.open()
 
-    def test_without_a_strategy_it_is_for_what_is_logged(self):
+    def test_sinks_without_a_strategy_get_logged_metrics(self):
         sink = Kept()
         with strategies.metrics.open(sink):
             strategies.metrics.log({"loss": 0.5}, step=1)
@@ -300,13 +300,13 @@ class TestOpening:
         strategies.metrics.log({"loss": 0.5}, step=2)
         assert len(sink.rows) == 1
 
-    def test_the_current_strategy_is_meant_where_none_is_named(self):
+    def test_sinks_use_the_current_strategy_by_default(self):
         strategy = IPUStrategy(1)
         with strategy.scope(), strategies.metrics.open(Kept()) as sinks:
             assert strategy.replicas.sinks == [sinks]
 
 
-def test_prometheus_is_asked_while_a_training_runs(caplog):
+def test_prometheus_answers_during_a_training(caplog):
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,4 +1,4 @@
-"""What a step tells about itself."""
+"""Metrics of a step, and notices between instances."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from strategies.jax.engine import rows_of
 
 @pytest.fixture
 def metrics():
-    return Metrics(("loss", "accuracy"), np.array([0.5, 0.25, 99], np.float32))  # more may lie behind the means
+    return Metrics(("loss", "accuracy"), np.array([0.5, 0.25, 99], np.float32))  # further values may follow the means
 
 
 def test_means_are_found_under_their_names(metrics):
@@ -23,7 +23,7 @@ def test_means_are_found_under_their_names(metrics):
     assert type(metrics["loss"]) is float
 
 
-def test_it_is_a_mapping_of_the_names_alone(metrics):
+def test_metrics_are_a_mapping_of_the_names_alone(metrics):
     assert dict(metrics) == {"loss": 0.5, "accuracy": 0.25}
     assert list(metrics) == ["loss", "accuracy"]
     assert len(metrics) == 2
@@ -37,7 +37,7 @@ def test_an_unknown_name_is_a_key_error(metrics):
 
 
 class Counter:
-    """Sees steps that are made."""
+    """A counter of the steps that are made."""
 
     def __init__(self):
         self.seen = []
@@ -47,7 +47,7 @@ class Counter:
 
 
 def counted(means, **more):
-    """What is told of steps of a job of one instance with two replicas."""
+    """Return the counts of steps, rows and loss of a job of one instance with two replicas."""
     counter = Counter()
     single = collectives.connect("single", collectives.Settings(progress=Instruments(counter)))
     replicas = ConnectedStrategy(Instance(0, 1, 2, 0, 2, 0), single).replicas
@@ -57,7 +57,7 @@ def counted(means, **more):
 
 
 @pytest.mark.parametrize("arrays", [np, jnp])
-def test_who_counts_steps_is_told_of_them_with_the_rows_and_a_loss_that_need_not_be_waited_for(arrays):
+def test_step_counters_get_the_steps_the_rows_and_a_loss_that_is_ready(arrays):
     means = arrays.array([0.5, 2.0], np.float32)
     if arrays is jnp:
         means.block_until_ready()
@@ -65,28 +65,28 @@ def test_who_counts_steps_is_told_of_them_with_the_rows_and_a_loss_that_need_not
     assert counted(means, tails=arrays.ones((5, 2), np.float32)) == (5, 20, 0.5)
 
 
-def test_a_loss_that_is_not_there_is_not_known():
+def test_a_missing_loss_is_unknown():
     gone = jnp.array([0.5])
     gone.delete()
     assert Metrics(("loss",), gone).loss_at_hand() is None
     assert Metrics((), np.zeros(0, np.float32)).loss_at_hand() is None
 
 
-# ---- word that reaches all instances at the same step
+# ---- notices that reach all instances at the same step
 
 
-def test_nothing_is_given_before_anyone_gives_it():
+def test_a_new_notice_is_not_given():
     notice = StepNotice()
     assert (notice.is_given, notice.number, notice.is_agreed) == (False, 0, False)
 
 
-def test_what_is_given_here_is_not_agreed_before_a_step_has_carried_it():
+def test_a_local_notice_is_agreed_only_after_a_step_has_carried_it():
     notice = StepNotice()
     notice.give(15)
     assert (notice.is_given, notice.number, notice.is_agreed) == (True, 15, False)
 
 
-def test_a_single_replica_is_enough_whoever_it_was_given_to():
+def test_a_notice_to_any_single_replica_is_enough():
     notice = StepNotice()
     notice.agree(1 / 1024)
     assert (notice.is_given, notice.is_agreed) == (False, True)

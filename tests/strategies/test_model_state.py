@@ -1,4 +1,4 @@
-"""State that is not trained: moving means, counters, keys; the same bits however replicas are spread."""
+"""Model state that is not trained: moving means, counters, keys; the same bits for every spread of replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AGGREGATION = {"mean": None, "seen": None, "key": "first", "largest": "per_repli
 
 
 def loss_fn(variables, batch, key, model_state):
-    """A layer that subtracts a moving mean; what it draws comes from a key of its own."""
+    """Compute a layer that subtracts a moving mean, with random numbers from a key of its own."""
     mean = 0.75 * model_state["mean"] + 0.25 * batch["x"].mean(0)
     own, drawn = jax.random.split(model_state["key"])
     noise = jax.random.normal(drawn, batch["x"].shape)
@@ -46,7 +46,7 @@ def loss_fn(variables, batch, key, model_state):
 
 
 def rows_of(strategy, step, rows=2):
-    """The rows of this instance: as many for each replica."""
+    """Return the rows of this instance, equally many for each replica."""
     of_all = np.random.default_rng(step).standard_normal((REPLICAS * rows, 3)).astype(np.float32)
     mine = strategy.local_replicas
     return {"x": of_all[mine.start * rows : mine.stop * rows]}
@@ -90,7 +90,7 @@ def shared_bits(state):
     ],
     ids=str,
 )
-def test_it_has_the_same_bits_however_replicas_are_spread(on_instances, options, spreads):
+def test_the_model_state_has_the_same_bits_for_every_spread_of_replicas(on_instances, options, spreads):
     def function(strategy):
         state, metrics = trained(strategy, **options)
         return shared_bits(state), np.asarray(state.model_state["largest"]).tolist(), dict(metrics)
@@ -104,8 +104,8 @@ def test_it_has_the_same_bits_however_replicas_are_spread(on_instances, options,
     assert len(set(largest)) == REPLICAS
 
 
-def test_the_values_are_those_of_the_definition():
-    """The mean over replicas of what each has made of the same mean; of replica 0 what has no mean."""
+def test_the_values_match_the_definition():
+    """Floats are the mean over the new values of all replicas; values without a mean come from replica 0."""
     strategy = strategies.IPUStrategy(REPLICAS)
     state, _ = trained(strategy, steps=2)
     mean, largest, key = np.float32(MODEL_STATE["mean"]), np.full(REPLICAS, -1, np.float32), MODEL_STATE["key"]
@@ -121,7 +121,7 @@ def test_the_values_are_those_of_the_definition():
 
 
 @pytest.mark.complete
-def test_it_goes_from_micro_batch_to_micro_batch():
+def test_the_model_state_passes_from_micro_batch_to_micro_batch():
     strategy = strategies.IPUStrategy(REPLICAS)
     state, metrics = trained(strategy, steps=1, rows=4, gradient_accumulation_count=4)
     of_replicas = np.split(rows_of(strategy, 0, 4)["x"], REPLICAS)
@@ -136,7 +136,7 @@ def test_it_goes_from_micro_batch_to_micro_batch():
     assert metrics["seen"] == 2.5  # the mean of 1, 2, 3 and 4
 
 
-def test_a_step_that_is_skipped_leaves_it_alone():
+def test_a_skipped_step_leaves_the_model_state_alone():
     def overflowing(variables, batch, key, model_state):
         outcome = loss_fn(variables, batch, key, model_state)
         return strategies.Outcome(outcome.loss * jnp.float32(3e38), {}, outcome.model_state)
@@ -149,7 +149,7 @@ def test_a_step_that_is_skipped_leaves_it_alone():
 
 
 @pytest.mark.complete
-def test_streamed_gradients_have_the_same_bits_beside_it(on_instances):
+def test_streamed_gradients_have_the_same_bits_beside_a_model_state(on_instances):
     """Means of the model state travel with the gradients of the same bucket."""
     large = {"w": np.linspace(-1, 1, 3 * 400_000, dtype=np.float32).reshape(3, -1), "scale": np.ones(3, np.float32)}
 
@@ -164,7 +164,7 @@ def test_streamed_gradients_have_the_same_bits_beside_it(on_instances):
     assert on_instances(2, REPLICAS, function, mechanism="ring") == [alone] * 2
 
 
-def test_a_checkpoint_has_it_for_any_number_of_instances(on_instances, tmp_path):
+def test_a_checkpoint_has_the_model_state_for_any_number_of_instances(on_instances, tmp_path):
     def saving(strategy):
         trainer = strategies.Trainer(
             strategy, loss_fn, optax.sgd(0.1, momentum=0.9), model_state_aggregation=AGGREGATION
@@ -193,8 +193,8 @@ def test_a_checkpoint_has_it_for_any_number_of_instances(on_instances, tmp_path)
 
 
 @pytest.mark.complete
-def test_evaluation_and_prediction_get_it(on_instances):
-    """Each replica its own part; nothing that they return changes it."""
+def test_evaluation_and_prediction_get_the_model_state(on_instances):
+    """Each replica gets its own part, and results of the functions change nothing."""
 
     def function(strategy):
         trainer = strategies.Trainer(
@@ -226,7 +226,7 @@ def test_evaluation_and_prediction_get_it(on_instances):
 
 
 def surviving_program(strategy, lost=-1, begin=lambda: None, end=lambda: None):
-    """Two steps with what all instances have, of which one may be lost in the first."""
+    """Return a program of two steps with the shared state, during the first of which an instance may be lost."""
     rows = np.random.default_rng(0).standard_normal((24, 3)).astype(np.float32)
     batches = strategy.distribute_dataset({"x": rows}, 2).epoch(0)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9))
@@ -242,13 +242,13 @@ def surviving_program(strategy, lost=-1, begin=lambda: None, end=lambda: None):
 
 @functools.cache
 def left_alone():
-    """What one instance has that drives all replicas."""
+    """Return the results of one instance that drives all replicas."""
     [found] = run_instances(1, 6, surviving_program)
     return found
 
 
 def lose_at_message(lost, number):
-    """An instance is lost instead of its message with this number: was there one? The others have what one has."""
+    """Lose an instance at a message and check the others; return whether the message exists."""
     fault = OnMessage(lost, number)
     losing = functools.partial(surviving_program, lost=lost, begin=fault.begin, end=fault.end)
     found = run_instances(3, 6, losing, mechanism="ring", hub=ThreadHub(3, fault))
@@ -257,21 +257,21 @@ def lose_at_message(lost, number):
     return fault.has_struck
 
 
-def test_those_who_are_left_have_it_though_some_have_done_the_step_and_others_have_not(seed):
+def test_survivors_agree_on_the_model_state_if_only_some_have_done_the_step(seed):
     assert lose_at_message(1, random.Random(seed).randrange(6))
 
 
 @pytest.mark.complete
 @pytest.mark.timeout(300)
-def test_those_who_are_left_have_it_whatever_was_lost():
-    """The new one where they have done the step, the old one where they do it again."""
+def test_survivors_agree_on_the_model_state_after_the_loss_of_any_message():
+    """The state is the new one if the step is complete, and the old one if survivors repeat the step."""
     number = 0
     while lose_at_message(0, number):
         number += 1
     assert number > 5
 
 
-def test_digests_cover_what_all_have(on_instances):
+def test_digests_cover_the_shared_model_state(on_instances):
     def function(strategy):
         trainer = strategies.Trainer(
             strategy, loss_fn, optax.sgd(0.1, momentum=0.9), digest_every=1, model_state_aggregation=AGGREGATION
@@ -295,15 +295,15 @@ class TestRefusals:
         trainer = self.trainer(function, **options)
         return trainer.step(trainer.init(VARIABLES, model_state), {"x": np.ones((2, 3), np.float32)})
 
-    def test_a_function_that_takes_none_where_there_is_one(self):
+    def test_a_function_that_does_not_take_the_model_state(self):
         with pytest.raises(TypeError, match=r"takes \(variables, batch, key\), but .* let the function take it"):
             self.trainer(lambda variables, batch, key: 0.0).init(VARIABLES, MODEL_STATE)
 
-    def test_a_function_that_takes_one_where_there_is_none(self):
+    def test_a_function_that_takes_a_missing_model_state(self):
         with pytest.raises(TypeError, match=r"there is no model state; give one to init"):
             self.trainer().init(VARIABLES)
 
-    def test_a_function_that_returns_none(self):
+    def test_a_function_that_returns_no_model_state(self):
         def forgetful(variables, batch, key, model_state):
             return (batch["x"] @ variables["w"]).mean()
 
@@ -318,7 +318,7 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"returns bfloat16\[3\] as leaf \['mean'\] .* gets float32\[3\]"):
             self.step(narrow)
 
-    def test_one_that_is_returned_and_was_not_given(self):
+    def test_a_returned_model_state_that_was_not_given(self):
         def inventive(variables, batch, key):
             return strategies.Outcome((batch["x"] @ variables["w"]).mean(), {}, {"mean": 0.0})
 
@@ -326,11 +326,11 @@ class TestRefusals:
             self.step(inventive, None)
 
     @pytest.mark.parametrize("word", ["median", 3])
-    def test_a_word_that_is_none(self, word):
+    def test_an_unknown_aggregation(self, word):
         with pytest.raises(ValueError, match="model_state_aggregation has .*; use None, 'mean', 'first'"):
             self.trainer(model_state_aggregation={"mean": word})
 
-    def test_words_of_another_structure(self):
+    def test_aggregations_of_another_structure(self):
         with pytest.raises(ValueError, match="but the model state is a PyTreeDef"):
             self.trainer(model_state_aggregation={"other": "mean"}).init(VARIABLES, MODEL_STATE)
 
@@ -338,7 +338,7 @@ class TestRefusals:
         ("name", "word", "what"),
         [("seen", "mean", "only floating-point leaves have a mean"), ("key", "per_replica", "which is a random key")],
     )
-    def test_a_word_that_does_not_fit(self, name, word, what):
+    def test_an_aggregation_that_does_not_fit_the_dtype(self, name, word, what):
         with pytest.raises(ValueError, match=what):
             self.trainer(model_state_aggregation={**AGGREGATION, name: word}).init(VARIABLES, MODEL_STATE)
 
@@ -346,12 +346,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is int8, but means of a model state"):
             self.trainer(gradient_transfer_dtype="int8").init(VARIABLES, MODEL_STATE)
 
-    def test_what_is_no_array(self):
+    def test_leaves_that_are_no_arrays(self):
         with pytest.raises(TypeError, match=r"leaf \['mean'\] of the model state is of type str"):
             self.trainer().init(VARIABLES, {"mean": "0"})
 
 
-def test_a_word_may_stand_for_a_tree():
+def test_one_aggregation_can_stand_for_a_tree():
     rule = ModelStateRule.of(
         {"a": {"b": np.float32(0), "c": np.int8(0)}, "d": np.float32(0)}, {"a": "first", "d": None}
     )
@@ -362,7 +362,7 @@ def test_a_word_may_stand_for_a_tree():
     }
 
 
-# ---- sums, what is alike, and what stays
+# ---- sums, equal values and constants
 
 
 OTHERS = {"seen": np.int32(5), "total": np.float32(0.5), "turn": np.uint32([7, 0]), "fixed": np.ones(3, np.float32)}
@@ -370,7 +370,7 @@ WORDS = {"seen": "sum", "total": "sum", "turn": "alike", "fixed": "constant"}
 
 
 def counting_loss_fn(variables, batch, key, model_state):
-    """Sums begin at zero in each step, and go from micro-batch to micro-batch."""
+    """Compute a loss whose sums begin at zero in each step and pass from micro-batch to micro-batch."""
     loss = jnp.tanh(batch["x"] @ variables["w"] * model_state["fixed"][0]).mean()
     after = {
         "seen": model_state["seen"] + len(batch["x"]),
@@ -382,7 +382,7 @@ def counting_loss_fn(variables, batch, key, model_state):
 
 
 @pytest.mark.parametrize("count", first_of([2, 1]))
-def test_sums_are_added_exactly_and_what_is_alike_does_not_travel(on_instances, count):
+def test_sums_are_added_exactly_and_equal_values_do_not_travel(on_instances, count):
     def function(strategy):
         trainer = strategies.Trainer(
             strategy,
@@ -401,7 +401,7 @@ def test_sums_are_added_exactly_and_what_is_alike_does_not_travel(on_instances, 
     assert results[0][1:] == (1 / count, 5 + 2 * REPLICAS * 2)
 
 
-def test_what_is_alike_moves_on_and_what_is_constant_stays(on_instances):
+def test_equal_values_advance_and_constants_stay(on_instances):
     def function(strategy):
         trainer = strategies.Trainer(strategy, counting_loss_fn, optax.sgd(0.1), model_state_aggregation=WORDS)
         state, _ = trainer.step(trainer.init({"w": VARIABLES["w"]}, OTHERS), rows_of(strategy, 0))
@@ -410,14 +410,14 @@ def test_what_is_alike_moves_on_and_what_is_constant_stays(on_instances):
     assert on_instances(2, REPLICAS, function) == [([7, 2], [1, 1, 1])] * 2
 
 
-def test_a_sum_is_of_numbers():
+def test_a_sum_of_values_that_are_no_numbers_is_refused():
     with pytest.raises(ValueError, match=r"'sum' for leaf \['flag'\], which is bool"):
         ModelStateRule.of({"flag": np.bool_(True)}, "sum")
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_a_state_that_something_else_has_trained_is_taken_over(on_instances, instances):
-    """Instance 0's, with its optimizer state and the number of its step."""
+def test_a_state_trained_elsewhere_is_taken_over(on_instances, instances):
+    """All instances get the state of instance 0, with its optimizer state and step number."""
 
     def function(strategy):
         trainer = strategies.Trainer(strategy, loss_fn, optax.adam(0.1), model_state_aggregation=AGGREGATION)

@@ -35,12 +35,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the tasks of a job listen, in the order of their ranks.
+    """The addresses of the tasks of a job, in the order of their ranks.
 
     Attributes:
-        addresses: of all of them.
-        chiefs: how many of them, from the beginning, are no workers; 0 or 1.
-        environ: more variables for all of them.
+        addresses: The addresses of all tasks.
+        chiefs: The number of leading tasks that are chiefs instead of workers; 0 or 1.
+        environ: Further environment variables for all tasks.
     """
 
     addresses: list[str]
@@ -48,7 +48,7 @@ class Cluster:
     environ: dict[str, str] = field(default_factory=dict)
 
     def start(self, rank, *command):
-        """Start one of them."""
+        """Start one task."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         process = subprocess.Popen(
             [*map(str, command)],
@@ -62,7 +62,7 @@ class Cluster:
         return Worker(process)
 
     def config(self, rank):
-        """The TF_CONFIG of one of them."""
+        """Return the TF_CONFIG of one task."""
         jobs = {"chief": self.addresses[: self.chiefs], "worker": self.addresses[self.chiefs :]}
         is_chief = rank < self.chiefs
         task = {"type": "chief" if is_chief else "worker", "index": rank if is_chief else rank - self.chiefs}
@@ -71,7 +71,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(cluster, *command):
-    """All tasks of a cluster, started together; none outlives the block."""
+    """Run all tasks of a cluster, started together; none outlives the block."""
     with disposed_of() as workers:
         for rank in range(len(cluster.addresses)):
             workers.append(cluster.start(rank, *command))
@@ -79,7 +79,7 @@ def running(cluster, *command):
 
 
 def results_of(workers):
-    """What they wrote at their good end: JSON in the last line of their own."""
+    """Return the results of successful tasks: JSON in their last line."""
     for worker in workers:
         assert worker.end(END_LIMIT_S) == 0, worker.text
     return [found(worker) for worker in workers]
@@ -90,20 +90,20 @@ def found(worker):
 
 
 def finish(cluster, *command):
-    """Run all tasks to their good end; their results in the order of the ranks."""
+    """Run all tasks to their successful end, and return the results in the order of the ranks."""
     with running(cluster, *command) as workers:
         return results_of(workers)
 
 
 @functools.cache
 def fingerprint_alone(replicas, steps):
-    """That of one process which drives all replicas."""
+    """Return the fingerprint of one process that drives all replicas."""
     return program.trained(strategies.IPUStrategy(replicas), steps)
 
 
 @functools.cache
 def rows_of(variables):
-    """For each row what two workers found."""
+    """Return the results of two workers for each test."""
     if variables == "on_device":
         first, second = (of["rows"] for of in everything_of("2 workers"))
     else:
@@ -116,7 +116,7 @@ def rows_of(variables):
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("variables", ["on_host", pytest.param("on_device", marks=pytest.mark.complete)])
 class TestTheRowsOfTheOriginal(RowsOfTheOriginal):
-    """`ipu_multi_worker_strategy_test.py`: two workers with one replica each."""
+    """Tests of `ipu_multi_worker_strategy_test.py`: two workers with one replica each."""
 
     @pytest.fixture
     def rows(self, variables):
@@ -131,7 +131,7 @@ CLUSTERS = {
 
 @functools.cache
 def everything_of(shape):
-    """What each task found, and all that it wrote; two replicas found the rows of the original too."""
+    """Return the results and the output of each task; two replicas also ran the tests of the original."""
     tasks, chiefs, local, variables = CLUSTERS[shape]
     words = ("rows,everything", f"{variables},{variables}") if tasks * local == 2 else ("everything", variables)
     with (
@@ -151,11 +151,11 @@ def everything_of(shape):
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("shape", CLUSTERS)
 class TestAnyCluster:
-    """Who is there, what replicas read and what they become."""
+    """Clusters of any size: roles, data of replicas, and results."""
 
     @pytest.fixture
     def tasks(self, shape):
-        """How many there are, with how many replicas each."""
+        """Provide the number of tasks, and the replicas of each."""
         return CLUSTERS[shape][0], CLUSTERS[shape][2]
 
     @pytest.fixture
@@ -172,16 +172,16 @@ class TestAnyCluster:
             [index, count, list(range(index * local, (index + 1) * local))] for index in range(count)
         ]
 
-    def test_the_first_one_writes_files(self, found, tasks):
+    def test_the_first_task_writes_files(self, found, tasks):
         assert [of["is leader"] for of in found] == [index == 0 for index in range(tasks[0])]
 
-    def test_each_has_an_input_pipeline_of_its_own(self, found, tasks):
+    def test_each_task_has_its_own_input_pipeline(self, found, tasks):
         count, local = tasks
         assert [of["context"] for of in found] == [[count, index, count * local] for index in range(count)]
         assert {of["per replica"] for of in found} == {2}
 
     @pytest.mark.parametrize("source", ["arrays", "iterable"])
-    def test_each_replica_reads_what_it_reads_in_one_process(self, found, alone, source):
+    def test_each_replica_reads_the_same_elements_as_in_one_process(self, found, alone, source):
         rows = {"arrays": program.ROWS, "iterable": program.ROWS.tolist()}[source]
         steps = zip(*(of[source] for of in found), strict=True)
         assert [list(itertools.chain(*parts)) for parts in steps] == program.read(alone, rows)
@@ -205,7 +205,7 @@ class TestAnyCluster:
 
 @functools.cache
 def digits_alone(model, replicas, **changes):
-    """What the main job says of one process that drives all replicas."""
+    """Return the output of the main job in one process that drives all replicas."""
     options = train_digits.read_options(["--model", model, "--max-steps", str(MAIN_STEPS), "--replicas", str(replicas)])
     data = load_digits("digits")
     strategy = strategies.IPUStrategy(replicas)
@@ -225,12 +225,12 @@ def assert_equal_to_one_process(result, model, instances, replicas):
 @pytest.mark.complete
 @pytest.mark.cores(2)
 class TestTheMainJob:
-    """`popdist.examples.digits --strategy multi-worker` gives the bits of `--strategy ipu`.
+    """Main job: `popdist.examples.digits --strategy multi-worker` gives the bits of `--strategy ipu`.
 
-    So do `--strategy popdist` under poprun, as `tests/jobs/test_promises.py` shows for the same MLP.
+    `--strategy popdist` under poprun gives them too, as `tests/jobs/test_promises.py` shows for the same MLP.
     """
 
-    def test_on_workers_that_start_together(self):
+    def test_workers_that_start_together_have_the_bits_of_one_process(self):
         command = [*MAIN_JOB, "--replicas", 6, "--model", "mlp", "--max-steps", MAIN_STEPS, "--json", "-"]
         cluster = Cluster(port_addresses(3, "localhost"))
         with running(cluster, *command) as workers:
@@ -238,7 +238,7 @@ class TestTheMainJob:
                 assert worker.end(END_LIMIT_S) == 0, worker.text
             assert_equal_to_one_process(found(workers[0]), "mlp", 3, 6)
 
-    def test_with_certificates_and_a_token_and_the_last_worker_first(self, tmp_path):
+    def test_workers_with_certificates_and_a_token_can_start_in_reverse_order(self, tmp_path):
         files = Authority(tmp_path, "authority").issue("workers", ["localhost"])
         cluster = Cluster(port_addresses(2, "localhost"), environ=files.environ | {"POPDIST_JOB_TOKEN": "secret"})
         command = [*MAIN_JOB, "--replicas", "4", "--model", "cnn", "--max-steps", MAIN_STEPS, "--json", "-"]
@@ -260,8 +260,8 @@ class TestAWorkerThatIsLost:
         ("tasks", "victim", "variables"),
         [(2, 0, "on_device"), (3, 1, "on_host")],
     )
-    def test_ends_all_others_between_two_updates(self, tasks, victim, variables):
-        """They say who it was, where, and in which operation; the state is that of a whole step."""
+    def test_a_lost_worker_ends_all_others_between_two_updates(self, tasks, victim, variables):
+        """The others name the lost worker, its place and the operation; their state is that of a whole step."""
         with (
             socket_addresses(tasks) as addresses,
             running(Cluster(addresses), *OURS, "steps", variables, 1, 0) as all_,
@@ -286,7 +286,7 @@ class TestAWorkerThatIsLost:
 @pytest.mark.complete
 @pytest.mark.cores(2)
 def test_a_worker_that_is_stopped_for_8_s_is_named_and_changes_nothing():
-    """It goes on with its steps only when it has been told to, which it reads when it runs again."""
+    """The worker continues only after it is told to, which it reads when it runs again."""
     steps = 20
     with socket_addresses(2) as addresses:
         cluster = Cluster(addresses, environ={"POPDIST_STALL_WARNING_S": "2"})
@@ -295,7 +295,7 @@ def test_a_worker_that_is_stopped_for_8_s_is_named_and_changes_nothing():
             workers[1].stop()
             workers[1].tell("go on")
             names = "worker 0 at", " s for worker 1 at", "'gradients/"
-            waits = workers[0].wait_for(*names, count=4, limit_s=END_LIMIT_S)  # one every 2 s
+            waits = workers[0].wait_for(*names, count=4, limit_s=END_LIMIT_S)  # one message every 2 s
             [waited_s] = re.findall(rf"{addresses[0]} has waited ([\d.]+) s for worker 1 at {addresses[1]} ", waits)
             assert float(waited_s) >= 8
             workers[1].resume()
@@ -330,13 +330,13 @@ def test_a_wrong_cluster_is_one_clear_line(monkeypatch, capsys, config, replicas
     assert not popdist.isBackendInitialized()
 
 
-def test_a_cluster_resolver_is_one():
+def test_a_cluster_resolver_of_another_type_is_refused():
     with pytest.raises(
         TypeError, match=r"cluster_resolver is None, a NoneType; use popdist.TFConfigClusterResolver\(\)"
     ):
         strategies.IPUMultiWorkerStrategy(None)
 
 
-def test_a_worker_has_replicas():
+def test_a_worker_without_replicas_is_refused():
     with pytest.raises(ValueError, match="num_local_replicas is 0; it must be at least 1"):
         strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(environ={"TF_CONFIG": CONFIG % 0}), False, 0)

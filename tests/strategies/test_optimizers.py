@@ -1,4 +1,4 @@
-"""Gradient transformations of optax: each updates as optax itself does on the mean gradients, or is refused by name."""
+"""Transformations of optax: each updates as in plain optax on the mean gradients, or is refused by name."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ PECULIAR = {
     "schedule_free",
     "skip_not_finite",
 }
-"""Rows of the default tier: those that wrap others, or take extra arguments."""
+"""Rows of the default tier: optimizers that wrap others or take extra arguments."""
 
 REFUSED = {
     "lbfgs": (optax.lbfgs(), "zoom_linesearch .* value_fn"),
@@ -101,14 +101,14 @@ def gradients_like(variables, factor):
 
 
 def by_optax(optimizer, variables):
-    """What plain optax makes of the variables, with `value` for optimizers that take it."""
+    """Return the variables after plain optax, with `value` for optimizers that take it."""
     with_value = optax.with_extra_args_support(optimizer)
     state = optimizer.init(variables)
     for loss, factor in STEPS:
         gradients = gradients_like(variables, factor)
         try:
             changes, state = with_value.update(gradients, state, variables, value=loss)
-        except TypeError:  # it takes no extra arguments, against what its class says
+        except TypeError:  # it takes no extra arguments, contrary to its class
             changes, state = with_value.update(gradients, state, variables)
         variables = optax.apply_updates(variables, changes)
     return variables
@@ -124,7 +124,7 @@ def by_us(optimizer, variables):
 
 
 @pytest.mark.parametrize("name", only(PECULIAR, USED))
-def test_an_optimizer_of_optax_makes_of_mean_gradients_what_optax_makes_of_them(name):
+def test_optimizers_of_optax_update_by_mean_gradients_as_optax_does(name):
     variables = jax.tree.map(jnp.asarray, VARIABLES)
     wanted, found = by_optax(USED[name], variables), by_us(USED[name], variables)
     assert strategies.fingerprint(found) == strategies.fingerprint(wanted)
@@ -132,14 +132,14 @@ def test_an_optimizer_of_optax_makes_of_mean_gradients_what_optax_makes_of_them(
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_asks_for_more_than_a_step_knows_is_refused_by_name(name):
+def test_an_optimizer_with_unknown_extra_arguments_is_refused_by_name(name):
     optimizer, message = REFUSED[name]
     with pytest.raises(ValueError, match=f"cannot be used: {message}"):
         OptaxOptimizer(optimizer).check(VARIABLES, VARIABLES)
 
 
 def test_changes_of_other_shapes_than_those_of_the_variables_are_refused():
-    """Adding would broadcast them: a sum over rows becomes the change of each element."""
+    """Adding would broadcast them: a sum over rows would become the change of each element."""
     with pytest.raises(ValueError, match=r"a change of shape \[\] for a variable of \[3\]"):
         OptaxOptimizer(PRIVATE).check({"b": np.zeros(3)}, {"b": np.zeros(3)})
 
@@ -177,8 +177,8 @@ def test_the_optimizer_gets_the_mean_loss_of_all_replicas_with_the_same_bits_eve
 
 
 @pytest.mark.parametrize("steps", [1, 4], ids=["step by step", "in one execution"])
-def test_the_loss_of_an_only_replica_reaches_the_optimizer_in_every_kind_of_program(steps):
-    """More steps than make up for compiling them as one program, which then gets the loss of each of them."""
+def test_the_loss_of_a_single_replica_reaches_the_optimizer_in_every_kind_of_program(steps):
+    """The steps suffice to be compiled as one program, which then gets the loss of each step."""
     plateau = optax.chain(optax.sgd(0.25), contrib.reduce_on_plateau())
     trainer = strategies.Trainer(strategies.IPUStrategy(1), loss_fn, plateau)
     state = trainer.init({"w": np.zeros(1, np.float32)})

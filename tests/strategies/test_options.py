@@ -1,4 +1,4 @@
-"""The options of a step, on every engine: what they may be, and which exclude each other."""
+"""Options of a step on every engine: their values and exclusions."""
 
 import dataclasses
 import importlib.util
@@ -21,14 +21,14 @@ ENGINES = ["jax", *(["torch"] if importlib.util.find_spec("torch") else [])]
 
 @pytest.fixture(params=ENGINES)
 def options_class(request):
-    """The options of each engine that is installed."""
+    """Provide the options class of each installed engine."""
     if request.param == "jax":
         return StepOptions
     return importlib.import_module("strategies.torch.options").TorchOptions
 
 
 def test_a_trainer_takes_every_option():
-    """Type checkers know the names and types of what is given by name."""
+    """Type checkers know the names and types of keyword arguments."""
     fields = {field.name: field.type for field in dataclasses.fields(StepOptions)}
     assert fields.keys() == POSITIONAL | TrainerOptions.__annotations__.keys()
     of_step, of_trainer = typing.get_type_hints(StepOptions), typing.get_type_hints(TrainerOptions)
@@ -56,7 +56,7 @@ def test_every_option_is_described_once(options_class):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_is_out_of_range_or_excluded_is_refused_when_options_are_made(options_class, options, words):
+def test_invalid_options_are_refused_when_options_are_made(options_class, options, words):
     with pytest.raises(ValueError, match=words):
         options_class(**options)
 
@@ -103,7 +103,7 @@ def test_sharded_state_is_offloaded():
         StepOptions(replicated_optimizer_state_sharding=True, offload_optimizer_state=False)
 
 
-def test_an_option_that_is_none_is_named():
+def test_an_unknown_option_is_named():
     with pytest.raises(
         TypeError, match=r"^Trainer\(\) got an unexpected keyword argument 'sead'; did you mean seed\?$"
     ):
@@ -119,7 +119,7 @@ def test_an_option_that_is_none_is_named():
         ("xyzzy", "it takes strategy, loss_fn, optimizer, seed, check_numerics, digest_every, gradient_accum"),
     ],
 )
-def test_an_option_of_another_name_is_answered_with_ours(name, way_out):
+def test_an_option_of_the_original_is_answered_with_our_name(name, way_out):
     with pytest.raises(TypeError, match=re.escape(f"Trainer() got an unexpected keyword argument {name!r}; {way_out}")):
         Trainer(strategies.IPUStrategy(1), lambda variables, batch, key: 0.0, optax.sgd(0.1), **{name: 4})
 
@@ -128,11 +128,11 @@ def test_an_option_of_another_name_is_answered_with_ours(name, way_out):
     ("shards", "offloads", "expected"),
     [(False, None, False), (None, None, False), (None, True, True), (True, None, True), (False, True, False)],
 )
-def test_state_is_sharded_as_it_is_offloaded_unless_it_is_said(shards, offloads, expected):
+def test_sharding_follows_offloading_by_default(shards, offloads, expected):
     options = StepOptions(replicated_optimizer_state_sharding=shards, offload_optimizer_state=offloads)
     assert options.shards_state is expected
 
 
-def test_options_do_not_change(options_class):
+def test_options_are_immutable(options_class):
     with pytest.raises(dataclasses.FrozenInstanceError):
         options_class().seed = 1

@@ -1,4 +1,4 @@
-"""Outfeeds: what comes out, in which shape and order; Q and X are rows of the original's tests."""
+"""Outfeeds: dequeued values, their shapes and their order."""
 
 import gc
 import threading
@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 
 def counting(outfeed, start=1.0):
-    """Enqueues v and adds 1 to it."""
+    """Return a function that enqueues v and adds 1 to it."""
 
     def body(v):
         outfeed.enqueue(v)
@@ -32,14 +32,14 @@ def both(x):
 
 
 class TestAll:
-    """Mode ALL."""
+    """Mode ALL of outfeeds."""
 
-    def test_q_19_gives_all_values(self):
+    def test_all_values_are_dequeued(self):
         outfeed = OutfeedQueue()
         assert counting(outfeed)() == 21
         np.testing.assert_array_equal(outfeed.dequeue(), np.arange(1, 21))
 
-    def test_q_20_of_loops_in_loops(self):
+    def test_nested_loops_enqueue_into_their_own_queues(self):
         inner, outer = OutfeedQueue(), OutfeedQueue()
 
         def count(v):
@@ -54,7 +54,7 @@ class TestAll:
         np.testing.assert_array_equal(outer.dequeue(), np.arange(0, 100, 10))
         np.testing.assert_array_equal(inner.dequeue(), np.arange(100))
 
-    def test_q_21_in_the_shape_in_which_they_were_enqueued(self):
+    def test_values_keep_their_shape(self):
         outfeed = OutfeedQueue()
 
         def body(v, x):
@@ -70,7 +70,7 @@ class TestAll:
         np.testing.assert_array_equal(found[5], 16 * ones)
 
     @pytest.mark.parametrize("kind", [tuple, list])
-    def test_q_22_tuples_stay_tuples(self, kind):
+    def test_tuples_stay_tuples(self, kind):
         outfeed = OutfeedQueue()
 
         def body(v, x, y):
@@ -83,7 +83,7 @@ class TestAll:
         assert type(found) is kind
         assert [list(leaf) for leaf in found] == [[5, 11.5, 19.5, 24.5, 31], [0, 1, 2, 0, 1], [5, 5.5, 6, 5, 5.5]]
 
-    def test_q_24_dictionaries_stay_dictionaries(self):
+    def test_dictionaries_stay_dictionaries(self):
         outfeed = OutfeedQueue()
 
         def body(v, x, y):
@@ -95,7 +95,7 @@ class TestAll:
         assert list(found["v"]) == [0, 5, 11.5]
         assert list(found["in"]["y"]) == [5, 5.5, 6]
 
-    def test_q_26_the_losses_of_a_training(self):
+    def test_losses_of_a_training_are_dequeued(self):
         outfeed = OutfeedQueue()
         loops.repeat(300, self.training(outfeed), [0.0, 0.0], InfeedQueue(Increasing(10, (3,))))
         losses = outfeed.dequeue()
@@ -111,14 +111,14 @@ class TestAll:
 
         return body
 
-    def test_q_28_q_30_of_two_programs_also_later(self):
+    def test_values_of_two_programs_can_be_dequeued_later(self):
         one, other = OutfeedQueue(), OutfeedQueue()
         counting(one)(5)
         counting(other, 4.0)(7)
         np.testing.assert_array_equal(one.dequeue(), np.arange(5) + 1)
         np.testing.assert_array_equal(other.dequeue(), np.arange(7) + 4)
 
-    def test_q_29_numbers_of_python_and_variables(self, strategy):
+    def test_python_numbers_and_variables_can_be_enqueued(self, strategy):
         outfeed = OutfeedQueue()
         variable = strategy.variable(np.float32([2]))
         loops.repeat(5, lambda: outfeed.enqueue({1: 1, 2: variable}), None)
@@ -126,7 +126,7 @@ class TestAll:
         assert found[1].tolist() == [1] * 5
         assert found[2].tolist() == [[2.0]] * 5
 
-    def test_q_53_of_two_devices(self):
+    def test_two_programs_can_enqueue_different_shapes(self):
         found = []
         for size in (3, 4):
             outfeed = OutfeedQueue()
@@ -134,14 +134,14 @@ class TestAll:
             found.append(outfeed.dequeue().shape)
         assert found == [(1, 1, 3), (1, 1, 4)]
 
-    def test_gives_nothing_twice(self):
+    def test_values_are_dequeued_only_once(self):
         outfeed = OutfeedQueue()
         counting(outfeed)(3)
         assert len(outfeed.dequeue()) == 3
         assert outfeed.dequeue().shape == (0,)
 
     @pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int32, np.float16, jnp.bfloat16, np.float32])
-    def test_keeps_bits(self, dtype, bits):
+    def test_values_keep_their_bits(self, dtype, bits):
         outfeed = OutfeedQueue()
         value = np.random.default_rng(0).integers(0, 2, (3, 70_000)).astype(dtype)  # more than one piece
         loops.repeat(2, lambda: outfeed.enqueue(value))
@@ -149,9 +149,9 @@ class TestAll:
 
 
 class TestLast:
-    """Mode LAST."""
+    """Mode LAST of outfeeds."""
 
-    def test_q_23_gives_the_last_values_without_an_axis_for_them(self):
+    def test_the_last_values_have_no_axis_of_their_own(self):
         outfeed = OutfeedQueue(OutfeedMode.LAST)
 
         def body(v, x, y):
@@ -163,14 +163,14 @@ class TestLast:
         assert outfeed.dequeue() == (31, 1, 5.5)
         assert outfeed.dequeue() == (31, 1, 5.5)
 
-    def test_q_25_by_name(self):
+    def test_the_last_values_keep_their_names(self):
         outfeed = OutfeedQueue(OutfeedMode.LAST)
         loops.repeat(
             4, lambda x, y: outfeed.enqueue({"x": x, "y": y}), infeed=InfeedQueue(Increasing(3, (), change=both))
         )
         assert outfeed.dequeue() == {"x": 0, "y": 5}
 
-    def test_q_27_a_scalar_of_numpy(self):
+    def test_the_last_scalar_is_one_of_numpy(self):
         outfeed = OutfeedQueue(OutfeedMode.LAST)
         every = OutfeedQueue()
         infeed = InfeedQueue(Increasing(10, (3,)))
@@ -181,7 +181,7 @@ class TestLast:
         assert type(outfeed.dequeue()) is np.float32
         assert outfeed.dequeue() == every.dequeue()[-1]
 
-    def test_q_36_is_an_error_before_there_is_any(self, strategy):
+    def test_dequeuing_before_the_first_value_is_refused(self, strategy):
         outfeed = OutfeedQueue(OutfeedMode.LAST)
         with pytest.raises(FeedError, match="Trying to get the last value from an outfeed queue"):
             outfeed.dequeue()
@@ -189,20 +189,20 @@ class TestLast:
         with pytest.raises(FeedError, match="Trying to get the last value from an outfeed queue"):
             outfeed.dequeue()
 
-    def test_of_several_replicas_has_an_axis_for_them(self, strategy):
+    def test_the_last_values_of_several_replicas_have_an_axis_for_them(self, strategy):
         outfeed = OutfeedQueue(OutfeedMode.LAST)
         strategy.run(lambda: outfeed.enqueue(get_replica_context().replica_id_in_sync_group * jnp.ones(3)))
         np.testing.assert_array_equal(outfeed.dequeue(), np.repeat(np.arange(4.0), 3).reshape(4, 3))
 
 
 class TestIteration:
-    def test_q_47_is_for_mode_all(self):
+    def test_iterating_in_mode_last_is_refused(self):
         assert iter(OutfeedQueue()) is not None
         with pytest.raises(FeedError, match="mode LAST cannot be iterated"):
             iter(OutfeedQueue(OutfeedMode.LAST))
 
     @pytest.mark.parametrize("replicas", [1, 2])
-    def test_q_48_q_49_gives_what_there_is_and_goes_on_later(self, replicas):
+    def test_iteration_gives_available_values_and_continues_later(self, replicas):
         strategy = strategies.IPUStrategy(replicas)
         outfeed = OutfeedQueue()
         values = iter(outfeed)
@@ -228,7 +228,7 @@ class TestIteration:
             np.testing.assert_array_equal(x, np.full(lead, 1 + k))
             np.testing.assert_array_equal(y, np.full((*lead, 2), 2 * 2.0**k))
 
-    def test_q_35_q_50_from_another_thread_is_in_order_while_the_program_runs(self, strategy):
+    def test_another_thread_reads_values_in_order_while_the_program_runs(self, strategy):
         """The program does not end before its first values have been read."""
         outfeed = OutfeedQueue()
         found = []
@@ -253,7 +253,7 @@ class TestIteration:
         reader.join(LIMIT_S)
         np.testing.assert_array_equal(np.stack(found), np.repeat(np.arange(1000), 4).reshape(1000, 4))
 
-    def test_from_another_thread_before_there_is_a_program_gives_an_empty_list(self):
+    def test_another_thread_reads_an_empty_list_before_the_program(self):
         outfeed = OutfeedQueue()
         with pytest.raises(ValueError, match="no program enqueues"):
             outfeed.dequeue()
@@ -265,14 +265,14 @@ class TestIteration:
 
 
 class TestReplicas:
-    def test_x_09_have_an_axis_of_their_own(self):
+    def test_replicas_have_an_axis_of_their_own(self):
         outfeed = OutfeedQueue()
         infeed = InfeedQueue(np.arange(1, 5, dtype=np.float32))
         strategies.IPUStrategy(2).run(lambda: loops.repeat(2, lambda x: outfeed.enqueue(x), infeed=infeed))
         np.testing.assert_array_equal(outfeed.dequeue(), [[1, 2], [3, 4]])
 
     @pytest.mark.parametrize("instances", [1, 2, pytest.param(4, marks=pytest.mark.complete)])
-    def test_an_instance_has_those_of_its_own(self, on_instances, instances):
+    def test_an_instance_has_the_values_of_its_own_replicas(self, on_instances, instances):
         def on_one(strategy):
             outfeed = OutfeedQueue()
 
@@ -289,7 +289,7 @@ class TestReplicas:
         joined = np.concatenate([array.reshape(3, local) for array in found], axis=1)
         np.testing.assert_array_equal(joined, np.arange(3)[:, None] + 10 * np.arange(4))
 
-    def test_of_one_device_after_another_come_in_their_place(self):
+    def test_replicas_that_take_turns_on_a_device_keep_their_places(self):
         outfeed = OutfeedQueue()
         strategies.IPUStrategy(12).run(
             lambda: loops.repeat(
@@ -298,20 +298,20 @@ class TestReplicas:
         )
         np.testing.assert_array_equal(outfeed.dequeue(), 100 * np.arange(3)[:, None] + np.arange(12))
 
-    def test_x_29_may_be_others_in_the_next_program(self):
+    def test_the_next_program_can_have_other_replicas(self):
         outfeed = OutfeedQueue()
         for replicas in (2, 4):
             strategies.IPUStrategy(replicas).run(counting(outfeed))
             assert outfeed.dequeue().shape == (20, replicas)
 
-    def test_of_two_programs_are_not_mixed(self):
+    def test_values_of_programs_with_other_replicas_are_not_mixed(self):
         outfeed = OutfeedQueue()
         strategies.IPUStrategy(2).run(counting(outfeed))
         with pytest.raises(FeedError, match="dequeue them first"):
             strategies.IPUStrategy(4).run(counting(outfeed))
         assert outfeed.dequeue().shape == (20, 2)
 
-    def test_enqueue_in_a_loss_function_too(self, strategy):
+    def test_replicas_enqueue_in_a_loss_function(self, strategy):
         import optax
 
         outfeed = OutfeedQueue()
@@ -333,7 +333,7 @@ class TestReplicas:
 
 class TestPrograms:
     @pytest.mark.parametrize("place", ["one body", "two loops", "loop and function"])
-    def test_q_16_q_17_enqueue_once_only(self, strategy, place):
+    def test_a_second_enqueue_in_a_program_is_refused(self, strategy, place):
         outfeed = OutfeedQueue()
 
         def body(v):
@@ -351,7 +351,7 @@ class TestPrograms:
         with pytest.raises(ValueError, match="An outfeed can only be enqueued once"):
             strategy.run(program)
 
-    def test_q_18_know_whether_they_enqueue(self, strategy):
+    def test_a_program_knows_whether_it_enqueues(self, strategy):
         outfeed = OutfeedQueue()
         seen = []
 
@@ -367,7 +367,7 @@ class TestPrograms:
         assert outfeed.enqueued
         assert outfeed.dequeue().shape == (40, 4)
 
-    def test_of_jax_alone_enqueue_too(self):
+    def test_programs_of_plain_jax_enqueue(self):
         outfeed = OutfeedQueue()
 
         def step(v, _):
@@ -377,7 +377,7 @@ class TestPrograms:
         jax.block_until_ready(jax.jit(lambda v: jax.lax.scan(step, v, None, length=4))(1.0))
         np.testing.assert_array_equal(outfeed.dequeue(), [1, 2, 3, 4])
 
-    def test_in_branches_enqueue_where_they_come_there(self, strategy):
+    def test_branches_enqueue_only_if_they_are_taken(self, strategy):
         outfeed = OutfeedQueue()
 
         def body(v):
@@ -390,19 +390,19 @@ class TestPrograms:
     @pytest.mark.parametrize(
         ("make", "error", "message"),
         [
-            (lambda: np.zeros((3, 0), np.float32), ValueError, r"shape \[3, 0\], with a dimension of size 0"),  # Q-51
+            (lambda: np.zeros((3, 0), np.float32), ValueError, r"shape \[3, 0\], with a dimension of size 0"),
             (lambda: (), ValueError, "got no array to enqueue"),
             (lambda: jax.random.key(0), TypeError, "Unsupported data type for outfeed: a random key"),
             (lambda: np.zeros(3), TypeError, "Unsupported data type for outfeed: float64"),
         ],
     )
-    def test_do_not_enqueue_what_cannot_leave(self, make, error, message):
+    def test_unsupported_values_are_not_enqueued(self, make, error, message):
         with pytest.raises(error, match=message):
             loops.repeat(1, lambda: OutfeedQueue().enqueue(make()))
 
 
 class TestLife:
-    def test_q_45_a_scope_ends_the_queue(self):
+    def test_a_scope_ends_the_queue(self):
         with OutfeedQueue() as outfeed:
             counting(outfeed)(10)
             np.testing.assert_array_equal(outfeed.dequeue(), np.arange(10) + 1)
@@ -438,7 +438,7 @@ class TestLife:
         with pytest.raises(ValueError, match=message):
             OutfeedQueue(**arguments)
 
-    def test_modes_have_the_original_s_values(self):
+    def test_modes_have_the_values_of_the_original(self):
         assert (OutfeedMode.ALL.value, OutfeedMode.LAST.value) == ("all", "get_last")
 
 

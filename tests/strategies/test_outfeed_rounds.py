@@ -1,4 +1,4 @@
-"""Values of several replicas belong together when they were enqueued in the same iteration."""
+"""Rounds of an outfeed: values of several replicas belong together if enqueued in the same iteration."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def enqueue_if(condition, outfeed, value):
 
 
 def skipping(outfeed, first, count=9):
-    """Replica r enqueues every third iteration, beginning with number `first(r)`."""
+    """Return a program in which replica r enqueues every third iteration, beginning with `first(r)`."""
 
     def body(v):
         enqueue_if((v >= first(replica())) & ((v - first(replica())) % 3 == 0), outfeed, v)
@@ -32,7 +32,7 @@ def skipping(outfeed, first, count=9):
 
 
 def run_other_programs(strategy, outfeed):
-    """One of the same values, one of others, and what is dequeued of them."""
+    """Run a program with the same values and one with others, and return the dequeued values."""
     found = []
     for value in (jnp.int32(7), jnp.ones(3)):
         strategy.run(lambda value=value: outfeed.enqueue(value))
@@ -41,10 +41,10 @@ def run_other_programs(strategy, outfeed):
 
 
 class TestIterations:
-    """Replicas that enqueue in different ones."""
+    """Iterations in which replicas enqueue differently."""
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_are_named_and_the_next_program_runs(self, strategy, mode):
+    def test_unmatched_iterations_are_named_and_the_next_program_runs(self, strategy, mode):
         outfeed = OutfeedQueue(mode)
         message = r"replica \d has enqueued in iteration [03], but replica \d in iteration [03], so their unmatched"
         if mode is OutfeedMode.LAST:
@@ -54,7 +54,7 @@ class TestIterations:
         assert run_other_programs(strategy, outfeed)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_that_are_one_more_for_one_replica_leave_nothing_behind(self, strategy, mode):
+    def test_one_more_iteration_of_one_replica_leaves_no_value_behind(self, strategy, mode):
         outfeed = OutfeedQueue(mode)
 
         def program(late):
@@ -69,7 +69,7 @@ class TestIterations:
             np.testing.assert_array_equal(outfeed.dequeue(), np.repeat(range(4), 4).reshape(4, 4))
         assert run_other_programs(strategy, outfeed)
 
-    def test_of_loops_in_loops_have_a_number_for_each(self, strategy):
+    def test_nested_loops_have_one_iteration_number_each(self, strategy):
         outfeed = OutfeedQueue()
 
         def inner(outer, v):
@@ -83,8 +83,8 @@ class TestIterations:
             strategy.run(program)
         assert len(outfeed.dequeue()) == 8
 
-    def test_of_a_loop_that_one_replica_alone_makes(self, strategy):
-        """The loop collects what it hands over, and is itself in a branch."""
+    def test_a_loop_that_only_one_replica_skips_is_named(self, strategy):
+        """The loop collects its values, and is itself in a branch."""
         outfeed = OutfeedQueue()
 
         def body(outer):
@@ -95,7 +95,7 @@ class TestIterations:
         with pytest.raises(FeedError, match=r"iteration \([12], 0\), but replica \d in iteration \([12], 0\)"):
             strategy.run(lambda: loops.repeat(3, body, [0]))
 
-    def test_of_a_loop_with_a_condition_are_counted(self, strategy):
+    def test_iterations_of_a_loop_with_a_condition_are_counted(self, strategy):
         outfeed = OutfeedQueue()
 
         def program():
@@ -105,7 +105,7 @@ class TestIterations:
             strategy.run(program)
         assert outfeed.dequeue().shape == (3, 4)
 
-    def test_of_a_loop_with_gradients_are_known(self, strategy):
+    def test_iterations_of_a_loop_with_gradients_are_counted(self, strategy):
         outfeed = OutfeedQueue()
 
         def power(x):
@@ -118,7 +118,7 @@ class TestIterations:
         assert [float(g) for g in strategy.run(jax.grad(power), args=(2.0,))] == [32.0] * 4
         np.testing.assert_array_equal(outfeed.dequeue(), [[v, v + 1, v + 2, v + 3] for v in (2, 4, 8)])
 
-    def test_of_large_values_are_counted(self, strategy):
+    def test_iterations_with_large_values_are_counted(self, strategy):
         outfeed = OutfeedQueue()
         with pytest.raises(FeedError, match="iteration"):
             strategy.run(
@@ -127,7 +127,7 @@ class TestIterations:
                 )
             )
 
-    def test_that_jax_alone_knows_are_paired_in_order(self, strategy):
+    def test_iterations_of_plain_jax_are_paired_in_order(self, strategy):
         outfeed = OutfeedQueue()
 
         def step(v, _):
@@ -137,7 +137,7 @@ class TestIterations:
         strategy.run(lambda: jax.lax.scan(step, 0, None, length=3 + 0 * replica().size)[0])
         np.testing.assert_array_equal(outfeed.dequeue(), np.repeat(range(3), 4).reshape(3, 4))
 
-    def test_differ_without_a_loop_too(self, strategy):
+    def test_unmatched_values_outside_a_loop_are_named(self, strategy):
         outfeed = OutfeedQueue()
         for late in (1, 2):
             with pytest.raises(FeedError, match="replica 0 has enqueued in its program, but replica [23] has not"):
@@ -145,7 +145,7 @@ class TestIterations:
         assert outfeed.dequeue().shape == (0, 4)
 
     @pytest.mark.parametrize("instances", [2, pytest.param(4, marks=pytest.mark.complete)])
-    def test_are_compared_on_each_instance(self, on_instances, instances):
+    def test_iterations_are_compared_on_each_instance(self, on_instances, instances):
         def on_one(strategy):
             outfeed = OutfeedQueue()
             try:
@@ -158,7 +158,7 @@ class TestIterations:
 
 
 class TestProgramsThatFail:
-    def test_leave_no_value_that_the_next_one_would_be_paired_with(self, strategy):
+    def test_failing_programs_leave_no_value_for_the_next_one(self, strategy):
         outfeed = OutfeedQueue()
 
         def fail(v):
@@ -184,7 +184,7 @@ class TestProgramsThatFail:
         strategy.run(program, args=(False,))
         np.testing.assert_array_equal(outfeed.dequeue(), np.repeat(range(4), 4).reshape(4, 4))
 
-    def test_keep_their_own_error(self, strategy):
+    def test_failing_programs_keep_their_own_error(self, strategy):
         outfeed, infeed = OutfeedQueue(), InfeedQueue(np.arange(8, dtype=np.float32))
 
         def body(v, x):
@@ -219,9 +219,9 @@ class TestTrainer:
 
 
 class TestRounds:
-    """Without a program."""
+    """Rounds without a program."""
 
-    def test_are_complete_when_all_replicas_have_come(self):
+    def test_rounds_are_complete_when_all_replicas_have_come(self):
         rounds = AllRounds(range(4, 6))
         for place, number in ((0, 0), (0, 1), (1, 0)):
             assert len(rounds) == 0
@@ -234,7 +234,7 @@ class TestRounds:
         assert not rounds.is_waiting
         rounds.end()
 
-    def test_take_nothing_any_more_until_the_program_ends(self):
+    def test_rounds_take_no_more_values_until_the_program_ends(self):
         rounds = AllRounds(range(2))
         rounds.put(0, (1,), ["a"])
         with pytest.raises(FeedError, match="replica 1 has enqueued in iteration 2, but replica 0 in iteration 1"):
@@ -245,7 +245,7 @@ class TestRounds:
         rounds.put(0, (0,), ["d"])
         assert rounds.is_waiting
 
-    def test_before_the_first_difference_are_completed_by_those_that_are_behind(self):
+    def test_slower_replicas_complete_the_rounds_before_the_first_difference(self):
         rounds = AllRounds(range(3))
         for place in (0, 1):
             rounds.put(place, (0,), [place])
@@ -260,7 +260,7 @@ class TestRounds:
         assert not rounds.is_waiting
         rounds.end()
 
-    def test_the_last_one_is_whole(self):
+    def test_the_last_round_is_complete(self):
         last = LastRound(range(2))
         assert last.whole is None
         for number in range(3):
@@ -280,7 +280,7 @@ class TestRounds:
             last.end()
         assert last.whole == [["a4"], ["b4"]]
 
-    def test_the_last_one_is_found_however_far_a_replica_is_ahead(self):
+    def test_the_last_round_is_found_however_far_a_replica_is_ahead(self):
         last = LastRound(range(2))
         for place in (0, 1):
             for number in range(100):

@@ -1,4 +1,4 @@
-"""How far a program has read a data set, as it is written down."""
+"""Positions in a data set, as they are saved."""
 
 import json
 
@@ -9,11 +9,11 @@ from strategies import Position
 POSITION = Position(2, 7, seed=3, batch_size=4, total_replicas=6, length=None, shuffle=False, remainder="pad")
 
 
-def test_it_survives_json():
+def test_a_position_survives_json():
     assert Position.from_dict(json.loads(json.dumps(POSITION.to_dict()))) == POSITION
 
 
-def test_what_older_programs_did_not_write_is_as_it_was_then():
+def test_entries_missing_in_older_positions_have_their_former_values():
     old = {name: value for name, value in POSITION.to_dict().items() if name not in ("shuffle", "remainder")}
     assert (Position.from_dict(old).shuffle, Position.from_dict(old).remainder) == (True, "drop")
 

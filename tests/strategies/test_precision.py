@@ -1,4 +1,4 @@
-"""Low precision: compute dtypes, loss scaling, gradients on the way, stochastic rounding."""
+"""Low precision: compute dtypes, loss scaling, transfer of gradients, stochastic rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def fingerprint(strategy, **options):
 
 
 @pytest.mark.parametrize("dtype", first_of(["bfloat16", jnp.float16]))
-def test_computes_in_low_precision_and_keeps_float32_variables(strategy, dtype):
+def test_a_trainer_computes_in_low_precision_and_keeps_float32_variables(strategy, dtype):
     seen = []
 
     def watched(variables, batch, key):
@@ -95,7 +95,7 @@ def test_stochastic_rounding_has_the_same_bits_on_any_number_of_instances(strate
 
 
 @pytest.mark.complete
-def test_so_it_has_where_state_is_not_sharded(strategy, on_instances):
+def test_stochastic_rounding_has_the_same_bits_without_sharding(strategy, on_instances):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), start())
     options = {"variables": narrow, "stochastic_rounding": True}
     alone = fingerprint(strategy, **options)
@@ -110,7 +110,7 @@ class TestLossScaling:
         assert (metrics["loss_scale"], metrics["skipped_steps"]) == (1024, 0)
         assert metrics["loss"] == trained(strategy, **options)[1]["loss"]
 
-    def test_keeps_gradients_that_float16_would_lose(self, strategy):
+    def test_loss_scaling_keeps_gradients_that_float16_would_lose(self, strategy):
         def tiny(variables, batch, key):
             return (variables["w"] * jnp.asarray(2.0**-13, variables["w"].dtype)).mean() * batch["x"].astype(
                 variables["w"].dtype
@@ -128,11 +128,11 @@ class TestLossScaling:
         with pytest.raises(ValueError, match="scale|loss_scaling"):
             Trainer(strategy, loss_fn, optax.sgd(0.1), loss_scaling=scaling)
 
-    def test_they_grow_after_whole_steps(self):
+    def test_an_interval_that_is_not_an_integer_is_refused(self):
         with pytest.raises(TypeError, match="the interval of the loss scale is 1.5; an integer"):
             LossScaling(interval=1.5)
 
-    def test_check_numerics_would_raise_for_what_it_expects(self, strategy):
+    def test_check_numerics_excludes_loss_scaling(self, strategy):
         with pytest.raises(ValueError, match="use one of them"):
             Trainer(strategy, loss_fn, optax.sgd(0.1), loss_scaling=2, check_numerics=True)
 
@@ -151,7 +151,7 @@ class TestTransfer:
         assert bits(-state.variables["w"][0, 0]) == bits(wanted)
         assert state.variables["w"].dtype == np.float32
 
-    def test_int8_tends_to_what_float32_does(self, strategy):
+    def test_training_with_int8_approaches_that_with_float32(self, strategy):
         exact, _ = trained(strategy, optimizer=optax.sgd(0.01), steps=60)
         rough, _ = trained(strategy, optimizer=optax.sgd(0.01), steps=60, gradient_transfer_dtype="int8")
         np.testing.assert_allclose(rough.variables["w"], exact.variables["w"], atol=2e-3)
@@ -172,7 +172,7 @@ def test_compute_dtypes_are_of_floating_point(strategy, dtype):
 
 @pytest.mark.parametrize(("dtype", "step"), [("bfloat16", 2.0**-7), ("float16", 2.0**-10)])
 def test_stochastic_rounding_is_exact_on_the_average(dtype, step):
-    """1 + a quarter of the distance to the next number becomes the next number in a quarter of the cases."""
+    """A quarter of the random numbers round 1 plus a quarter of the distance up to the next number."""
     values = jnp.full(40_000, 1 + step / 4, jnp.float32)
     rounded = round_stochastically(values, dtype, jax.random.bits(jax.random.key(1), values.shape, jnp.uint32))
     assert rounded.dtype == jnp.dtype(dtype)
@@ -181,8 +181,8 @@ def test_stochastic_rounding_is_exact_on_the_average(dtype, step):
     assert (found > 1).mean() == pytest.approx(0.25, abs=0.01)
 
 
-def test_x33_replicas_round_by_numbers_of_their_own_or_by_those_of_a_key_that_all_have(on_instances):
-    """X-33: different by default, equal with a key in the model state; others in each step; the same with the seed."""
+def test_replicas_round_by_their_own_random_numbers_or_by_a_shared_key(on_instances):
+    """Numbers differ by default, are equal with a key in the model state, change in each step, and follow the seed."""
 
     def loss_fn(variables, batch, key, model_state):
         mine, next_key = jax.random.split(model_state["key"])
@@ -215,7 +215,7 @@ def test_x33_replicas_round_by_numbers_of_their_own_or_by_those_of_a_key_that_al
         assert before.tobytes() != after.tobytes()
 
 
-def test_stochastic_rounding_keeps_numbers_that_the_dtype_has_and_what_is_not_finite():
+def test_stochastic_rounding_keeps_representable_and_non_finite_numbers():
     values = jnp.array([0.0, -1.5, jnp.inf, -jnp.inf, 2.0**-30], jnp.float32)
     bits = jnp.full(values.shape, 0xFFFFFFFF, jnp.uint32)
     found = round_stochastically(values, "float16", bits)
@@ -224,7 +224,7 @@ def test_stochastic_rounding_keeps_numbers_that_the_dtype_has_and_what_is_not_fi
 
 
 def test_small_updates_count_with_stochastic_rounding(strategy):
-    """A change of 1/1000 of a bfloat16's last place, 2000 times: lost in rounding to the nearest."""
+    """A change of 1/1000 of a bfloat16's last place, 2000 times, is lost in rounding to the nearest."""
 
     def loss(variables, batch, key):
         return variables["w"].astype(jnp.float32).mean() + 0 * batch.sum()
@@ -240,8 +240,8 @@ def test_small_updates_count_with_stochastic_rounding(strategy):
     assert end(stochastic_rounding=True) == pytest.approx(1 - 40 * 2.0**-8 / 100, abs=4e-4)
 
 
-def test_rounding_has_other_random_bits_than_the_replicas(strategy):
-    """The key of replica 2 at step 5, from which a loss function may draw, is not that of variable 2."""
+def test_rounding_and_replicas_use_different_random_bits(strategy):
+    """A loss function may draw from the key of replica 2 at step 5, which differs from that of variable 2."""
     own = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 5), 2)
     update = WholeStateUpdate(strategy.replicas, optax.sgd(0.1), UpdateSettings(rounds_stochastically=True))
     bits = update._bits(2, (64,), control_words(5, False, 1.0))

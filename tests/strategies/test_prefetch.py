@@ -1,4 +1,4 @@
-"""The prefetch thread: order, bound, errors, and that it never outlives its consumer."""
+"""Prefetch thread: order, bound, errors, and its end with its consumer."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def no_new_threads():
-    """Returns when no prefetching thread runs that did not run when the test began."""
+    """Wait until no prefetching thread runs that did not run at the beginning of the test."""
     before = set(threading.enumerate())
 
     def check():
@@ -58,12 +58,12 @@ def test_at_most_depth_items_are_prepared_ahead(depth):
     for number in range(20 - depth):
         asked += 1
         assert next(items) == number
-        for _ in range(1 + depth if number == 0 else 1):  # and as many are
+        for _ in range(1 + depth if number == 0 else 1):  # the expected number
             assert made.acquire(timeout=LIMIT_S)
     items.close()
 
 
-def test_nothing_runs_ahead_at_depth_zero_nor_before_the_first_item():
+def test_no_item_is_prepared_ahead_at_depth_zero_or_before_the_first_item():
     record = []
     items = prefetched(numbers(5, record), 0)
     assert next(items) == 0

@@ -1,4 +1,4 @@
-"""Programs as text: the same for the same code, another one wherever a number is another one."""
+"""Text of programs: the same for the same code, and different for different numbers."""
 
 import functools
 
@@ -29,7 +29,7 @@ def branched(one, other):
     return lambda x: jax.lax.cond(x[0, 0] > 0, one, other, x)
 
 
-def test_it_shows_types_operations_and_numbers():
+def test_the_text_shows_types_operations_and_numbers():
     assert text(lambda x: -x + 1.5, np.float32(3)) == [
         "program0:",
         "takes v0:float32[]",
@@ -39,12 +39,12 @@ def test_it_shows_types_operations_and_numbers():
     ]
 
 
-def test_functions_that_were_made_twice_have_the_same():
+def test_functions_made_twice_have_the_same_text():
     assert text(scaled(2.0)) == text(scaled(2.0))
 
 
 @pytest.mark.parametrize("other", [2.0000002, -2.0, jnp.float32(2), jnp.full(3, 2.0), np.nan])
-def test_other_numbers_have_another(other):
+def test_other_numbers_change_the_text(other):
     assert text(scaled(2.0)) != text(scaled(other))
 
 
@@ -54,7 +54,7 @@ def test_numbers_have_all_their_digits():
 
 
 @pytest.mark.parametrize("size", [3, 3000])
-def test_arrays_that_a_function_closes_over_count_with_their_values(size):
+def test_values_of_captured_arrays_change_the_text(size):
     weights = np.random.default_rng(0).random(size).astype(np.float32)
     others = weights.copy()
     others[-1] = np.nextafter(others[-1], np.float32(2))
@@ -62,7 +62,7 @@ def test_arrays_that_a_function_closes_over_count_with_their_values(size):
     assert text(scaled(weights), weights) != text(scaled(others), weights)
 
 
-def test_so_do_random_keys():
+def test_captured_random_keys_change_the_text():
     def drawn(seed):
         key = jax.random.key(seed)
         return lambda x: x + jax.random.normal(key, x.shape)
@@ -82,12 +82,12 @@ def test_so_do_random_keys():
         (jax.grad(lambda x: (x**2).sum()), jax.grad(lambda x: (x**3).sum())),
     ],
 )
-def test_what_lies_inside_of_loops_branches_and_calls_counts(one, other):
+def test_code_inside_loops_branches_and_calls_changes_the_text(one, other):
     assert text(one) == text(one)
     assert text(one) != text(other)
 
 
-def test_what_decides_no_result_does_not_count():
+def test_code_that_affects_no_result_does_not_change_the_text():
     def printing(x):
         jax.debug.print("the first is {}", x[0, 0] * 3)
         return x * 2
@@ -104,8 +104,8 @@ def test_a_function_that_is_called_from_many_places_is_written_once():
     assert [line for line in lines if " add" in line] == ["v1:float32[4, 3] = add v0 v0"]
 
 
-def test_addresses_of_objects_are_not_in_it():
-    """Neither of what a custom derivative holds, nor of what is called back."""
+def test_addresses_of_objects_are_not_in_the_text():
+    """Addresses in custom derivatives and callbacks are left out."""
 
     def calling(x):
         back = jax.pure_callback(functools.partial(np.multiply, 2), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -126,7 +126,7 @@ def test_addresses_of_objects_are_not_in_it():
         (optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.chain(optax.clip(2.0), optax.sgd(0.1))),
     ],
 )
-def test_hyperparameters_of_optimizers_count(one, other):
+def test_hyperparameters_of_optimizers_change_the_text(one, other):
     def of(optimizer):
         return text(optimizer.update, POINTS, optimizer.init(POINTS), POINTS)
 

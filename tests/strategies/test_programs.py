@@ -1,4 +1,4 @@
-"""Programs of a single device: compiled once for shapes, as if there were one core, and run by many threads."""
+"""Programs of a single device: compiled once per shape, as if for one core, and run by many threads."""
 
 import os
 import threading
@@ -13,11 +13,11 @@ from strategies.jax.programs.program import DeviceProgram, compiler_options, jit
 DEVICE = jax.local_devices()[0]
 
 
-def test_xla_does_not_divide_programs_among_the_cores_that_there_are():
+def test_xla_does_not_divide_programs_among_cores():
     assert compiler_options({}) == {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
 
 
-def test_passes_that_the_user_has_disabled_stay_so():
+def test_passes_disabled_by_the_user_stay_disabled():
     flags = "--xla_disable_hlo_passes=fusion --xla_cpu_enable_fast_math=false --xla_disable_hlo_passes=cse,dce"
     disabled = compiler_options({"XLA_FLAGS": flags})
     assert disabled == {"xla_disable_hlo_passes": "cse,dce,cpu-parallel-task-assigner"}
@@ -54,8 +54,8 @@ def test_numbers_of_python_stay_weak():
     assert program.compiled(DEVICE, half, np.float32(2))(half, np.float32(2)).dtype == np.float32
 
 
-def test_settings_of_jax_are_those_of_who_asks():
-    """They are settings of a thread, and programs run in others."""
+def test_programs_use_the_jax_settings_of_the_calling_thread():
+    """Settings belong to a thread, and programs run in other threads."""
     program = DeviceProgram(lambda x: x * np.float64(2), None)
     x = np.ones(2, np.float32)
     plain = program.compiled(DEVICE, x)
@@ -64,7 +64,7 @@ def test_settings_of_jax_are_those_of_who_asks():
     assert program.compiled(DEVICE, x) is plain
 
 
-def test_threads_run_the_same_executable_at_once():
+def test_threads_run_the_same_executable_concurrently():
     all_here, found = threading.Barrier(3), {}
 
     def meet(x):
@@ -85,7 +85,7 @@ def test_threads_run_the_same_executable_at_once():
     assert found == {0: 1.0, 1: 2.0, 2: 3.0}
 
 
-def test_results_take_over_what_is_donated():
+def test_results_take_over_donated_memory():
     program = DeviceProgram(lambda x, y: y + 1, None, donated=[1])
     taken = jax.block_until_ready(jax.jit(lambda: jnp.zeros(4096))())
     place = taken.unsafe_buffer_pointer()

@@ -1,4 +1,4 @@
-"""Elements that are read one by one in any order."""
+"""Sources whose elements are read one by one in any order."""
 
 import pickle
 
@@ -9,7 +9,7 @@ from strategies.data.sources import RandomAccessSource, Steps, read_elements
 
 
 class Squares:
-    """Says which elements it was asked for."""
+    """A source that records the elements it is asked for."""
 
     def __init__(self, length):
         self.length, self.asked = length, []
@@ -34,10 +34,10 @@ def test_only_the_elements_of_local_replicas_are_read():
     assert squares.asked == [8, 9, 10, 11]
 
 
-def test_steps_are_counted_from_the_first_epoch_on_and_each_has_its_order():
+def test_steps_are_counted_from_the_first_epoch_and_each_epoch_has_its_order():
     made = steps(shuffle=True)
     assert made.per_epoch == 2
-    for number in (0, 1, 5):  # of epochs 0, 0 and 2
+    for number in (0, 1, 5):  # steps of epochs 0, 0 and 2
         order = epoch_order(13, 4, number // 2)[6 * (number % 2) :][2:6]
         assert made.read(number).tolist() == (order**2).tolist()
 
@@ -49,7 +49,7 @@ def test_a_copy_in_another_process_reads_the_same():
     assert [copy.read(number).tolist() for number in (3, 0)] == [made.read(number).tolist() for number in (3, 0)]
 
 
-def test_an_incomplete_batch_is_padded_where_that_was_asked_for():
+def test_an_incomplete_batch_is_padded_on_request():
     batch = steps(7, Layout(2, 2, [1], "pad")).read(1)
     assert (batch.values.tolist(), batch.mask.tolist()) == ([36, 0], [True, False])
 
@@ -59,7 +59,7 @@ def test_too_few_elements_are_refused():
         steps(5)
 
 
-def test_an_epoch_is_read_step_by_step_from_any_of_them_on():
+def test_an_epoch_can_be_read_from_any_step():
     source = RandomAccessSource(steps(shuffle=True))
     assert (source.length, source.steps, source.is_random_access) == (13, 2, True)
     first, second = source.batches(1, 0)

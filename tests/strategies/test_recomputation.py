@@ -30,7 +30,7 @@ def deep_mlp(variables, batch, key):
 
 
 def small_cnn(variables, batch, key):
-    """The model of the examples, with a mark between its convolution and its dense layers."""
+    """Return the model of the examples, with a mark between its convolution and its dense layers."""
     conv = variables["conv"]
     dimensions = ("NHWC", "HWIO", "NHWC")
     features = jax.lax.conv_general_dilated(batch["x"], conv["kernel"], (1, 1), "VALID", dimension_numbers=dimensions)
@@ -90,7 +90,7 @@ def test_losses_metrics_and_gradients_have_the_same_bits(make_task, recompute):
     assert bits_of(make_task, recompute) == bits_of(make_task, "none")
 
 
-def test_less_is_kept_with_a_policy_and_least_between_marks():
+def test_a_policy_keeps_less_and_marks_keep_least():
     none, policy, blocks = (
         compiled(mlp_task, how)[0].memory_analysis().temp_size_in_bytes for how in ("none", POLICY, "blocks")
     )
@@ -98,7 +98,7 @@ def test_less_is_kept_with_a_policy_and_least_between_marks():
     assert blocks < 0.8 * policy
 
 
-def test_collectives_may_stand_between_marks(strategy):
+def test_collectives_can_stand_between_marks(strategy):
     def with_mean(variables, batch, key):
         hidden = jnp.tanh(batch @ variables)
         centre = strategies.get_replica_context().all_reduce("mean", hidden.mean(0))
@@ -115,7 +115,7 @@ def test_collectives_may_stand_between_marks(strategy):
 
 
 @pytest.mark.parametrize("recompute", ["blocks", POLICY])
-def test_feeds_may_stand_between_marks(strategy, recompute):
+def test_feeds_can_stand_between_marks(strategy, recompute):
     infeed = strategies.InfeedQueue(np.arange(100, dtype=np.float32))
     outfeed = strategies.OutfeedQueue()
 
@@ -133,7 +133,7 @@ def test_feeds_may_stand_between_marks(strategy, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["block", None, 3])
-def test_other_words_are_refused(recompute):
+def test_unknown_policies_are_refused(recompute):
     with pytest.raises(ValueError, match="use 'none', 'blocks', or a policy"):
         recomputing(deep_mlp, recompute)
 

@@ -1,4 +1,4 @@
-"""A data set whose replicas are taken over by those that are left, in the middle of an epoch."""
+"""Data sets whose replicas survivors take over in the middle of an epoch."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,12 @@ from strategies import StrategyError
 from strategies.data.datasets import DistributedDataset
 
 REPLICAS = 4
-ROWS = 3  # of each replica in a step
+ROWS = 3  # per replica and step
 STEPS = 5
 
 
 class ByIndex:
-    """Elements that can be read one by one."""
+    """A source whose elements can be read one by one."""
 
     def __len__(self):
         return STEPS * REPLICAS * ROWS + 1
@@ -38,7 +38,7 @@ def rows(batch):
 
 @pytest.fixture
 def of_all():
-    """For each step of the epoch what each replica reads."""
+    """Provide the elements that each replica reads in each step of the epoch."""
     return [rows(batch) for batch in dataset_of(range(REPLICAS)).epoch(2)]
 
 
@@ -56,7 +56,7 @@ def test_the_batch_of_the_last_step_is_read_again_for_other_replicas(of_all, sou
     assert (dataset.position().epoch, dataset.position().step) == (3, 0)
 
 
-def test_it_knows_the_batch_that_it_gave_last(of_all):
+def test_a_data_set_knows_the_batch_that_it_gave_last(of_all):
     dataset = dataset_of(range(2))
     epoch = dataset.epoch(2)
     first, second = next(epoch), next(epoch)
@@ -66,7 +66,7 @@ def test_it_knows_the_batch_that_it_gave_last(of_all):
     assert rows(again) == of_all[1][:2]
 
 
-def test_what_was_prepared_ahead_for_the_old_replicas_is_not_used(of_all):
+def test_batches_prepared_for_the_old_replicas_are_not_used(of_all):
     dataset = dataset_of(range(2), prefetch=STEPS)
     epoch = dataset.epoch(2)
     next(epoch)
@@ -74,7 +74,7 @@ def test_what_was_prepared_ahead_for_the_old_replicas_is_not_used(of_all):
     assert [rows(batch) for batch in epoch] == [step[2:4] for step in of_all[1:]]
 
 
-def test_a_stream_is_not_dealt_out_anew():
+def test_redistributing_a_stream_is_refused():
     dataset = dataset_of(range(2), list(range(100)))
     next(dataset.epoch(0))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The arithmetic of reductions inside compiled programs: that of `collectives`, in the order of the replicas."""
+"""Arithmetic of reductions in compiled programs: that of `collectives`, in the order of the replicas."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from strategies.jax.replicas.reduction_ops import base_of, check_dtype, operand,
 
 
 @pytest.mark.parametrize("op", ["sum", "Add", "COLLECTIVE_OP_ADD", "LOGICAL_and"])
-def test_names_may_have_any_case_and_the_prefix(op):
+def test_names_can_have_any_case_and_the_prefix(op):
     if op == "sum":
         with pytest.raises(ValueError, match="'sum' is not a collective operation; use one of ADD, MEAN, MUL"):
             parse_op(op)
@@ -56,7 +56,7 @@ def test_integers_stay_integers(op, wanted):
     assert (found.dtype, found.tolist()) == (jnp.int32, [wanted])
 
 
-def test_means_of_integers_are_right_where_their_sum_does_not_fit():
+def test_means_of_integers_are_right_even_if_their_sum_overflows():
     for dtype, numbers, mean in (
         (jnp.uint8, [250, 251, 252, 253], 251),
         (jnp.int8, [-128, -127, -126, -125], -126),
@@ -76,7 +76,7 @@ def test_16_bits_are_combined_in_float32():
 @pytest.mark.parametrize("dtype", [dtype.name for dtype in INTEGERS])
 @pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.complete) for count in (1, 2, 8))])
 def test_integers_are_reduced_as_between_instances(dtype, count, seed):
-    """Over the whole range, where sums wrap around and those behind means must not."""
+    """Values cover the whole range: sums wrap around, but intermediate sums of means must not."""
     info = np.iinfo(dtype)
     values = np.random.default_rng(seed).integers(info.min, info.max, (count, 100), dtype, endpoint=True)
     values[:, :3] = info.max, info.min, info.max - 1

@@ -1,4 +1,4 @@
-"""What `all_reduce` of the replica context computes inside a compiled function, and its gradient."""
+"""`all_reduce` of the replica context inside a compiled function, and its gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ def all_reduce(op, value):
 
 
 def on_replicas(strategy, function, values):
-    """`function(value)` on each replica; the results in replica order."""
+    """Return the results of `function(value)` on each replica, in replica order."""
     return list(strategy.run(function, args=(strategy.per_replica(lambda r: values[r]),)))
 
 
 @pytest.fixture
 def run(strategy):
-    """Over several instances: tests/jobs/test_promises.py."""
+    """Provide `on_replicas` for four replicas; tests/jobs/test_promises.py covers several instances."""
     return lambda function, values: on_replicas(strategy, function, values)
 
 
@@ -43,7 +43,7 @@ def test_integers_stay_integers_and_means_are_truncated_towards_zero(run, op, wa
 
 @pytest.mark.parametrize(("dtype", "largest"), [("uint8", 255), ("int16", 2**15 - 1), ("uint32", 2**32 - 1)])
 @pytest.mark.parametrize("instances", [1, 2, 4])
-def test_means_of_integers_are_right_where_their_sum_does_not_fit(on_instances, instances, dtype, largest):
+def test_means_of_integers_are_right_even_if_their_sum_overflows(on_instances, instances, dtype, largest):
     def program(strategy):
         values = strategy.per_replica(lambda r: np.array([largest - r, r], dtype))
         outside = strategy.reduce("mean", values).tolist()
@@ -68,7 +68,7 @@ def test_16_bit_floats_are_added_in_float32_and_rounded_once(run, bits, op, dtyp
 
 @pytest.mark.parametrize("replicas", [2, 3, 6, 8])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_is_the_ordered_sum_for_every_number_of_replicas(bits, op, replicas):
+def test_the_result_is_the_ordered_sum_for_every_number_of_replicas(bits, op, replicas):
     parts = np.random.default_rng(1).standard_normal((replicas, 3, 5)).astype(np.float32) * 1e3
     wanted = added(parts)
     if op == "mean":
@@ -84,7 +84,7 @@ def test_shapes_are_kept(run, shape):
         np.testing.assert_array_equal(result, np.full(shape, 4))
 
 
-def test_reduces_every_leaf_of_a_tree(run):
+def test_every_leaf_of_a_tree_is_reduced(run):
     def fn(x):
         return all_reduce("sum", {"a": x, "b": [x * 2, jnp.int32(1)]})
 
@@ -93,7 +93,7 @@ def test_reduces_every_leaf_of_a_tree(run):
 
 
 def test_results_can_be_reduced_again(run):
-    """M-17: z = s * s of the sum s of squares, summed again; here over four replicas."""
+    """The result is s * s of the sum s of squares, summed again over four replicas."""
 
     def fn(x):
         return all_reduce("sum", all_reduce("sum", x * x) ** 2)
@@ -110,7 +110,7 @@ def test_several_independent_reductions_do_not_disturb_each_other(run):
         assert result == wanted
 
 
-def test_inside_a_scan(run):
+def test_reductions_work_inside_a_scan(run):
     def fn(x):
         def body(total, k):
             reduced = all_reduce("sum", x * k)
@@ -124,46 +124,46 @@ def test_inside_a_scan(run):
 
 
 @pytest.mark.parametrize(("flag", "wanted"), [(True, 10), (False, 4)])
-def test_inside_a_branch_that_all_replicas_take(run, flag, wanted):
+def test_reductions_work_inside_a_branch_that_all_replicas_take(run, flag, wanted):
     def fn(x):
         return jax.lax.cond(flag, lambda y: all_reduce("sum", y), lambda y: all_reduce("max", y), x)
 
     assert run(fn, [1.0, 2.0, 3.0, 4.0]) == [wanted] * 4
 
 
-def test_inside_a_loop_whose_end_depends_on_it(run):
+def test_reductions_work_in_a_loop_whose_end_depends_on_them(run):
     def fn(x):
         return jax.lax.while_loop(lambda y: y < 100.0, lambda y: all_reduce("sum", y), x)
 
     assert run(fn, [1.0, 1.0, 1.0, 1.0]) == [256.0] * 4
 
 
-def test_inside_a_jit_of_its_own(run):
+def test_reductions_work_inside_a_nested_jit(run):
     assert run(lambda x: jax.jit(lambda y: all_reduce("sum", y))(x), [1.0, 2.0, 3.0, 4.0]) == [10.0] * 4
 
 
 class TestGradient:
-    """The gradient of a reduction is the same reduction of the gradients."""
+    """Gradients of reductions: the same reduction of the gradients."""
 
-    def test_of_a_sum_is_the_sum(self, run):
+    def test_the_gradient_of_a_sum_is_the_sum(self, run):
         def fn(x):
             return jax.grad(lambda y: all_reduce("sum", y) * (get_replica_context().replica_id_in_sync_group + 1.0))(x)
 
         assert run(fn, [1.0, 2.0, 3.0, 4.0]) == [10.0] * 4
 
-    def test_of_a_mean_is_the_mean(self, run):
+    def test_the_gradient_of_a_mean_is_the_mean(self, run):
         def fn(x):
             return jax.grad(lambda y: all_reduce("mean", y) * (get_replica_context().replica_id_in_sync_group + 1.0))(x)
 
         assert run(fn, [1.0, 2.0, 3.0, 4.0]) == [2.5] * 4
 
-    def test_goes_through_a_scan(self, run):
+    def test_gradients_go_through_a_scan(self, run):
         def loss(x):
             return jax.lax.scan(lambda c, k: (c + all_reduce("sum", x * k), None), 0.0, jnp.arange(1.0, 4.0))[0]
 
         assert run(jax.grad(loss), [1.0, 2.0, 3.0, 4.0]) == [24.0] * 4
 
-    def test_the_value_comes_along(self, run):
+    def test_value_and_grad_returns_the_value(self, run):
         def fn(x):
             return jax.value_and_grad(lambda y: all_reduce("mean", y * y))(x)
 
@@ -171,7 +171,7 @@ class TestGradient:
         assert found == [(7.5, 2.0 * x) for x in (1.0, 2.0, 3.0, 4.0)]
 
     @pytest.mark.parametrize("op", ["min", "max"])
-    def test_of_a_minimum_there_is_none(self, strategy, op):
+    def test_minima_and_maxima_have_no_gradient(self, strategy, op):
         with pytest.raises(TypeError, match=f"all_reduce\\('{op}'\\) has no gradient; use 'sum' or 'mean'"):
             strategy.run(jax.grad(lambda x: all_reduce(op, x)), args=(1.0,))
 
@@ -182,11 +182,11 @@ class TestErrors:
             strategy.run(lambda x: all_reduce("product", x), args=(1.0,))
 
     @pytest.mark.parametrize("value", [True, 1j])
-    def test_what_several_instances_could_not_reduce_one_does_not_reduce_either(self, strategy, value):
+    def test_one_instance_refuses_dtypes_that_several_could_not_reduce(self, strategy, value):
         with pytest.raises(UnsupportedBufferError, match="replicas cannot reduce (bool|complex64); convert it to"):
             strategy.run(lambda: all_reduce("max", value))
 
-    def test_replicas_do_not_wait_for_one_that_has_failed(self, strategy):
+    def test_replicas_do_not_wait_for_a_failed_one(self, strategy):
         def unlucky(replica):
             if replica == 2:
                 raise ValueError("no luck today")
@@ -201,30 +201,30 @@ class TestErrors:
             strategy.run(lambda: program(fails=True))
         assert list(strategy.run(lambda: program(fails=False))) == [6] * 4
 
-    def test_the_first_one_stays(self, strategy):
+    def test_the_first_error_is_the_one_raised(self, strategy):
         reducer = strategy.replicas.reducer
         reducer.last_error = None
         for error in (EndOfDataError("end"), ValueError("cause"), KeyError("consequence"), EndOfDataError("end")):
             reducer.fail(error)
         assert str(reducer.last_error) == "cause"
 
-    def test_there_is_no_replica_outside_of_run(self):
+    def test_asking_for_the_replica_outside_of_run_is_refused(self):
         with pytest.raises(RuntimeError, match="call get_replica_context inside strategy.run or a loss function"):
             get_replica_context()
 
 
 class TestTheReplicaContext:
-    def test_knows_all_replicas(self, strategy):
+    def test_the_context_knows_all_replicas(self, strategy):
         assert list(strategy.run(lambda: get_replica_context().num_replicas_in_sync)) == [4, 4, 4, 4]
 
-    def test_leaves_values_alone_without_cross_replica_reductions(self, on_instances):
+    def test_values_stay_local_without_cross_replica_reductions(self, on_instances):
         def program(strategy):
             return [float(x) for x in strategy.run(lambda x: all_reduce("sum", x), args=(strategy.per_replica(float),))]
 
         found = on_instances(2, 4, program, add_cross_replica_reductions=False)
         assert found == [[0, 1], [2, 3]]
 
-    def test_is_there_in_a_loss_function(self, strategy):
+    def test_a_loss_function_has_a_replica_context(self, strategy):
         import optax
 
         def loss_fn(variables, batch, key):

@@ -1,4 +1,4 @@
-"""What one replica computes in a step, without a trainer: its gradients, its tail, and what it says about itself."""
+"""Program of one replica in a step, without a trainer: gradients, tail, and description."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ LOSS = 2 * 0.5 + 7.5 - 2 * 8.5 + 4 * 9.5
 
 
 def linear(variables, batch, key):
-    """It is LOSS, and its gradients are 2 and the means of the columns of x: 7.5, 8.5 and 9.5."""
+    """Compute a loss that is LOSS; its gradients are 2 and the means of the columns of x: 7.5, 8.5 and 9.5."""
     return batch["x"].mean(0) @ variables["w"] + 2 * variables["b"]
 
 
@@ -65,7 +65,7 @@ def program_of(
 
 
 def run(program, replica=0, step=0, notice=False, scale=1.0, variables=VARIABLES, batch=BATCH, residuals=()):
-    """The tail, and the rest of what the replica returns."""
+    """Return the tail, and the rest of the replica's results."""
     words = control_words(step, notice, scale)
     tail, *rest = jax.jit(program)(variables, batch, np.int32(replica), words, residuals)
     return np.asarray(tail), rest
@@ -73,19 +73,19 @@ def run(program, replica=0, step=0, notice=False, scale=1.0, variables=VARIABLES
 
 class TestFloatDtype:
     @pytest.mark.parametrize("given", ["bfloat16", jnp.bfloat16, np.dtype(jnp.bfloat16)])
-    def test_may_be_named_in_every_way(self, given):
+    def test_a_dtype_is_accepted_in_every_form(self, given):
         assert float_dtype("compute_dtype", given) == np.dtype(jnp.bfloat16)
 
-    def test_may_be_missing(self):
+    def test_a_missing_dtype_stays_none(self):
         assert float_dtype("compute_dtype", None) is None
 
     @pytest.mark.parametrize("given", ["int8", bool, "complex64", "float99", [3], 16])
-    def test_is_refused_with_the_name_of_its_argument_and_a_way_out(self, given):
+    def test_an_invalid_dtype_is_refused_with_the_argument_and_a_way_out(self, given):
         with pytest.raises(ValueError, match="of_this is .*; use None, 'bfloat16', 'float16' or another") as caught:
             float_dtype("of_this", given)
         assert repr(given) in str(caught.value)
 
-    def test_is_not_one_that_jax_would_replace(self):
+    def test_a_dtype_that_jax_would_replace_is_refused(self):
         with pytest.raises(ValueError, match="is 'float64'"):
             float_dtype("compute_dtype", "float64")
 
@@ -101,15 +101,15 @@ def test_control_words_are_the_step_the_notice_and_the_bits_of_the_scale():
 class TestPrecision:
     TREE = {"x": jnp.ones(2), "half": jnp.ones(2, jnp.float16), "id": jnp.arange(3), "is": jnp.array([True])}
 
-    def test_casts_what_is_of_floating_point_and_nothing_else(self):
+    def test_only_floating_point_values_are_cast(self):
         cast = Precision(np.dtype(jnp.bfloat16)).cast(self.TREE | {"key": jax.random.key(0)})
         found = {name: str(leaf.dtype) for name, leaf in cast.items()}
         assert found == {"x": "bfloat16", "half": "bfloat16", "id": "int32", "is": "bool", "key": "key<fry>"}
 
-    def test_leaves_all_as_it_is_where_none_is_asked_for(self):
+    def test_values_are_not_cast_by_default(self):
         assert Precision().cast(self.TREE) is self.TREE
 
-    def test_is_that_in_which_the_loss_function_computes_and_gradients_leave_in_that_of_variables(self, strategy):
+    def test_the_loss_function_computes_in_the_dtype_and_gradients_keep_that_of_variables(self, strategy):
         seen = set()
 
         def loss(variables, batch, key):
@@ -123,13 +123,13 @@ class TestPrecision:
 
 
 class TestTheTail:
-    """The loss and the metrics, the notice, whether something is not finite, and what."""
+    """The tail: loss and metrics, the notice, and flags of non-finite gradients."""
 
     @staticmethod
     def loss(variables, batch, key):
         return linear(variables, batch, key), {"rows": batch["id"].size, "largest": batch["id"].max()}
 
-    def test_has_each_metric_at_the_place_of_its_name(self, strategy):
+    def test_the_tail_has_each_metric_at_the_place_of_its_name(self, strategy):
         program = program_of(strategy, self.loss)
         tail, _ = run(program)
         assert program.names[0] == "loss"
@@ -138,7 +138,7 @@ class TestTheTail:
 
     @pytest.mark.parametrize("scales", [False, True])
     @pytest.mark.parametrize("checks", [False, True])
-    def test_is_as_long_as_it_says(self, strategy, scales, checks):
+    def test_the_tail_has_the_declared_length(self, strategy, scales, checks):
         program = program_of(strategy, self.loss, precision=Precision(scales_loss=scales), checks=checks)
         assert program.flags == (2 * REPLICAS if checks else 0)
         assert (program.notice_place, program.finite_place) == (3, 4)
@@ -146,14 +146,14 @@ class TestTheTail:
         assert tail.shape == (program.tail_size,) == (4 + scales + program.flags,)
 
     @pytest.mark.parametrize("notice", [False, True])
-    def test_has_the_notice_at_its_place(self, strategy, notice):
+    def test_the_tail_has_the_notice_at_its_place(self, strategy, notice):
         program = program_of(strategy, self.loss, precision=Precision(scales_loss=True), checks=True)
         tail, _ = run(program, notice=notice)
         assert tail[program.notice_place] == notice
         assert not tail[program.notice_place + 1 :].any()
 
-    def test_says_which_gradient_of_which_replica_is_not_finite(self, strategy):
-        """One row of flags for each variable, in tree order, one column for each replica."""
+    def test_the_tail_flags_each_non_finite_gradient_of_each_replica(self, strategy):
+        """Each variable has a row of flags, in tree order, and each replica a column."""
         program = program_of(strategy, lambda v, batch, key: linear(v, batch, key) + v["b"] * jnp.inf, checks=True)
         for replica in range(REPLICAS):
             tail, _ = run(program, replica)
@@ -162,10 +162,10 @@ class TestTheTail:
 
 
 class TestMetricNames:
-    """What `Trainer` raises for them is in `test_trainer.py`."""
+    """Names of metrics; `test_trainer.py` has the errors of `Trainer`."""
 
     @pytest.mark.parametrize("metrics", [{}, {"accuracy": jnp.float32(0.5)}])
-    def test_are_the_loss_and_what_comes_with_it(self, strategy, metrics):
+    def test_names_are_the_loss_and_the_metrics(self, strategy, metrics):
         program = program_of(strategy, lambda v, batch, key: (linear(v, batch, key), metrics))
         assert program.names == ("loss", *metrics)
         assert run(program)[0].tolist() == [LOSS, *metrics.values(), 0]
@@ -180,13 +180,13 @@ class TestMetricNames:
             ({"loss": jnp.zeros(())}, "a metric is called 'loss', which is the name of the loss itself; use"),
         ],
     )
-    def test_are_checked_before_anything_runs(self, strategy, metrics, words):
+    def test_names_are_checked_before_anything_runs(self, strategy, metrics, words):
         with pytest.raises(TypeError, match=words):
             program_of(strategy, lambda v, batch, key: (linear(v, batch, key), metrics))
 
 
 class TestMicroBatches:
-    def test_are_what_the_loss_function_sees(self, strategy):
+    def test_the_loss_function_sees_micro_batches(self, strategy):
         seen = []
 
         def loss(variables, batch, key):
@@ -198,12 +198,12 @@ class TestMicroBatches:
         assert tail[0] == LOSS  # the mean of all micro-batches
         np.testing.assert_allclose(gradients[1], [7.5, 8.5, 9.5], rtol=1e-6)
 
-    def test_have_equally_many_rows(self, strategy):
+    def test_rows_that_micro_batches_cannot_share_are_refused(self, strategy):
         words = "with 4 micro-batches, but each replica has 6 rows of the batch, which is not a multiple"
         with pytest.raises(ValueError, match=words):
             program_of(strategy, accumulation=Accumulation(4))
 
-    def test_have_one_row_at_least(self, strategy):
+    def test_batches_without_rows_are_refused(self, strategy):
         with pytest.raises(ValueError, match=r"a batch of shape \[0, 3\] has no rows; each replica needs at least one"):
             program_of(strategy, batch={"x": np.zeros((0, 3), np.float32)}, accumulation=Accumulation(2))
 
@@ -211,18 +211,18 @@ class TestMicroBatches:
 class TestTheLossScale:
     SCALED = Precision(scales_loss=True)
 
-    def test_multiplies_the_gradients_and_not_the_loss(self, strategy):
+    def test_the_scale_multiplies_the_gradients_and_not_the_loss(self, strategy):
         program = program_of(strategy, precision=self.SCALED)
         tail, gradients = run(program, scale=8.0)
         assert tail.tolist() == [LOSS, 0, 0]
         assert [np.asarray(leaf).tolist() for leaf in gradients] == [16, [60, 68, 76]]
 
-    def test_is_one_where_the_loss_is_not_scaled(self, strategy):
+    def test_the_scale_is_ignored_if_the_loss_is_not_scaled(self, strategy):
         _, gradients = run(program_of(strategy), scale=8.0)
         assert gradients[0] == 2
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_goes_with_a_flag_that_a_gradient_is_not_finite(self, strategy, bad):
+    def test_scaling_adds_a_flag_for_non_finite_gradients(self, strategy, bad):
         program = program_of(strategy, precision=self.SCALED)
         for place, wanted in ((None, 0), (0, 1), (17, 1)):
             x = BATCH["x"].copy()
@@ -232,43 +232,43 @@ class TestTheLossScale:
             assert tail[program.finite_place] == wanted
 
     @pytest.mark.parametrize(("transfer", "wanted"), [(None, 0), ("bfloat16", 0), ("float16", 1)])
-    def test_is_too_large_where_a_gradient_overflows_only_on_its_way(self, strategy, transfer, wanted):
+    def test_an_overflow_in_the_transfer_dtype_is_flagged(self, strategy, transfer, wanted):
         program = program_of(strategy, precision=self.SCALED, transfer=transfer)
         tail, _ = run(program, scale=2.0**15)
         assert tail[program.finite_place] == wanted
 
 
-class TestWhatLeavesTheReplica:
+class TestTransferredGradients:
     @pytest.mark.parametrize(
         ("transfer", "dtypes"), [(None, ["float32", "float16"]), ("bfloat16", ["bfloat16", "float16"])]
     )
-    def test_are_gradients_in_the_dtypes_that_it_says(self, strategy, transfer, dtypes):
+    def test_gradients_have_the_declared_dtypes(self, strategy, transfer, dtypes):
         variables = VARIABLES | {"w": VARIABLES["w"].astype(np.float16)}
         program = program_of(strategy, variables=variables, transfer=transfer)
         assert [str(result.dtype) for result in program.results] == dtypes
         _, gradients = run(program, variables=variables)
         assert [shapes_of(leaf) for leaf in gradients] == program.results
 
-    def test_is_one_payload_and_what_it_has_lost_where_gradients_are_quantised(self, strategy):
+    def test_quantised_gradients_are_one_payload_and_residuals(self, strategy):
         program = program_of(strategy, transfer="int8")
         _, (payload, *lost) = run(program, residuals=[np.zeros(1, np.float32), np.zeros(3, np.float32)])
         assert [shapes_of(payload)] == program.results
         assert payload.shape == (program.quantised.payload_size,)
-        assert [leaf.shape for leaf in lost] == [(1,), (3,)]  # a scalar's has a row too: one for each replica
+        assert [leaf.shape for leaf in lost] == [(1,), (3,)]  # a scalar has a row per replica too
         shifted = [np.float32([0.25]), np.float32([1, 2, 3])]
         _, (payload, *_) = run(program, residuals=shifted)
         exact, again = [2, *BATCH["x"].mean(0)], np.concatenate(shifted)
         units = np.asarray(payload)[[0, 64, 65, 66]] * np.exp2(np.asarray(payload)[[128, 129, 129, 129]] - 127.0)
         np.testing.assert_allclose(units, exact + again, atol=0.1)
 
-    def test_are_quantised_without_the_scale_because_residuals_outlive_it(self, strategy, bits):
+    def test_gradients_are_quantised_without_the_scale(self, strategy, bits):
         residuals = [np.float32([0.01]), np.float32([0.01, 0.02, -0.03])]
         program = program_of(strategy, transfer="int8", precision=TestTheLossScale.SCALED)
         (_, one), (_, other) = (run(program, scale=scale, residuals=residuals) for scale in (1.0, 1024.0))
         assert list(map(bits, one)) == list(map(bits, other))
 
     @pytest.mark.parametrize("value", [np.nan, 1e38])
-    def test_is_flagged_by_what_was_before_quantisation(self, strategy, value):
+    def test_flags_refer_to_gradients_before_quantisation(self, strategy, value):
         """A payload of int8 is always finite."""
         program = program_of(strategy, transfer="int8", precision=TestTheLossScale.SCALED, checks=True)
         x = BATCH["x"].copy()
@@ -279,25 +279,25 @@ class TestWhatLeavesTheReplica:
         assert np.argwhere(tail[-program.flags :].reshape(2, REPLICAS)).tolist() == [[1, 2]]
 
 
-class TestItsKey:
+class TestTheKey:
     @staticmethod
     def loss(variables, batch, key):
         return linear(variables, batch, key), {"draw": jax.random.uniform(key)}
 
     @pytest.mark.parametrize(("seed", "step", "replica"), [(0, 0, 0), (0, 5, 2), (0, 2, 5), (9, 5, 2)])
-    def test_is_folded_from_seed_step_and_replica(self, strategy, seed, step, replica):
+    def test_the_key_is_folded_from_seed_step_and_replica(self, strategy, seed, step, replica):
         tail, _ = run(program_of(strategy, self.loss, seed=seed), replica, step)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), replica)
         assert tail[1] == jax.random.uniform(key)
 
-    def test_does_not_depend_on_the_notice_or_the_scale(self, strategy):
+    def test_the_key_does_not_depend_on_the_notice_or_the_scale(self, strategy):
         program = program_of(strategy, self.loss, precision=TestTheLossScale.SCALED)
         (one, _), (other, _) = run(program), run(program, notice=True, scale=16.0)
         assert one[1] == other[1]
 
 
-class TestIsIndependent:
-    """Of the replicas and instances for which it was traced."""
+class TestIndependence:
+    """Independence of the replicas and instances for which a program was traced."""
 
     @staticmethod
     def traced(program):
@@ -305,14 +305,14 @@ class TestIsIndependent:
         jax.eval_shape(program, shapes_of(VARIABLES), shapes_of(BATCH), np.int32(0), words)
         return program.is_independent
 
-    def test_it_is_where_the_loss_function_asks_only_which_replica_it_is(self, strategy):
+    def test_a_loss_function_that_only_reads_its_replica_is_independent(self, strategy):
         def loss(variables, batch, key):
             own = strategies.get_replica_context().replica_id_in_sync_group
             return linear(variables, batch, key) * own
 
         assert self.traced(program_of(strategy, loss))
 
-    def test_it_is_not_with_a_collective(self, strategy):
+    def test_a_loss_function_with_a_collective_is_not_independent(self, strategy):
         def loss(variables, batch, key):
             return strategies.get_replica_context().all_reduce("mean", linear(variables, batch, key))
 
@@ -321,7 +321,7 @@ class TestIsIndependent:
         assert not self.traced(program)
 
     @pytest.mark.parametrize("count", [1, 2])
-    def test_it_is_not_with_a_feed(self, strategy, count):
+    def test_a_loss_function_with_a_feed_is_not_independent(self, strategy, count):
         outfeed, infeed = strategies.OutfeedQueue(), strategies.InfeedQueue(np.zeros(3, np.float32))
 
         def enqueuing(variables, batch, key):

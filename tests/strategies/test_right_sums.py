@@ -1,4 +1,4 @@
-"""A strategy does not compute with a jaxlib that adds up wrongly; each program is a process of its own."""
+"""Guard against jaxlib versions that add up wrongly; each program is a process of its own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ALWAYS_WRONG = {"window wrong", "product wrong"}
 
 @pytest.fixture
 def run():
-    """A finished process with this program; the variables are all that it has of JAX's, XLA's and ours."""
+    """Return a finished process of this program, with only the given variables of JAX, XLA and this project."""
 
     def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PJRT_", "XLA_", "JAX_", "POPDIST_"))}
@@ -81,12 +81,12 @@ def last_line(finished: subprocess.CompletedProcess[str]) -> str:
     return finished.stderr.splitlines()[-1]
 
 
-def test_all_sums_are_right_once_there_is_a_strategy_and_a_second_one_finds_the_flag_of_the_first(run):
+def test_sums_are_right_after_a_strategy_and_a_second_one_accepts_its_flag(run):
     finished = run(MAKE_THE_STRATEGY + USE_JAX + MAKE_THE_STRATEGY + SUMS)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
 
 
-def test_what_is_captured_before_there_is_a_strategy_is_added_up_right_and_one_can_be_made_afterwards(run):
+def test_capturing_before_a_strategy_adds_up_right_and_allows_a_strategy_later(run):
     capture = "import strategies\ncontext = strategies.GradientCaptureContext()\ncontext.grad(lambda x: x * x)(1.0)\n"
     finished = run(capture + MAKE_THE_STRATEGY + SUMS)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
@@ -94,8 +94,8 @@ def test_what_is_captured_before_there_is_a_strategy_is_added_up_right_and_one_c
 
 @pytest.mark.complete
 @pytest.mark.skipif(not (adds_up_wrongly(JAXLIB) and is_measured(JAXLIB)), reason=f"jaxlib {JAXLIB} was not seen wrong")
-def test_they_are_wrong_otherwise(run):
-    """If this fails, jaxlib has been repaired: update `popdist.xla` and decisions_bits.md."""
+def test_sums_are_wrong_without_the_flag(run):
+    """A failure means that jaxlib is repaired: update `popdist.xla` and decisions_bits.md."""
     finished = run(
         "import logging\nlogging.basicConfig()\n" + MAKE_THE_STRATEGY * 2 + SUMS, POPDIST_ALLOW_WRONG_SUMS="1"
     )
@@ -121,7 +121,7 @@ def test_a_strategy_that_comes_after_jax_has_started_is_refused(run):
 
 @pytest.mark.complete
 @is_affected
-def test_it_is_welcome_where_jax_has_started_with_the_flag(run):
+def test_a_strategy_is_accepted_if_jax_has_started_with_the_flag(run):
     finished = run(USE_JAX + MAKE_THE_STRATEGY, XLA_FLAGS=WITHOUT_SUMS)
     assert finished.returncode == 0, finished.stderr
 
@@ -134,7 +134,7 @@ def test_flags_that_ask_for_wrong_sums_are_refused(run):
 
 
 @pytest.mark.complete
-def test_whether_jax_has_started_is_known_and_asking_does_not_start_it(run):
+def test_asking_whether_jax_has_started_does_not_start_jax(run):
     assert jax_has_started()  # the strategy of conftest.py
     asks = "from strategies.jax.programs.xla_pitfalls import jax_has_started\nprint(jax_has_started())\n"
     assert run(asks * 2 + USE_JAX + asks).stdout == "False\nFalse\nTrue\n"

@@ -1,4 +1,4 @@
-"""The program's own values in checkpoints, the best ones, variables without a Trainer, and loops without one."""
+"""Notes in checkpoints: extra values, the best checkpoints, variables without a Trainer, and own loops."""
 
 import json
 import logging
@@ -40,13 +40,13 @@ def known(folder, step):
 
 @pytest.fixture
 def training(strategy):
-    """A trainer, and its first state."""
+    """Provide a trainer and its first state."""
     trainer = Trainer(strategy, error_of, optax.sgd(0.1))
     return trainer, trainer.init({"w": jnp.ones(3)})
 
 
 def save_with(training, folder, metrics, **options):
-    """Steps, of which each is saved with its metrics; those after which checkpoints are left."""
+    """Save each step with its metrics, and return the names of the remaining checkpoints."""
     trainer, state = training
     with Checkpoints(folder, trainer, **options) as checkpoints:
         for each in metrics:
@@ -56,7 +56,7 @@ def save_with(training, folder, metrics, **options):
 
 
 class TestExtra:
-    def test_is_saved_and_comes_back_on_all_instances(self, tmp_path, on_instances):
+    def test_extra_values_are_saved_and_restored_on_all_instances(self, tmp_path, on_instances):
         def saved(strategy, values):
             trainer = Trainer(strategy, error_of, optax.sgd(0.1))
             with Checkpoints(tmp_path, trainer) as checkpoints:
@@ -70,7 +70,7 @@ class TestExtra:
         assert on_instances(2, 4, lambda strategy: saved(strategy, None)) == [{"best": 0.5, "instance": 0}] * 2
         assert on_instances(2, 4, lambda strategy: saved(strategy, {})) == [{"best": 0.5, "instance": 0}] * 2
 
-    def test_stays_until_other_values_are_given(self, tmp_path, training):
+    def test_extra_values_stay_until_other_values_are_given(self, tmp_path, training):
         trainer, state = training
         with Checkpoints(tmp_path, trainer, every=1) as checkpoints:
             for extra in (None, {"best": 1}, None, {"best": 2, "stopped": True}):
@@ -83,7 +83,7 @@ class TestExtra:
         found = [known(tmp_path, step)["extra"] for step in (3, 4, 5)]
         assert found == [{"best": 1}, {"best": 2, "stopped": True}, {"best": 3, "stopped": True}]
 
-    def test_is_saved_when_the_training_is_told_to_leave(self, tmp_path, training):
+    def test_extra_values_are_saved_on_a_termination_signal(self, tmp_path, training):
         trainer, state = training
         with Checkpoints(tmp_path, trainer, every=100) as checkpoints:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -93,7 +93,7 @@ class TestExtra:
         assert known(tmp_path, 1)["extra"] == {"stopped": True}
         assert known(tmp_path, 1)["metrics"] == {"loss": 9.0}
 
-    def test_that_cannot_be_saved_is_refused_and_the_training_goes_on(self, tmp_path, training):
+    def test_extra_values_that_cannot_be_saved_are_refused_and_training_continues(self, tmp_path, training):
         trainer, state = training
         with Checkpoints(tmp_path, trainer) as checkpoints:
             with pytest.raises(TypeError, match=r"extra\['w'\] cannot be saved"):
@@ -101,13 +101,13 @@ class TestExtra:
             checkpoints.save(trainer.step(state, BATCH)[0])
         assert names(tmp_path) == step_names(1)
 
-    def test_of_a_checkpoint_that_was_written_before_there_were_any_is_empty(self):
+    def test_older_checkpoints_have_no_extra_values(self):
         text = json.dumps({"step": 1, "replicas": 2, "seed": 0, "position": None, "packing": []})
         assert checkpoint_folder.SavedTraining.from_json(text).extra == {}
 
 
-class TestAStepThatWasSavedAlready:
-    def test_is_saved_again_with_what_is_said_of_it_later(self, tmp_path, training):
+class TestASavedStep:
+    def test_a_saved_step_is_saved_again_with_later_notes(self, tmp_path, training):
         trainer, state = training
         with Checkpoints(tmp_path, trainer, every=1) as checkpoints:
             state, _ = trainer.step(state, BATCH)
@@ -117,7 +117,7 @@ class TestAStepThatWasSavedAlready:
         assert names(tmp_path) == step_names(1)
         assert (known(tmp_path, 1)["metrics"], known(tmp_path, 1)["extra"]) == ({"accuracy": 0.5}, {"best": 1})
 
-    def test_stays_there_whole_where_that_fails(self, tmp_path, training, monkeypatch, caplog):
+    def test_a_saved_step_stays_intact_if_saving_again_fails(self, tmp_path, training, monkeypatch, caplog):
         trainer, state = training
         with Checkpoints(tmp_path, trainer) as checkpoints:
             checkpoints.save(state)
@@ -127,7 +127,7 @@ class TestAStepThatWasSavedAlready:
         assert "2 are free; training goes on, and step 0 is kept" in caplog.text
         assert names(tmp_path) == step_names(0)
 
-    def test_is_found_where_the_writer_was_ended_between_two_names(self, tmp_path, training):
+    def test_a_step_is_found_if_the_writer_ended_during_the_rename(self, tmp_path, training):
         trainer, state = training
         save_with(training, tmp_path, [{}])
         (tmp_path / "step_00000001").rename(tmp_path / "step_00000001.replaced")
@@ -135,7 +135,7 @@ class TestAStepThatWasSavedAlready:
             assert checkpoints.restore(trainer.init({"w": jnp.ones(3)})).step == 1
         assert names(tmp_path) == step_names(1)
 
-    def test_is_gathered_again_where_it_is_sharded(self, tmp_path, on_instances):
+    def test_a_sharded_state_is_gathered_again(self, tmp_path, on_instances):
         def program(strategy):
             options = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
             trainer = Trainer(strategy, error_of, optax.sgd(0.1, momentum=0.9), **options)
@@ -165,10 +165,10 @@ class TestTheBest:
             (Best("other"), [5, 6]),
         ],
     )
-    def test_is_kept_besides_the_newest(self, tmp_path, training, best, kept):
+    def test_the_best_checkpoint_is_kept_besides_the_newest(self, tmp_path, training, best, kept):
         assert save_with(training, tmp_path, self.metrics(), keep=2, keep_best=best) == step_names(*kept)
 
-    def test_is_found_again_by_a_training_that_is_resumed(self, tmp_path, training):
+    def test_a_resumed_training_finds_the_best_checkpoint(self, tmp_path, training):
         save_with(training, tmp_path, self.metrics(), keep=1, keep_best=Best("accuracy"))
         trainer, _ = training
         with Checkpoints(tmp_path, trainer, keep=1, keep_best=Best("accuracy")) as checkpoints:
@@ -177,7 +177,7 @@ class TestTheBest:
             checkpoints.save(state)
         assert names(tmp_path) == step_names(2, 7)
 
-    def test_what_step_returns_may_decide(self, tmp_path, training):
+    def test_metrics_returned_by_step_select_the_best(self, tmp_path, training):
         trainer, state = training
         with Checkpoints(tmp_path, trainer, every=1, keep=1, keep_best=Best("loss", "min")) as checkpoints:
             for factor in (1, 0, 2):
@@ -196,23 +196,23 @@ class TestVariables:
 
     @pytest.fixture
     def saved(self, tmp_path, strategy):
-        """A folder with a checkpoint of these variables, and their values."""
+        """Provide a folder with a checkpoint of these variables."""
         trainer = Trainer(strategy, lambda variables, batch, key: jnp.float32(0), optax.sgd(0.1, momentum=0.9))
         state = trainer.init(self.trees())
         with Checkpoints(tmp_path, trainer) as checkpoints:
             checkpoints.save(state)
         return tmp_path
 
-    def test_are_read_without_a_trainer(self, saved, bits):
+    def test_variables_are_read_without_a_trainer(self, saved, bits):
         found = strategies.load_variables(saved)
         assert jax.tree.map(bits, found) == jax.tree.map(bits, self.trees())
         assert {type(leaf) for leaf in jax.tree.leaves(found)} == {np.ndarray}
 
-    def test_of_one_checkpoint(self, saved, bits):
+    def test_variables_of_one_checkpoint_are_read(self, saved, bits):
         one = strategies.load_variables(saved / "step_00000000")
         assert jax.tree.map(bits, one) == jax.tree.map(bits, strategies.load_variables(str(saved), step=0))
 
-    def test_come_in_the_structure_of_others(self, saved):
+    def test_variables_come_in_the_structure_of_given_ones(self, saved):
         shapes = jax.eval_shape(self.trees)
         found = strategies.load_variables(saved, shapes)
         assert jax.tree.structure(found) == jax.tree.structure(shapes)
@@ -225,11 +225,11 @@ class TestVariables:
             ({"w": 0}, "use the same model"),
         ],
     )
-    def test_of_another_structure_are_refused(self, saved, like, words):
+    def test_variables_of_another_structure_are_refused(self, saved, like, words):
         with pytest.raises(CheckpointError, match=words):
             strategies.load_variables(saved, jax.tree.map(np.asarray, like))
 
-    def test_of_the_best_checkpoint(self, tmp_path, training):
+    def test_variables_of_the_best_checkpoint_are_read(self, tmp_path, training):
         metrics = [{"accuracy": value} for value in (0.5, 0.9, 0.1)]
         save_with(training, tmp_path, metrics, keep_best=Best("accuracy"))
         best = strategies.load_variables(tmp_path, best=Best("accuracy"))
@@ -237,7 +237,7 @@ class TestVariables:
         assert not np.array_equal(best["w"], strategies.load_variables(tmp_path)["w"])
 
     def test_reading_changes_nothing(self, saved, caplog):
-        """A training may be writing there."""
+        """A training may be writing to the folder."""
         (saved / "step_00000009.incomplete").mkdir()
         (saved / "step_00000007").mkdir()
         before = names(saved)
@@ -246,7 +246,7 @@ class TestVariables:
         assert "step_00000007 is damaged" in caplog.text
         assert names(saved) == before
 
-    def test_of_what_is_not_there_are_refused(self, saved, tmp_path):
+    def test_missing_or_damaged_checkpoints_are_refused(self, saved, tmp_path):
         for path, options, words in (
             (saved / "none", {}, "there is no intact checkpoint in .*none; give the folder"),
             (saved, {"step": 5}, "step_00000005 does not exist; there are checkpoints of steps 0"),
@@ -262,7 +262,7 @@ class TestVariables:
         with pytest.raises(ValueError, match="give one of them"):
             strategies.load_variables(saved, step=0, best=Best("a"))
 
-    def test_that_are_one_array_come_as_one(self, tmp_path, strategy):
+    def test_variables_that_are_one_array_come_as_one_array(self, tmp_path, strategy):
         trainer = Trainer(strategy, lambda variables, batch, key: jnp.float32(0), optax.sgd(0.1))
         with Checkpoints(tmp_path, trainer) as checkpoints:
             checkpoints.save(trainer.init(jnp.arange(3.0)))
@@ -287,13 +287,13 @@ class TestALoopOfOnesOwn:
         return state.step, np.asarray(state.variables["total"]).tolist(), checkpoints.extra["total"]
 
     @pytest.mark.parametrize("instances", [1, 2])
-    def test_is_saved_and_goes_on(self, tmp_path, on_instances, instances):
+    def test_a_loop_is_saved_and_continues(self, tmp_path, on_instances, instances):
         on_instances(instances, 4, lambda strategy: self.run(strategy, tmp_path, 3))
         found = on_instances(2, 4, lambda strategy: self.run(strategy, tmp_path, 5))
         assert found == [(5, [60.0, 60.0], 60.0)] * 2
 
     @pytest.mark.parametrize("told", [0, 1])
-    def test_leaves_together(self, tmp_path, on_instances, told):
+    def test_instances_of_a_loop_leave_together(self, tmp_path, on_instances, told):
         def program(strategy):
             with pytest.raises(SystemExit) as left:
                 self.run(strategy, tmp_path, 100, (5, told))
@@ -302,7 +302,7 @@ class TestALoopOfOnesOwn:
         assert on_instances(2, 4, program) == [143, 143]
         assert names(tmp_path)[-1] == "step_00000006"
 
-    def test_has_a_seed_that_is_compared(self, tmp_path, strategy):
+    def test_the_seed_of_a_loop_is_compared(self, tmp_path, strategy):
         self.run(strategy, tmp_path, 2)
         with Checkpoints(tmp_path, OwnLoop(strategy, seed=6)) as checkpoints:  # noqa: SIM117
             with pytest.raises(CheckpointError, match="the trainer's seed 5, but this training has 6"):

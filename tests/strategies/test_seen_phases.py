@@ -1,4 +1,4 @@
-"""What instruments see of a training: steps, their phases in order, and the collectives in them."""
+"""Events of a training for instruments: steps, phases in order, and their collectives."""
 
 import threading
 
@@ -17,7 +17,7 @@ ROWS = {"x": np.arange(48, dtype=np.float32).reshape(16, 3)}
 
 
 class Eyes:
-    """Sees what each thread does, each of which is an instance here."""
+    """An observer of threads; each thread is an instance."""
 
     def __init__(self):
         self._of_threads = {}
@@ -40,7 +40,7 @@ class Eyes:
 
 
 def trained(strategy, eyes, folder=None):
-    """What is seen of two steps, a batch each, and of what comes before them."""
+    """Return the events of two steps, a batch each, and of the time before them."""
     dataset = strategy.distribute_dataset(ROWS, batch_size=2, shuffle=False)
     trainer = Trainer(strategy, lambda variables, batch, key: jnp.mean(batch["x"] @ variables), optax.sgd(0.1))
     state = trainer.init(np.ones(3, np.float32))
@@ -63,7 +63,7 @@ def whole(phase, *inside):
 
 
 def step(number, *prepared):
-    """What is seen of a step whose gradients are one bucket: the last wait for another one ends without one."""
+    """Return the events of a step whose gradients are one bucket: its last wait ends without another bucket."""
     return [
         *whole(DATA),
         f"step {number}",
@@ -75,7 +75,7 @@ def step(number, *prepared):
     ]
 
 
-def test_a_step_has_its_phases_in_their_order():
+def test_a_step_has_its_phases_in_order():
     """The second step compiles nothing. At the end of the epoch the wait for data does not end."""
     eyes = Eyes()
     assert trained(alone(eyes), eyes) == [*step(0, "allocate", *whole(COMPILE)), *step(1), DATA]
@@ -86,8 +86,8 @@ def test_a_checkpoint_is_a_phase(tmp_path):
     assert trained(alone(eyes), eyes, tmp_path)[-3:] == [DATA, *whole(CHECKPOINT)]
 
 
-def test_phases_of_one_instance_compile_in_none_of_the_others_threads():
-    """A thread for each replica runs what one of them has compiled."""
+def test_an_instance_compiles_in_its_own_threads_only():
+    """A thread for each replica runs the program that one of them has compiled."""
     eyes = Eyes()
     strategy = alone(eyes)
     strategy.run(lambda x: 2 * x, args=(np.float32(1),))

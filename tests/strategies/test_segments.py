@@ -1,4 +1,4 @@
-"""Segments of a program, carried out in turn: what they get and hand on, and how long that is kept."""
+"""Segments of a program run in turn: their inputs and residuals, and the lifetime of residuals."""
 
 import weakref
 
@@ -10,10 +10,10 @@ def segment(takes=(), gives=(), inputs=(0,), parts=1):
 
 
 CHAIN = [segment(gives=(0, 1)), segment(takes=(1,), gives=(2,)), segment(takes=(0, 2), inputs=())]
-"""A pass in three segments, the last of which reads what the first one has kept."""
+"""A pass in three segments; the last one reads the residual of the first."""
 
 
-def test_segments_get_their_inputs_and_what_others_hand_on():
+def test_segments_get_their_inputs_and_residuals_of_others():
     seen = {}
 
     def compute(number, given):
@@ -24,7 +24,7 @@ def test_segments_get_their_inputs_and_what_others_hand_on():
     assert seen == {0: ["x"], 1: ["x", "0b"], 2: ["0a", "1a"]}
 
 
-def test_the_next_segment_begins_when_the_last_ones_results_are_taken():
+def test_the_next_segment_begins_when_the_results_of_the_last_are_taken():
     begun = []
 
     def compute(number, given):
@@ -39,10 +39,10 @@ def test_the_next_segment_begins_when_the_last_ones_results_are_taken():
 
 
 class Residual:
-    """An object that can be watched."""
+    """An object whose lifetime can be watched."""
 
 
-def test_residuals_are_let_go_when_they_were_taken_for_the_last_time():
+def test_residuals_are_freed_after_their_last_use():
     kept = {}
 
     def compute(number, given):

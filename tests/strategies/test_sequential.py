@@ -1,4 +1,4 @@
-"""Elements that come one after another, dealt to replicas."""
+"""Sequential sources, dealt to replicas."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from strategies.data.sequential import from_iterable, from_shards, from_values
 
 
 class Once:
-    """An iterable without a length, which says how often it was begun."""
+    """An iterable without a length that counts its iterations."""
 
     def __init__(self, elements):
         self.elements, self.begun = elements, 0
@@ -40,7 +40,7 @@ def test_a_round_that_does_not_reach_all_replicas_is_not_begun(length):
     assert batches(from_iterable(Once(range(length)), Layout(1, 3, [0]))) == [[0], [3]]
 
 
-def test_one_pass_feeds_all_local_replicas_and_every_epoch_begins_anew():
+def test_one_pass_feeds_all_local_replicas_and_every_epoch_restarts():
     elements = Once(range(12))
     source = from_iterable(elements, Layout(2, 3, range(3)))
     assert (source.length, source.steps, elements.begun) == (None, None, 0)
@@ -53,12 +53,12 @@ def test_steps_that_were_made_are_skipped():
     assert batches(source, 2) == [[7], [10]]
 
 
-def test_padding_fills_places_with_what_came_before_and_masks_them():
+def test_padding_repeats_earlier_elements_and_masks_them():
     *_, last = from_iterable(Once(range(7)), Layout(2, 2, range(2), "pad")).batches(0, 0)
     assert (last.values.tolist(), last.mask.tolist()) == ([4, 6, 5, 6], [True, True, True, False])
 
 
-def test_a_source_that_has_a_length_says_how_many_steps_it_makes():
+def test_a_source_with_a_length_knows_its_number_of_steps():
     source = from_iterable(list(range(13)), Layout(2, 3, [0]))
     assert (source.length, source.steps) == (13, 2)
 
@@ -104,6 +104,6 @@ def test_each_local_replica_needs_an_iterable():
 
 
 @pytest.mark.parametrize("source", ["abc", b"abc", 3, iter([1])])
-def test_what_cannot_be_gone_through_again_and_again_is_refused(source):
+def test_sources_that_cannot_be_iterated_repeatedly_are_refused(source):
     with pytest.raises(TypeError, match="an iterable$|can be iterated over only once"):
         from_iterable(source, Layout(1, 1, [0]))

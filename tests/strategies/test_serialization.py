@@ -1,4 +1,4 @@
-"""Named arrays one after another in a flat array per dtype."""
+"""Named arrays in a flat array per dtype, one after another."""
 
 import json
 import math
@@ -18,7 +18,7 @@ ARRAYS = {
 }
 
 
-def test_arrays_of_a_dtype_lie_one_behind_the_other():
+def test_arrays_of_a_dtype_are_contiguous():
     packing = Packing.of(ARRAYS)
     flat = packing.allocate()
     assert {dtype: array.size for dtype, array in flat.items()} == {"float32": 7, "int32": 1}
@@ -36,7 +36,7 @@ def test_views_have_the_shapes_of_the_arrays_and_copy_nothing():
     assert all(np.shares_memory(view, flat[str(view.dtype)]) for view in views.values() if view.size)
 
 
-def test_it_survives_json():
+def test_a_packing_survives_json():
     packing = Packing.of(ARRAYS)
     assert Packing.from_lists(json.loads(json.dumps(packing.arrays))) == packing
 
@@ -56,10 +56,10 @@ def test_layouts_are_written_as_dtype_and_shape():
     }
 
 
-# ---- what a program saves with a checkpoint besides arrays
+# ---- values of a program saved with a checkpoint besides arrays
 
 
-def test_values_of_json_stay_what_they_are():
+def test_values_of_json_stay_unchanged():
     values = {"best": 0.1, "stopped": True, "names": ["a", None], "deep": {"n": 3}, "worst": -math.inf}
     assert plain_values(values) == values
 
@@ -69,14 +69,14 @@ def test_scalars_of_arrays_are_numbers():
     assert plain_values(given) == {"a": 0.5, "b": 3, "c": True, "d": {"e": [2]}}
 
 
-def test_it_is_a_copy():
+def test_plain_values_are_copies():
     given = {"losses": [1.0]}
     copy = plain_values(given)
     given["losses"].append(2.0)
     assert copy == {"losses": [1.0]}
 
 
-def test_what_a_step_returns_is_saved_as_numbers():
+def test_metrics_of_a_step_are_saved_as_numbers():
     metrics = Metrics(("loss", "accuracy"), np.array([0.5, 0.25, 7], np.float32))
     assert plain_metrics(metrics) == {"loss": 0.5, "accuracy": 0.25}
     assert plain_values({"last": metrics}) == {"last": {"loss": 0.5, "accuracy": 0.25}}
@@ -91,7 +91,7 @@ def test_what_a_step_returns_is_saved_as_numbers():
         (0.5, "extra is 0.5; it must be a dictionary"),
     ],
 )
-def test_what_json_cannot_write_is_refused(extra, words):
+def test_values_that_json_cannot_write_are_refused(extra, words):
     with pytest.raises(TypeError, match=words):
         plain_values(extra)
 

@@ -1,4 +1,4 @@
-"""Replicated tensor sharding and offloading: less memory for optimizer state, the same bits."""
+"""Sharding and offloading of optimizer state: less memory, the same bits."""
 
 import functools
 
@@ -69,7 +69,7 @@ def trained(strategy, optimizer="adam", steps=3, **options):
 
 
 def whole(trainer, state):
-    """The optimizer state as it would be without sharding."""
+    """Return the optimizer state as it would be without sharding."""
     leaves = jax.tree.leaves(trainer.whole(state).optimizer_state)
     return [leaf.gather("state") if isinstance(leaf, PartOfArray) else np.asarray(leaf) for leaf in leaves]
 
@@ -108,7 +108,7 @@ def test_clipping_is_that_of_optax(strategy):
 
 @pytest.mark.parametrize("instances", [2, *(pytest.param(n, marks=pytest.mark.complete) for n in (1, 4))])
 def test_an_instance_holds_its_share_of_the_state(on_instances, instances):
-    """Live bytes of XLA's buffers: (local / R) of each array that is cut, rounded up to equal parts."""
+    """Live bytes of XLA's buffers are (local / R) of each array that is cut, rounded up to equal parts."""
 
     def nbytes(strategy):
         _, state = trained(strategy, "momentum", **SHARDED)
@@ -169,7 +169,7 @@ def test_large_gradients_change_no_bit(on_instances, instances, mechanism, strea
 
 
 def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all(strategy, on_instances):
-    """Though only one instance has the part of the gradient in which it is."""
+    """Only one instance has the part of the gradient with the non-finite value."""
     batch = {**BATCH, "x": BATCH["x"].copy()}
     batch["x"][-1, 3] = np.inf
 
@@ -185,8 +185,8 @@ def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all(strategy, on
 @pytest.mark.parametrize(
     ("instances", "replicas"), [(2, 4), *(pytest.param(n, n, marks=pytest.mark.complete) for n in (2, 4))]
 )
-def test_a_step_sends_as_many_bytes_as_without_sharding(instances, replicas):
-    """Sums of gradients go to those who own the parts, 1.0 (n - 1) / n of them, and as many bytes of new variables."""
+def test_a_step_sends_the_same_number_of_bytes_as_without_sharding(instances, replicas):
+    """Owners of the parts get the sums of gradients, 1.0 (n - 1) / n of them; new variables take the same bytes."""
 
     def sent_in_a_step(**options):
         def program(steps, communicator):
@@ -231,15 +231,15 @@ ACROSS_ELEMENTS = {
     ),
 }
 FEW_ACROSS = ("lamb",)
-"""What looks at norms, keys, places, single elements and sizes, and has a state of another shape."""
+"""Optimizers that use norms, keys, places, single elements or sizes, or have a state of another shape."""
 
 
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in FEW_ACROSS else pytest.mark.complete) for name in ACROSS_ELEMENTS],
 )
-def test_the_state_of_optimizers_that_look_across_elements_is_put_together_for_updates(strategy, name):
-    """The same bits as with whole state, for which they are given the same arrays; between updates it is in parts."""
+def test_the_state_of_optimizers_across_elements_is_gathered_for_updates(strategy, name):
+    """Updates gather the state and have the bits of whole state; between updates it is in parts."""
 
     def made(**options):
         trainer = Trainer(strategy, loss_fn, ACROSS_ELEMENTS[name], **options)
@@ -252,7 +252,7 @@ def test_the_state_of_optimizers_that_look_across_elements_is_put_together_for_u
 
 
 def test_sharding_needs_offloading_to_be_allowed(strategy):
-    """Row PL-10, and that sharding follows offloading where nothing is said."""
+    """By default, sharding follows offloading."""
     with pytest.raises(ValueError, match="the optimizer state must be offloaded"):
         Trainer(strategy, loss_fn, optax.adam(0.1), offload_optimizer_state=False, **SHARDED)
     follows = {"replicated_optimizer_state_sharding": None}
@@ -280,7 +280,7 @@ def test_offloaded_state_lies_in_host_memory_and_changes_no_bit(strategy, on_ins
 
 
 class TestCheckpoints:
-    """Saved with and without sharding, on any number of instances, and restored on any other."""
+    """Checkpoints with and without sharding: saved on any number of instances, and restored on any other."""
 
     OPTIONS = {"loss_scaling": "dynamic", "gradient_transfer_dtype": "int8"}
 
@@ -303,7 +303,7 @@ class TestCheckpoints:
             pytest.param(OPTIONS, [(4, 0, 2), (2, 2, 4)], marks=pytest.mark.complete),
         ],
     )
-    def test_go_on_to_the_same_bits(self, tmp_path, strategy, on_instances, options, pieces):
+    def test_checkpoints_resume_to_the_same_bits(self, tmp_path, strategy, on_instances, options, pieces):
         *_, last = (steps for _, _, steps in pieces)
         wanted = self.run(strategy, tmp_path / "whole", last + 1, **options)
         for instances, first, steps in pieces:
@@ -311,7 +311,7 @@ class TestCheckpoints:
                 instances, 4, lambda each, steps=steps: self.run(each, tmp_path / "other", steps, **options, **SHARDED)
             )
             assert {begin for begin, *_ in found} == {first}
-        assert self.run(strategy, tmp_path / "other", last + 1, **options) == (last, *wanted[1:])  # and without it
+        assert self.run(strategy, tmp_path / "other", last + 1, **options) == (last, *wanted[1:])  # unsharded too
 
     def test_other_numbers_of_replicas_are_refused_unless_asked_for(self, tmp_path, strategy):
         trainer, state = trained(strategy, **SHARDED)
@@ -331,8 +331,8 @@ class TestCheckpoints:
             np.testing.assert_array_equal(one, another)
 
     @pytest.mark.complete
-    def test_residuals_of_other_replicas_are_not_taken_over(self, tmp_path, strategy):
-        """Each replica has its own; those of another number of replicas begin at zero."""
+    def test_residuals_of_other_numbers_of_replicas_are_not_taken_over(self, tmp_path, strategy):
+        """Each replica has its own residuals; with another number of replicas they begin at zero."""
         for replicas, options in ((4, {}), (2, {"other_replicas": True})):
             trainer = Trainer(strategies.IPUStrategy(replicas), loss_fn, optax.sgd(0.1), gradient_transfer_dtype="int8")
             with Checkpoints(tmp_path, trainer) as checkpoints:
@@ -346,7 +346,7 @@ class TestCheckpoints:
         assert not any(np.asarray(leaf).any() for leaf in state.residuals)
 
 
-# ---- how an array is cut into one part for each replica
+# ---- one part of an array for each replica
 
 
 def array(*shape):
@@ -383,6 +383,6 @@ def test_the_parts_of_all_instances_make_the_array(instances, shape):
     assert not joined.reshape(-1)[whole.size :].any()  # padded with zeros
 
 
-def test_what_is_not_cut_is_taken_as_it_is():
+def test_whole_arrays_are_taken_unchanged():
     whole = array(5)
     assert take(Shards(4, 1, 6), whole, np.int32(1)) is whole

@@ -1,4 +1,4 @@
-"""Which elements a replica takes at a step, and in which order an epoch goes through them: arithmetic alone."""
+"""Arithmetic of data sharding: the elements of a replica at a step, and the order of an epoch."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def test_a_replica_takes_its_own_part_of_each_global_batch():
     assert [layout.positions(step).tolist() for step in range(2)] == [[2, 3], [8, 9]]
 
 
-def test_local_replicas_take_theirs_one_behind_the_other():
+def test_local_replicas_take_adjacent_parts():
     assert Layout(2, 4, range(1, 3)).positions(1).tolist() == [10, 11, 12, 13]
 
 
@@ -40,8 +40,8 @@ def test_an_incomplete_batch_is_dropped_or_padded(length, dropped_steps, padded_
     ("length", "accumulated", "taken"),
     [(24, 1, 24), (31, 1, 30), (26, 1, 24), (27, 1, 27), (35, 1, 33), (41, 2, 36), (29, 2, 24)],
 )
-def test_a_last_step_may_be_short_for_all_replicas_alike(length, accumulated, taken):
-    """3 replicas with 4 elements each, in one micro-batch or in two."""
+def test_a_last_step_can_be_equally_short_for_all_replicas(length, accumulated, taken):
+    """Each of 3 replicas has 4 elements, in one micro-batch or in two."""
     layouts = [Layout(4 // accumulated, 3, [replica], "short", accumulated) for replica in range(3)]
     steps = layouts[0].steps(length)
     found = [[layout.positions(step, length).tolist() for layout in layouts] for step in range(steps)]
@@ -51,7 +51,7 @@ def test_a_last_step_may_be_short_for_all_replicas_alike(length, accumulated, ta
     assert layouts[0].dropped(length) == length - taken
 
 
-def test_micro_batches_make_a_step_larger_and_nothing_else():
+def test_micro_batches_only_make_a_step_larger():
     accumulated, whole = Layout(3, 2, [1], gradient_accumulation_count=2), Layout(6, 2, [1])
     assert accumulated.elements_per_replica == 6
     assert accumulated.global_batch_size == whole.global_batch_size == 12
@@ -94,7 +94,7 @@ def test_an_order_is_the_same_for_ever():
 @pytest.mark.parametrize(
     ("value", "number"), [(3, 3), (np.int64(-2), -2), (np.uint8(7), 7), (True, None), (2.0, None), ("2", None)]
 )
-def test_integers_of_all_libraries_are_integers_and_nothing_else_is(value, number):
+def test_only_integers_of_any_library_are_accepted(value, number):
     assert integer(value) == number
 
 

@@ -1,4 +1,4 @@
-"""Arrays as one instance sees them, and what all sources do with elements."""
+"""Sources of one instance: arrays, and common handling of elements."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_padding_repeats_the_first_rows_and_masks_them():
     assert (last.values.tolist(), last.mask.tolist()) == ([4, 5, 6, 0], [True, True, True, False])
 
 
-def test_reading_may_begin_at_any_step():
+def test_reading_can_begin_at_any_step():
     layout = Layout(2, 2, [1])
     whole = read(np.arange(20), layout, epoch=3, shuffle=True, seed=5)
     assert [list(b) for b in read(np.arange(20), layout, epoch=3, start=2, shuffle=True, seed=5)] == [

@@ -1,4 +1,4 @@
-"""What a step moves: gradients are views of XLA's memory, and the update reads the sums where they were written."""
+"""Memory traffic of a step: gradients are views of XLA's memory, and the update reads the sums in place."""
 
 import gc
 
@@ -13,7 +13,7 @@ import strategies
 
 
 class Recorded:
-    """A communicator that notes what the step hands to it; it does everything else as the one it wraps."""
+    """A communicator that records the calls of the step and passes them to a wrapped one."""
 
     def __init__(self, communicator):
         self._communicator = communicator
@@ -65,7 +65,7 @@ def test_one_reduction_per_dtype_and_step(recorded):
     assert [name for name, _, _ in recorder.reductions] == ["gradients/float32", "gradients/bfloat16"] * 3
 
 
-def test_no_other_collective_runs_once_it_is_compiled(strategy):
+def test_no_other_collective_runs_after_compilation(strategy):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01))
     state, _ = trainer.step(trainer.init({"w": jnp.ones(10)}), np.ones(4, np.float32))
     before = strategy.communicator.calls_made
@@ -75,7 +75,7 @@ def test_no_other_collective_runs_once_it_is_compiled(strategy):
     assert strategy.communicator.calls_made == before + 5
 
 
-def test_every_replica_contributes_a_view_of_memory_that_is_not_its_own(recorded):
+def test_every_replica_contributes_a_view_of_xla_memory(recorded):
     strategy, recorder = recorded
     steps(strategy, 1)
     for _, contributions, _ in recorder.reductions:
@@ -86,7 +86,7 @@ def test_every_replica_contributes_a_view_of_memory_that_is_not_its_own(recorded
         assert len({array.ctypes.data for array in contributions}) == 4
 
 
-def test_replicas_read_their_rows_of_a_batch_where_they_lie(strategy):
+def test_replicas_read_their_rows_of_a_batch_in_place(strategy):
     batch = strategy.replicas.devices.place(np.arange(4096, dtype=np.float32))
     parts = strategy.replicas.devices.parts(batch)
     assert [part.ctypes.data - batch.unsafe_buffer_pointer() for part in parts] == [0, 4096, 8192, 12288]
@@ -106,8 +106,8 @@ def test_the_sums_are_written_into_the_same_memory_in_every_step(recorded):
     assert places == [buffer.ctypes.data for buffer in recorder.allocated] * 4
 
 
-def test_the_update_takes_the_sums_where_they_are(recorded):
-    """They are aligned for XLA, which then makes no copy of a host array."""
+def test_the_update_reads_the_sums_in_place(recorded):
+    """The sums are aligned for XLA, which then makes no copy of a host array."""
     strategy, recorder = recorded
     steps(strategy, 1)
     for buffer in recorder.allocated:
@@ -120,7 +120,7 @@ def test_the_update_takes_the_sums_where_they_are(recorded):
 def test_memory_does_not_grow_with_the_steps(strategy):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.01, momentum=0.9))
     state = trainer.init(start())
-    others = jax.live_arrays()  # held, so that none of another test goes between two counts
+    others = jax.live_arrays()  # held, so that no array of another test is freed between two counts
     counts = []
     for _ in range(4):
         for _ in range(3):

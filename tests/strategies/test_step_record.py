@@ -1,4 +1,4 @@
-"""What a Trainer records for `poprun verify`."""
+"""Records of a Trainer for `poprun verify`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_fn(variables, batch, key):
 
 
 def train(strategy, folder=None, steps=3, between=lambda state: state, **options):
-    """Train some steps; what is recorded goes to the folder, or where the environment says."""
+    """Train some steps with a record in the given folder, or in the folder of the environment."""
     wanted = {name: options.pop(name) for name in ("steps_wanted", "values_at", "leave_at") if name in options}
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), **options)
     if folder is not None:
@@ -54,12 +54,12 @@ def recorded(strategy, folder, **options) -> Record:
     return read_record(folder)
 
 
-def test_nothing_is_recorded_unless_the_environment_asks_for_it(strategy, monkeypatch):
+def test_nothing_is_recorded_by_default(strategy, monkeypatch):
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     assert recorder_for(strategy.replicas, StepOptions()) is None
 
 
-def test_a_trainer_records_where_the_environment_says(strategy, tmp_path, monkeypatch):
+def test_a_trainer_records_into_the_folder_of_the_environment(strategy, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "new" / "folder"))
     state = train(strategy)
     record = read_record(tmp_path / "new" / "folder")
@@ -134,7 +134,7 @@ def test_steps_of_one_execution_are_recorded_one_by_one(tmp_path):
 
 
 class TestDifferences:
-    def test_of_a_batch(self, strategy, tmp_path):
+    def test_a_changed_batch_is_found(self, strategy, tmp_path):
         one = recorded(strategy, tmp_path / "1")
         DATA["x"][5, 3] += 1
         try:
@@ -145,7 +145,7 @@ class TestDifferences:
         assert found is not None
         assert (found.part, len(found.names)) == (BATCH, 1)
 
-    def test_of_variables_that_the_program_changes(self, strategy, tmp_path):
+    def test_changed_variables_are_found(self, strategy, tmp_path):
         one = recorded(strategy, tmp_path / "1")
 
         def between(state):
@@ -156,7 +156,7 @@ class TestDifferences:
         assert found is not None
         assert (found.place, found.part, found.names) == ((0, 2), START, ("['b']",))
 
-    def test_of_the_optimizer(self, strategy, tmp_path):
+    def test_a_changed_optimizer_state_is_found(self, strategy, tmp_path):
         one = recorded(strategy, tmp_path / "1")
 
         def between(state):
@@ -179,7 +179,7 @@ def test_trainings_are_numbered(strategy, tmp_path, monkeypatch):
     assert first_inside(record) is None
 
 
-def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
+def test_a_restarted_trainer_has_another_training(strategy, tmp_path):
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
     trainer._loop._watcher = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
     for _ in range(2):
@@ -189,7 +189,7 @@ def test_a_trainer_that_begins_anew_has_another_training(strategy, tmp_path):
     assert [step for _, step in read_record(tmp_path).steps] == [0, 1, 0, 1]
 
 
-def test_what_is_recorded_is_for_this_user_alone(strategy, tmp_path):
+def test_records_are_for_this_user_alone(strategy, tmp_path):
     train(strategy, tmp_path / "new", values_at=(0, 1))
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o600}
@@ -206,7 +206,7 @@ def test_values_of_one_step_are_kept(strategy, tmp_path):
     assert (dtype, len(data)) == ("int32", 4 * 4)
 
 
-def test_an_instance_is_told_to_leave_half_way(strategy, tmp_path):
+def test_a_program_gets_a_termination_signal_after_the_given_step(strategy, tmp_path):
     told = []
     before = signal.signal(signal.SIGTERM, lambda *_: told.append(len(read_record(tmp_path).steps)))
     try:
@@ -249,7 +249,7 @@ def test_elements_that_change_places_change_a_digest():
     assert digest(jax.random.key(0)) != digest(jax.random.key(1))
 
 
-def test_what_decides_bits_is_plain_json(monkeypatch):
+def test_the_factors_that_decide_bits_are_plain_json(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
     found = json.loads(json.dumps(what_decides_bits()))
     assert {"python", "jax", "jaxlib", "numpy", "optax"} <= found["versions"].keys()

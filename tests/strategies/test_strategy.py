@@ -1,4 +1,4 @@
-"""`run` runs a function once per replica; `per_replica`, `reduce`, `gather` and `broadcast` move values around it."""
+"""Strategies: `run` runs a function once per replica; `per_replica`, `reduce`, `gather` and `broadcast` move values."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ def replica_index():
     return get_replica_context().replica_id_in_sync_group
 
 
-class TestWhoIsThere:
+class TestReplicas:
     def test_all_replicas_are_in_this_process(self, strategy):
         assert strategy.num_replicas_in_sync == 4
         assert (strategy.num_instances, strategy.instance_index) == (1, 0)
@@ -30,12 +30,12 @@ class TestWhoIsThere:
         assert strategies.IPUStrategy().num_replicas_in_sync == 1
 
     @pytest.mark.parametrize("number", [0, -1])
-    def test_there_is_at_least_one_replica(self, number):
+    def test_fewer_than_one_replica_is_refused(self, number):
         with pytest.raises(ValueError, match=f"num_replicas is {number}"):
             strategies.IPUStrategy(num_replicas=number)
 
     @pytest.mark.parametrize("number", [2.5, "/device:IPU:0"])
-    def test_the_number_of_replicas_is_whole(self, number):
+    def test_a_number_of_replicas_that_is_no_integer_is_refused(self, number):
         with pytest.raises(TypeError, match="num_replicas is .*; an integer of at least 1 is needed"):
             strategies.IPUStrategy(number)
 
@@ -80,16 +80,16 @@ class TestPerReplica:
         assert list(values) == [0, 1, 4, 9]
         assert (len(values), values[2]) == (4, 4)
 
-    def test_only_local_replicas_are_asked(self, on_instances):
+    def test_values_are_only_made_for_local_replicas(self, on_instances):
         assert on_instances(2, 4, lambda s: list(s.per_replica(lambda r: r))) == [[0, 1], [2, 3]]
 
 
 class TestRun:
-    def test_runs_once_per_replica(self, strategy):
+    def test_a_function_runs_once_per_replica(self, strategy):
         assert [int(r) for r in strategy.run(replica_index)] == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
-    def test_on_any_number_of_replicas(self, replicas):
+    def test_run_works_on_any_number_of_replicas(self, replicas):
         strategy = strategies.IPUStrategy(num_replicas=replicas)
         assert [int(r) for r in strategy.run(replica_index)] == list(range(replicas))
 
@@ -103,12 +103,12 @@ class TestRun:
             assert result.shape == (4, 3)
         np.testing.assert_array_equal(result, matrix + 3)
 
-    def test_of_a_per_replica_argument_each_gets_its_own(self, strategy):
+    def test_each_replica_gets_its_own_part_of_a_per_replica_argument(self, strategy):
         rows = strategy.per_replica(lambda r: np.full((2, 3), r, np.float32))
         for r, result in enumerate(strategy.run(lambda x, y: x + y, args=(rows, 1.0))):
             np.testing.assert_array_equal(result, np.full((2, 3), r + 1))
 
-    def test_arguments_and_results_may_be_nested(self, strategy):
+    def test_arguments_and_results_can_be_nested(self, strategy):
         given = strategy.per_replica(lambda r: {"a": np.float32(r), "b": (np.int32(r), [np.ones(2, np.float32)])})
 
         def fn(tree, scale):
@@ -118,7 +118,7 @@ class TestRun:
             assert (result["sum"], result["rest"][0], result["empty"]) == (r + 10, r, ())
             np.testing.assert_array_equal(result["rest"][1][0], [1, 1])
 
-    def test_values_per_replica_may_stand_anywhere_in_an_argument(self, strategy):
+    def test_values_per_replica_can_stand_anywhere_in_an_argument(self, strategy):
         results = strategy.run(lambda tree: tree["a"] * tree["b"], args=({"a": strategy.per_replica(float), "b": 2.0},))
         assert [float(x) for x in results] == [0, 2, 4, 6]
         assert strategy.reduce("sum", {"a": results, "b": 1})["a"] == 12
@@ -143,7 +143,7 @@ class TestRun:
             strategy.reduce("sum", strategy.per_replica(lambda r: {f"{r}": 1.0}))
 
     @pytest.mark.parametrize("call", ["run", "reduce", "gather", "broadcast", "variable"])
-    def test_a_replica_does_not_call_what_is_for_all_of_them(self, strategy, call):
+    def test_calling_the_strategy_inside_a_replica_is_refused(self, strategy, call):
         arguments = {"run": (replica_index,), "reduce": ("sum", 1.0), "gather": (1.0, 0)}
         with pytest.raises(RuntimeError, match=f"strategy.{call} was called by a replica"):
             strategy.run(lambda: getattr(strategy, call)(*arguments.get(call, (1.0,))))
@@ -155,7 +155,7 @@ class TestRun:
         with pytest.raises(TypeError, match="kwargs is .*; give a dictionary"):
             strategy.run(lambda x: x, kwargs=[1.0])
 
-    def test_takes_keyword_arguments_of_both_kinds(self, strategy):
+    def test_keyword_arguments_of_both_kinds_are_accepted(self, strategy):
         results = strategy.run(
             lambda x, *, scale, shift: x * scale + shift,
             args=(np.float32(3),),
@@ -163,7 +163,7 @@ class TestRun:
         )
         assert [float(x) for x in results] == [6, 7, 8, 9]
 
-    def test_the_same_function_may_be_called_with_other_kinds_of_arguments(self, strategy):
+    def test_one_function_can_be_called_with_other_kinds_of_arguments(self, strategy):
         def fn(x):
             return x + 1
 
@@ -172,7 +172,7 @@ class TestRun:
         assert strategy.run(fn, args=(np.zeros((2, 2), np.float32),))[0].shape == (2, 2)
         assert [float(x) for x in strategy.run(fn, kwargs={"x": 2.0})] == [3, 3, 3, 3]
 
-    def test_compiles_once_per_function_and_shape(self, strategy):
+    def test_run_compiles_once_per_function_and_shape(self, strategy):
         traced = []
 
         def fn(x):
@@ -184,7 +184,7 @@ class TestRun:
         strategy.run(fn, args=(np.zeros(3, np.float32),))
         assert traced == [(2,), (3,)]
 
-    def test_a_function_without_results_gives_nothing_per_replica(self, strategy):
+    def test_a_function_without_results_gives_none_per_replica(self, strategy):
         assert list(strategy.run(lambda: None)) == [None] * 4
 
     def test_a_constant_is_a_result(self, strategy):
@@ -203,7 +203,7 @@ class TestRun:
         once = strategy.run(lambda x: x + 1, args=(strategy.per_replica(float),))
         assert [float(x) for x in strategy.run(lambda x: x * 2, args=(once,))] == [2, 4, 6, 8]
 
-    def test_an_exception_of_the_function_is_raised_and_harms_nothing(self, strategy):
+    def test_an_exception_of_the_function_is_raised_and_later_runs_work(self, strategy):
         def fails():
             raise KeyError("mine")
 
@@ -215,22 +215,22 @@ class TestRun:
 
 
 class TestFloat64IsRefused:
-    """S-11: JAX would silently make it float32."""
+    """Float64 values: JAX would silently make them float32."""
 
     @pytest.mark.parametrize("value", [np.float64(1), np.ones(2), {"deep": [np.ones(2)]}])
-    def test_as_an_argument(self, strategy, value):
+    def test_float64_is_refused_as_an_argument(self, strategy, value):
         with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
             strategy.run(lambda x: x, args=(value,))
 
-    def test_as_a_keyword_argument(self, strategy):
+    def test_float64_is_refused_as_a_keyword_argument(self, strategy):
         with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
             strategy.run(lambda x: x, kwargs={"x": np.ones(2)})
 
-    def test_as_an_argument_of_one_replica(self, strategy):
+    def test_float64_is_refused_as_an_argument_of_one_replica(self, strategy):
         with pytest.raises(TypeError, match="Unsupported data type for input: float64"):
             strategy.run(lambda x: x, args=(strategy.per_replica(np.float64),))
 
-    def test_as_a_result(self, strategy):
+    def test_float64_is_refused_as_a_result(self, strategy):
         with pytest.raises(TypeError, match="Unsupported data type for output: float64"):
             strategy.run(lambda: np.ones(2))
 
@@ -238,11 +238,11 @@ class TestFloat64IsRefused:
         assert strategy.run(lambda x: x, args=(1.5,))[0].dtype == np.float32
 
 
-class TestValuesThatJaxWouldMakeOthers:
-    """Integers of 64 bits are cut off by JAX without a word, and masked arrays would lose their masks."""
+class TestValuesThatJaxWouldChange:
+    """Values that JAX would change: it truncates integers of 64 bits, and masked arrays would lose their masks."""
 
     @pytest.mark.parametrize("value", [np.int64(2**31), np.array([1, -(2**31) - 1]), np.uint64(2**32)])
-    def test_integers_have_to_fit(self, strategy, value):
+    def test_integers_that_do_not_fit_are_refused(self, strategy, value):
         for call in (
             lambda: strategy.run(lambda x: x, args=(value,)),
             lambda: strategy.run(lambda x: x, args=(strategy.per_replica(lambda _: value),)),
@@ -270,21 +270,21 @@ class TestValuesThatJaxWouldMakeOthers:
 
 class TestReduce:
     @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.uint32, np.int64, np.uint64])
-    def test_means_of_integers_are_right_where_their_sum_does_not_fit(self, strategy, dtype):
+    def test_means_of_integers_are_right_even_if_their_sum_overflows(self, strategy, dtype):
         largest = np.iinfo(dtype).max
         found = strategy.reduce("mean", strategy.per_replica(lambda r: np.array([largest - r], dtype)))
         assert (found.dtype, found.tolist()) == (dtype, [largest - 2])
 
     @pytest.mark.parametrize(("op", "wanted"), [("sum", 6.0), ("mean", 1.5), ("min", 0.0), ("max", 3.0)])
-    def test_over_all_replicas(self, strategy, op, wanted):
+    def test_values_are_reduced_over_all_replicas(self, strategy, op, wanted):
         assert strategy.reduce(op, strategy.per_replica(float)) == wanted
 
-    def test_operations_may_be_written_in_capitals(self, strategy):
+    def test_operations_can_be_written_in_capitals(self, strategy):
         assert strategy.reduce("SUM", strategy.per_replica(float)) == 6
 
     @pytest.mark.parametrize("instances", [1, 2, 3, 6])
     @pytest.mark.parametrize(("op", "wanted"), [("sum", 15), ("mean", 2), ("min", 0), ("max", 5)])
-    def test_over_all_replicas_of_all_instances(self, on_instances, instances, op, wanted):
+    def test_values_are_reduced_over_all_replicas_of_all_instances(self, on_instances, instances, op, wanted):
         found = on_instances(instances, 6, lambda s: int(s.reduce(op, s.per_replica(np.int32))))
         assert found == [wanted] * instances
 
@@ -310,17 +310,17 @@ class TestReduce:
             for result in on_instances(instances, 6, lambda s: s.reduce("sum", s.per_replica(parts.__getitem__))):
                 assert bits(result) == bits(wanted)
 
-    def test_of_a_tree_every_leaf_is_reduced(self, strategy):
+    def test_every_leaf_of_a_tree_is_reduced(self, strategy):
         given = strategy.per_replica(lambda r: {"a": np.full((2, 2), r, np.float32), "b": (np.int32(r),)})
         found = strategy.reduce("sum", given)
         np.testing.assert_array_equal(found["a"], np.full((2, 2), 6))
         assert found["b"] == (6,)
 
-    def test_of_an_unknown_operation_the_known_ones_are_listed(self, strategy):
+    def test_an_unknown_operation_is_refused_with_the_known_ones(self, strategy):
         with pytest.raises(ValueError, match="Unsupported reduce op: 'product'; use one of sum, mean, min, max"):
             strategy.reduce("product", strategy.per_replica(float))
 
-    def test_contributions_stay_as_they_were(self, strategy):
+    def test_contributions_stay_unchanged(self, strategy):
         values = strategy.per_replica(lambda r: np.full(3, r, np.float32))
         strategy.reduce("sum", values)
         for r, value in enumerate(values):
@@ -328,7 +328,7 @@ class TestReduce:
 
 
 class TestReduceAlongAnAxis:
-    """Every row of every replica counts once, as if each were what a replica of its own has."""
+    """Reduction along an axis: every row of every replica counts once, as if it were the value of a replica."""
 
     ROWS = np.random.default_rng(0).standard_normal((14, 3)).astype(np.float32) * 1e3
     ENDS = (0, 1, 4, 6, 9, 13, 14)  # replicas have 1, 3, 2, 3, 4 and 1 rows
@@ -351,12 +351,12 @@ class TestReduceAlongAnAxis:
             np.testing.assert_allclose(each, of(self.ROWS, axis=0), rtol=1e-4)
 
     @pytest.mark.parametrize("axis", [0, 1, 2, -1, (0, 2), (-1, 0), [0, 1, 2]])
-    def test_along_any_axis_or_several(self, strategy, axis):
+    def test_values_are_reduced_along_any_axis_or_several(self, strategy, axis):
         values = np.arange(4 * 2 * 3 * 5, dtype=np.int32).reshape(4, 2, 3, 5)
         found = strategy.reduce("sum", strategy.per_replica(values.__getitem__), axis=axis)
         np.testing.assert_array_equal(found, values.sum(0).sum(tuple(axis) if isinstance(axis, list) else axis))
 
-    def test_means_are_those_of_replicas_alone_where_the_axis_has_one_row(self, strategy, bits):
+    def test_means_along_an_axis_of_one_row_are_those_over_replicas(self, strategy, bits):
         values = strategy.per_replica(lambda r: self.ROWS[r : r + 1])
         assert bits(strategy.reduce("mean", values, axis=0)) == bits(strategy.reduce("mean", values)[0])
 
@@ -365,7 +365,7 @@ class TestReduceAlongAnAxis:
         found = strategy.reduce("mean", np.full(300, largest), axis=0)
         assert (found.dtype, found) == (largest.dtype, largest)
 
-    def test_of_what_run_returns(self, strategy):
+    def test_results_of_run_can_be_reduced_along_an_axis(self, strategy):
         rows = strategy.per_replica(lambda r: np.arange(3 * r, 3 * r + 3, dtype=np.float32))
         losses = strategy.run(lambda x: x * x, args=(rows,))
         assert strategy.reduce("sum", losses, axis=0) == np.sum(np.arange(12) ** 2)
@@ -380,15 +380,15 @@ class TestReduceAlongAnAxis:
             (True, TypeError, "axis is True"),
         ],
     )
-    def test_there_has_to_be_such_an_axis(self, strategy, axis, error, message):
+    def test_an_axis_that_does_not_exist_is_refused(self, strategy, axis, error, message):
         with pytest.raises(error, match=message):
             strategy.reduce("sum", np.zeros(2, np.float32), axis=axis)
 
-    def test_there_has_to_be_something_along_it(self, strategy):
+    def test_an_empty_axis_is_refused(self, strategy):
         with pytest.raises(ValueError, match=r"of the shape \[0, 2\] is empty along it; give each replica at least"):
             strategy.reduce("sum", np.zeros((0, 2), np.float32), axis=0)
 
-    def test_instances_that_name_other_axes_are_told(self, on_instances):
+    def test_instances_that_name_different_axes_are_refused(self, on_instances):
         with pytest.raises(LayoutMismatchError, match="reduce/0 along"):
             on_instances(2, 2, lambda s: s.reduce("sum", np.zeros((2, 2), np.float32), axis=s.instance_index))
 
@@ -400,7 +400,7 @@ class TestGather:
         for each in found:
             assert each.tolist() == [sign * r for r in range(6) for sign in (1, -1)]
 
-    def test_replicas_may_have_different_lengths(self, on_instances, bits):
+    def test_replicas_can_have_different_lengths(self, on_instances, bits):
         values = [np.arange(2 * length, dtype=np.int32).reshape(2, length) for length in (2, 0, 3, 1)]
         wanted = np.concatenate(values, axis=1)
         for axis in (1, -1):
@@ -412,13 +412,13 @@ class TestGather:
         value = np.zeros(1, jnp.dtype(dtype))
         assert strategy.gather(value, 0).dtype == value.dtype
 
-    def test_of_a_tree_every_leaf_is_gathered(self, strategy):
+    def test_every_leaf_of_a_tree_is_gathered(self, strategy):
         given = strategy.per_replica(lambda r: {"a": np.full((1, 2), r, np.float32), "b": (np.int32([r]),)})
         found = strategy.gather(given, axis=0)
         np.testing.assert_array_equal(found["a"], [[r, r] for r in range(4)])
         np.testing.assert_array_equal(found["b"][0], range(4))
 
-    def test_of_nothing_is_nothing(self, on_instances):
+    def test_gathering_empty_arrays_gives_an_empty_array(self, on_instances):
         found = on_instances(2, 4, lambda s: s.gather(np.zeros((0, 3), np.float32), axis=0).shape)
         assert found == [(0, 3), (0, 3)]
 
@@ -437,11 +437,11 @@ class TestGather:
             (np.array([{}], object), 0, UnsupportedBufferError, "replicas cannot exchange object"),
         ],
     )
-    def test_of_what_cannot_be(self, strategy, value, axis, error, message):
+    def test_invalid_values_and_axes_are_refused(self, strategy, value, axis, error, message):
         with pytest.raises(error, match=message):
             strategy.gather(value, axis)
 
-    def test_of_replicas_that_differ_in_anything_else(self, strategy, on_instances):
+    def test_replicas_that_differ_in_shape_or_dtype_are_refused(self, strategy, on_instances):
         with pytest.raises(ValueError, match=r"have float32\[1\] and float32\[2\] along the gathered axis"):
             strategy.gather(strategy.per_replica(lambda r: np.zeros((1, 1 + r // 2), np.float32)), axis=0)
         with pytest.raises(LayoutMismatchError, match=r"gather/0 of (float32|int32)\[\] along 0"):
@@ -449,7 +449,7 @@ class TestGather:
 
 
 class TestNamesOfTheOriginal:
-    def test_its_first_name_of_run_says_what_took_its_place(self, strategy):
+    def test_experimental_run_v2_names_its_replacement(self, strategy):
         with pytest.raises(RuntimeError, match=r"experimental_run_v2 is gone, .* call strategy\.run"):
             strategy.experimental_run_v2(lambda x: x, args=(1,))
 
@@ -464,24 +464,24 @@ class TestNamesOfTheOriginal:
 
 
 class TestBroadcast:
-    def test_of_one_instance_gives_the_same_values(self, strategy):
+    def test_broadcasting_on_one_instance_gives_the_same_values(self, strategy):
         tree = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": 2.0, "flag": np.array([True, False])}
         found = strategy.broadcast(tree)
         assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
         jax.tree.map(np.testing.assert_array_equal, found, tree)
 
-    def test_gives_everybody_the_values_of_instance_0(self, on_instances):
+    def test_all_instances_get_the_values_of_instance_0(self, on_instances):
         found = on_instances(3, 3, lambda s: np.asarray(s.broadcast(np.full(2, s.instance_index + 7.0, np.float32))))
         assert [list(value) for value in found] == [[7, 7]] * 3
 
-    def test_does_not_follow_later_changes_of_what_was_given(self, strategy):
+    def test_broadcast_values_do_not_follow_later_changes(self, strategy):
         given = np.zeros(1024, np.float32)
         found = strategy.broadcast(given)
         given[:] = 1
         assert not np.asarray(found).any()
 
     @pytest.mark.parametrize("other", [np.zeros(3, np.float32), np.zeros(2, np.int32)])
-    def test_names_a_leaf_that_differs(self, on_instances, other):
+    def test_a_leaf_that_differs_is_named(self, on_instances, other):
         def program(strategy):
             tree = {
                 "first": np.float32(0),
@@ -496,7 +496,7 @@ class TestBroadcast:
             assert "second" in message
 
     @pytest.mark.parametrize("is_short", [0, 1])
-    def test_notices_a_leaf_too_many(self, on_instances, is_short):
+    def test_an_additional_leaf_is_named(self, on_instances, is_short):
         def program(strategy):
             tree = {"a": np.float32(0)} | ({} if strategy.instance_index == is_short else {"b": np.float32(1)})
             with pytest.raises(collectives.LayoutMismatchError) as caught:
@@ -517,7 +517,7 @@ def test_a_per_replica_value_is_not_kept_alive_by_run():
     assert gone() is None
 
 
-def test_results_may_be_random_keys(strategy):
+def test_results_can_be_random_keys(strategy):
     keys = strategy.run(lambda: jax.random.key(3))
     assert [jax.random.key_data(key).tolist() for key in keys] == [jax.random.key_data(jax.random.key(3)).tolist()] * 4
 
@@ -527,15 +527,15 @@ def test_an_array_on_one_device_goes_whole_to_all_replicas(strategy):
         assert [list(result) for result in strategy.run(lambda v: v * 2, args=(value,))] == [[0, 2, 4]] * 4
 
 
-# ---- values of which every replica has its own
+# ---- values per replica
 
 
-def test_it_is_a_sequence_of_the_local_replicas_values():
+def test_per_replica_is_a_sequence_of_local_values():
     values = PerReplica((4, 5, 6))
     assert (list(values), len(values), values[1]) == ([4, 5, 6], 3, 5)
 
 
-def test_what_has_none_is_dealt_as_it_is():
+def test_trees_without_values_per_replica_are_dealt_unchanged():
     tree = {"a": 1, "b": (2, 3)}
     assert dealt(tree, range(2)) is tree
     whole = PerReplica((1, 2))

@@ -1,4 +1,4 @@
-"""Data sets through a strategy: what the replicas of each instance read."""
+"""Data sets through a strategy: the elements of the replicas of each instance."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ ROWS = np.arange(50, dtype=np.int32)
 
 
 def read(strategy, **options):
-    """For each step, what each local replica reads."""
+    """Return the elements that each local replica reads in each step."""
     dataset = strategy.distribute_dataset({"x": ROWS}, batch_size=4, seed=5, **options)
     local = len(strategy.local_replicas)
     return [np.asarray(batch["x"]).reshape(local, 4).tolist() for batch in dataset.epoch(2)]
@@ -37,7 +37,7 @@ def test_batches_lie_on_the_device_of_the_replicas(strategy):
     assert [part.tolist() for part in strategy.replicas.devices.parts(batch)][1] == [4, 5, 6, 7]
 
 
-def test_the_rest_can_be_padded_and_masked(strategy):
+def test_the_remainder_can_be_padded_and_masked(strategy):
     dataset = strategy.distribute_dataset(ROWS, batch_size=4, remainder="pad")
     batches = list(dataset.epoch(0))
     assert len(batches) == 4
@@ -50,7 +50,7 @@ def test_a_batch_larger_than_the_data_is_refused(strategy):
 
 
 class TestFromAFunction:
-    """Each instance calls it once, and knows which it is."""
+    """Data sets from a function: each instance calls it once with its own context."""
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
     def test_every_instance_has_its_own_pipeline(self, on_instances, instances):
@@ -64,7 +64,7 @@ class TestFromAFunction:
         with pytest.raises(ValueError, match="60 is not divisible by 8 replicas; use 56 or 64"):
             InputContext(2, 0, 8).get_per_replica_batch_size(60)
 
-    def test_what_it_makes_can_be_trained_on(self, strategy):
+    def test_a_data_set_from_a_function_can_be_trained_on(self, strategy):
         import jax.numpy as jnp
         import optax
 

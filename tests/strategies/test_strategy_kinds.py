@@ -1,6 +1,6 @@
-"""`PopDistStrategy` without a launcher, in a process of its own: what `popdist.init` has joined, a process joins once.
+"""`PopDistStrategy` without a launcher in a process of its own, since a process joins once, and `IPUStrategy`.
 
-With launchers: `tests/jobs/test_promises.py`, and when an instance is lost: `tests/jobs/test_survival_jobs.py`.
+`tests/jobs/test_promises.py` covers launchers, and `tests/jobs/test_survival_jobs.py` the loss of an instance.
 """
 
 import json
@@ -19,7 +19,7 @@ HEAD = "import json, pytest, numpy as np, popdist, strategies\n"
 
 
 @pytest.mark.complete
-def test_it_is_the_only_instance_and_has_every_role(in_new_process):
+def test_a_popdist_strategy_without_a_launcher_has_every_role(in_new_process):
     program = (
         "strategy = strategies.PopDistStrategy()\n"
         "extended = strategy.extended\n"
@@ -36,7 +36,7 @@ def test_it_is_the_only_instance_and_has_every_role(in_new_process):
         "    strategy.carry_on()\n"
         "assert strategy.communicator is popdist.communicator()\n"
     )
-    # As under `poprun --on-failure shrink`: who is alone has nobody who could go on.
+    # Under `poprun --on-failure shrink` a single instance has no survivors.
     assert json.loads(in_new_process(HEAD + program, POPDIST_SHRINKS="1")) == {
         "leads": [True, True],
         "joined": True,
@@ -48,8 +48,8 @@ def test_it_is_the_only_instance_and_has_every_role(in_new_process):
 
 
 @pytest.mark.complete
-def test_it_drives_the_replicas_for_which_popdist_was_initialised(in_new_process):
-    """And leaves values as they are where it was told so: inside of `run` only."""
+def test_a_popdist_strategy_drives_the_replicas_of_popdist_init(in_new_process):
+    """With `add_ipu_cross_replica_reductions=False`, values stay as they are, but only inside `run`."""
     program = (
         "popdist.init(3)\n"
         "found = {}\n"
@@ -66,7 +66,7 @@ def test_it_drives_the_replicas_for_which_popdist_was_initialised(in_new_process
 # ---- the strategy of one process that drives all replicas
 
 
-def test_it_is_the_only_instance_with_all_replicas():
+def test_an_ipu_strategy_is_the_only_instance_with_all_replicas():
     strategy = strategies.IPUStrategy(num_replicas=3)
     assert (strategy.num_instances, strategy.instance_index, strategy.num_replicas_in_sync) == (1, 0, 3)
     assert strategy.local_replicas == range(3)
@@ -74,25 +74,25 @@ def test_it_is_the_only_instance_with_all_replicas():
     assert not strategy.replicas.streams_gradients
 
 
-def test_it_writes_checkpoints_and_summaries_and_makes_variables():
+def test_an_ipu_strategy_writes_files_and_makes_variables():
     extended = strategies.IPUStrategy().extended
     assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
     assert (extended.experimental_between_graph, extended.experimental_should_init) == (True, True)
 
 
-def test_reductions_are_those_of_its_replicas():
+def test_reductions_cover_the_replicas_of_the_strategy():
     strategy = strategies.IPUStrategy(3)
     values = strategy.per_replica(lambda replica: np.float32(replica + 1))
     assert (float(strategy.reduce("sum", values)), float(strategy.reduce("mean", values))) == (6, 2)
 
 
 @pytest.mark.parametrize(("number", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError)])
-def test_there_is_at_least_one_replica(number, error):
+def test_fewer_than_one_replica_is_refused(number, error):
     with pytest.raises(error, match="num_replicas"):
         strategies.IPUStrategy(number)
 
 
-# ---- the role of an instance, as programs written for the original ask for it
+# ---- the role of an instance, in the terms of programs of the original
 
 
 def role(strategy):
@@ -100,7 +100,7 @@ def role(strategy):
     return extended.should_checkpoint, extended.should_save_summary
 
 
-def test_every_instance_runs_the_program_and_makes_its_variables_whoever_writes_files():
+def test_every_instance_runs_the_program_and_makes_its_variables():
     for writes in (False, True):
         extended = StrategyExtended(
             should_checkpoint=writes, should_save_summary=writes, _reduce=lambda op, value: value
@@ -108,13 +108,13 @@ def test_every_instance_runs_the_program_and_makes_its_variables_whoever_writes_
         assert (extended.experimental_between_graph, extended.experimental_should_init) == (True, True)
 
 
-def test_nobody_changes_a_role_by_writing_into_it():
+def test_roles_are_read_only():
     extended = strategies.IPUStrategy().extended
     with pytest.raises(FrozenInstanceError):
         extended.should_checkpoint = False
 
 
-def test_when_the_first_instance_is_lost_the_next_one_has_its_role():
+def test_the_next_instance_takes_the_role_of_a_lost_first_one():
     def function(strategy):
         before = role(strategy)
 

@@ -1,7 +1,7 @@
-"""Instances on threads are lost at exact points of a training; the others carry it on to the same bits.
+"""Loss of instances on threads at exact points of a training; the survivors continue to the same bits.
 
-What is the same for all engines is in `engines/test_losing_an_instance.py`: one is lost, at any point of a step.
-What needs processes, and a supervisor who says that one of them is lost, is in `tests/jobs/test_survival_jobs.py`.
+Tests for all engines, with a loss at any point of a step, are in `engines/test_losing_an_instance.py`. Tests that need
+processes, and a supervisor that reports a loss, are in `tests/jobs/test_survival_jobs.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from strategies import DivergenceError, StrategyError, Trainer, cross_replica_op
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs" / "programs"))
 from surviving_training import Training, count, train  # noqa: E402
 
-STEPS = 2  # of each of two epochs
+STEPS = 2  # in each of two epochs
 TRAINING = Training(STEPS)
-WIDE = Training(STEPS, width=2200)  # gradients that do not travel with the comparison of the calls
+WIDE = Training(STEPS, width=2200)  # gradients travel apart from the comparison of calls
 REPLICAS = {1: 8, 2: 8, 3: 6, 4: 8}  # by the number of instances
 SHARES = {(2, 1): [8], (3, 2): [3, 3], (3, 1): [6], (4, 3): [3, 3, 2], (4, 2): [4, 4], (4, 1): [8]}
 
@@ -45,13 +45,13 @@ def trained(instances, faults=(), training=TRAINING, replicas=0, **options):
 
 @functools.cache
 def alone(replicas, training=TRAINING):
-    """What one instance finds that nobody disturbs."""
+    """Return the result of one instance without a loss."""
     [found] = trained(1, training=training, replicas=replicas)
     return found
 
 
 def check(found, instances, lost=(), training=TRAINING):
-    """All who are left have the bits of one instance, saw the means of every step, and share the replicas."""
+    """Check that survivors have the bits of one instance, the means of every step, and shares of all replicas."""
     replicas = REPLICAS[instances]
     expected = alone(replicas, Training(STEPS, width=training.width))
     assert [instance for instance, each in enumerate(found) if each is None] == sorted(lost)
@@ -84,28 +84,28 @@ SEVERAL = {
         for number, faults in enumerate(cases)
     ],
 )
-def test_several_may_be_lost(instances, faults):
+def test_training_survives_the_loss_of_several_instances(instances, faults):
     lost = [int(fault.partition("=")[2][0]) for fault in faults]
     found = trained(instances, faults, mechanism="ring" if "cut" in faults[0] else "window")
     check(found, instances, lost)
 
 
-def test_while_the_others_connect_anew():
+def test_a_second_loss_while_survivors_reconnect_is_survived():
     fault = OnMessage(2, 1)
     faults = ["kill:instance=1,step=1", hook(2, "forward", 1, fault.begin)]
     check(trained(4, faults, hub=ThreadHub(4, fault)), 4, [1, 2])
     assert fault.has_struck
 
 
-def test_when_all_fail_nobody_goes_on():
+def test_training_ends_if_all_instances_fail():
     assert trained(3, [f"raise:instance={instance},step=1" for instance in range(3)]) == [None] * 3
 
 
-# ---- those who are a step behind
+# ---- instances that are a step behind
 
 
 def lose_at_message(number, training):
-    """Instance 1 is lost instead of its message with this number in step 2; whether it was one."""
+    """Lose instance 1 at a message in step 2, check the others, and return whether the message exists."""
     fault = OnMessage(1, number)
     hooks = [hook(1, "forward", 2, fault.begin), hook(1, "forward", 3, fault.end)]
     found = trained(3, hooks, training, mechanism="ring", hub=ThreadHub(3, fault))
@@ -113,12 +113,12 @@ def lose_at_message(number, training):
     return fault.has_struck
 
 
-def test_gradients_of_many_messages_may_end_at_any_of_them(seed):
+def test_an_instance_can_be_lost_at_a_random_message_of_a_gradient(seed):
     assert lose_at_message(random.Random(seed).randrange(4), WIDE)
 
 
 @pytest.mark.complete
-def test_gradients_of_many_messages_may_end_at_every_of_them():
+def test_an_instance_can_be_lost_at_every_message_of_a_gradient():
     number = 0
     while lose_at_message(number, WIDE):
         number += 1
@@ -130,7 +130,7 @@ def test_gradients_of_many_messages_may_end_at_every_of_them():
 
 @pytest.fixture
 def counting():
-    """JAX's compilations are counted by thread."""
+    """Count JAX's compilations by thread."""
     jax.monitoring.register_event_duration_secs_listener(count)
     yield
     jax.monitoring.unregister_event_duration_listener(count)
@@ -140,7 +140,7 @@ THREE_KILLS = ["kill:instance=3,step=1", "kill:instance=0,step=2", "kill:instanc
 
 
 def test_no_loss_compiles_anything(counting):
-    """The last one of four keeps its two replicas at first, then it gets two more, then all eight."""
+    """The last of four instances keeps its two replicas at first, then it gets two more, then all eight."""
     found = trained(4, THREE_KILLS)
     check(found, 4, [0, 1, 3])
     first, *others = found[2]["compiled"]
@@ -153,14 +153,14 @@ def test_no_loss_compiles_anything(counting):
 
 @pytest.mark.parametrize("phase", ["all_reduce", "checkpoint"])
 def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
-    """Resumed from what it has saved, the training has the bits of one that was never disturbed."""
+    """A training resumed from its checkpoint has the bits of an undisturbed one."""
     pytest.importorskip("orbax.checkpoint")
     saved = Training(STEPS, folder=str(tmp_path), until=3)
     found = trained(3, [f"kill:instance=0,step=1,phase={phase}"], saved)
     assert [each and each["step"] for each in found] == [None, 3, 3]
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] == "step_00000003"
     [resumed] = trained(1, training=Training(STEPS, folder=str(tmp_path)), replicas=6)
-    assert len(resumed["losses"]) == 1  # of the last step, the only one that it has made
+    assert len(resumed["losses"]) == 1  # the last step is the only one made
     assert resumed["fingerprint"] == alone(6)["fingerprint"]
 
 
@@ -170,17 +170,17 @@ def test_the_next_instance_saves_when_the_first_is_lost(tmp_path, phase):
 class TestAFlippedBit:
     COMPARED = Training(STEPS, digest_every=2)
 
-    def test_is_healed_after_a_loss_and_the_instance_keeps_its_name(self, caplog):
+    def test_a_flipped_bit_is_healed_after_a_loss_and_the_instance_keeps_its_name(self, caplog):
         with caplog.at_level(logging.WARNING):
             found = trained(4, ["kill:instance=0,step=1", "flip-bit:instance=3,step=2"], self.COMPARED)
         check(found, 4, [0])
         assert "before step 2 instance 3 had other bits than the others, and got theirs" in caplog.text
 
-    def test_has_no_majority_among_two(self):
+    def test_a_flipped_bit_among_two_instances_has_no_majority(self):
         with pytest.raises(DivergenceError, match="before step 2 the instances have different bits, and no majority"):
             trained(2, ["flip-bit:instance=1,step=2"], self.COMPARED)
 
-    def test_stays_where_nobody_looks(self):
+    def test_a_flipped_bit_stays_without_a_comparison(self):
         found = trained(3, ["flip-bit:instance=1,step=2"])
         assert {each["fingerprint"] == alone(6)["fingerprint"] for each in found} == {False}
 
@@ -189,7 +189,7 @@ class TestAFlippedBit:
 
 
 def coupled(variables, batch, key):
-    """What the replicas find depends on each other, forward and backward."""
+    """Compute a loss that couples the results of replicas, forward and backward."""
     context = strategies.get_replica_context()
     hidden = jnp.tanh(batch @ variables["w"])
     centred = hidden - context.all_reduce("mean", hidden.mean(axis=0)) + 0.01 * jax.random.normal(key, hidden.shape)
@@ -218,8 +218,8 @@ LOSSES = [
 @pytest.mark.parametrize(
     "faults", [LOSSES[0], *(pytest.param(each, marks=pytest.mark.complete) for each in LOSSES[1:])]
 )
-def test_collectives_inside_of_a_loss_function_go_on_among_those_who_are_left(faults):
-    """More replicas wait for each other then than there were in the beginning."""
+def test_collectives_in_a_loss_function_continue_among_survivors(faults):
+    """More replicas wait for each other in an instance than at the beginning."""
     found = run_instances(3, 6, coupled_training, faults, mechanism="ring")
     [alone] = run_instances(1, 6, coupled_training)
     left = [each for each in found if each is not None]
@@ -227,11 +227,11 @@ def test_collectives_inside_of_a_loss_function_go_on_among_those_who_are_left(fa
     assert left == [alone] * len(left)
 
 
-# ---- what cannot be carried on
+# ---- trainings that cannot be carried on
 
 
 def ends(function, *words, error):
-    """A job of which instance 1 is lost in its second step ends on the others, with this error."""
+    """Check that a job that loses instance 1 in its second step ends on the others with this error."""
     with pytest.raises(error) as caught:
         run_instances(3, 6, function, ["kill:instance=1,step=1,phase=all_reduce"])
     assert all(word in str(caught.value) for word in words), caught.value
@@ -248,35 +248,35 @@ def three_steps(strategy, batches, **options):
         state, _ = trainer.step(state, batch)
 
 
-def test_batches_that_no_data_set_has_given_cannot_be_read_again_and_the_job_says_so_at_its_beginning(caplog):
+def test_batches_without_a_data_set_cannot_be_read_again_and_the_job_warns_at_its_beginning(caplog):
     def function(strategy):
         three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
 
     with caplog.at_level(logging.WARNING):
         ends(function, "its part of this batch cannot be read again", "strategy.distribute", error=StrategyError)
     assert {record.message for record in caplog.records} == {
-        "no instance can read another one's part of batches that are of no strategy.distribute_dataset: if one is "
-        "lost the job ends; to go on from a checkpoint use poprun --on-failure restart"
+        "the batches do not come from strategy.distribute_dataset, so no instance can read the part of a lost one: "
+        "if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart"
     }
 
 
-def test_nor_can_streams(caplog):
+def test_streams_cannot_be_read_again_and_the_job_warns(caplog):
     def function(strategy):
         rows = [np.full(3, number, np.float32) for number in range(60)]
         three_steps(strategy, strategy.distribute_dataset(rows, batch_size=1).epoch(0))
 
     with caplog.at_level(logging.WARNING):
         ends(function, "only of data sets of arrays", error=StrategyError)
-    assert "another one's part of a data set that is only read in order: if one is lost the job ends" in caplog.text
+    assert "only be read in order, so no instance can read the part of a lost one: if an instance is" in caplog.text
 
 
-def test_what_can_be_carried_on_is_not_warned_of(caplog):
+def test_trainings_that_can_carry_on_give_no_warning(caplog):
     with caplog.at_level(logging.WARNING):
         check(trained(3, ["kill:instance=1,step=1"]), 3, [1])
     assert not caplog.records
 
 
-def test_a_job_that_is_not_to_go_on_is_not_warned(caplog):
+def test_a_job_without_survival_gets_no_warning(caplog):
     def function(strategy):
         three_steps(strategy, itertools.repeat(np.ones((len(strategy.local_replicas), 3), np.float32)))
 
@@ -285,15 +285,15 @@ def test_a_job_that_is_not_to_go_on_is_not_warned(caplog):
     assert not caplog.records
 
 
-def test_a_strategy_that_cannot_go_on_says_so_once_where_it_is_to(caplog, monkeypatch):
+def test_a_strategy_that_cannot_carry_on_warns_once_in_a_surviving_job(caplog, monkeypatch):
     monkeypatch.setenv("POPDIST_SHRINKS", "1")
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, lambda strategy: strategy.num_replicas_in_sync, survives=False)
     [warning] = caplog.records
-    assert "cannot go on without an instance, as --on-failure shrink wants it" in warning.message
+    assert "cannot go on without a lost instance, as --on-failure shrink asks" in warning.message
 
 
-def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplog):
+def test_feeds_cannot_be_carried_on_and_the_job_warns(caplog):
     def function(strategy):
         queue = strategies.OutfeedQueue()
 
@@ -307,14 +307,14 @@ def test_feeds_belong_to_the_replicas_of_the_beginning_and_the_job_says_so(caplo
 
     with caplog.at_level(logging.WARNING):
         run_instances(3, 6, function)
-    assert "the queues of feeds belong to the replicas that an instance had from the beginning: if" in caplog.text
+    assert "the queues of feeds stay with the replicas that an instance drives at the start: if" in caplog.text
 
 
-# ---- what the chief does
+# ---- duties of the chief
 
 
 def duties(strategy, done, faults=()):
-    """Three duties, at the first of which instances may be lost; which of the chiefs did which."""
+    """Run three duties, at the first of which instances may be lost, and record which chief did which duty."""
     for number in range(3):
 
         def duty(number=number):
@@ -335,7 +335,7 @@ def losing(instance, number):
 
 
 @pytest.mark.parametrize("mechanism", ["window", "ring"])
-def test_the_next_chief_does_what_the_first_has_not_done(mechanism):
+def test_the_next_chief_completes_duties_of_the_first(mechanism):
     done: list[tuple[int, int]] = []
     faults = [losing(0, 1), losing(1, 2)]
     found = run_instances(3, 6, lambda strategy: duties(strategy, done, faults), mechanism=mechanism)
@@ -344,7 +344,7 @@ def test_the_next_chief_does_what_the_first_has_not_done(mechanism):
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left(lost):
+def test_steps_after_a_duty_run_on_the_replicas_of_the_survivors(lost):
     def function(strategy, is_losing=True):
         dataset = strategy.distribute_dataset(np.arange(24, dtype=np.float32), 2)
         trainer = Trainer(strategy, lambda w, batch, key: (w * batch).mean() ** 2, optax.sgd(0.01))
@@ -363,17 +363,17 @@ def test_steps_after_a_duty_are_made_on_the_replicas_of_those_who_are_left(lost)
     assert found == [None if instance == lost else expected for instance in range(3)]
 
 
-def test_without_survival_the_others_hear_of_it():
+def test_a_loss_during_a_duty_is_an_error_without_survival():
     with pytest.raises(PeerLostError):
         run_instances(2, 2, lambda strategy: duties(strategy, [], [losing(0, 0)]), survives=False)
 
 
-def test_a_duty_that_is_done_is_not_done_again_by_those_who_have_not_heard_of_it():
+def test_a_completed_duty_is_not_repeated_by_instances_that_missed_its_end():
     done: list[tuple[int, int]] = []
     first_lost = threading.Event()
 
     def function(strategy):
-        if strategy.replicas.first_index == 2:  # as if its barrier had failed where that of the others had not
+        if strategy.replicas.first_index == 2:  # as if only its own barrier had failed
             strategy.on_chief(lambda: None)
             first_lost.wait(GUARD_S)
             strategy.replicas.done_so_far.done = 0

@@ -1,6 +1,6 @@
-"""Instances are lost while some are in what the chief does and others in a step, before or behind it.
+"""Loss of instances while some are in a duty of the chief and others in a step, before or after it.
 
-Instances are threads here, which are lost instead of a message.
+Instances are threads here, and are lost in place of a message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def loss_fn(variables, batch, key):
 
 
 def program(strategy, parts, lost=-1, begin=lambda: None, end=lambda: None):
-    """What an instance finds that does the parts and then a step; the one that may be lost calls `begin` first."""
+    """Return the result of an instance that does the parts and then a step; a lost one calls `begin` first."""
     rows = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
     training = strategy.distribute_dataset(rows, 2)
     testing = strategy.distribute_dataset(rows[:31], 2, shuffle=False, remainder="pad")
@@ -69,7 +69,7 @@ def alone(parts):
         *[(("step", "another", "duty", "step"), lost) for lost in (0, 1)],
     ],
 )
-def test_at_every_message(parts, lost):
+def test_survivors_agree_after_a_loss_at_every_message(parts, lost):
     number, has_struck = 0, True
     while has_struck:
         fault = OnMessage(lost, number)

@@ -1,6 +1,6 @@
-"""Instances are lost while they evaluate and predict; the others go on, and find the same bits.
+"""Loss of instances during evaluation and prediction: the survivors find the same bits.
 
-Instances are threads here, which are lost instead of a message.
+Instances are threads here, and are lost in place of a message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def padded(strategy, source=X):
 
 
 def predict_on_first(strategy, begin=lambda: None, end=lambda: None):
-    """The predictions, which instance 0 alone gets, and then the loss of a step."""
+    """Return the predictions, which only instance 0 gets, and then the loss of a step."""
     trainer = strategies.Trainer(strategy, lambda w, batch, key: (w * batch).mean(), optax.sgd(0.1))
     state = trainer.init(np.float32(2))
     batches = strategy.distribute_dataset(X, 2).epoch(0)
@@ -46,7 +46,7 @@ def predict_on_first(strategy, begin=lambda: None, end=lambda: None):
 
 
 def lose_at_message(number):
-    """Instance 1 is lost instead of its message with this number: was there one? The others find the same."""
+    """Lose instance 1 at a message, check the results of the others, and return whether the message exists."""
     fault = OnMessage(LOST, number)
     losing = functools.partial(predict_on_first, begin=fault.begin, end=fault.end)
     found = run_instances(3, REPLICAS, losing, mechanism="ring", hub=ThreadHub(3, fault))
@@ -56,17 +56,17 @@ def lose_at_message(number):
     return fault.has_struck
 
 
-def test_the_others_find_the_same_though_some_are_a_batch_ahead():
-    """Of the messages of a batch the first is missing, of which some have got what others have not, or the second.
+def test_survivors_find_the_same_if_some_are_a_batch_ahead():
+    """Either the first message of a batch, which only some instances have received, or the second one is missing.
 
-    What all instances get is in `engines/test_losing_an_instance.py`.
+    `engines/test_losing_an_instance.py` tests predictions that all instances get.
     """
     assert all(lose_at_message(number) for number in (5, 6))
 
 
 @pytest.mark.complete
-def test_whichever_message_is_missing_the_others_find_the_same():
-    """Before, in and behind every batch, and where some are through already and make the next step."""
+def test_survivors_find_the_same_after_the_loss_of_any_message():
+    """Messages are missing before, in and after every batch, while some instances already make the next step."""
     number = 0
     while lose_at_message(number):
         number += 1
@@ -74,7 +74,7 @@ def test_whichever_message_is_missing_the_others_find_the_same():
 
 
 def predict(strategy, dataset):
-    """The scores that an instance gets; instance 1 is lost behind the first batch."""
+    """Return the scores that an instance gets; instance 1 is lost after the first batch."""
     trainer = strategies.Trainer(strategy, lambda w, batch, key: (w * batch).mean(), optax.sgd(0.1))
     state = trainer.init(np.float32(2))
     found = []
@@ -86,7 +86,7 @@ def predict(strategy, dataset):
 
 
 @pytest.mark.parametrize("instances", [2, 3])
-def test_the_others_take_over_the_rows_of_the_one_that_is_lost(instances):
+def test_survivors_take_over_the_rows_of_a_lost_instance(instances):
     found = run_instances(instances, REPLICAS, functools.partial(predict, dataset=padded))
     assert found == [None if instance == LOST else (2 * X).tolist() for instance in range(instances)]
 
@@ -100,13 +100,13 @@ def test_the_others_take_over_the_rows_of_the_one_that_is_lost(instances):
     ],
     ids=["the job is to end", "a data set that is read in order", "batches of no data set"],
 )
-def test_where_they_cannot_they_say_why(dataset, survives, error, message):
+def test_survivors_that_cannot_take_over_rows_raise_the_reason(dataset, survives, error, message):
     with pytest.raises(error, match=message):
         run_instances(3, REPLICAS, functools.partial(predict, dataset=dataset), survives=survives)
 
 
 def leave_early(strategy, begin=lambda: None, end=lambda: None):
-    """Takes one batch of predictions, and makes a step."""
+    """Take one batch of predictions, and make a step."""
     trainer = strategies.Trainer(strategy, lambda w, batch, key: (w * batch).mean(), optax.sgd(0.1))
     batches = strategy.distribute_dataset(X, 2).epoch(0)
     state, _ = trainer.step(trainer.init(np.float32(2)), next(batches))
@@ -122,8 +122,8 @@ def leave_early(strategy, begin=lambda: None, end=lambda: None):
 
 
 @pytest.mark.complete
-def test_those_who_have_not_what_others_have_left_with_say_so():
-    """Some have got the only batch that was taken and make the next step, and others never will get it."""
+def test_instances_that_missed_a_batch_the_others_left_with_raise():
+    """Some have got the only batch that was taken and make the next step; others will never get it."""
     [expected] = run_instances(1, REPLICAS, leave_early)
     ends = []
     has_struck = True

@@ -1,4 +1,4 @@
-"""Options that are on or off: nothing else counts as one of the two."""
+"""Boolean options: only True and False are accepted."""
 
 import tempfile
 
@@ -16,7 +16,7 @@ ANYTHING_ELSE = ("yes", 1, 0.0, np.True_, [])
 
 
 @pytest.mark.parametrize("value", ANYTHING_ELSE)
-def test_nothing_counts_as_true_or_false_but_these(value):
+def test_only_booleans_count_as_true_or_false(value):
     require_switches(first=True, second=False)
     require_switches_or_none(first=True, second=False, third=None)
     with pytest.raises(TypeError, match="^second is .*; it is True or False$"):
@@ -25,7 +25,7 @@ def test_nothing_counts_as_true_or_false_but_these(value):
         require_switches_or_none(first=None, second=value)
 
 
-def test_what_may_not_be_left_open_is_not_none():
+def test_required_switches_refuse_none():
     with pytest.raises(TypeError, match="^is_on is None; it is True or False$"):
         require_switches(is_on=None)
 

@@ -1,18 +1,18 @@
-"""Row X-32: batch normalisation over groups of replicas."""
+"""Batch normalisation over groups of replicas."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sync_batch_norm import EPSILON, batch_norm
 
 import strategies
+from popdist.examples.sync_batch_norm import EPSILON, batch_norm
 
 REPLICAS, GROUP, BATCH, CHANNELS = 8, 2, 4, 3
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_x32_statistics_are_those_of_the_group_and_gradients_of_its_variables_local(dtype):
+def test_statistics_are_those_of_the_group_and_gradients_of_variables_stay_local(dtype):
     random = np.random.default_rng(0)
     x = (random.standard_normal((REPLICAS, BATCH, 5, CHANNELS)) * 3 + 1).astype(dtype)
     scale, offset = np.float32([1, 2, 3]), np.float32([0, 1, -1])

@@ -1,4 +1,4 @@
-"""Rows of a table, and their gradient, beside those of JAX."""
+"""Rows of a table and their gradient, compared with JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ def by_index(table, indices):
         ((3, 2), []),
     ],
 )
-def test_rows_and_gradients_are_those_of_jax(shape, indices, dtype):
+def test_rows_and_gradients_match_jax(shape, indices, dtype):
     indices = np.array(indices, np.int32)
     table = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
-    # Whole numbers, of which every sum is exact.
+    # Sums of whole numbers are exact.
     weights = jnp.arange(1, 1 + indices.size * int(np.prod(shape[1:])), dtype=jnp.float32)
     weights = weights.reshape(*indices.shape, *shape[1:])
     assert jnp.array_equal(strategies.take_rows(table, indices), table[indices])
@@ -46,7 +46,7 @@ def test_many_values_of_a_row_are_added_in_float32_and_rounded_once():
     assert gradient(strategies.take_rows, table, indices, 1.0)[0, 0] == 1000
 
 
-def test_it_works_in_loops_and_under_recomputation():
+def test_take_rows_works_in_loops_and_under_recomputation():
     table, indices = jnp.ones((4, 2)), jnp.array([1, 1, 3])
 
     @jax.checkpoint

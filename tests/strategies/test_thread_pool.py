@@ -1,4 +1,4 @@
-"""Why the bits are the same: XLA splits a matrix product by the size of its thread pool, which the strategy fixes."""
+"""Thread pool of XLA, whose size decides the division of a matrix product; the strategy fixes it."""
 
 import os
 
@@ -25,7 +25,7 @@ PRINTED = {}
 
 @pytest.fixture
 def on_replicas(in_new_process):
-    """What the program prints, run once for each number of replicas."""
+    """Return the output of the program, run once for each number of replicas."""
 
     def run(replicas):
         if replicas not in PRINTED:

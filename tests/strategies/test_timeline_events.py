@@ -1,4 +1,4 @@
-"""What is recorded of a training on two instances, each in a thread: which events, in which order; no other bits."""
+"""Recorded events of a training on two instances in threads: their order, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = {"x": np.arange(96, dtype=np.float32).reshape(32, 3)}
 
 
 def train(hub, rank, recorder, found):
-    """Some steps of one instance: its variables, and the losses that it was told."""
+    """Return the variables of one instance after some steps, and the reported losses."""
     instance = Instance(rank, 2, 2, 2 * rank, REPLICAS, rank)
     settings = Settings(progress=Instruments(*([recorder] if recorder else [])))
     with connect(settings, hub, rank) as communicator:
@@ -54,7 +54,7 @@ def trained(recorders):
 
 @pytest.fixture(scope="module")
 def recorded():
-    """What two instances have recorded, and found."""
+    """Provide the recordings and results of two instances."""
     rings = [RingBuffer(), RingBuffer()]
     recorders = [Recorder(ring) for ring in rings]
     found = trained(recorders)
@@ -71,7 +71,7 @@ def test_recording_changes_no_bits(recorded):
     assert trained([None, None]) == recorded[1]
 
 
-def test_a_step_has_its_events_in_their_order(recorded):
+def test_a_step_has_its_events_in_order(recorded):
     recordings, _ = recorded
     for recording in recordings:
         events = recording.events[recording.events["track"] == 0]
@@ -106,7 +106,7 @@ def test_every_replica_is_seen_in_every_step(recorded):
             assert replicas["step"][replicas["name"] == replica].tolist() == list(range(STEPS))
 
 
-def test_rows_and_losses_are_those_of_the_steps(recorded):
+def test_rows_and_losses_match_the_steps(recorded):
     recordings, found = recorded
     for recording, spans, (_, losses) in zip(recordings, put_together(recordings).spans, found, strict=True):
         assert spans.measured["loss"][1].tolist() == losses
@@ -114,7 +114,7 @@ def test_rows_and_losses_are_those_of_the_steps(recorded):
         assert ends["value"].tolist() == [4] * STEPS
 
 
-def test_a_verdict_is_found_of_it(recorded):
+def test_a_recording_gives_a_verdict(recorded):
     verdict = judge(put_together(recorded[0]))
     assert verdict.table.steps.tolist() == list(range(STEPS))
     assert len(verdict.shares) == 2

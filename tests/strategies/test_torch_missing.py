@@ -1,11 +1,11 @@
-"""`strategies.torch` without PyTorch: the error says how to get it."""
+"""`strategies.torch` without PyTorch: the error tells how to install it."""
 
 import sys
 
 import pytest
 
 
-def test_the_extra_is_named_where_pytorch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_pytorch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [each for each in sys.modules if each.startswith("strategies.torch")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -1,4 +1,4 @@
-"""Variables that are not trained: they keep their bits, and cost neither gradients nor optimizer state."""
+"""Frozen variables: they keep their bits, without gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def test_only_the_others_change_and_have_optimizer_state():
+def test_only_trained_variables_change_and_have_optimizer_state():
     state = trained(strategies.IPUStrategy(REPLICAS))
     assert bits(state.variables["body"]) == bits(VARIABLES["body"])
     assert bits(state.variables["head"]) != bits(VARIABLES["head"])
@@ -49,7 +49,7 @@ def test_only_the_others_change_and_have_optimizer_state():
     assert state.optimizer_state[0].trace["head"].shape == (4,)
 
 
-def test_the_others_are_trained_as_if_the_frozen_ones_were_constants():
+def test_trained_variables_match_those_beside_constants():
     def of_head(variables, batch, key):
         return loss_fn({**VARIABLES, "head": variables["head"]}, batch, key)
 
@@ -58,7 +58,7 @@ def test_the_others_are_trained_as_if_the_frozen_ones_were_constants():
     np.testing.assert_allclose(trained(strategy).variables["head"], alone.variables["head"], rtol=1e-6)
 
 
-def test_a_tree_of_bools_says_the_same_as_a_function():
+def test_a_tree_of_bools_is_equivalent_to_a_function():
     strategy = strategies.IPUStrategy(REPLICAS)
     assert bits(trained(strategy, {"body": False, "head": True})) == bits(trained(strategy))
 
@@ -81,7 +81,7 @@ def test_the_bits_are_the_same_however_replicas_are_spread(on_instances, options
     assert on_instances(2, REPLICAS, function) == [alone] * 2
 
 
-def test_several_steps_in_one_program_leave_them_alone_too():
+def test_fused_steps_leave_frozen_variables_alone():
     strategy = strategies.IPUStrategy(1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), trainable=is_head)
     one_by_one, together = trainer.init(VARIABLES), trainer.init(VARIABLES)
@@ -93,7 +93,7 @@ def test_several_steps_in_one_program_leave_them_alone_too():
     assert bits(together.variables["body"]) == bits(VARIABLES["body"])
 
 
-def test_a_checkpoint_has_all_of_them(tmp_path):
+def test_a_checkpoint_has_all_variables(tmp_path):
     strategy = strategies.IPUStrategy(REPLICAS)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), trainable=is_head)
     with strategies.Checkpoints(tmp_path, trainer) as checkpoints:
@@ -103,7 +103,7 @@ def test_a_checkpoint_has_all_of_them(tmp_path):
     assert bits(restored) == bits(trained(strategy))
 
 
-def test_the_gradient_that_is_not_finite_is_that_of_the_variable_which_is_named():
+def test_a_non_finite_gradient_is_reported_for_the_right_variable():
     def infinite(variables, batch, key):
         return loss_fn(variables, batch, key) + jnp.sqrt(variables["head"][0] - 0.5)
 
@@ -111,7 +111,7 @@ def test_the_gradient_that_is_not_finite_is_that_of_the_variable_which_is_named(
         trained(strategies.IPUStrategy(REPLICAS), loss_fn=infinite, check_numerics=True)
 
 
-def test_nothing_is_frozen_where_nothing_is_said():
+def test_all_variables_are_trained_by_default():
     assert Trainable.of(VARIABLES, None).is_all
     with pytest.raises(
         TypeError, match=r"variable \['body'\]\['order'\] is of dtype int32, .* Trainer\(trainable=...\)"
@@ -131,6 +131,6 @@ def test_nothing_is_frozen_where_nothing_is_said():
     ],
     ids=["none", "no leaf", "no bool", "another tree", "a hole", "an integer"],
 )
-def test_what_makes_no_sense_is_refused(trainable, error, message):
+def test_invalid_choices_of_trained_variables_are_refused(trainable, error, message):
     with pytest.raises(error, match=message):
         trained(strategies.IPUStrategy(REPLICAS), trainable)

@@ -27,14 +27,14 @@ def squared_error(variables, batch, key):
 
 
 def local_part(strategy, tree):
-    """The local replicas' rows of a global batch."""
+    """Return the local replicas' rows of a global batch."""
     rows = len(jax.tree.leaves(tree)[0]) // strategy.num_replicas_in_sync
     part = slice(strategy.local_replicas.start * rows, strategy.local_replicas.stop * rows)
     return jax.tree.map(lambda leaf: leaf[part], tree)
 
 
 def trained(strategy, loss_fn=squared_error, optimizer=None, steps=1, variables=None, batch=BATCH, **options):
-    """The state and metrics after some steps over the same global batch."""
+    """Return the state and metrics after some steps over the same global batch."""
     trainer = Trainer(strategy, loss_fn, optimizer or optax.sgd(0.125), **options)
     state = trainer.init(start() if variables is None else variables)
     for _ in range(steps):
@@ -43,14 +43,14 @@ def trained(strategy, loss_fn=squared_error, optimizer=None, steps=1, variables=
 
 
 class TestOneUpdate:
-    def test_applies_the_mean_of_the_gradients(self, strategy):
+    def test_an_update_applies_the_mean_of_the_gradients(self, strategy):
         state, _ = trained(strategy)
         error = POINTS @ np.array([1.0, -2.0, 0.5]) + 0.25 - TARGETS
         gradient = 2 * (error[:, None] * POINTS).mean(axis=0)
         np.testing.assert_allclose(state.variables["w"], [1.0, -2.0, 0.5] - 0.125 * gradient, rtol=1e-5)
         np.testing.assert_allclose(state.variables["b"], 0.25 - 0.125 * 2 * error.mean(), rtol=1e-5)
 
-    def test_adds_the_gradients_in_the_order_of_the_tree(self, strategy, bits):
+    def test_gradients_are_added_in_the_order_of_the_tree(self, strategy, bits):
         state, _ = trained(strategy)
         gradient = jax.jit(jax.grad(lambda v, batch: squared_error(v, batch, None)[0]))
         parts = [gradient(start(), {k: v[6 * r : 6 * r + 6] for k, v in BATCH.items()}) for r in range(4)]
@@ -59,8 +59,8 @@ class TestOneUpdate:
         assert bits(state.variables["b"]) == bits(wanted)
 
     @pytest.mark.parametrize("replicas", [3, 6])
-    def test_divides_the_sum_once_by_the_replicas(self, bits, replicas):
-        """Not times 1 / R, which is not the same for an R that is no power of two."""
+    def test_the_sum_is_divided_once_by_the_replicas(self, bits, replicas):
+        """Multiplying by 1 / R would round differently for an R that is no power of two."""
 
         def loss_fn(variables, batch, key):
             return jnp.sum(variables["w"] * batch)
@@ -71,24 +71,24 @@ class TestOneUpdate:
         state, _ = trained(strategy, loss_fn, optax.sgd(1.0), variables=zeros, batch=gradients)
         assert bits(-state.variables["w"][0]) == bits(added(gradients) / np.float32(replicas))
 
-    def test_counts_the_steps(self, strategy):
+    def test_steps_are_counted(self, strategy):
         assert trained(strategy, steps=3)[0].step == 3
 
-    def test_keeps_shapes_and_dtypes(self, strategy):
+    def test_variables_keep_their_shapes_and_dtypes(self, strategy):
         state, _ = trained(strategy)
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state.variables) == {
             "w": ((3,), jnp.float32),
             "b": ((), jnp.float32),
         }
 
-    def test_keeps_the_optimizer_state(self, strategy):
+    def test_the_optimizer_state_is_kept(self, strategy):
         momentum, _ = trained(strategy, optimizer=optax.sgd(0.1, momentum=0.5), steps=2)
         plain, _ = trained(strategy, optimizer=optax.sgd(0.1), steps=2)
         assert not np.array_equal(momentum.variables["w"], plain.variables["w"])
         assert jax.tree.leaves(momentum.optimizer_state)
 
-    def test_uses_the_old_state_up(self, strategy):
-        """Not always: under load XLA's threads let go of what they have read later than they say."""
+    def test_a_step_uses_up_the_old_state(self, strategy):
+        """Deletion may be late: under load XLA's threads release their reads late."""
         trainer = Trainer(strategy, squared_error, optax.adam(0.1))
         state, used_up = trainer.init(start()), 0
         for _ in range(10):
@@ -98,7 +98,7 @@ class TestOneUpdate:
             used_up += all(leaf.is_deleted() for leaf in before)
         assert used_up >= 5
 
-    def test_leaves_what_init_was_given(self, strategy):
+    def test_init_leaves_the_given_variables_alone(self, strategy):
         given = start()
         trained(strategy, variables=given)
         np.testing.assert_array_equal(given["w"], [1.0, -2.0, 0.5])
@@ -109,14 +109,14 @@ class TestOneUpdate:
         assert isinstance(doubled, TrainState)
         assert doubled.step == 1
 
-    def test_accepts_batches_of_another_size_in_between(self, strategy):
+    def test_batches_of_another_size_are_accepted_in_between(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
         state = trainer.init(start())
         for rows in (24, 8, 24):
             state, metrics = trainer.step(state, {k: v[:rows] for k, v in BATCH.items()})
             assert metrics["rows"] == rows // 4
 
-    def test_can_begin_again_with_variables_of_other_shapes(self, strategy):
+    def test_a_trainer_can_restart_with_variables_of_other_shapes(self, strategy):
         def loss_fn(variables, batch, key):
             return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(variables)) * batch.mean()
 
@@ -130,7 +130,7 @@ class TestOneUpdate:
             np.testing.assert_array_equal(np.asarray(state.variables["w"], np.float32).reshape(-1), [0.5] * 4)
 
 
-SPREADS = {(6, 3, "ring"), (6, 2, "window"), (8, 8, "window")}  # in every run; the others in the complete tier
+SPREADS = {(6, 3, "ring"), (6, 2, "window"), (8, 8, "window")}  # in every run; other spreads in the complete tier
 
 
 class TestTheSameBitsForEveryNumberOfInstances:
@@ -142,7 +142,7 @@ class TestTheSameBitsForEveryNumberOfInstances:
             for mechanism in ("ring", "window")
         ],
     )
-    def test_with_every_mechanism(self, on_instances, replicas, instances, mechanism):
+    def test_bits_are_the_same_with_every_mechanism(self, on_instances, replicas, instances, mechanism):
         def program(strategy):
             state, metrics = trained(strategy, optimizer=optax.adamw(0.1), steps=5)
             return strategies.fingerprint(state.variables), dict(metrics)
@@ -151,7 +151,7 @@ class TestTheSameBitsForEveryNumberOfInstances:
         assert on_instances(instances, replicas, program, mechanism) == [alone] * instances
 
     @pytest.mark.parametrize("mechanism", ["ring", "window"])
-    def test_with_buffers_larger_than_a_chunk(self, on_instances, mechanism):
+    def test_bits_are_the_same_with_buffers_larger_than_a_chunk(self, on_instances, mechanism):
         def loss_fn(variables, batch, key):
             return jnp.mean((batch["x"][:, :1] * variables["w"]) ** 2)
 
@@ -187,7 +187,7 @@ class TestDtypes:
         assert on_instances(instances, 4, program) == [wanted] * instances
 
     @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
-    def test_what_is_not_floating_point_cannot_be_trained(self, strategy, dtype):
+    def test_variables_that_are_not_floating_point_are_refused(self, strategy, dtype):
         with pytest.raises(
             TypeError, match=rf"variable \['deep'\]\['n'\] is of dtype {np.dtype(dtype)}, but only floating"
         ):
@@ -203,7 +203,7 @@ class TestDtypes:
 
 
 class TestMetrics:
-    def test_are_means_over_all_replicas(self, strategy):
+    def test_metrics_are_means_over_all_replicas(self, strategy):
         _, metrics = trained(strategy)
         error = POINTS @ np.array([1.0, -2.0, 0.5]) + 0.25 - TARGETS
         assert set(metrics) == {"loss", "largest", "rows"}
@@ -212,10 +212,10 @@ class TestMetrics:
         assert metrics["rows"] == 6
         assert all(isinstance(value, float) for value in metrics.values())
 
-    def test_are_those_before_the_update(self, strategy):
+    def test_metrics_are_those_before_the_update(self, strategy):
         assert trained(strategy, steps=1)[1]["loss"] > trained(strategy, steps=2)[1]["loss"]
 
-    def test_stay_what_they_are_while_training_goes_on(self, strategy):
+    def test_metrics_stay_unchanged_while_training_continues(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
         state, first = trainer.step(trainer.init(start()), BATCH)
         before = dict(first)
@@ -223,22 +223,22 @@ class TestMetrics:
             state, _ = trainer.step(state, BATCH)
         assert dict(first) == before
 
-    def test_may_be_missing(self, strategy):
+    def test_metrics_can_be_missing(self, strategy):
         _, metrics = trained(strategy, lambda v, batch, key: squared_error(v, batch, key)[0])
         assert list(metrics) == ["loss"]
 
-    def test_of_an_unknown_name_there_is_none(self, strategy):
+    def test_an_unknown_metric_is_a_key_error(self, strategy):
         with pytest.raises(KeyError, match="accuracy"):
             trained(strategy)[1]["accuracy"]
 
     @pytest.mark.parametrize(
         ("metric", "text"), [(jnp.zeros(3), r"metric 'bad' is of shape \[3\], but metrics are scalars")]
     )
-    def test_are_scalars(self, strategy, metric, text):
+    def test_metrics_that_are_no_scalars_are_refused(self, strategy, metric, text):
         with pytest.raises(TypeError, match=text):
             trained(strategy, lambda v, batch, key: (v["b"], {"bad": metric}))
 
-    def test_none_of_them_is_called_loss(self, strategy):
+    def test_a_metric_called_loss_is_refused(self, strategy):
         with pytest.raises(TypeError, match="'loss'"):
             trained(strategy, lambda v, batch, key: (v["b"], {"loss": v["b"]}))
 
@@ -255,11 +255,11 @@ class TestTheLoss:
             (lambda v: (v["b"], {}, 3), "or the loss and a dictionary of metrics"),
         ],
     )
-    def test_is_a_floating_point_scalar(self, strategy, loss, text):
+    def test_a_loss_that_is_no_floating_point_scalar_is_refused(self, strategy, loss, text):
         with pytest.raises(TypeError, match=text):
             trained(strategy, lambda variables, batch, key: loss(variables))
 
-    def test_may_be_part_of_an_outcome(self, strategy):
+    def test_the_loss_can_be_part_of_an_outcome(self, strategy):
         def outcome(variables, batch, key):
             loss, metrics = squared_error(variables, batch, key)
             return strategies.Outcome(loss, metrics, outputs=batch["x"])
@@ -272,21 +272,21 @@ class TestTheLoss:
             "loss": metrics["loss"]
         }
 
-    def test_of_an_outcome_is_a_scalar_too(self, strategy):
+    def test_an_outcome_with_a_loss_that_is_no_scalar_is_refused(self, strategy):
         with pytest.raises(TypeError, match=r"the loss is float32\[3\]"):
             trained(strategy, lambda v, batch, key: strategies.Outcome(v["w"]))
 
-    def test_comes_without_a_model_state_where_there_is_none(self, strategy):
+    def test_an_outcome_without_a_model_state_is_accepted(self, strategy):
         with pytest.raises(TypeError, match="returns a model state, but gets none"):
             trained(strategy, lambda v, batch, key: strategies.Outcome(v["b"], model_state={"mean": v["w"]}))
 
-    def test_may_be_of_16_bits(self, strategy):
+    def test_the_loss_can_have_16_bits(self, strategy):
         _, metrics = trained(strategy, lambda v, batch, key: (v["b"] * 2).astype(jnp.bfloat16))
         assert metrics["loss"] == 0.5
 
 
 class TestBatches:
-    def test_have_to_be_divisible_among_the_local_replicas(self, strategy):
+    def test_batches_that_local_replicas_cannot_share_are_refused(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
         state = trainer.init(start())
         with pytest.raises(
@@ -295,23 +295,23 @@ class TestBatches:
             trainer.step(state, {"x": POINTS[:23], "y": TARGETS[:23]})
         assert trainer.step(state, BATCH)[0].step == 1
 
-    def test_are_cut_along_their_first_axis(self, strategy):
+    def test_batches_without_a_first_axis_are_refused(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
         with pytest.raises(ValueError, match=r"a batch has the shape \[\] for 4 local replicas"):
             trainer.step(trainer.init(start()), {"x": np.float32(0), "y": TARGETS})
 
-    def test_have_rows(self, strategy):
+    def test_batches_without_rows_are_refused(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
         with pytest.raises(ValueError, match=r"a batch of shape \[0, 3\] has no rows"):
             trainer.step(trainer.init(start()), {"x": POINTS[:0], "y": TARGETS[:0]})
 
-    def test_are_arrays(self, strategy):
+    def test_batches_that_are_no_arrays_are_refused(self, strategy):
         trainer = Trainer(strategy, squared_error, optax.sgd(0.1))
         with pytest.raises(TypeError, match="the batch has a float; use arrays"):
             trainer.step(trainer.init(start()), [1.0, 2.0])
 
-    def test_integers_have_to_fit_into_32_bits(self, strategy):
-        """JAX would cut them off without a word: classes that are hashes, say, would become others."""
+    def test_integers_that_do_not_fit_into_32_bits_are_refused(self, strategy):
+        """JAX would silently truncate them: classes that are hashes, for example, would change."""
         labels = np.full(24, 2**33 + 7)
         trainer = Trainer(strategy, lambda variables, batch, key: variables["b"] * batch[0, 0], optax.sgd(0.1))
         state = trainer.init(start())
@@ -332,11 +332,11 @@ class TestBatches:
 
 
 class TestKeys:
-    """Of the random numbers: one per replica and step, whatever the number of instances."""
+    """Keys of random numbers: one per replica and step, for every number of instances."""
 
     @staticmethod
     def draws(strategy, steps=3, seed=0):
-        """For each step the draw of each replica, as all replicas' variables show it."""
+        """Return the draw of each replica for each step, as the variables of all replicas show it."""
         total = strategy.num_replicas_in_sync
 
         def loss_fn(variables, batch, key):
@@ -351,14 +351,14 @@ class TestKeys:
             found.append(np.array(state.variables["w"]))
         return -np.diff(found, axis=0)
 
-    def test_differ_for_each_replica_and_step(self, strategy):
+    def test_keys_differ_for_each_replica_and_step(self, strategy):
         assert len(np.unique(self.draws(strategy).round(4))) == 12
 
-    def test_differ_with_the_seed(self, strategy):
+    def test_keys_differ_with_the_seed(self, strategy):
         assert not np.intersect1d(self.draws(strategy).round(4), self.draws(strategy, seed=1).round(4)).size
 
     @pytest.mark.parametrize("instances", [3, *(pytest.param(n, marks=pytest.mark.complete) for n in (2, 6))])
-    def test_do_not_depend_on_the_number_of_instances(self, on_instances, instances):
+    def test_keys_do_not_depend_on_the_number_of_instances(self, on_instances, instances):
         alone = self.draws(strategies.IPUStrategy(num_replicas=6))
         for found in on_instances(instances, 6, self.draws):
             np.testing.assert_array_equal(found, alone)
@@ -375,7 +375,7 @@ class TestCheckNumerics:
         return {"fine": jnp.float32(1), "deep": {"bad": jnp.float32(2)}}
 
     @pytest.mark.parametrize("instances", [2, *(pytest.param(n, marks=pytest.mark.complete) for n in (1, 4))])
-    def test_names_variable_replica_and_step_on_every_instance(self, on_instances, instances):
+    def test_the_error_names_variable_replica_and_step_on_every_instance(self, on_instances, instances):
         def program(strategy):
             trainer = Trainer(strategy, self.loss, optax.sgd(0.5), check_numerics=True)
             state = trainer.init(self.variables())
@@ -387,7 +387,7 @@ class TestCheckNumerics:
         for message in on_instances(instances, 4, program):
             assert "variable ['deep']['bad'] on replica 2 is not finite at step 1" in message
 
-    def test_names_all_replicas_that_had_one(self, strategy):
+    def test_the_error_names_all_replicas_with_a_non_finite_gradient(self, strategy):
         with pytest.raises(NonFiniteGradientError, match=r"first of the replicas \[1, 3\]"):
             trained(
                 strategy, self.loss, variables=self.variables(), batch=np.array([0, 13, 0, 13]), check_numerics=True
@@ -397,15 +397,15 @@ class TestCheckNumerics:
         with pytest.raises(NonFiniteGradientError):
             trained(strategy, lambda v, batch, key: v["b"] * jnp.inf, check_numerics=True)
 
-    def test_changes_no_bit(self, strategy):
+    def test_checking_changes_no_bit(self, strategy):
         plain, checked = (trained(strategy, steps=3, check_numerics=check)[0] for check in (False, True))
         assert strategies.fingerprint(plain.variables) == strategies.fingerprint(checked.variables)
 
-    def test_is_off_by_default(self, strategy):
+    def test_checking_is_off_by_default(self, strategy):
         state, _ = trained(strategy, self.loss, variables=self.variables(), batch=np.full(4, 13))
         assert np.isnan(state.variables["deep"]["bad"])
 
-    def test_metrics_may_be_nan(self, strategy):
+    def test_metrics_can_be_nan(self, strategy):
         _, metrics = trained(strategy, lambda v, batch, key: (v["b"], {"nan": jnp.nan}), check_numerics=True)
         assert np.isnan(metrics["nan"])
 
@@ -435,7 +435,7 @@ class TestVariablesThatDifferBetweenInstances:
             assert f"['{name}']" in message
 
 
-def test_a_replica_trains_nothing(strategy):
+def test_training_inside_a_replica_is_refused(strategy):
     trainer = Trainer(strategy, squared_error, optax.sgd(1.0))
     state = trainer.init(start())
     calls = {"init": (start(),), "step": (state, BATCH), "run": (state, [BATCH])}

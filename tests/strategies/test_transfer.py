@@ -1,4 +1,4 @@
-"""Gradients in fewer bytes: which dtypes, what int8 blocks lose and give back, and that n does not change the bits."""
+"""Transfer of gradients in fewer bytes: dtypes, residuals of int8 blocks, and bits independent of n."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def encoded(leaves, residuals=None, layout=LAYOUT):
 
 
 def decoded(payload, layout=LAYOUT):
-    """What a payload stands for, as the description of the format has it."""
+    """Return the values of a payload, as the description of the format defines them."""
     values = payload[: layout.result_size].astype(np.float64).reshape(-1, BLOCK)
     scales = payload[layout.result_size :].view(np.uint8).astype(np.float64)
     blocks = values * np.where(scales == 255, np.nan, np.exp2(scales - 127))[:, None]
@@ -56,7 +56,7 @@ def decoded(payload, layout=LAYOUT):
 
 
 def add_up(layout, payloads):
-    """The mean of the payloads, in one process."""
+    """Return the mean of the payloads, computed in one process."""
     result = layout.new_result()
     with collectives.connect("single") as communicator:
         Int8Reduction(layout, communicator, len(payloads)).reduce(payloads, result, name="gradients")
@@ -67,7 +67,7 @@ def add_up(layout, payloads):
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "int8"])
-def test_a_dtype_may_be_a_name_or_a_dtype_of_numpy_or_jax(name):
+def test_a_dtype_can_be_a_name_or_a_dtype_of_numpy_or_jax(name):
     assert (
         GradientTransfer.parse(name)
         == GradientTransfer.parse(jnp.dtype(name))
@@ -103,7 +103,7 @@ def test_a_payload_has_65_bytes_for_each_block_of_64_values():
     assert encoded(gradients(0))[0].shape == (LAYOUT.payload_size,)
 
 
-def test_what_is_transferred_and_what_is_lost_are_exactly_the_gradient(bits):
+def test_transferred_values_and_residuals_add_up_to_the_gradient(bits):
     leaves = gradients(0)
     payload, lost = encoded(leaves)
     for leaf, transferred, residual in zip(leaves, decoded(payload), lost, strict=True):
@@ -131,7 +131,7 @@ def test_gradients_of_16_bits_are_quantised_as_float32(dtype, bits):
 
 
 def sums_of_steps(gradients_of, steps):
-    """The sum of what was transferred in so many steps, the sum of the gradients, and what is kept at the end."""
+    """Return the sum of transferred values after some steps, the sum of the gradients, and the last residual."""
     lost = zeros_of(LAYOUT)
     transferred, sums = ([np.zeros(shape) for shape in SHAPES] for _ in range(2))
     for step in range(steps):
@@ -143,12 +143,12 @@ def sums_of_steps(gradients_of, steps):
     return transferred, sums, lost
 
 
-def test_the_sum_of_all_steps_arrives_but_for_what_is_kept():
+def test_the_sum_of_all_steps_arrives_except_for_the_residual():
     largest = 0.0
     for transferred, sums, kept in zip(*sums_of_steps(lambda step: gradients(0, step), 100), strict=True):
-        np.testing.assert_allclose(transferred + kept, sums, rtol=0, atol=0.01)  # of values up to 1000, in float32
+        np.testing.assert_allclose(transferred + kept, sums, rtol=0, atol=0.01)  # for values up to 1000, in float32
         largest = max(largest, *abs(transferred - sums).reshape(-1), 0)
-    assert 0.02 < largest < 32  # what one step loses
+    assert 0.02 < largest < 32  # the residual of one step
 
 
 def test_gradients_below_half_a_unit_arrive_in_the_end():
@@ -196,7 +196,7 @@ def test_residuals_of_replicas_lie_one_after_another_and_are_copied(bits):
 
 
 def payload_of(replica, layout=LAYOUT):
-    """Replicas differ so much that the order of their sum shows; blocks of one size are added without rounding."""
+    """Return the payload of a replica; replicas differ so much that the order of their sum shows."""
     factor = np.float32(2.0 ** (1, 0, 0, 25, 9, 23)[replica])
     return encoded([factor * leaf for leaf in gradients(replica, layout=layout)], None, layout)[0]
 
@@ -257,7 +257,7 @@ def test_every_rank_sends_the_payloads_of_all_but_one_rank_once(ranks, local):
         assert max(sent) <= 0.26 * 4 * elements
 
 
-# ---- where leaves lie in flat buffers
+# ---- positions of leaves in flat buffers
 
 
 LEAVES = [
@@ -273,7 +273,7 @@ def written(layout, leaves, tail):
     return [np.asarray(array) for array in jax.jit(partial(flatten, layout))(leaves, tail, into)]
 
 
-def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_with_a_tail_behind_them():
+def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_and_end_with_a_tail():
     layout = FlatLayout.of(LEAVES, tail=2)
     wide, narrow = layout.buffers
     assert (wide.name, wide.size, wide.leaves, wide.starts) == ("float32", 36, (0, 2, 3), (0, 16, 32))
@@ -281,7 +281,7 @@ def test_leaves_of_a_dtype_begin_at_multiples_of_64_bytes_with_a_tail_behind_the
     assert [layout.buffer_of(leaf) for leaf in range(4)] == [0, 1, 0, 0]
 
 
-def test_what_is_written_is_seen_in_views_and_gaps_are_zero():
+def test_views_show_written_values_and_gaps_are_zero():
     layout = FlatLayout.of(LEAVES, tail=2)
     arrays = written(layout, LEAVES, jnp.array([5.0, 6.0]))
     for view, leaf in zip(layout.views(arrays), LEAVES, strict=True):
@@ -291,14 +291,14 @@ def test_what_is_written_is_seen_in_views_and_gaps_are_zero():
     assert arrays[0].sum() == sum(float(LEAVES[number].sum()) for number in (0, 2, 3)) + 11
 
 
-def test_there_is_a_buffer_of_float32_even_for_the_tail_alone():
+def test_the_tail_has_a_float32_buffer_even_alone():
     layout = FlatLayout.of([LEAVES[1]], tail=1)
     assert [(buffer.name, buffer.size) for buffer in layout.buffers] == [("float32", 1), ("bfloat16", 3)]
     assert written(layout, [LEAVES[1]], None)[0].tolist() == [0]
 
 
 @pytest.mark.parametrize(("multiple", "size"), [(1, LARGE_BYTES // 4 + 1), (6, LARGE_BYTES // 4 + 2)])
-def test_a_large_leaf_lies_alone_up_to_a_multiple(multiple, size):
+def test_a_large_leaf_has_its_own_buffer_padded_to_a_multiple(multiple, size):
     large, small = np.ones(LARGE_BYTES // 4 + 1, np.float32), np.ones(2, np.float32)
     layout = FlatLayout.of([small, large], tail=1, multiple=multiple)
     first, second = layout.buffers
@@ -309,7 +309,7 @@ def test_a_large_leaf_lies_alone_up_to_a_multiple(multiple, size):
     assert not arrays[1][large.size :].any()
 
 
-def test_the_mean_of_a_leaf_that_has_a_buffer_alone_may_be_cut():
+def test_the_mean_of_a_leaf_with_its_own_buffer_can_be_cut():
     leaves = [np.zeros((2, 3), np.float32), np.zeros(LARGE_BYTES // 4 + 1, np.float32), np.zeros(LARGE_BYTES, np.int8)]
     shards = Shards(replicas=3, local=2, min_elements=4)
     layout, given = FlatLayout.of(leaves, tail=1, multiple=shards.replicas), np.zeros(LARGE_BYTES + 2, np.int8)
@@ -330,6 +330,6 @@ def test_the_mean_of_a_leaf_that_has_a_buffer_alone_may_be_cut():
     assert np.shares_memory(bucket.mean(2), given)
 
 
-def test_the_largest_small_leaf_lies_with_the_others():
+def test_the_largest_small_leaf_shares_a_buffer():
     layout = FlatLayout.of([np.ones(LARGE_BYTES // 4 - 1, np.float32)], tail=0)
     assert [buffer.is_of_one for buffer in layout.buffers] == [False]

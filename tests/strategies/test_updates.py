@@ -1,4 +1,4 @@
-"""The update of a step: the optimizer on mean gradients, apart from whoever computed them."""
+"""Update of a step: the optimizer on mean gradients, apart from their computation."""
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ def alone():
 
 def updated(strategy, optimizer=None, means=MEANS, variables=VARIABLES, step=0, scale=1.0, **settings):
     update = WholeStateUpdate(strategy.replicas, optimizer or optax.sgd(0.5), UpdateSettings(**settings))
-    placed = jax.tree.map(jnp.array, variables)  # a copy, which is used up
+    placed = jax.tree.map(jnp.array, variables)  # a copy, since the update uses it up
     after, state = update.apply(placed, update.init(placed), means, control_words(step, False, scale))
     update.wait()
     return after, state
 
 
-def test_variables_become_what_the_optimizer_says(alone):
+def test_variables_are_updated_by_the_optimizer(alone):
     after, _ = updated(alone)
     assert after["w"].tolist() == [0.875, -2.5]
     assert float(after["b"]) == 1.0
@@ -42,10 +42,10 @@ def test_variables_become_what_the_optimizer_says(alone):
     ],
     ids=["squared", "clipped", "decayed"],
 )
-def test_g13_a_function_of_gradients_and_variables_comes_before_the_optimizer(
+def test_a_function_of_gradients_and_variables_runs_before_the_optimizer(
     strategy, variables, gradients, mapped, wanted
 ):
-    """G-13: what the original's `MapGradientOptimizer` does, on the mean over replicas that are a half apart."""
+    """The original's `MapGradientOptimizer` does this on the mean over replicas, whose gradients are 0.5 apart."""
 
     def loss_fn(variables, batch, key):
         return jnp.sum(variables["w"] * batch)
@@ -58,8 +58,8 @@ def test_g13_a_function_of_gradients_and_variables_comes_before_the_optimizer(
     np.testing.assert_allclose(np.float32(variables) - state.variables["w"], wanted, rtol=1e-6)
 
 
-def test_g13_what_a_squared_gradient_makes_of_the_weights(strategy):
-    """G-13: minimising the product of 1, 2 and 3, whose gradients are 6, 3 and 2."""
+def test_squared_gradients_update_the_weights(strategy):
+    """The loss is the product of 1, 2 and 3, whose gradients are 6, 3 and 2."""
 
     def loss_fn(variables, batch, key):
         return jnp.prod(variables["w"]) * batch.mean()
@@ -71,7 +71,7 @@ def test_g13_what_a_squared_gradient_makes_of_the_weights(strategy):
 
 
 def test_old_variables_and_state_are_used_up(alone):
-    """Declared to the compiler: it may write the new ones where they lie."""
+    """The donation is declared to the compiler, which may write the new arrays into the same memory."""
     update = WholeStateUpdate(alone.replicas, optax.sgd(0.5, momentum=0.9), UpdateSettings())
     variables = {"w": jax.device_put(np.ones(1000, np.float32), alone.replicas.variables_device)}
     state = update.init(variables)
@@ -89,14 +89,14 @@ def test_means_are_divided_by_the_loss_scale(alone):
     assert strategies.fingerprint(one) == strategies.fingerprint(other)
 
 
-def test_the_optimizer_is_given_the_norm_of_all_gradients(alone):
+def test_the_optimizer_gets_the_norm_of_all_gradients(alone):
     clipped, _ = updated(alone, optax.chain(strategies.clip_by_global_norm(0.5), optax.sgd(1.0)))
     norm = np.sqrt(0.25**2 + 1 + 1)
     np.testing.assert_allclose(clipped["w"], VARIABLES["w"] - MEANS["w"] * 0.5 / norm, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "seen"), [(None, "bfloat16"), (jnp.float32, "float32")])
-def test_the_optimizer_gets_gradients_in_the_dtype_that_was_asked_for(alone, dtype, seen):
+def test_the_optimizer_gets_gradients_in_the_requested_dtype(alone, dtype, seen):
     found = []
     watching = optax.stateless(lambda gradients, _: found.append(gradients["w"].dtype) or gradients)
     narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), VARIABLES)
@@ -121,6 +121,6 @@ def test_stochastic_rounding_depends_on_seed_and_step_alone(alone):
     assert set(first.tolist()) == {1.0, 1.0078125}
 
 
-def test_state_may_lie_in_host_memory_between_updates(alone):
+def test_state_can_lie_in_host_memory_between_updates(alone):
     _, state = updated(alone, optax.adam(0.1), offloads_state=True)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {"pinned_host"}

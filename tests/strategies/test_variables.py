@@ -1,4 +1,4 @@
-"""Variables without a trainer: mirrored ones, and those that are reduced when they are read."""
+"""Variables without a trainer: mirrored variables, and variables reduced on reading."""
 
 import jax
 import numpy as np
@@ -73,7 +73,7 @@ def test_a_sum_of_integers_that_cannot_be_divided_among_the_replicas_is_refused(
 @pytest.mark.parametrize(
     ("dtype", "largest"), [(np.uint8, 255), (np.int8, 127), (np.int32, 2**31 - 1), (np.uint32, 2**32 - 1)]
 )
-def test_the_mean_of_an_integer_variable_is_what_was_assigned(strategy, dtype, largest):
+def test_the_mean_of_an_integer_variable_is_the_assigned_value(strategy, dtype, largest):
     for synchronization in ("on_read", "on_write"):
         variable = strategy.variable(dtype(0), synchronization, "mean")
         for value in (5, largest):
@@ -104,7 +104,7 @@ def test_unknown_words_are_refused_with_the_known_ones():
 
 
 def test_only_instance_0_writes_checkpoints(on_instances):
-    """M-01, M-02 on threads."""
+    """The instances run on threads."""
 
     def program(strategy):
         extended = strategy.extended
@@ -115,7 +115,7 @@ def test_only_instance_0_writes_checkpoints(on_instances):
     assert on_instances(2, 2, program) == [(True, True), (False, False)]
 
 
-def test_what_a_replica_reads_is_the_current_value(strategy):
+def test_a_replica_reads_the_current_value(strategy):
     variable = strategy.variable(np.float32(1))
 
     def double():
@@ -132,10 +132,10 @@ def test_what_a_replica_reads_is_the_current_value(strategy):
         for _ in range(2):
             assert [float(x) for x in strategy.run(double)] == [2 * value] * 4
             strategy.run(listed)
-    assert len(traced) == 2  # compiled anew only where it has changed
+    assert len(traced) == 2  # compiled again only after a change
 
 
-def test_a_loop_that_is_kept_reads_the_current_value_too(strategy):
+def test_a_cached_loop_reads_the_current_value(strategy):
     variable = strategy.variable(np.float32(1))
 
     def body(x):
@@ -147,8 +147,8 @@ def test_a_loop_that_is_kept_reads_the_current_value_too(strategy):
 
 
 @pytest.mark.parametrize("synchronization", ["on_read", "on_write"])
-def test_a_replica_assigns_nothing(strategy, synchronization):
-    """Or the variable would hold what is left of a compilation."""
+def test_assigning_inside_a_replica_is_refused(strategy, synchronization):
+    """Assigned values would be leftovers of a compilation."""
     variable = strategy.variable(np.float32(1), synchronization, "mean")
     for place in (lambda body: strategy.run(body, args=(2.0,)), lambda body: loops.repeat(1, body, [2.0])):
         with pytest.raises(RuntimeError, match="assign of a variable was called while a program is compiled.*return"):
@@ -156,14 +156,14 @@ def test_a_replica_assigns_nothing(strategy, synchronization):
     assert float(variable.read_value()) == 1
 
 
-def test_a_replica_does_not_read_what_all_replicas_have_together(strategy):
+def test_reading_a_reduced_value_inside_a_replica_is_refused(strategy):
     variable = strategy.variable(np.float32(1), "on_read")
     with pytest.raises(RuntimeError, match="read_value of a variable was called while a program is compiled"):
         strategy.run(variable.read_value)
 
 
-def test_a_variable_is_an_argument(on_instances):
-    """Of one that is synchronised on reading each replica gets its own."""
+def test_a_variable_can_be_an_argument(on_instances):
+    """Each replica gets its own value of a variable that is synchronised on reading."""
 
     def program(strategy):
         mirrored = strategy.variable({"w": np.float32(10)})

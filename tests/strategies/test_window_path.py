@@ -1,4 +1,4 @@
-"""Means through windows that the instances of a host map have the bits of the exchange on the host."""
+"""Means through windows mapped by the instances of a host: the bits of the exchange on the host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_means_and_rows_have_the_bits_of_the_host(tmp_path: Path) -> None:
             assert f"{library} {rank}: {cases}" in found, job.stdout
 
 
-def test_one_instance_has_a_window_of_its_own() -> None:
+def test_a_single_instance_has_its_own_window() -> None:
     def means(communicator: Communicator) -> np.ndarray:
         path = WindowPath(Spread.together([1]), communicator, HostMemory(), NumpyArithmetic(), NumpyViews())
         (found,) = path.means("all", [[np.arange(5, dtype=np.float32)]], [FLOAT32])
@@ -60,7 +60,7 @@ def test_a_window_that_cannot_grow_is_not_used_any_more(tmp_path: Path) -> None:
     def means(communicator: Communicator) -> None:
         path = WindowPath(Spread.together([1]), communicator, HostMemory(folder), NumpyArithmetic(), NumpyViews())
         folder.rmdir()
-        for size in (1 << 20, 5):  # the second one would have had room
+        for size in (1 << 20, 5):  # the second size would have had room
             with pytest.raises(MappingError, match="cannot share memory"):
                 path.means("all", [[np.zeros(size, np.float32)]], [FLOAT32])
         path.close()
@@ -75,7 +75,7 @@ def refusal(communicator: Communicator, memory: HostMemory | CudaMemory) -> str:
     return str(error.value)
 
 
-def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
+def test_all_instances_raise_the_reason_why_one_has_no_window(tmp_path: Path) -> None:
     folders = [tmp_path, tmp_path / "missing"]
     texts = run_on_threads(2, lambda communicator: refusal(communicator, HostMemory(folders[communicator.rank])))
     assert texts[0] == texts[1]
@@ -83,7 +83,7 @@ def test_all_instances_say_why_one_has_no_window(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_does_not_ask_for_windows_goes_on_without_them(
+def test_a_job_that_does_not_request_windows_continues_without_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def on_rank(communicator: Communicator) -> bool:
@@ -125,7 +125,7 @@ class LostAt:
 
 
 def test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal(tmp_path: Path) -> None:
-    """Those who carry on make new windows; a refusal would end them."""
+    """Survivors make new windows; a refusal would end them."""
     hub = ThreadHub(2)
     settings = Settings(mechanism="ring", limits=LIMITS, progress=Instruments(LostAt("memory cannot be shared")))
 
@@ -142,7 +142,7 @@ def test_a_window_that_is_missing_after_a_loss_is_a_loss_and_no_refusal(tmp_path
     assert "rank 0" in found
 
 
-def test_means_take_the_place_of_sums_that_are_as_wide() -> None:
+def test_means_replace_sums_of_the_same_width() -> None:
     layout = WindowLayout(Spread.together([3, 2]), [100, 0, 7], [FLOAT32, bfloat16, bfloat16])
     wide, narrow = layout.groups
     assert (wide.numbers, wide.elements, narrow.numbers) == ((0,), 128, (2,))

@@ -1,4 +1,4 @@
-"""Collectives between the shards of one replica: the original's rows W."""
+"""Collectives between the shards of one replica."""
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ def lists(arrays):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
-def test_w01_to_w03_gathered_on_each_shard(dtype):
+def test_each_shard_gathers_all_values(dtype):
     gathered = ops.all_gather([np.full(2, number, dtype) for number in (1, 2, 3, 4)])
     assert lists(gathered) == [[1, 1, 2, 2, 3, 3, 4, 4]] * 4
     assert {array.dtype for array in gathered} == {np.dtype(dtype)}
 
 
-def test_w04_w12_gradients():
+def test_collectives_between_shards_have_gradients():
     def loss(function):
         return lambda shards: sum(jnp.mean(out**2) for out in function(shards))
 
@@ -33,7 +33,7 @@ def test_w04_w12_gradients():
     assert lists(jax.grad(loss(ops.reduce_scatter))(shards)) == [[6, 6], [6, 6]]
 
 
-def test_w05_w06_sizes_axes_and_scalars():
+def test_gathering_takes_different_sizes_axes_and_scalars():
     mixed = [np.zeros(0, np.float32), *(np.full(n, n, np.float32) for n in (2, 4))]
     assert lists(ops.all_gather(mixed)) == [[2, 2, 4, 4, 4, 4]] * 3
     assert ops.all_gather([np.zeros((2, 3)), np.ones((2, 3))])[0].shape == (4, 3)
@@ -42,7 +42,7 @@ def test_w05_w06_sizes_axes_and_scalars():
     assert lists(ops.all_gather([1, 1])) == [[1, 1]] * 2  # Python has one object for both
 
 
-def test_w07_w09_what_does_not_fit_together_is_refused():
+def test_shards_that_do_not_match_are_refused():
     one = np.ones((2, 3), np.float32)
     with pytest.raises(ValueError, match="along axis 2 of arrays of rank 2"):
         ops.all_gather([one, one + 1], axis=2)
@@ -59,11 +59,11 @@ def test_w07_w09_what_does_not_fit_together_is_refused():
             function([])
 
 
-def test_shards_may_be_the_rows_of_an_array():
+def test_shards_can_be_the_rows_of_an_array():
     assert lists(ops.all_reduce(np.arange(6, dtype=np.float32).reshape(2, 3))) == [[3, 5, 7]] * 2
 
 
-def test_w08_shards_on_devices_come_in_their_order():
+def test_shards_on_devices_come_in_order():
     first, second = (jax.device_put(np.ones(2), device) for device in jax.devices()[:2])
     for function in EACH:
         with pytest.raises(strategies.DeviceError, match="in the order of their devices"):
@@ -74,20 +74,20 @@ def test_w08_shards_on_devices_come_in_their_order():
 @pytest.mark.parametrize(
     ("op", "wanted"), [("ADD", 3), ("MUL", 2), ("MIN", 1), ("MAX", 2), ("SQUARE_ADD", 5), ("LOGICAL_OR", 1)]
 )
-def test_w10_reductions(op, wanted, dtype):
+def test_shards_are_reduced_by_every_operation(op, wanted, dtype):
     shards = [np.full(2, 1, dtype), np.full(2, 2, dtype)]
     assert lists(ops.all_reduce(shards, op)) == [[wanted] * 2] * 2
     assert lists(ops.reduce_scatter(shards, op)) == [[wanted]] * 2
     assert ops.all_reduce(shards, op)[0].dtype == dtype
 
 
-def test_w10_logical_operations_on_truth_values():
+def test_logical_operations_reduce_truth_values():
     shards = [np.array([True, True, False, False]), np.array([True, False, True, False])]
     assert lists(ops.all_reduce(shards, "LOGICAL_AND"))[0] == [True, False, False, False]
     assert lists(ops.all_reduce(shards, "LOGICAL_OR"))[0] == [True, True, True, False]
 
 
-def test_w11_short_shards_are_padded_with_zeros():
+def test_short_shards_are_padded_with_zeros():
     assert lists(ops.reduce_scatter([np.full(5, n) for n in (1, 2, 3, 4)])) == [[10, 10], [10, 10], [10, 0], [0, 0]]
     assert lists(ops.reduce_scatter([np.full(2, n) for n in (1, 2, 3, 4)])) == [[10], [10], [0], [0]]
     assert lists(ops.all_reduce([np.int32([2]), np.int32([1, 1])])) == [[3, 1]] * 2

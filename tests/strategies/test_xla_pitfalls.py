@@ -1,4 +1,4 @@
-"""Products are rounded by themselves: the bits of NumPy, which rounds after each operation, at any length."""
+"""Products rounded by themselves: the bits of NumPy, which rounds after each operation, at any length."""
 
 import os
 import subprocess
@@ -64,8 +64,8 @@ def test_no_product_is_contracted_with_a_sum(function, length):
     np.testing.assert_array_equal(found, two_products(*numbers))
 
 
-def test_what_combines_elements_is_no_call():
-    """A reduction by a function of one's own has a program in it, and as many operands as that takes."""
+def test_the_reducer_of_a_reduction_is_no_call():
+    """A reduction by a custom function contains a program with its own number of operands."""
 
     def total(x):
         return jax.lax.reduce(x, np.float32(0), lambda a, b: a + jnp.abs(b), (0,))
@@ -74,7 +74,7 @@ def test_what_combines_elements_is_no_call():
 
 
 @pytest.mark.parametrize("length", [1, 33, 65_537])
-def test_roots_are_rounded_before_anything_is_done_with_them(length):
+def test_roots_are_rounded_before_further_operations(length):
     a, b = np.abs(ROWS[0, :length]), ROWS[1, :length]
     quotient, reciprocal, total = jax.jit(
         with_rounded_products(lambda a, b: (b / jnp.sqrt(a), jax.lax.rsqrt(a), jnp.sqrt(a) + b))
@@ -85,7 +85,7 @@ def test_roots_are_rounded_before_anything_is_done_with_them(length):
     np.testing.assert_array_equal(total, root + b)
 
 
-def test_results_are_those_of_a_scan_and_keep_their_structure():
+def test_results_match_a_scan_and_keep_their_structure():
     def sums(tree, *, scale):
         total, every = jax.lax.scan(lambda total, row: (total + scale * row, total), tree["first"], tree["rows"])
         return {"total": total, "every": every}, jnp.int32(3)
@@ -122,7 +122,7 @@ OPTIMIZERS = {
     ],
 )
 def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
-    """As `ShardedStateUpdate` relies on it: an update of a piece has the bits of that piece of the update."""
+    """`ShardedStateUpdate` relies on this: an update of a piece has the bits of that piece of the update."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
@@ -141,42 +141,42 @@ def test_parts_of_any_length_are_updated_as_the_whole(optimizer):
         np.testing.assert_array_equal(trained(piece), whole[piece])
 
 
-# ---- what JAX would silently make float32 is refused
+# ---- refusal of values that JAX would silently make float32
 
 
 @pytest.mark.parametrize("value", [np.float64(1), {"x": [np.zeros(2)]}])
-def test_float64_is_refused_wherever_it_is(value):
+def test_float64_is_refused_anywhere_in_a_tree(value):
     with pytest.raises(TypeError, match="Unsupported data type for infeed: float64; convert it to float32"):
         refuse_float64(value, "infeed")
 
 
 @pytest.mark.parametrize("value", [1.0, np.float32(1), {"x": (jnp.ones(2), np.int64(3))}, None])
-def test_the_rest_comes_back_untouched(value):
+def test_other_values_are_returned_unchanged(value):
     assert refuse_float64(value) is value
 
 
-# ---- something in a compiled program that waits for something else
+# ---- a value in a compiled program that waits for another one
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
 @pytest.mark.parametrize("value", [0, 1])
-def test_what_waits_gets_its_own_value_whatever_it_waits_for(dtype, value):
+def test_a_waiting_value_is_unchanged_by_the_awaited_value(dtype, value):
     waited_for = jnp.full((2, 2), value).astype(dtype)
     found = jax.jit(lambda condition, array: behind(is_true(condition), array))([waited_for], jnp.arange(3.0))
     assert found.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_also_for_what_is_not_finite(value):
+def test_non_finite_values_can_be_awaited(value):
     assert bool(jax.jit(is_true)([jnp.full(1, value)]))
 
 
-def test_nothing_and_empty_arrays_are_there_at_once():
+def test_empty_arrays_are_ready_at_once():
     assert bool(is_true([]))
     assert bool(is_true([jnp.zeros((0, 3))]))
 
 
-def test_the_compiler_cannot_leave_it_out():
+def test_the_compiler_cannot_remove_the_wait():
     def program(waited_for, array):
         return behind(is_true([waited_for]), array)
 
@@ -186,7 +186,7 @@ def test_the_compiler_cannot_leave_it_out():
     assert "constant(true)" not in entry
 
 
-# ---- what is said where a limit of address space is too low for XLA
+# ---- the message about a limit of address space that is too low for XLA
 
 
 ROOT = Path(__file__).parents[2]
@@ -200,24 +200,24 @@ strategy = strategies.IPUStrategy()
 STARTED = PROGRAM.replace("resource.setrlimit", "import jax; jax.devices(); resource.setrlimit")
 
 
-def test_a_limit_that_will_do_is_not_mentioned():
+def test_a_sufficient_limit_is_not_mentioned():
     assert describe_lack(10**9 + THREADS_RESERVE_BYTES, 10**9) == ""
 
 
-def test_one_that_will_not_is_explained_with_its_numbers():
+def test_an_insufficient_limit_is_explained_with_its_numbers():
     assert describe_lack(15 * 10**8, 45 * 10**7).startswith(
         "this process may use 1.50 GB of address space (ulimit -v) and uses 0.45 GB; XLA's threads reserve 1.34 GB"
     )
 
 
 @pytest.mark.complete
-def test_it_is_the_first_thing_that_is_said_whatever_becomes_of_the_process():
+def test_the_limit_is_the_first_message_of_the_process():
     said = run(PROGRAM).stderr
     assert said.startswith("this process may use ")
     assert "raise the limit" in said.splitlines()[0]
 
 
-def test_nothing_is_said_where_xla_has_started_already():
+def test_the_limit_is_not_mentioned_if_xla_has_started():
     assert "this process may use" not in run(STARTED).stderr
 
 

@@ -1,4 +1,4 @@
-"""The same bits for every model of the zoo, however its replicas are spread, and with every optimizer."""
+"""Models of the zoo: the same bits for every spread of replicas and with every optimizer."""
 
 import functools
 
@@ -25,11 +25,11 @@ SPREADS = [  # instances, training and state: all pairs
     (4, "accumulation", "sharded"),
 ]
 FEW = ("loops", "attention", "cnn")
-"""Those of the default tier, each with another training: layers by the data, softmax, windows. `batch_norm` is trained
-on a single core, 16-bit floats in `test_precision.py`."""
+"""Models of the default tier, each with another training: data-dependent layers, softmax, windows. `batch_norm` is
+trained on a single core, and `test_precision.py` has 16-bit floats."""
 ON_ONE_CORE = ["batch_norm"]
 OTHERS = [name for name in MODELS if name not in ON_ONE_CORE]
-"""In the complete tier."""
+"""Models of the complete tier."""
 ON_CORES = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -40,12 +40,12 @@ train_zoo.main(sys.argv[1:])
 
 @functools.cache
 def alone(name, training="plain", optimizer="momentum"):
-    """What one instance finds that drives all replicas."""
+    """Return the result of one instance that drives all replicas."""
     return fingerprints(strategies.IPUStrategy(REPLICAS), MODELS[name], optimizer, **TRAININGS[training])
 
 
 def spreads():
-    """The models take turns on two and on four instances; a few are of the default tier."""
+    """Yield the spreads of a model; models take turns on two and four instances, a few in the default tier."""
     for number, name in enumerate(MODELS):
         spread = SPREADS[number % len(SPREADS)]
         yield pytest.param(name, *spread, marks=() if name in FEW else pytest.mark.complete)
@@ -57,7 +57,7 @@ def test_a_few_models_have_each_training_each_state_and_all_numbers_of_instances
 
 
 @pytest.mark.parametrize(("name", "instances", "training", "state"), list(spreads()))
-def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name, instances, training, state):
+def test_a_model_has_the_same_bits_for_every_spread_of_replicas(on_instances, name, instances, training, state):
     def on_one(strategy):
         return fingerprints(strategy, MODELS[name], **TRAININGS[training], **STATES[state])
 
@@ -70,7 +70,7 @@ def test_a_model_is_the_same_however_its_replicas_are_spread(on_instances, name,
     "optimizer",
     only(["adafactor"], OPTIMIZERS),
 )
-def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances, optimizer):
+def test_an_optimizer_has_the_same_bits_with_whole_and_sharded_state(on_instances, optimizer):
     def train(strategy, **state):
         return fingerprints(strategy, FOR_OPTIMIZERS, optimizer, **state)
 
@@ -81,8 +81,8 @@ def test_an_optimizer_is_the_same_with_whole_and_with_sharded_state(on_instances
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("optimizer", ["clipped_adamw", "adafactor"])  # which look at more than one element
-def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer):
+@pytest.mark.parametrize("optimizer", ["clipped_adamw", "adafactor"])  # both use more than one element
+def test_an_optimizer_of_several_layers_has_the_same_bits(on_instances, optimizer):
     def on_one(strategy):
         is_sharded = optimizer in ELEMENTWISE
         return fingerprints(strategy, MODELS["mlp"], optimizer, replicated_optimizer_state_sharding=is_sharded)
@@ -97,10 +97,10 @@ def test_an_optimizer_of_several_layers_is_the_same_too(on_instances, optimizer)
     [
         ("momentum", ON_ONE_CORE),
         *(pytest.param("momentum", OTHERS[half::2], marks=pytest.mark.complete) for half in (0, 1)),
-        pytest.param("adafactor", ["mlp"], marks=pytest.mark.complete),  # the one that adds up in its update
+        pytest.param("adafactor", ["mlp"], marks=pytest.mark.complete),  # its update adds up elements
     ],
 )
-def test_a_single_core_changes_nothing(subtests, in_new_process, pytestconfig, optimizer, names):
+def test_a_single_core_gives_the_same_bits(subtests, in_new_process, pytestconfig, optimizer, names):
     """Another process compiles for itself, with one of the cores that this one may use."""
     words = [pytestconfig.rootpath / "tests/jobs/programs", "--cores=1", f"--replicas={REPLICAS}"]
     printed = in_new_process(ON_CORES, *words, f"--optimizer={optimizer}", *names).splitlines()

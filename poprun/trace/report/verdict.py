@@ -215,9 +215,9 @@ def _changes(
         advice = {
             Cause.COMPUTE: "let it compute as fast as the others: an equal core, no other program on it",
             Cause.BETWEEN: f"do less in its loop{f', at {culprit.line}' if culprit.line else ''}",
-            Cause.REST: "look in the trace at what it does in its steps outside of phases",
+            Cause.REST: "find in the trace the code of its steps that is in no phase, such as callbacks",
             Cause.INPUT: "let it read its data as fast as the others: a local copy, or reading ahead "
-            "(the others may be no faster, unnoticed while they wait for it)",
+            "(the others may read as slowly: their delay is hidden while they wait for this instance)",
             Cause.LINK: "mend or avoid its link",
             Cause.HOST: "stop other programs on its host, or give it a core of its own",
             Cause.UNCLEAR: "look at it in the trace",
@@ -244,7 +244,7 @@ def _changes(
     found.append(Change("keep compiled programs (--executable-cache-path)", everywhere(COMPILE)))
     at = f", at {max(lines, key=len)}" if any(lines) else ""
     found.append(Change(f"do less in your code between steps{at}", everywhere(BETWEEN)))
-    found.append(Change("do less in steps outside of their phases, as in callbacks", everywhere(REST)))
+    found.append(Change("shorten the code of steps that is in no phase, such as callbacks", everywhere(REST)))
     bubbles = [each.bubbles for each in overlap if each.bubbles is not None]
     if bubbles:
         computing = everywhere(COMPUTE)

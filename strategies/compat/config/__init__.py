@@ -1,11 +1,11 @@
-"""How a program configures its system of devices: the original's `IPUConfig`, and what follows from it here.
+"""The original's `IPUConfig`, with which a program configures its devices, and its effects in this project.
 
     config = strategies.config.IPUConfig()
     config.auto_select_ipus = 4
     config.configure_ipu_system()
     strategy = strategies.IPUStrategy()  # four replicas
 
-Nothing here needs JAX.
+This package does not need JAX.
 """
 
 from strategies.compat.config.attributes import (

@@ -1,10 +1,10 @@
-"""A tree of typed attributes: a table says once which names, types, defaults and descriptions there are.
+"""A tree of typed attributes, declared by a table of names, types, defaults and descriptions.
 
     TABLE = table_of({}, tiles=category("All about tiles.", count=attribute(0, "The number of tiles.")))
 
-    Config(TABLE).tiles.count = 4  # of a class that is made from Category
+    Config(TABLE).tiles.count = 4  # Config is a subclass of Category
 
-Names, types, defaults and descriptions can be asked for, and the tree written and read as a dictionary or JSON.
+A program can look up names, types, defaults and descriptions. The tree converts to and from a dictionary or JSON.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ logger = logging.getLogger("strategies.config")
 
 
 class UnknownAttributeError(AttributeError, ValueError):
-    """A configuration has no attribute of this name; the original's ValueError, which `hasattr` understands."""
+    """A configuration has no attribute of this name: the original's ValueError, and an AttributeError for `hasattr`."""
 
 
 @dataclass(frozen=True)
 class AttributeMetadata:
-    """An attribute, or a category of attributes, besides its value. Semantics: the original's class of that name.
+    """The description of an attribute or of a category of attributes. Semantics: the original's class of that name.
 
-    `__doc__` is its description.
+    `__doc__` is the description.
 
     Attributes:
-        name: the full name, such as `io_tiles.num_io_tiles`; the table fills it in.
-        description: what it is for.
-        type: the type of its values, as a hint is written; None for a category.
-        default: its value in a new configuration; None for a category.
-        deprecated_msg: what to use instead; None where it is not deprecated.
-        effect: what it changes here; None where it is only kept. The table fills it in.
-        hint: the type of its values; None for a category, which has no value.
+        name: Full name, such as `io_tiles.num_io_tiles`; `table_of` sets it.
+        description: Purpose of the attribute.
+        type: Type of its values, written as a type hint; None for a category.
+        default: Value in a new configuration; None for a category.
+        deprecated_msg: Replacement of a deprecated attribute; None if it is not deprecated.
+        effect: Effect in this project; None for an attribute that is only kept. `table_of` sets it.
+        hint: Type of its values; None for a category.
     """
 
     name: str
@@ -60,29 +60,29 @@ class AttributeMetadata:
 
     @property
     def is_category(self) -> bool:
-        """Whether attributes are in it."""
+        """Whether this describes a category."""
         return self.default is None
 
     @property
     def deprecated(self) -> bool:
-        """Whether something else should be used."""
+        """Whether another attribute replaces this one."""
         return self.deprecated_msg is not None
 
     def check_type(self, value: object) -> bool:
-        """Return True if the value is of one of the types of this attribute.
+        """Return True if the value has one of the types of this attribute.
 
         Raises:
-            TypeError: if it is of another one.
+            TypeError: If it has another type.
         """
         if not fits(value, self.hint):
             raise TypeError(f"Trying to set {self.name} to {value!r}, but it must be of type {self.type}")
         return True
 
     def restored(self, value: object) -> object:
-        """Return a value of a dictionary or of JSON, in which enums are numbers.
+        """Convert a value of a dictionary or of JSON, with numbers for enum members, to a value of this attribute.
 
         Raises:
-            ValueError: for a number that stands for nothing.
+            ValueError: If a number stands for no enum member.
         """
         for choices in get_args(self.hint) or (self.hint,):
             if type(value) is int and isinstance(choices, type) and issubclass(choices, Enum):
@@ -90,7 +90,7 @@ class AttributeMetadata:
                     return choices(value)
                 except ValueError:
                     known = ", ".join(f"{one.value} ({one.name})" for one in choices)
-                    raise ValueError(f"{self.name} is {value}; it is one of {known}") from None
+                    raise ValueError(f"{self.name} is {value}; it must be one of {known}") from None
         return value
 
 
@@ -103,22 +103,22 @@ Declared: TypeAlias = "AttributeMetadata | tuple[str, Mapping[str, Declared]]"
 def attribute(
     default: object, description: str, hint: Hint = None, deprecated_msg: str | None = None
 ) -> AttributeMetadata:
-    """Return an attribute for a table; without a hint its values are of the type of the default."""
+    """Return an attribute for a table. Without a hint, its values have the type of the default."""
     hint = hint or type(default)
     return AttributeMetadata("", description, text_of(hint), default, deprecated_msg, hint=hint)
 
 
 def category(description: str, **inside: Declared) -> Declared:
-    """Return a category for a table, with the attributes and categories inside of it by their names."""
+    """Return a category for a table, with its attributes and inner categories by name."""
     return description, inside
 
 
 def table_of(effects: Mapping[str, str], _prefix: str = "", /, **rows: Declared) -> Table:
-    """Return attributes and categories by their full names; each category comes before what is in it.
+    """Return attributes and categories by their full names, each category before its attributes.
 
     Args:
-        effects: what attributes change, by their full names.
-        rows: attributes and categories.
+        effects: Effects of attributes, by their full names.
+        rows: Attributes and categories.
     """
     table: dict[str, AttributeMetadata] = {}
     for name, row in rows.items():
@@ -133,18 +133,18 @@ def table_of(effects: Mapping[str, str], _prefix: str = "", /, **rows: Declared)
 
 
 class Category(ABC):
-    """Typed attributes and categories of them. Semantics: the original's base of `IPUConfig`.
+    """A category of typed attributes and inner categories. Semantics: the original's base of `IPUConfig`.
 
-    Values are checked when they are set. There are no other attributes than those of the table.
+    Each assignment checks the value. Only attributes of the table exist.
 
     Args:
-        table: the attributes, by their full names.
+        table: Attributes by their full names.
     """
 
     _table: Table
     _values: dict[str, Any]
     _prefix: str
-    _inner: dict[str, _Inside]  # by their prefixes, of the whole tree; each is made when it is first asked for
+    _inner: dict[str, _Inside]  # by prefix, of the whole tree; each is made on first access
 
     def __init__(self, table: Table) -> None:
         values = {name: copy.deepcopy(row.default) for name, row in table.items() if not row.is_category}
@@ -153,7 +153,7 @@ class Category(ABC):
     @property
     @abstractmethod
     def _title(self) -> str:
-        """The first line of its text."""
+        """The first line of the category's text."""
 
     def __deepcopy__(self, memory: object) -> Category:
         copied = type(self).__new__(type(self))
@@ -166,7 +166,7 @@ class Category(ABC):
     # ---- getting and setting
 
     def __getattr__(self, name: str) -> Any:
-        """Return a value, or a category, which shares its values with this one."""
+        """Return a value, or an inner category that shares its values with this one."""
         if "_table" not in vars(self):  # a copy that is being made
             raise AttributeError(name)
         row = self._row(name)
@@ -195,14 +195,14 @@ class Category(ABC):
         self._values[row.name] = value
 
     def __delattr__(self, name: str) -> None:
-        raise TypeError(f"{name} cannot be deleted; every configuration has it: set it to its default")
+        raise TypeError(f"{name} cannot be deleted, because every configuration has it; set it to its default instead")
 
     def __dir__(self) -> list[str]:
         inside = (each.removeprefix(self._prefix) for each in self._table if each.startswith(self._prefix))
         return [*super().__dir__(), *(each for each in inside if "." not in each)]
 
     def _row(self, name: str) -> AttributeMetadata:
-        """Return the row of an attribute or category that is directly in this one."""
+        """Return the row of an attribute or category directly inside this one."""
         row = self._table.get(self._prefix + name)
         if row and "." not in name:
             return row
@@ -211,17 +211,17 @@ class Category(ABC):
         raise _unknown(name, [*own, *inside], [each.removeprefix(self._prefix) for each in own])
 
     def attributes(self) -> Iterator[tuple[AttributeMetadata, Any]]:
-        """Yield the metadata and the value of each attribute, here and in the categories inside."""
+        """Yield the metadata and the value of each attribute, including inner categories."""
         return ((self._table[name], value) for name, value in self._values.items() if name.startswith(self._prefix))
 
     def get_attribute_metadata(self, attr: str) -> AttributeMetadata:
-        """Return what is known of an attribute or category.
+        """Return the metadata of an attribute or category.
 
         Args:
-            attr: its name, counted from here: `io_tiles.num_io_tiles` of an IPUConfig, `num_io_tiles` of its io_tiles.
+            attr: Name relative to here: `io_tiles.num_io_tiles` of an IPUConfig, `num_io_tiles` of its io_tiles.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: If it does not exist.
         """
         owner, name = self, attr
         try:
@@ -234,23 +234,23 @@ class Category(ABC):
     # ---- dictionaries and JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all attributes by their full names; enums as their numbers."""
+        """Return all attributes by their full names, enum members as their numbers."""
         return {
             row.name: value.value if isinstance(value, Enum) else copy.deepcopy(value)
             for row, value in self.attributes()
         }
 
     def from_dict(self, dct: Mapping[str, Any]) -> None:
-        """Set all attributes that the dictionary has; where it is refused, none is set.
+        """Set all attributes that the dictionary has; if a value is refused, change nothing.
 
-        What is missing keeps its value, with a warning.
+        An attribute that the dictionary lacks keeps its value, with a warning.
 
         Args:
-            dct: what `to_dict` returned, also of a configuration that has this one as a category.
+            dct: Result of `to_dict`, also of a configuration that has this one as a category.
 
         Raises:
-            TypeError: if a value is of a wrong type.
-            ValueError: if there is no such attribute, or no member of an enum with that number.
+            TypeError: If a value has a wrong type.
+            ValueError: If an attribute, or an enum member with that number, does not exist.
         """
         every = {row.name: row for row, _ in self.attributes()}
         for name in dct:
@@ -270,14 +270,14 @@ class Category(ABC):
         return json.dumps(self.to_dict())
 
     def from_json(self, json_cfg: str) -> None:
-        """Call `from_dict` with an object of JSON.
+        """Call `from_dict` with the values of a JSON object.
 
         Raises:
-            ValueError: also if it is none, or no object.
+            ValueError: Also if the text is not JSON, or not an object.
         """
         found = json.loads(json_cfg)
         if not isinstance(found, dict):
-            raise ValueError(f"the JSON of a configuration is {json_cfg}; it is an object of names and values")
+            raise ValueError(f"the JSON of a configuration is {json_cfg}; it must be an object of names and values")
         self.from_dict(found)
 
     # ---- as text, and compared
@@ -293,7 +293,7 @@ class Category(ABC):
     def __eq__(self, other: object) -> bool:
         return self.to_dict() == other.to_dict() if type(other) is type(self) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # a configuration is mutable
 
 
 @final
@@ -304,7 +304,7 @@ class _Inside(Category):
 
 
 def _unknown(name: str, near: Iterable[str], known: Iterable[str]) -> UnknownAttributeError:
-    """Return the error for an unknown name: it suggests the first similar one of `near`, or else lists `known`."""
+    """Return the error for an unknown name: it suggests the first similar name of `near`, or else lists `known`."""
     last = {full.rpartition(".")[2]: full for full in reversed(list(near))}
     meant = difflib.get_close_matches(name.rpartition(".")[2], last)
     hint = f"Did you mean '{last[meant[0]]}'?" if meant else f"It has {', '.join(known)}."
@@ -312,11 +312,11 @@ def _unknown(name: str, near: Iterable[str], known: Iterable[str]) -> UnknownAtt
 
 
 def fits(value: Any, hint: Hint) -> bool:
-    """Return whether a value is of a type, exactly: True is no int, and 1 is no float.
+    """Return whether a value has exactly a type: True is not an int, and 1 is not a float.
 
     Args:
-        value: anything.
-        hint: a class other than Any; `A | B`; `list[A]`; `tuple[A, B]`, `tuple[A, ...]`; `dict[A, B]`.
+        value: Any value.
+        hint: Class other than Any; `A | B`; `list[A]`; `tuple[A, B]`, `tuple[A, ...]`; `dict[A, B]`.
     """
     kind: Any = get_origin(hint)
     parts = get_args(hint)
@@ -332,5 +332,5 @@ def fits(value: Any, hint: Hint) -> bool:
 
 
 def text_of(hint: Hint) -> str:
-    """Return the hint as it is written, with classes by their names: `int | list[int]`."""
+    """Return the text of a hint, with the bare names of classes: `int | list[int]`."""
     return re.sub(r"\b(\w+\.)+", "", hint.__name__ if get_origin(hint) is None else str(hint))

@@ -1,7 +1,7 @@
 """The configuration of this process, which puts its `Defaults` in force.
 
-How many replicas the IPUs of a device are enough for is arithmetic, without any device, and as in the original: a
-replica takes a power of two of IPUs, and a device has as many replicas as fit.
+The number of replicas of a device follows from its IPUs by arithmetic, as in the original: a replica takes a power of
+two of IPUs, and a device has as many replicas as fit. No device is needed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ _BYTES = 4  # of an element of float32
 logger = logging.getLogger("strategies.config")
 
 _named: set[str] = set()
-"""Attributes without an effect that a line of logging has named already."""
+"""Attributes without an effect that a log line has already named."""
 
 SYSTEM_IPUS = 16
-"""Of the system whose groups of IPUs `select_ipus` names: those of the listing in the original's documentation."""
+"""The size of the system whose groups `select_ipus` names, as listed in the original's documentation."""
 
 
 @final
 class IPUConfig(Category):
-    """All that can be configured. Semantics: the original's `IPUConfig`, attribute by attribute; see config.md.
+    """The configuration of a system of IPUs. Semantics: the original's `IPUConfig`, attribute by attribute (config.md).
 
-    A value is checked when it is set: TypeError for another type, `UnknownAttributeError` for another name, which is a
-    ValueError and says what may be meant. Nothing else happens before `configure_ipu_system`.
+    An assignment checks the value: TypeError for another type, `UnknownAttributeError` for an unknown name. The latter
+    is a ValueError and suggests a similar name. Assignments take effect only with `configure_ipu_system`.
+
+    Example::
+
+        config = strategies.config.IPUConfig()
+        config.auto_select_ipus = 4
+        config.configure_ipu_system()
     """
 
     def __init__(self) -> None:
@@ -43,15 +49,15 @@ class IPUConfig(Category):
         return type(self).__name__
 
     def configure_ipu_system(self, device: str = "cpu") -> None:
-        """Put this configuration in force; see `strategies.config.configure_ipu_system`."""
+        """Put this configuration in force, as `strategies.config.configure_ipu_system` does."""
         configure_ipu_system(self, device)
 
     def check(self) -> Defaults:
-        """Check whether the attributes go together, and return the defaults that follow from them.
+        """Check that the attributes are consistent, and return the defaults that follow from them.
 
         Raises:
-            TypeError: if a list or dictionary was changed to one of a wrong type.
-            ValueError: if they do not; the message names them.
+            TypeError: If a list or dictionary was changed in place and has a wrong type now.
+            ValueError: If they are inconsistent; the message names them.
         """
         for metadata, value in self.attributes():
             metadata.check_type(value)
@@ -81,24 +87,24 @@ def _check_distribution(config: IPUConfig) -> None:
     if own.process_count < 0 or (own.process_count and not 0 <= own.process_index < own.process_count):
         name = "experimental.multi_replica_distribution.process_"
         raise ValueError(
-            f"{name}index must be in the range [0, {name}count), and is {own.process_index} of {own.process_count}; "
+            f"{name}index must be in the range [0, {name}count), but is {own.process_index} of {own.process_count}; "
             "popdist.tensorflow.set_ipu_config sets both"
         )
 
 
 def _check_tiles(config: IPUConfig) -> None:
     if config.io_tiles.place_ops_on_io_tiles and config.io_tiles.num_io_tiles == 0:
-        raise ValueError("Cannot place ops on I/O tiles when io_tiles.num_io_tiles == 0; set that first")
+        raise ValueError("Cannot place ops on I/O tiles when io_tiles.num_io_tiles == 0; set num_io_tiles first")
 
 
 def _check_norms(config: IPUConfig) -> None:
     name = "norms.experimental.distributed_batch_norm_replica_group_size"
     size = config.norms.experimental.distributed_batch_norm_replica_group_size
     if size < 1:
-        raise ValueError(f"{name} must be at least 1, and is {size}")
+        raise ValueError(f"{name} must be at least 1, but is {size}")
     if size > 1 and config.io_tiles.num_io_tiles > 0:
         raise ValueError(
-            f"{name} is {size}, and io_tiles.num_io_tiles {config.io_tiles.num_io_tiles}: groups of replicas are "
+            f"{name} is {size}, and io_tiles.num_io_tiles is {config.io_tiles.num_io_tiles}: groups of replicas are "
             "not supported with I/O tiles. Leave one of them at its default"
         )
 
@@ -122,18 +128,18 @@ _process = _Process()
 def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configuration: bool = True) -> None:
     """Put a configuration in force for strategies, trainers, pipelines and data sets that are made afterwards.
 
-    Arguments of these come first, and so do the `Defaults` that a strategy is given. Semantics: the original's function
-    of that name.
+    Their own arguments take precedence, and so do the `Defaults` given to a strategy. Semantics: the original's
+    function of that name.
 
     Args:
-        config: a copy of it is kept, so it may change.
-        device: the original's name of the host; nothing depends on it.
-        reset_configuration: whether it may take the place of a different configuration, with a warning.
+        config: Configuration; it is copied, so later changes to it have no effect.
+        device: The original's name of the host; no effect.
+        reset_configuration: Whether to replace a different configuration, with a warning.
 
     Raises:
-        TypeError: if it is no IPUConfig.
-        ValueError: if its attributes do not go together.
-        RuntimeError: if there is a different configuration, and it may not take its place.
+        TypeError: If `config` is not an IPUConfig.
+        ValueError: If its attributes are inconsistent.
+        RuntimeError: If a different configuration is in force and `reset_configuration` is False.
     """
     if not isinstance(config, IPUConfig):
         raise TypeError(f"the configuration is {config!r}, a {type(config).__name__}; it must be an IPUConfig")
@@ -141,7 +147,7 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
     if _process.config is not None and _process.config != config:
         if not reset_configuration:
             raise RuntimeError(
-                "the IPU system is configured already, in another way; call reset_ipu_configuration() first, or leave "
+                "the IPU system is already configured differently; call reset_ipu_configuration() first, or leave "
                 "reset_configuration at True"
             )
         logger.warning("Resetting existing IPU configuration before applying new configuration")
@@ -151,10 +157,10 @@ def configure_ipu_system(config: IPUConfig, device: str = "cpu", reset_configura
 
 
 def get_ipu_config() -> IPUConfig:
-    """Return a copy of the configuration that is in force.
+    """Return a copy of the configuration in force.
 
     Raises:
-        RuntimeError: if there is none.
+        RuntimeError: If no configuration is in force.
     """
     if _process.config is None:
         raise RuntimeError("No IPU devices configured; call config.configure_ipu_system() first")
@@ -162,7 +168,7 @@ def get_ipu_config() -> IPUConfig:
 
 
 def reset_ipu_configuration() -> None:
-    """Forget the configuration of this process; what was made under it stays as it is."""
+    """Remove the configuration of this process; objects that were made under it do not change."""
     _process.config = None
     put_in_force(Defaults())
 
@@ -171,27 +177,27 @@ def _name_what_is_only_kept(config: IPUConfig) -> None:
     every = config.attributes()
     kept = {metadata.name for metadata, value in every if not metadata.effect and value != metadata.default}
     if new := sorted(kept - _named):
-        logger.debug("kept, and without an effect here: %s", ", ".join(new))
+        logger.debug("kept without effect: %s", ", ".join(new))
         _named.update(new)
 
 
 def select(auto_select_ipus: Sequence[int], select_ipus: Sequence[int]) -> Selection | None:
-    """Return the first device of a configuration; None if it describes none.
+    """Return the first device of a configuration, or None without a device.
 
     Args:
-        auto_select_ipus: how many IPUs each device has.
-        select_ipus: the number of a group of IPUs for each device.
+        auto_select_ipus: Number of IPUs of each device.
+        select_ipus: Number of a group of IPUs for each device.
 
     Raises:
-        ValueError: if both are given, a device has no IPU, or a group is named twice or does not exist.
+        ValueError: If both are given, a device has no IPU, or a group is named twice or does not exist.
     """
     if auto_select_ipus and select_ipus:
         raise ValueError(
-            f"auto_select_ipus is {list(auto_select_ipus)}, and select_ipus {list(select_ipus)}: Only one of "
+            f"auto_select_ipus is {list(auto_select_ipus)}, and select_ipus is {list(select_ipus)}: Only one of "
             "`auto_select_ipus` and `select_ipus` can be set; leave the other one at []"
         )
     if few := [count for count in auto_select_ipus if count < 1]:
-        raise ValueError(f"auto_select_ipus has a device with {few[0]} IPUs; it must have at least 1")
+        raise ValueError(f"auto_select_ipus has a device with {few[0]} IPUs; a device needs at least 1")
     if len(set(select_ipus)) < len(select_ipus):
         raise ValueError(
             f"select_ipus is {list(select_ipus)}: All MultiIPU indices in `select_ipus` must be unique; name each once"
@@ -203,17 +209,17 @@ def select(auto_select_ipus: Sequence[int], select_ipus: Sequence[int]) -> Selec
 
 
 def ipus_of_group(number: int) -> int:
-    """Return the size of a group of IPUs: 0 to 15 are single ones, then come pairs, fours, eights and all 16.
+    """Return the size of a group of IPUs: 0 to 15 are single IPUs, then come pairs, fours, eights and all 16.
 
     Raises:
-        ValueError: if there is no such group.
+        ValueError: If the group does not exist.
     """
     sizes = [size for size in (1, 2, 4, 8, SYSTEM_IPUS) for _ in range(SYSTEM_IPUS // size)]
     if 0 <= number < len(sizes):
         return sizes[number]
     raise ValueError(
-        f"select_ipus names {number}, and a system of {SYSTEM_IPUS} IPUs has the groups 0 to {len(sizes) - 1}; name "
-        "one of these, or say with auto_select_ipus how many IPUs there are"
+        f"select_ipus names group {number}, but a system of {SYSTEM_IPUS} IPUs has the groups 0 to {len(sizes) - 1}; "
+        "name one of these, or set auto_select_ipus to the number of IPUs"
     )
 
 

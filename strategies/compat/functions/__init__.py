@@ -1,1 +1,1 @@
-"""Pipelines of functions, as the original declares them: what they are made of, learn from and feed out."""
+"""Pipelines of functions, as the original declares them: their stages, optimizer functions and outfeeds."""

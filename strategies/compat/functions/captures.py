@@ -1,7 +1,8 @@
-"""Gradients that stages capture by tags: they take the way of the gradients of variables, to the optimizer.
+"""Gradients that stages capture by tag and that reach the optimizer like the gradients of variables.
 
-A handle of the shape of what a stage marks is trained along with the variables, and stays what it is: its gradient is
-that of the marked array, accumulated and averaged as all are, and the optimizer gets it as `captured_grads`.
+For each marked array, a handle of the same shape is trained along with the variables. Its value never changes, and its
+gradient is the gradient of the marked array. It is accumulated and averaged like all others, and the optimizer receives
+it as `captured_grads`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from strategies.typing import AccumulationDtype, Function, OptimizerState, Tree,
 
 
 class _Nameless:
-    """In the path of a variable: what is not said, so that variables have the names that their program knows."""
+    """An empty part of the path of a variable, so that variables keep the names that their program knows."""
 
     def __str__(self) -> str:
         return ""
@@ -34,23 +35,23 @@ class _Nameless:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class CapturingVariables:
-    """Variables, and handles by their tags."""
+    """Variables, and handles by tag."""
 
     variables: Variables
     handles: Mapping[str, Tree]
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, Tree], ...], None]:
-        """See JAX's `register_pytree_with_keys_class`."""
+        """Return the children with their keys, for JAX's `register_pytree_with_keys_class`."""
         return ((_Nameless(), self.variables), (jax.tree_util.GetAttrKey("captured"), self.handles)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Variables, Mapping[str, Tree]]) -> CapturingVariables:
-        """See JAX's `register_pytree_with_keys_class`."""
+        """Make an object from its children, for JAX's `register_pytree_with_keys_class`."""
         return cls(*children)
 
 
 class CapturingState(NamedTuple):
-    """The state of an optimizer, and the captured gradients that it got last."""
+    """The state of an optimizer, and the captured gradients of its last update."""
 
     optimizer: OptimizerState
     captured: Mapping[str, jax.Array]
@@ -58,15 +59,15 @@ class CapturingState(NamedTuple):
 
 @dataclass(frozen=True)
 class Captures:
-    """The gradients that a pipeline captures; none by default, and then everything stays as it is.
+    """The gradients that a pipeline captures. By default none, and then every method returns its argument unchanged.
 
     Attributes:
-        shapes: of the marked arrays, by their tags.
-        count: of micro-batches.
-        accumulates: whether those of the micro-batches become one, as gradients do; otherwise the optimizer gets those
-            of each, [count, *shape].
-        is_sum: whether gradients of micro-batches are added up, and not averaged.
-        dtype: of accumulators.
+        shapes: Shapes of the marked arrays, by tag.
+        count: Number of micro-batches.
+        accumulates: Whether gradients of micro-batches are accumulated; if not, the optimizer gets those of each
+            micro-batch, [count, *shape].
+        is_sum: Whether gradients of micro-batches are added up instead of averaged.
+        dtype: Dtype of accumulators.
     """
 
     shapes: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Captures:
     dtype: AccumulationDtype = None
 
     def extended(self, variables: Variables) -> Variables:
-        """Return the trained tree: the variables, and an array of zeros for each gradient that is captured."""
+        """Return the trained tree: the variables, and an array of zeros for each captured gradient."""
         if not self.shapes:
             return variables
         lead = () if self.accumulates else (self.count,)
@@ -84,12 +85,12 @@ class Captures:
         return CapturingVariables(variables, handles)
 
     def trainable(self, trainable: Tree) -> Tree:
-        """Return the `trainable` of that tree, given the `trainable` of the variables."""
+        """Return the `trainable` of the trained tree, given the `trainable` of the variables."""
         is_tree = trainable is not None and not callable(trainable)
         return CapturingVariables(trainable, dict.fromkeys(self.shapes, True)) if self.shapes and is_tree else trainable
 
     def loss(self, loss_fn: Function) -> Function:
-        """Return the loss function of the trained tree; `loss_fn` is that of the variables."""
+        """Return the loss function of the trained tree, given that of the variables."""
         if not self.shapes:
             return loss_fn
 
@@ -103,9 +104,9 @@ class Captures:
         return extended
 
     def optimizer(self, optimizer: optax.GradientTransformation) -> AnyOptimizer:
-        """That of what is trained: `optimizer` of the variables, which gets `captured_grads` if it takes arguments.
+        """Return the optimizer of the trained tree, which passes `captured_grads` on if `optimizer` takes arguments.
 
-        These have other shapes than the variables, so parts of both would not belong together.
+        Handles have other shapes than variables, so parts of the two would not match; the optimizer needs whole arrays.
         """
         if not self.shapes:
             return optimizer
@@ -134,14 +135,14 @@ class Captures:
         return OptaxOptimizer(optax.GradientTransformationExtraArgs(init, update), needs_whole=True)
 
     def shown(self, state: TrainState) -> TrainState:
-        """Return a state with the variables only, as the program of the user knows them."""
+        """Return a state with the variables alone, as the user's program knows them."""
         return replace(state, variables=state.variables.variables) if self.shapes else state
 
     def of(self, state: TrainState) -> dict[str, np.ndarray]:
-        """Return the gradients captured for the last update; a collective call where the optimizer state is sharded.
+        """Return the gradients captured for the last update. Collective if the optimizer state is sharded.
 
         Args:
-            state: with a `PartOfArray` wherever this instance has only a part of an array.
+            state: State with a `PartOfArray` for each array of which this instance has only a part.
         """
         captured = state.optimizer_state.captured if self.shapes else {}
         return {tag: _all_of(captured[tag], f"the captured gradient {tag}") for tag in sorted(captured)}

@@ -1,4 +1,4 @@
-"""Pipelines that learn nothing: forward passes only, on all local replicas."""
+"""Pipelines without an optimizer: forward passes only, on all local replicas."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from strategies.typing import Tree, Variables
 
 
 class Inference:
-    """The stages of a function of variables and elements, for elements of some shapes.
+    """The stages of a function of variables and elements, compiled for given shapes.
 
     Args:
-        replicas: where they run.
+        replicas: Replicas that run the stages.
         function: `(variables, elements) -> outputs`, with marks of stages; elements are flat.
-        variables: of some shapes.
-        elements: the shapes of those of one micro-batch.
-        timetable: what devices do.
-        widths: for each stage how many functions it has.
-        watch: called after each run with what the devices of each local replica did when.
+        variables: Variables, for their structure, shapes and dtypes.
+        elements: Shapes of the arrays of one micro-batch.
+        timetable: Work of each device in each time slot.
+        widths: Number of functions of each stage.
+        watch: Function called after each run with the timed work of each local replica's devices.
 
     Raises:
-        ValueError: if the function cannot be cut like that.
+        ValueError: If the function cannot be cut into these stages.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Inference:
         """Return for each local replica the outputs of its micro-batches.
 
         Raises:
-            BaseException: what a stage has raised.
+            BaseException: The exception that a stage has raised.
         """
-        begin_s, grid = time.perf_counter(), self._replicas.grid  # which grows when instances are lost
+        begin_s, grid = time.perf_counter(), self._replicas.grid  # the grid grows when instances are lost
         runs = [self._run(grid, position, variables, own, begin_s) for position, own in enumerate(elements)]
 
         def follow(device: int, position: int) -> None:

@@ -1,4 +1,4 @@
-"""A pipeline of functions: each takes what the one before returns, on a device of its own."""
+"""A pipeline of functions: each stage has its own device and takes the outputs of the stage before."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from strategies.typing import Batch, Key, Tree, Variables
 
 OptimizerFunction = Callable[..., OptimizerFunctionOutput]
 _Elements = Sequence[Sequence[Sequence[np.ndarray]]]
-"""The arrays of the element of each local replica and micro-batch."""
+"""Arrays of the elements, by local replica and micro-batch."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """The options with which a pipeline learns.
+    """The options of a pipeline that trains.
 
     Attributes:
         optimizer_function: `(*outputs) -> OptimizerFunctionOutput`.
-        options: of the `Trainer`.
-        accumulates_captured: whether captured gradients are accumulated as those of variables are.
-        is_sum: whether gradients of micro-batches are added up.
+        options: Options of the `Trainer`.
+        accumulates_captured: Whether captured gradients are accumulated like gradients of variables.
+        is_sum: Whether gradients of micro-batches are added up.
     """
 
     optimizer_function: OptimizerFunction
@@ -57,7 +57,7 @@ class Learning:
         """Call the optimizer function with the outputs of the last stage.
 
         Raises:
-            TypeError: if it is something else.
+            TypeError: If it does not return an OptimizerFunctionOutput.
         """
         found = self.optimizer_function(*outputs)
         if not isinstance(found, OptimizerFunctionOutput):
@@ -68,7 +68,7 @@ class Learning:
         return found
 
     def captures(self, output: OptimizerFunctionOutput, closed: core.ClosedJaxpr, count: int) -> Captures:
-        """Return the gradients that are captured in a traced program."""
+        """Return the gradients that a traced program captures."""
         if output.gradient_capture_context is None:
             return Captures()
         dtype = self.options["gradient_accumulation_dtype"]
@@ -76,12 +76,12 @@ class Learning:
 
 
 class Pipeline:
-    """Stages that are trained, or only run; `pipeline` makes one.
+    """Stages that train, or run forward only; `pipeline` makes one.
 
     Attributes:
-        metrics: of the last update, with the mean "loss" over all replicas; None before the first one.
-        trace: what the devices of the local replicas did in the last update or run; None before the first one.
-        strategy: where the replicas are.
+        metrics: Metrics of the last update, with the mean "loss" over all replicas; None before the first update.
+        trace: Timed work of the local replicas' devices in the last update or run; None before the first.
+        strategy: Strategy whose replicas run the stages.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class Pipeline:
         self._inference: Inference | None = None
         self._made: Mapping[int, Sequence[Tree]] = {}
         self._fed: dict[OutfeedQueue, int] = {}
-        self._reads: Reads | None = None  # what the stages had when they were traced
+        self._reads: Reads | None = None  # values that the stages read when they were traced
 
     def init(self, variables: Variables, model_state: Tree = None) -> TrainState:
-        """Return the first state, with instance 0's on every instance; a collective call where there are several.
+        """Return the initial state, with instance 0's values on every instance. Collective on several instances.
 
         Args:
-            variables: what stages get as their first argument.
-            model_state: a dictionary of what stages read with `pipelining_ops.get_model_state` and change with
-                `update_model_state`. After an update floating-point leaves are means over all replicas, others what
-                replica 0 has. None if there is none.
+            variables: First argument of each stage.
+            model_state: Dictionary that stages read with `pipelining_ops.get_model_state` and change with
+                `update_model_state`, or None. After an update, floating-point leaves are means over all replicas, and
+                other leaves are those of replica 0.
 
         Raises:
-            RuntimeError: inside `strategy.run`, which does not run pipelines: they run their stages themselves.
-            ValueError: if the last stage has outputs and there is no outfeed; and see `Trainer`.
+            RuntimeError: Inside `strategy.run`; call pipelines outside, because they run their stages themselves.
+            ValueError: If the last stage has outputs but there is no outfeed, or if `Trainer` refuses an option.
         """
         refuse_in_replica("init of a pipeline")
         learning = [] if self._learning is None else [self._learning.optimizer_function]
@@ -141,8 +141,8 @@ class Pipeline:
         optimizer, map_gradient = unwrapped(self._output.opt)
         if map_gradient is not None and self._captures.shapes:
             raise ValueError(
-                "opt is a MapGradientOptimizer, and a gradient_capture_context captures gradients, which its function "
-                "would map too; use one of them"
+                "opt is a MapGradientOptimizer, and a gradient_capture_context captures gradients, which the function "
+                "of opt would map too; use one of the two"
             )
         self._trainer = Trainer(
             self.strategy,
@@ -157,18 +157,18 @@ class Pipeline:
         return self._captures.shown(self._trainer.init(self._captures.extended(variables), model_state))
 
     def __call__(self, state: TrainState) -> TrainState:
-        """Run all micro-batches `repeat_count` times, with an update behind each time; the state is used up.
+        """Run all micro-batches `repeat_count` times, each followed by an update; the given state is used up.
 
         Args:
-            state: what `init` or this has returned last.
+            state: Latest result of `init` or of a call.
 
         Raises:
-            RuntimeError: before `init`; inside `strategy.run`, see `init`.
-            EndOfDataError: if the infeed has too few elements.
+            RuntimeError: Before `init`, or inside `strategy.run`.
+            EndOfDataError: If the infeed has too few elements.
         """
         refuse_in_replica("a pipeline")
         if not isinstance(state, TrainState) or (self._learning is not None and self._trainer is None):
-            raise RuntimeError("a pipeline was called before init; begin with state = net.init(variables)")
+            raise RuntimeError("a pipeline was called before init; start with state = net.init(variables)")
         if self._reads is not None:
             self._reads.insist("in the inputs, the infeed or the model state, or call init again")
         for _ in range(self._repeat_count):
@@ -180,7 +180,7 @@ class Pipeline:
             self._enqueue_outputs()
         return state
 
-    # ---- what is computed
+    # ---- computing
 
     def _loss(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree = None) -> Outcome:
         assert self._learning is not None
@@ -220,15 +220,15 @@ class Pipeline:
         return closed, outputs
 
     def _take_constants(self, learning: Learning, outputs: Sequence[Tree], shapes: Sequence[Tree]) -> None:
-        """Have an optimizer that was made of an input, such as a learning rate, be made of the constant."""
+        """Rebuild an optimizer that depends on an input, such as a learning rate, from the input's constant value."""
         if not all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(outputs)):
             known = [_or_zeros(value, shape) for value, shape in zip(outputs, shapes, strict=True)]
             self._output = learning.of(*known)
         assert self._output is not None
         if next(tracers_in(unwrapped(self._output.opt)), None) is not None:
             raise ValueError(
-                "the optimizer of the optimizer_function is made of what a stage computes, and is the same for all "
-                "updates; make it of inputs that stages hand through, or use optax.inject_hyperparams or a schedule"
+                "the optimizer of the optimizer_function depends on a stage's result, but it is made once for all "
+                "updates; make it of inputs that stages pass on, or use optax.inject_hyperparams or a schedule"
             )
 
     def _updated(self, trainer: Trainer, state: TrainState, elements: _Elements) -> TrainState:
@@ -258,17 +258,17 @@ class Pipeline:
     def _take(self, outputs: Mapping[int, Sequence[Tree]]) -> None:
         self._made = outputs
 
-    # ---- what comes in and goes out
+    # ---- elements and outputs
 
     def _elements(self) -> _Elements:
-        """Return for each local replica and micro-batch the arrays of its element."""
+        """Return the arrays of the elements by local replica and micro-batch."""
         replication = self.strategy.replicas.reducer.replication
         if self._functions.infeed is None:
             return [[[] for _ in range(self._count)] for _ in replication.local]
         return self._functions.infeed.take(replication, self._count)
 
     def _batch(self, elements: _Elements) -> list[np.ndarray]:
-        """Join the arrays of all elements; the first array is there for pipelines without an infeed."""
+        """Join the arrays of all elements, after an array of zeros that counts rows without an infeed."""
         every = [element for own in elements for element in own]
         return [np.zeros(len(every), np.int32), *(np.stack(leaves) for leaves in zip(*every, strict=True))]
 

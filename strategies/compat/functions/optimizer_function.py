@@ -1,4 +1,4 @@
-"""The result of a pipeline's optimizer function, and options that only the original's hardware has."""
+"""The result of a pipeline's optimizer function, and stage options of the original's hardware."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from strategies.jax.programs.gradient_capture import GradientCaptureContext
 from strategies.jax.updates.optimizers import MapGradientOptimizer, unwrapped
 from strategies.typing import Tree
 
-NO_VARIABLES = (
-    "No variables to optimize. The list of those that are trained is empty; leave it out to train all of them"
-)
+NO_VARIABLES = "No variables to optimize: the list of trained variables is empty; leave it out to train all variables"
 
 
 @dataclass(frozen=True)
 class OptimizerFunctionOutput:
-    """The result of an optimizer function: the optimizer and the loss with which a pipeline learns.
+    """The result of an optimizer function: the optimizer and the loss of a pipeline that trains.
 
-    Semantics: the original's class of that name. An optimizer of optax computes no gradients by itself and needs no
-    tape, so what is about them is refused.
+    Semantics: the original's class of that name. An optax optimizer computes no gradients by itself and needs no tape,
+    so arguments for these are refused.
 
     Attributes:
-        opt: an optax gradient transformation, or a `MapGradientOptimizer` of one. One that takes extra arguments gets
-            `captured_grads` where gradients are captured, a dictionary by their tags.
-        loss: a floating-point scalar.
-        compute_gradients_args: not with optax; see `variables`.
-        compute_gradients_kwargs: not with optax.
-        apply_gradients_args: not with optax.
-        apply_gradients_kwargs: not with optax.
-        variables: which variables are trained, as `trainable` of a `Trainer`; None for all.
-        tape: not with JAX; see `gradient_capture_context`.
-        gradient_capture_context: gets the gradients of the arrays that stages mark with `capture_upstream_gradients`,
-            accumulated over micro-batches and averaged over replicas as those of variables are; None captures nothing.
-        captured_gradient_outfeed: gets them too, once for each update.
+        opt: Optax gradient transformation, or a `MapGradientOptimizer` of one. If it takes extra arguments and
+            gradients are captured, it gets `captured_grads`, a dictionary by tag.
+        loss: Floating-point scalar.
+        compute_gradients_args: Refused with optax, except that an empty list of variables has a message of its own.
+        compute_gradients_kwargs: Refused with optax.
+        apply_gradients_args: Refused with optax.
+        apply_gradients_kwargs: Refused with optax.
+        variables: Trained variables, as `trainable` of a `Trainer`; None for all.
+        tape: Refused with JAX; use `gradient_capture_context`.
+        gradient_capture_context: Receiver of the gradients of the arrays that stages mark with
+            `capture_upstream_gradients`. They are accumulated and averaged like gradients of variables. None captures
+            nothing.
+        captured_gradient_outfeed: Outfeed that also gets the captured gradients, once per update.
 
     Raises:
-        TypeError: if the optimizer or the loss is none, or arguments are no tuple or dictionary.
-        ValueError: for arguments that optax does not take, or if there are no variables to optimize.
+        TypeError: If the optimizer or the loss has a wrong type, or arguments are not a tuple or dictionary.
+        ValueError: For arguments that optax does not take, or if there are no variables to optimize.
     """
 
     opt: optax.GradientTransformation | MapGradientOptimizer
@@ -64,10 +63,10 @@ class OptimizerFunctionOutput:
         for name in ("compute_gradients", "apply_gradients"):
             self._check_arguments(name)
         if self.tape is not None and self.variables is not None:
-            raise ValueError("there are both variables and a tape; the variables are enough: leave out the tape")
+            raise ValueError("both variables and a tape are given; variables are enough: leave out the tape")
         if self.tape is not None:
             raise ValueError(
-                "there is a gradient tape, and JAX differentiates functions; leave out the tape, and capture gradients "
+                "a gradient tape is given, but JAX differentiates functions; leave out the tape, and capture gradients "
                 "with a gradient_capture_context"
             )
         if isinstance(self.variables, Sequence) and not self.variables:
@@ -82,7 +81,7 @@ class OptimizerFunctionOutput:
             raise wrong_type("captured_gradient_outfeed", outfeed, "use an OutfeedQueue")
         if outfeed is not None and context is None:
             raise ValueError(
-                "there is a captured_gradient_outfeed, and no gradient_capture_context that captures anything; give one"
+                "a captured_gradient_outfeed is given, but no gradient_capture_context captures anything; give one"
             )
 
     def _check_arguments(self, name: str) -> None:
@@ -103,12 +102,12 @@ class PipelineStageOptions:
     """Options of the original's compiler, which are checked and have no effect here.
 
     Attributes:
-        convolution_options: by their names.
-        matmul_options: likewise.
-        slice_options: likewise.
+        convolution_options: Options by name.
+        matmul_options: Options by name.
+        slice_options: Options by name.
 
     Raises:
-        TypeError: if they are no dictionaries.
+        TypeError: If one of them is not a dictionary.
     """
 
     convolution_options: Mapping[str, object] | None = None
@@ -123,27 +122,25 @@ class PipelineStageOptions:
 
 
 def check_stage_options(name: str, options: object, stages: int) -> None:
-    """Check one `PipelineStageOptions` for each stage.
+    """Check a list of one `PipelineStageOptions` for each stage.
 
     Raises:
-        TypeError: if it is no list of them.
-        ValueError: if there are not as many as stages.
+        TypeError: If it is not a list of them.
+        ValueError: If their number is not the number of stages.
     """
     if options is None:
         return
     if not isinstance(options, Sequence) or not all(isinstance(one, PipelineStageOptions) for one in options):
         raise TypeError(f"{name} is {options!r}; it must be a list of PipelineStageOptions, one for each stage")
     if len(options) != stages:
-        raise ValueError(
-            f"{name} has {len(options)} PipelineStageOptions, and there are {stages} stages; give one for each stage"
-        )
+        raise ValueError(f"{name} has {len(options)} PipelineStageOptions for {stages} stages; give one for each stage")
 
 
 def check_update_options(name: str, options: object) -> None:
     """Check the options of the update.
 
     Raises:
-        TypeError: if they are not one `PipelineStageOptions`.
+        TypeError: If they are not one `PipelineStageOptions`.
     """
     if not isinstance(options, PipelineStageOptions | None):
         raise wrong_type(name, options, "it must be one PipelineStageOptions")

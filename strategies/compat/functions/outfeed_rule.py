@@ -1,4 +1,4 @@
-"""The choice of a pipeline's outputs that go into its outfeed."""
+"""The rule that selects a pipeline's outputs for its outfeed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from strategies.typing import AccumulationDtype, Tree
 
 @dataclass(frozen=True)
 class OutfeedRule:
-    """The choice of the last stage's outputs that go into the outfeed.
+    """The rule that selects the last stage's outputs for the outfeed.
 
     Attributes:
-        queue: the outfeed; None if there is none.
-        loss: whether it gets the loss and nothing else.
-        mask: for each output whether it is left out; None leaves none out.
-        accumulates: whether it gets the sum over all micro-batches of an update.
-        dtype: of that sum: None for the output's, a dtype, or a function of the output that returns one.
+        queue: Outfeed, or None.
+        loss: Whether the outfeed gets the loss and nothing else.
+        mask: For each output, whether to leave it out; None leaves none out.
+        accumulates: Whether the outfeed gets the sum over all micro-batches of an update.
+        dtype: Dtype of that sum: None for the output's, a dtype, or a function of the output that returns one.
     """
 
     queue: OutfeedQueue | None = None
@@ -33,11 +33,11 @@ class OutfeedRule:
     dtype: AccumulationDtype = None
 
     def check(self, learns: bool) -> None:
-        """Refuse what does not go together.
+        """Refuse attributes that exclude each other.
 
         Raises:
-            TypeError: if the queue is none, or the mask no list.
-            ValueError: else.
+            TypeError: If the queue is not an OutfeedQueue, or the mask not a list of bools.
+            ValueError: If attributes exclude each other or lack another one.
         """
         if not isinstance(self.queue, OutfeedQueue | None):
             raise wrong_type("outfeed_queue", self.queue, "use an OutfeedQueue")
@@ -48,7 +48,7 @@ class OutfeedRule:
             )
         wanted = {"outfeed_loss": self.loss, "outfeed_mask": self.mask is not None}
         if all(wanted.values()):
-            raise ValueError("there are outfeed_loss and outfeed_mask; only one of them can be used: drop the other")
+            raise ValueError("both outfeed_loss and outfeed_mask are given, but only one of them can be used: drop one")
         for name, is_given in wanted.items():
             if is_given and not learns:
                 raise ValueError(f"An optimizer_function must be provided when {name} is given; give one, or drop it")
@@ -56,17 +56,17 @@ class OutfeedRule:
         for name, is_given in wanted.items():
             if is_given and self.queue is None:
                 raise ValueError(
-                    f"An outfeed_queue must be provided when {name} is given, and no outfeed_queue has been provided; "
+                    f"An outfeed_queue must be provided when {name} is given, but no outfeed_queue has been provided; "
                     f"give one, or leave {name} out"
                 )
         if self.accumulates and self.queue is not None and self.queue.mode is not OutfeedMode.ALL:
-            raise ValueError("accumulate_outfeed is given, and the outfeed's mode is LAST; use OutfeedMode.ALL")
+            raise ValueError("accumulate_outfeed is given, but the outfeed's mode is LAST; use OutfeedMode.ALL")
 
     def check_outputs(self, outputs: Sequence[Tree]) -> None:
-        """Refuse outputs for which there is no place.
+        """Refuse outputs that the outfeed cannot take.
 
         Raises:
-            ValueError: if there is no outfeed for them, the mask has another length, or there is no such dtype.
+            ValueError: If there is no outfeed, the mask has another length, or a dtype does not exist.
         """
         if self.queue is None and jax.tree.leaves(outputs):
             raise ValueError(
@@ -75,15 +75,15 @@ class OutfeedRule:
             )
         if self.mask is not None and len(self.mask) != len(outputs):
             raise ValueError(
-                f"outfeed_mask has {len(self.mask)} entries, and the last stage {len(outputs)} outputs; say for each "
-                "output whether it is left out"
+                f"outfeed_mask has {len(self.mask)} entries, but the last stage has {len(outputs)} outputs; give one "
+                "entry for each output"
             )
         if self.accumulates:
             for output in jax.tree.leaves(self.chosen(outputs, jax.ShapeDtypeStruct((), np.float32))):
                 self._dtype_for(output)
 
     def chosen(self, outputs: Sequence[Tree], loss: jax.Array | jax.ShapeDtypeStruct) -> Tree:
-        """Return the outputs of a micro-batch that go into the outfeed; None if there is no outfeed."""
+        """Return the outputs of a micro-batch for the outfeed, or None without an outfeed."""
         if self.queue is None:
             return None
         if self.loss:
@@ -92,7 +92,7 @@ class OutfeedRule:
         return [output for output, is_dropped in zip(outputs, mask, strict=True) if not is_dropped]
 
     def summed(self, outputs: Sequence[Tree]) -> Tree:
-        """Return the sum of what all micro-batches put out, one after another."""
+        """Return the sum of the outputs of all micro-batches, added one after another."""
         return jax.tree.map(self._sum, *outputs)
 
     def _dtype_for(self, output: np.ndarray | jax.ShapeDtypeStruct) -> np.dtype:

@@ -1,4 +1,4 @@
-"""The functions of a pipeline, each of which takes what the one before returns."""
+"""The functions of a pipeline, each of which takes the outputs of the function before."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """The functions with which a pipeline computes a micro-batch, and where their arguments come from.
+    """The functions that compute a micro-batch of a pipeline, and the sources of their arguments.
 
     Attributes:
-        stages: a function, or a list of functions, for each.
-        inputs: constants, the first arguments of the first stage.
-        infeed: where the arguments behind them come from; None if there are none.
+        stages: For each stage, a function or a list of functions.
+        inputs: Constants, the first arguments of the first stage.
+        infeed: Source of the arguments after them, or None.
     """
 
     stages: Sequence[Stage]
@@ -51,16 +51,16 @@ class StageFunctions:
             return function(*arguments)
 
     def outputs(self, variables: Variables, leaves: Sequence[jax.Array], are_made: bool = True) -> Tree:
-        """Return what the last stage returns for an element.
+        """Return the last stage's outputs for an element.
 
         Args:
-            variables: of all stages.
-            leaves: the arrays of the element.
-            are_made: whether an equation of a stage makes each array that the stage returns. If not, an input that is
-                handed through is still the constant.
+            variables: Variables of all stages.
+            leaves: Arrays of the element.
+            are_made: Whether an equation of a stage makes each array that the stage returns. If not, an input that a
+                stage passes on stays the constant.
 
         Raises:
-            ValueError: if a stage returns nothing.
+            ValueError: If a stage returns nothing.
         """
         made = _made_here if are_made else lambda result: result
         values = list(self.inputs)
@@ -81,26 +81,26 @@ class StageFunctions:
             values, named = listed(result), {}
             if not values:
                 raise ValueError(
-                    f"stage {number} of the pipeline returns nothing, and so computes nothing; return what the next "
-                    "stage or the outfeed needs, or leave the stage out"
+                    f"stage {number} of the pipeline returns nothing, and so computes nothing; return the inputs of "
+                    "the next stage or of the outfeed, or leave the stage out"
                 )
         return result
 
 
 def _made_here(result: Tree) -> Tree:
-    """Have each array of what a stage returns be made by an equation of the stage, even if it is an input."""
+    """Make an equation of the stage produce each array that the stage returns, even if the array is an input."""
     return jax.tree.map(lambda leaf: checkpoint_name(jnp.asarray(leaf), _OUTPUT), result)
 
 
 def listed(result: Tree) -> list[Tree]:
-    """Return what a stage returns as a list: a tuple or list, one value, or None for nothing."""
+    """Return a stage's result as a list, given a tuple, a list, one value, or None for nothing."""
     if result is None:
         return []
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
 def tracers_in(value: Tree) -> Iterator[jax.Array]:
-    """Yield the values of a program that is being traced, in a pytree or in the closures of functions in it."""
+    """Yield the tracers in a pytree and in the closures of its functions."""
     return _look_into(value, set())
 
 
@@ -120,5 +120,5 @@ def _look_into(value: Tree, seen: set[int]) -> Iterator[jax.Array]:
 def _contents(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # the cell is still empty
         return None

@@ -1,4 +1,4 @@
-"""PopTorch's interface: `import strategies.torch.poptorch as poptorch`, and programs of PopTorch run, without IPUs."""
+"""PopTorch's interface without IPUs: programs of PopTorch run with `import strategies.torch.poptorch as poptorch`."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -142,27 +142,27 @@ __all__ = [
 ]
 
 __version__ = "3.3.0"
-"""The version of PopTorch whose interface this is."""
+"""The version of PopTorch that has this interface."""
 
 _WAYS_OUT = {
     "ICustomArgParser": "give models tensors in tuples, lists or dictionaries",
     "accessAttributes": "write a torch.autograd.Function in place of a custom operator",
     "createPoptorchError": "raise poptorch.Error(message)",
     "distributed": "poprun starts instances, and popdist.poptorch.Options() has their numbers",
-    "experimental": "call functions as they are, or make a module of them for poptorch.inferenceModel",
-    "getIpuTensorId": "tensors lie in the memory of the host, where tensor.data_ptr() tells them apart",
-    "poptorch_core": "it is the compiler for IPUs, of which nothing is needed here",
+    "experimental": "call functions as they are, or wrap them in a module for poptorch.inferenceModel",
+    "getIpuTensorId": "tensors are in host memory, where tensor.data_ptr() identifies them",
+    "poptorch_core": "it is the compiler for IPUs, which is not needed here",
     "registerCustomArgParser": "give models tensors in tuples, lists or dictionaries",
-    "registerPostCompileHook": "nothing is compiled; do it after the model was made",
-    "registerPreCompileHook": "nothing is compiled; do it before the model is made",
+    "registerPostCompileHook": "nothing is compiled; run the hook's code after making the model",
+    "registerPreCompileHook": "nothing is compiled; run the hook's code before making the model",
     "testing": "compare tensors with torch.testing.assert_close",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse a name that is not there, with what to use in its place."""
+    """Refuse an unknown name with a message that names a replacement."""
     close = get_close_matches(name, __all__, 1)
     way_out = _WAYS_OUT.get(name) or (
-        f"did you mean {close[0]}?" if close else "the documentation, page torch, has what is there"
+        f"did you mean {close[0]}?" if close else "the documentation (docs: torch) lists all names"
     )
     raise AttributeError(f"strategies.torch.poptorch has no {name}: {way_out}")

@@ -1,4 +1,4 @@
-"""PopTorch's automatic casts: `with poptorch.autocast(): ...`, by PyTorch's own."""
+"""PopTorch's automatic casts, `with poptorch.autocast(): ...`, by PyTorch's autocast."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _is_heeded = ThreadValue(True)
 
 
 class Policy:
-    """PopTorch's lists of operators and their dtypes.
+    """PopTorch's lists of operators by the dtypes that compute them.
 
     Args:
-        fp16: operators that are computed in float16.
-        fp32: operators that are computed in float32.
-        promote: operators whose arguments get the widest of their dtypes.
-        demote: operators whose arguments get the narrowest.
+        fp16: Operators computed in float16.
+        fp32: Operators computed in float32.
+        promote: Operators whose arguments are cast to the widest of their dtypes.
+        demote: Operators whose arguments are cast to the narrowest of their dtypes.
 
     Attributes:
-        lists: those that were given, by their names.
+        lists: Non-empty lists by their names.
     """
 
     def __init__(
@@ -41,14 +41,19 @@ class Policy:
 
 
 class autocast(ContextDecorator):
-    """Compute products of matrices and convolutions in 16 bits, as `torch.autocast("cpu")`; a decorator, too.
+    """A context or decorator that computes matrix products and convolutions in 16 bits, like `torch.autocast("cpu")`.
 
     Args:
-        enabled: False to compute as everywhere else.
-        dtype: `torch.float16`, as IPUs do, or `torch.bfloat16`, which needs no loss scaling.
+        enabled: False switches the casts off.
+        dtype: `torch.float16`, as on IPUs, or `torch.bfloat16`, which needs no loss scaling.
 
     Raises:
-        TypeError: if `enabled` is neither True nor False.
+        TypeError: If `enabled` is not True or False.
+
+    Example::
+
+        with poptorch.autocast():
+            hidden = torch.nn.functional.linear(rows, weights)  # float16
     """
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16) -> None:
@@ -56,7 +61,7 @@ class autocast(ContextDecorator):
         self._enabled, self._dtype = enabled, dtype
         self._entered: list[ExitStack] = []
 
-    def _recreate_cm(self) -> autocast:  # of each call of a decorated function its own
+    def _recreate_cm(self) -> autocast:  # each call of a decorated function needs its own
         return type(self)(self._enabled, self._dtype)
 
     def __enter__(self) -> autocast:
@@ -70,5 +75,5 @@ class autocast(ContextDecorator):
 
 
 def heeded_by(function: F, is_heeded: bool) -> F:
-    """Return a function that heeds `autocast` in its thread, or not: `Options.Precision.autocastEnabled`."""
+    """Return a function that enables or disables `autocast` in its thread, for `Options.Precision.autocastEnabled`."""
     return function if is_heeded else _is_heeded.being(False)(function)

@@ -1,4 +1,4 @@
-"""How PopTorch's programs mark the blocks of a model, and how strategies of execution make stages of them."""
+"""Blocks that PopTorch's programs mark in a model, and the execution strategies that make stages of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Block(torch.nn.Module):
     """A part of a forward pass: `with poptorch.Block("B1", ipu_id=0): ...`.
 
     Args:
-        user_id: its name; blocks of one name are one. None: the number of such blocks before, see `useAutoId`.
-        ipu_id: the simulated device on which it runs, where no strategy of execution says so.
+        user_id: Name of the block; blocks of one name are one block. None for the number of unnamed blocks so far (see
+            `useAutoId`).
+        ipu_id: Simulated device of the block if no execution strategy assigns one.
     """
 
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
@@ -30,12 +31,12 @@ class Block(torch.nn.Module):
 
     @staticmethod
     def useAutoId() -> None:
-        """Begin to number blocks without a name at 0; call it at the beginning of `forward`."""
+        """Restart the numbering of unnamed blocks at 0; call it at the beginning of `forward`."""
         number_from_zero()
 
     @staticmethod
     def start(user_id: str | None = None, ipu_id: int | None = None) -> None:
-        """Begin a block that lasts until the next one."""
+        """Begin a block that lasts until the next block begins."""
         begin_block(user_id, ipu_id)
 
     def __enter__(self) -> None:
@@ -46,7 +47,7 @@ class Block(torch.nn.Module):
 
 
 class _Begin:
-    """Begins a block before a module runs."""
+    """A hook that begins a block before a module runs."""
 
     def __init__(self, user_id: str | None, ipu_id: int | None) -> None:
         self._user_id, self._ipu_id = user_id, ipu_id
@@ -61,22 +62,22 @@ class _Begin:
 def BeginBlock(
     layer_to_call: torch.nn.Module, user_id: str | None = None, ipu_id: int | None = None
 ) -> torch.nn.Module:
-    """Have a block begin with a submodule, and last until the next block; the same module.
+    """Let a block begin at a submodule and last until the next block; return the same module.
 
     Raises:
-        StrategyError: if it begins one already.
-        TypeError: if it is no module.
+        StrategyError: If the submodule already begins a block.
+        TypeError: If `layer_to_call` is not a module.
     """
     if not isinstance(layer_to_call, torch.nn.Module):
-        raise TypeError(f"{type(layer_to_call).__name__} is no module; mark functions with poptorch.BlockFunction")
+        raise TypeError(f"{type(layer_to_call).__name__} is not a module; mark functions with poptorch.BlockFunction")
     if any(isinstance(hook, _Begin) for hook in layer_to_call._forward_pre_hooks.values()):
-        raise StrategyError("the module begins a block already; poptorch.removeBlocks takes the mark away")
+        raise StrategyError("the module already begins a block; remove the mark with poptorch.removeBlocks")
     layer_to_call.register_forward_pre_hook(_Begin(user_id, ipu_id))
     return layer_to_call
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Take the marks of `BeginBlock` away, from all submodules."""
+    """Remove the marks of `BeginBlock` from all submodules."""
     for inner in module.modules():
         hooks = inner._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Begin)]:
@@ -85,7 +86,7 @@ def removeBlocks(module: torch.nn.Module) -> None:
 
 @contextmanager
 def BlockFunction(user_id: str | None = None, ipu_id: int | None = None) -> Iterator[None]:
-    """Decorate a function: all that it calls is in the block."""
+    """Put everything that the decorated function calls in a block."""
     with Block(user_id, ipu_id):
         yield
 
@@ -97,19 +98,21 @@ class Stage:
     """Blocks that run on one device, one after another.
 
     Args:
-        block_ids: their names.
+        block_ids: Names of the blocks.
+
+    Example::
+
+        poptorch.PipelinedExecution(poptorch.Stage("B1", "B2"), poptorch.Stage("B3").ipu(1))
     """
 
     def __init__(self, *block_ids: str) -> None:
         if not block_ids or not all(isinstance(name, str) for name in block_ids):
-            raise TypeError(
-                f"a stage is made of names of blocks, and these are {block_ids}; poptorch.Stage('B1', 'B2')"
-            )
+            raise TypeError(f"a stage needs names of blocks, but got {block_ids}; write poptorch.Stage('B1', 'B2')")
         self.blocks = list(block_ids)
         self.device: int | None = None
 
     def ipu(self, ipu: int) -> Stage:
-        """Run on this device."""
+        """Set the device of the stage, and return the stage."""
         self.device = ipu
         return self
 
@@ -119,13 +122,13 @@ class Stage:
 
 
 class Phase:
-    """Stages that a phased strategy runs one after another, and that share nothing with those of other phases.
+    """Stages that a phased strategy runs one after another; stages of different phases share nothing.
 
     Args:
-        stages: stages, or names of the blocks of one.
+        stages: Stages, or names of the blocks of one stage.
 
     Raises:
-        TypeError: if there is something else, both, or nothing.
+        TypeError: If `stages` is empty, mixes stages and names, or has other objects.
     """
 
     def __init__(self, *stages: Stage | str) -> None:
@@ -133,7 +136,7 @@ class Phase:
         names = [each for each in stages if isinstance(each, str)]
         if not stages or len(stages) not in (len(own), len(names)):
             raise TypeError(
-                f"a phase is made of stages, or of names of blocks, and this of {stages}; poptorch.Phase('B1', 'B2') "
+                f"a phase needs stages, or names of blocks, but got {stages}; write poptorch.Phase('B1', 'B2') "
                 "or poptorch.Phase(poptorch.Stage('B1'), poptorch.Stage('B2'))"
             )
         self.stages = own or [Stage(*names)]
@@ -143,14 +146,14 @@ class Phase:
         return self.stages[number]
 
     def ipus(self, *ipus: int) -> Phase:
-        """Set the device of each stage.
+        """Set the device of each stage, and return the phase.
 
         Raises:
-            ValueError: if there are not as many.
+            ValueError: If their numbers differ.
         """
         if len(ipus) != len(self.stages):
             raise ValueError(
-                f"the phase has {len(self.stages)} stages, and there are {len(ipus)} devices; one for each"
+                f"the phase has {len(self.stages)} stages, but {len(ipus)} devices are given; give one for each stage"
             )
         for stage, ipu in zip(self.stages, ipus, strict=True):
             stage.ipu(ipu)
@@ -159,13 +162,13 @@ class Phase:
 
 @dataclass
 class FoundStages:
-    """Finds the stage and the device of each block, as a forward pass meets them.
+    """The stages and devices of blocks, found as a forward pass meets the blocks.
 
     Attributes:
-        stages: that a strategy has listed; with none blocks make their own.
-        auto_stage: how they do.
-        is_lenient: whether a block without a device belongs to the stage that was found last.
-        found: (stage, device) for each name that was met.
+        stages: Stages that a strategy lists; if empty, blocks make their own stages.
+        auto_stage: Rule for stages that blocks make.
+        is_lenient: Whether a block without a device joins the stage found last.
+        found: (stage, device) by the name of each block that was met.
     """
 
     stages: Sequence[Stage]
@@ -174,10 +177,10 @@ class FoundStages:
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def of(self, name: str, ipu: int | None) -> tuple[int, int]:
-        """Return the number of the stage of a block, and its device.
+        """Return the number of a block's stage, and its device.
 
         Raises:
-            StrategyError: if no stage has it, or it says no device where there are no stages.
+            StrategyError: If no listed stage has the block, or if it needs a device and has none.
         """
         if self.stages:
             self.found[name] = self._listed(name)
@@ -186,7 +189,7 @@ class FoundStages:
         return self.found[name]
 
     def unmet(self) -> list[str]:
-        """See `strategies.torch.stages.StagePlacing`."""
+        """Return the listed blocks that the forward pass has not met, for `strategies.torch.stages.StagePlacing`."""
         return [name for stage in self.stages for name in stage.blocks if name not in self.found]
 
     def _listed(self, name: str) -> tuple[int, int]:
@@ -194,7 +197,7 @@ class FoundStages:
             if name in stage.blocks:
                 return number, number if stage.device is None else stage.device
         known = ", ".join(repr(block) for stage in self.stages for block in stage.blocks)
-        raise StrategyError(f"there is no stage with the block {name!r}; those of the strategy are {known}")
+        raise StrategyError(f"no stage has the block {name!r}; the strategy lists the blocks {known}")
 
     def _made(self, name: str, ipu: int | None) -> tuple[int, int]:
         if self.auto_stage is AutoStage.AutoIncrement:
@@ -205,22 +208,22 @@ class FoundStages:
         if self.is_lenient:
             return next(reversed(self.found.values()), (0, 0))
         raise StrategyError(
-            f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block one, or write "
-            "poptorch.PipelinedExecution('B1', 'B2', ...), or have each block begin a stage with "
+            f"block {name!r} has no ipu_id, and the strategy lists no stages; give the block an ipu_id, or write "
+            "poptorch.PipelinedExecution('B1', 'B2', ...), or let each block begin a stage with "
             "poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)"
         )
 
 
 class ExecutionStrategy:
-    """The stages of a model and their order: a list of stages, names of blocks for a stage each, or an `AutoStage`.
+    """The stages of a model, and the order of their work.
 
     Args:
-        stages: see above.
-        schedule: of pipelines, by name; not PopTorch's. Every one gives the same bits.
+        stages: Stages, names of blocks for a stage each, lists of names for a stage each, or one `AutoStage`.
+        schedule: Schedule of a pipeline by name, an addition to PopTorch. Every schedule gives the same bits.
 
     Raises:
-        StrategyError: if a block is in two stages.
-        ValueError: if there is no such schedule.
+        StrategyError: If a block is in two stages.
+        ValueError: If the schedule does not exist.
     """
 
     overlaps = True
@@ -247,7 +250,7 @@ class ExecutionStrategy:
         """Return the stage of a block.
 
         Raises:
-            StrategyError: if there is none.
+            StrategyError: If no stage has the block.
         """
         number, _ = self.placing.of(block_id, None)
         return self.stages[number]
@@ -274,7 +277,7 @@ def _stage_of(each: object) -> Stage:
         return Stage(each)
     if isinstance(each, Sequence):
         return Stage(*each)
-    raise TypeError(f"{each!r} is no stage; use poptorch.Stage('B1'), a name of a block, or a list of names")
+    raise TypeError(f"{each!r} is not a stage; use poptorch.Stage('B1'), the name of a block, or a list of names")
 
 
 def _phase_of(each: Any) -> Phase:
@@ -284,11 +287,17 @@ def _phase_of(each: Any) -> Phase:
 
 
 class PipelinedExecution(ExecutionStrategy):
-    """Stages work on different micro-batches at once, each on its device; needs gradient accumulation to train."""
+    """A pipeline: stages work on different micro-batches at once. Training needs gradient accumulation.
+
+    Example::
+
+        options.Training.gradientAccumulation(4)
+        options.setExecutionStrategy(poptorch.PipelinedExecution("B1", "B2"))
+    """
 
 
 class ShardedExecution(ExecutionStrategy):
-    """Stages on several devices, and one micro-batch at a time."""
+    """Stages on several devices that work on one micro-batch at a time."""
 
     overlaps = False
 
@@ -297,11 +306,11 @@ _IN_MEMORY = "nothing leaves the memory between phases"
 
 
 class _Phased(Accepting, ExecutionStrategy):
-    """Base of phased strategies, which run as shards here, since there is one memory.
+    """Base of phased strategies, which run as shards here, because there is only one memory.
 
     Args:
-        phases: phases, lists of stages, or lists of names of blocks; a stage or a name is a phase alone. Or one list of
-            phases.
+        phases: Phases, lists of stages, or lists of names of blocks. A stage or a name alone is a phase. One list of
+            phases is accepted, too.
     """
 
     overlaps = False
@@ -314,7 +323,7 @@ class _Phased(Accepting, ExecutionStrategy):
         if len(phases) == 1 and isinstance(phases[0], list) and any(isinstance(each, Phase) for each in phases[0]):
             phases = tuple(phases[0])
         if not phases:
-            raise ValueError("a phased strategy needs its phases; poptorch.SerialPhasedExecution(['B1'], ['B2'])")
+            raise ValueError("a phased strategy needs phases; write poptorch.SerialPhasedExecution(['B1'], ['B2'])")
         self.phases = [_phase_of(each) for each in phases]
         super().__init__(*(stage for phase in self.phases for stage in phase.stages))
 
@@ -325,7 +334,7 @@ class _Phased(Accepting, ExecutionStrategy):
 
 @final
 class ParallelPhasedExecution(_Phased):
-    """Phases that alternate between devices; executed as `ShardedExecution` of their stages."""
+    """Phases that alternate between devices; they run as `ShardedExecution` of their stages."""
 
     _methods = {
         **_Phased._methods,
@@ -338,7 +347,7 @@ class ParallelPhasedExecution(_Phased):
 
 @final
 class SerialPhasedExecution(_Phased):
-    """Phases one after another on the same devices; executed as `ShardedExecution` of their stages."""
+    """Phases one after another on the same devices; they run as `ShardedExecution` of their stages."""
 
     _methods = {
         **_Phased._methods,

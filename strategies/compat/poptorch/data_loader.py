@@ -1,4 +1,4 @@
-"""PopTorch's data loader: the rows that a call of a model takes, of this instance's replicas."""
+"""PopTorch's data loader: the rows of this instance's replicas for each call of a model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SAMPLERS = (
     torch.utils.data.SubsetRandomSampler,
     torch.utils.data.WeightedRandomSampler,
 )
-"""Samplers that give the same order wherever the same random numbers are drawn."""
+"""Samplers that give every instance the same order if it draws the same random numbers."""
 BUFFERS = 3
-"""Batches that are prepared ahead in the asynchronous modes."""
+"""Batches prepared ahead in the asynchronous modes."""
 
 WITHOUT_EFFECT = ("miss_sleep_time_in_ms", "load_indefinitely", "early_preload", "sharing_strategy")
-"""What PopTorch's accessor takes besides, of its process and how it waits for it."""
+"""Other arguments of PopTorch's accessor: they concern its process and the waiting for it, and have no effect here."""
 
 logger = logging.getLogger("strategies.torch.poptorch")
 
@@ -40,39 +40,47 @@ logger = logging.getLogger("strategies.torch.poptorch")
 class DataLoader:
     """Batches for calls of a model: micro-batch x replicas x gradient accumulation x device iterations rows.
 
-    Each element of an epoch is in one batch, of one instance. Which rows a replica gets depends on the data set, the
-    options' seed, the number of the epoch and that of replicas, and not on that of instances.
+    Each element of an epoch is in one batch of one instance. A replica's rows depend on the data set, the options'
+    seed, the number of the epoch and the number of replicas, but not on the number of instances.
 
     Args:
-        options: frozen from here on.
-        dataset: with a length and `[i]`, or a `torch.utils.data.IterableDataset`, of which every instance reads all and
-            takes its replicas' rows.
-        batch_size: the micro-batch.
-        shuffle: whether every epoch is another permutation; of `options.randomSeed`.
-        num_workers: processes that read.
-        drop_last: drop what does not fill a batch. Otherwise the last batch is shorter, on a single instance.
-        persistent_workers: whether workers stay for the next epoch; None: where there are some.
-        auto_distributed_partitioning: False where the program deals the data set out to instances by itself.
-        mode: in the asynchronous ones batches are made ahead in a thread.
-        async_options: `buffer_size`: how many batches ahead; what else an `AsynchronousDataAccessor` takes changes
-            nothing.
-        rebatched_worker_size: changes nothing: workers read whole batches, whose elements are the same.
-        sampler: gives the order of an epoch in place of `shuffle`. On several instances one of PyTorch's that draws
-            from `options.randomSeed`, as all instances have to have the same order.
-        batch_sampler: refused.
-        collate_fn: makes a batch of a list of elements; None for PyTorch's.
-        kwargs: of `torch.utils.data.DataLoader`.
+        options: Options, which are frozen from here on.
+        dataset: Data set with a length and `[i]`, or a `torch.utils.data.IterableDataset`. Every instance reads an
+            IterableDataset whole and takes its replicas' rows.
+        batch_size: Micro-batch, in rows.
+        shuffle: Whether to permute the elements anew in each epoch, by `options.randomSeed`.
+        num_workers: Number of processes that read.
+        drop_last: Whether to drop the rows that do not fill a batch. False gives a shorter last batch, on a single
+            instance only.
+        persistent_workers: Whether workers stay for the next epoch; None means True if there are workers.
+        auto_distributed_partitioning: False if the program itself divides the data set among instances.
+        mode: Whether batches are made when they are asked for, or ahead in a thread (the asynchronous modes).
+        async_options: `buffer_size`, the number of batches made ahead. Other arguments of an
+            `AsynchronousDataAccessor` have no effect.
+        rebatched_worker_size: No effect: workers read whole batches with the same elements.
+        sampler: Order of an epoch in place of `shuffle`. On several instances, use a sampler of PyTorch that draws from
+            `options.randomSeed`, because all instances need the same order.
+        batch_sampler: Refused.
+        collate_fn: Function that makes a batch of a list of elements; None for PyTorch's.
+        kwargs: Other arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
-        options: see above.
-        dataset: see above.
+        options: Options of the model.
+        dataset: Data set.
 
     Raises:
-        SmallDataError: if the data set does not fill a batch; a StrategyError and a ValueError.
-        StrategyError: if batches of several instances would be shorter, there is a `batch_sampler`, or a `sampler`
-            besides `shuffle`, or one whose order instances could have otherwise. Of a stream it is found at its end, on
-            all instances.
-        TypeError: for other `async_options`, options that are none, and switches that are neither True nor False.
+        SmallDataError: If the data set does not fill a batch; a StrategyError and a ValueError.
+        StrategyError: For a `batch_sampler`; for a `sampler` with `shuffle`; on several instances, for a shorter last
+            batch or a sampler whose order may differ between them. A stream's shorter batch is found at its end, on all
+            instances.
+        TypeError: For unknown `async_options`, `options` of another class, and switches that are not True or False.
+
+    Example::
+
+        options = poptorch.Options().deviceIterations(4)
+        batches = poptorch.DataLoader(options, dataset, batch_size=16, shuffle=True)
+        for rows, labels in batches:  # 64 rows for each replica
+            outputs, loss = model(rows, labels)
     """
 
     def __init__(
@@ -94,11 +102,13 @@ class DataLoader:
         **kwargs: Any,
     ) -> None:
         if batch_sampler is not None:
-            raise StrategyError("a batch_sampler does not know replicas; give batch_size, and shuffle or a sampler")
+            raise StrategyError("a batch_sampler knows nothing of replicas; give batch_size, and shuffle or a sampler")
         if sampler is not None and shuffle:
-            raise StrategyError("the sampler gives the order, and shuffle=True asks for another; use one of the two")
+            raise StrategyError("the sampler defines the order, but shuffle=True asks for another; use one of the two")
         if not isinstance(options, Options):
-            raise TypeError(f"the options are a {type(options).__name__}; poptorch.DataLoader(options, dataset, ...)")
+            raise TypeError(
+                f"the options are a {type(options).__name__}; use poptorch.DataLoader(poptorch.Options(), dataset, ...)"
+            )
         require_switches(drop_last=drop_last, auto_distributed_partitioning=auto_distributed_partitioning)
         require_switches_or_none(shuffle=shuffle, persistent_workers=persistent_workers)
         options._freeze()
@@ -114,21 +124,21 @@ class DataLoader:
         workers["persistent_workers"] = num_workers > 0 if persistent_workers is None else persistent_workers
         if self._is_iterable:
             if shuffle:
-                raise StrategyError("an IterableDataset comes in its own order; shuffle inside of it, with a seed")
+                raise StrategyError("an IterableDataset has its own order; shuffle inside the data set, with a seed")
             if num_workers > 1 and "worker_init_fn" not in kwargs:
                 logger.warning(
-                    "%d workers read an IterableDataset, each all of it: its elements come %d times unless it asks "
-                    "torch.utils.data.get_worker_info(), or there is a worker_init_fn",
+                    "each of %d workers reads the whole IterableDataset, so its elements come %d times; read only a "
+                    "part by torch.utils.data.get_worker_info(), or give a worker_init_fn",
                     num_workers,
                     num_workers,
                 )
             if sampler is not None:
-                raise StrategyError("an IterableDataset comes in its own order; choose elements inside of it")
+                raise StrategyError("an IterableDataset has its own order; choose elements inside the data set")
             self._loader = torch.utils.data.DataLoader(dataset, batch_size=None, **workers)
             return
         self._shuffle, self._sampler = bool(shuffle), sampler
         if shuffle and kwargs.get("generator") is not None:
-            logger.warning("the order of shuffled elements follows options.randomSeed, and not the generator")
+            logger.warning("the order of shuffled elements follows options.randomSeed and ignores the generator")
         if sampler is not None:
             self._refuse_samplers(sampler)
         self._refuse_lengths(self._length)
@@ -138,7 +148,7 @@ class DataLoader:
 
     @property
     def combinedBatchSize(self) -> int:
-        """Rows of a batch of this instance."""
+        """The number of rows of this instance's batch."""
         return len(self._places)
 
     @property
@@ -147,7 +157,7 @@ class DataLoader:
 
     @property
     def _layout(self) -> Layout:
-        """The rows of each micro-batch, which is a step of the layout."""
+        """The rows of each micro-batch; a step of the layout is one micro-batch."""
         replicas = self.options.strategy.replicas
         local = replicas.local_replicas
         if self._is_dealt:
@@ -156,7 +166,7 @@ class DataLoader:
 
     @property
     def _places(self) -> np.ndarray:
-        """The places of this instance's rows among those of all instances, for one batch."""
+        """The positions of this instance's rows among the rows of all instances, for one batch."""
         layout = self._layout
         return np.concatenate([layout.positions(number) for number in range(self._micro_batches)])
 
@@ -178,26 +188,26 @@ class DataLoader:
             raise TypeError(f"the sampler is a {type(sampler).__name__}, which has no length; give it a __len__")
         if self._has_others and type(sampler) not in SAMPLERS:
             raise StrategyError(
-                f"the sampler is a {type(sampler).__name__}, and each of several instances would ask its own for an "
-                f"order, which has to be the same; use one of {', '.join(kind.__name__ for kind in SAMPLERS)}, or "
-                "auto_distributed_partitioning=False with a sampler that gives the elements of this instance"
+                f"the sampler is a {type(sampler).__name__}, which may give each instance another order, but all "
+                f"instances need the same; use one of {', '.join(kind.__name__ for kind in SAMPLERS)}, or "
+                "auto_distributed_partitioning=False with a sampler that gives this instance's elements"
             )
 
     def _refuse_lengths(self, length: int) -> None:
         if length < self._rows_of_all and self._drops:
             raise SmallDataError(
-                f"the data set has {length} elements, and a batch of all replicas takes {self._rows_of_all}; use a "
+                f"the data set has {length} elements, but a batch of all replicas takes {self._rows_of_all}; use a "
                 "smaller batch_size, deviceIterations or gradientAccumulation"
             )
         if length % self._rows_of_all and not self._drops and self._has_others:
             raise StrategyError(
-                f"{length} elements are no multiple of the {self._rows_of_all} of a batch of all instances, and "
-                "drop_last is False; a shorter batch cannot be dealt out to several instances: use drop_last=True"
+                f"{length} elements do not divide into batches of {self._rows_of_all} for all instances, and "
+                "drop_last is False; a shorter batch cannot be shared by several instances: use drop_last=True"
             )
 
     def __len__(self) -> int:
         if self._is_iterable:
-            raise TypeError("an IterableDataset does not tell how many batches it has")
+            raise TypeError("the number of batches of an IterableDataset is unknown; iterate without len()")
         whole, rest = divmod(self._length, self._rows_of_all)
         return whole + (rest > 0 and not self._drops)
 
@@ -220,8 +230,8 @@ class DataLoader:
                 return
             elif self._has_others:
                 raise StrategyError(
-                    f"the stream ends with {len(rows)} elements that do not fill the {whole} of a batch of "
-                    "all instances, and drop_last is False; a shorter batch cannot be dealt out to several instances: "
+                    f"the stream ends with {len(rows)} elements, which do not fill a batch of {whole} for all "
+                    "instances, and drop_last is False; a shorter batch cannot be shared by several instances: "
                     "use drop_last=True"
                 )
             yield self._collate(rows)
@@ -245,21 +255,21 @@ class DataLoader:
 
 
 def _buffers_of(named: Mapping[str, object]) -> int:
-    """Return how many items are read ahead, and refuse arguments that no accessor takes."""
+    """Return the number of items to read ahead; refuse arguments that no accessor takes."""
     if unknown := [name for name in named if name not in ("buffer_size", "rebatched_size", *WITHOUT_EFFECT)]:
         raise TypeError(
-            f"an AsynchronousDataAccessor takes no {unknown[0]}; it takes buffer_size, {', '.join(WITHOUT_EFFECT)}"
+            f"an AsynchronousDataAccessor does not take {unknown[0]}; it takes buffer_size, {', '.join(WITHOUT_EFFECT)}"
         )
     if named.get("rebatched_size") is not None:
         raise StrategyError(
-            f"rebatched_size is {named['rebatched_size']}, and items are not joined on their way; have the DataLoader "
+            f"rebatched_size is {named['rebatched_size']}, but the accessor does not join items; let the DataLoader "
             "make batches of that size"
         )
     return positive("buffer_size", named.get("buffer_size", BUFFERS))
 
 
 class _Rows:
-    """The elements of each batch, for PyTorch's loader."""
+    """A batch sampler for PyTorch's loader: the indices of the elements of each batch."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader, self._epoch = loader, 0
@@ -273,16 +283,16 @@ class _Rows:
 
 
 class AsynchronousDataAccessor:
-    """Reads ahead, in a thread, of what an iterable gives: of a `DataLoader` in the mode `Sync`, say.
+    """A thread that reads the items of an iterable ahead, for example of a `DataLoader` in the mode `Sync`.
 
     Args:
-        dataset: the iterable; each loop begins it anew.
-        buffer_size: how many items ahead.
-        named: PopTorch's other arguments, which change nothing.
+        dataset: Iterable; each loop starts it anew.
+        buffer_size: Number of items to read ahead.
+        named: PopTorch's other arguments, which have no effect.
 
     Raises:
-        StrategyError: for a `rebatched_size`.
-        TypeError: for arguments that PopTorch's does not take.
+        StrategyError: For a `rebatched_size`.
+        TypeError: For arguments that PopTorch's accessor does not take.
     """
 
     def __init__(self, dataset: Iterable[Element], buffer_size: int = BUFFERS, **named: object) -> None:

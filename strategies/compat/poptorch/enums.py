@@ -1,11 +1,9 @@
-"""The words of PopTorch's options, with its names and numbers."""
+"""The values of PopTorch's options, with its names and numbers."""
 
 from enum import Enum, IntEnum
 
 OutputMode = IntEnum("OutputMode", ["Final", "EveryN", "All", "Sum", "Default"], start=0)
-OutputMode.__doc__ = (
-    "The outputs that a call returns: those of the last micro-batch, of every n-th, of all, or their sum."
-)
+OutputMode.__doc__ = "The outputs that a call returns: of the last micro-batch, of every n-th, of all, or their sum."
 
 AnchorMode = OutputMode
 """The name of `OutputMode` before PopTorch 2.3."""
@@ -14,18 +12,18 @@ ReductionType = IntEnum("ReductionType", ["Sum", "Mean", "NoReduction"], start=0
 ReductionType.__doc__ = "The reduction of gradients over micro-batches and replicas."
 
 MeanReductionStrategy = IntEnum("MeanReductionStrategy", ["Running", "Post", "PostAndLoss"], start=0)
-MeanReductionStrategy.__doc__ = "The accumulation of a mean: by a running mean, or by losses that are divided before."
+MeanReductionStrategy.__doc__ = "The computation of a mean: a running mean, or a sum of losses divided beforehand."
 
 DataLoaderMode = IntEnum("DataLoaderMode", ["Sync", "Async", "AsyncRebatched"], start=0)
-DataLoaderMode.__doc__ = "Whether batches are made when they are asked for, or ahead in another thread."
+DataLoaderMode.__doc__ = "The time when batches are made: when they are asked for, or ahead in another thread."
 
 SharingStrategy = IntEnum("SharingStrategy", ["SharedMemory", "FileSystem", "Fork", "ForkServer"], start=0)
-SharingStrategy.__doc__ = "The way of a data set into the process that reads ahead; a thread does here."
+SharingStrategy.__doc__ = "The transfer of a data set to the process that reads ahead; no effect, a thread reads here."
 
 HalfFloatCastingBehavior = IntEnum(
     "HalfFloatCastingBehavior", ["FloatDowncastToHalf", "HalfUpcastToFloat", "Default"], start=0
 )
-HalfFloatCastingBehavior.__doc__ = "The dtype of a result where float16 meets float32; PyTorch makes float32 of it."
+HalfFloatCastingBehavior.__doc__ = "The dtype of a result of float16 and float32; with PyTorch it is float32."
 
 MatMulSerializationMode = Enum(
     "MatMulSerializationMode",
@@ -36,34 +34,32 @@ MatMulSerializationMode = Enum(
         "Disabled": "none",
     },
 )
-MatMulSerializationMode.__doc__ = "The axis along which a product of matrices is cut; here it is computed at once."
+MatMulSerializationMode.__doc__ = "The axis along which to split a matrix product; no effect, it is computed at once."
 
 AutoStage = IntEnum("AutoStage", ["SameAsIpu", "AutoIncrement"], start=0)
-AutoStage.__doc__ = "The stages that blocks make: one for each device, or a new one at each block."
+AutoStage.__doc__ = "The rule by which blocks make stages: one for each device, or a new one at each block."
 
 Liveness = IntEnum(
     "Liveness", ["AlwaysLive", "OffChipAfterFwd", "OffChipAfterFwdNoOverlap", "OffChipAfterEachPhase"], start=0
 )
-Liveness.__doc__ = "The time that tensors of phases spend in the memory of a device; all are in that of the host here."
+Liveness.__doc__ = "The time that tensors of phases stay in device memory; no effect, all are in host memory."
 
 OverlapMode = IntEnum("OverlapMode", ["NoOverlap", "OverlapAccumulationLoop", "OverlapDeviceIterationLoop"], start=0)
-OverlapMode.__doc__ = "The time at which tensors are copied to a device and back; they are not copied here."
+OverlapMode.__doc__ = "The time when tensors are copied to and from a device; no effect, they are not copied."
 
 ConnectionType = IntEnum("ConnectionType", ["Always", "OnDemand", "Never"], start=0)
-ConnectionType.__doc__ = "The time at which a device is attached; there is none to attach here."
+ConnectionType.__doc__ = "The time when a device is attached; no effect, there is none to attach."
 
 SyncPattern = IntEnum("SyncPattern", ["Full", "SinglePipeline", "ReplicaAndLadder"], start=0)
-SyncPattern.__doc__ = "The way in which devices wait for each other; bits do not depend on it."
+SyncPattern.__doc__ = "The way in which devices wait for each other; it has no effect on bits."
 
 CommGroupType = IntEnum("CommGroupType", ["All", "Consecutive", "Orthogonal", "NoGrouping"], start=0)
-CommGroupType.__doc__ = (
-    "The replicas that have a parameter in common: all, those beside each other, those dealt out in turn, or none."
-)
+CommGroupType.__doc__ = "The replicas that share a parameter: all, consecutive ones, ones at equal distances, or none."
 
 VariableRetrievalMode = IntEnum("VariableRetrievalMode", ["OnePerGroup", "AllReduceReplicas", "AllReplicas"], start=0)
 VariableRetrievalMode.__doc__ = (
-    "The value that the module gets of a parameter that differs between groups of replicas; only OnePerGroup is there."
+    "The value that the module gets for a parameter that differs between groups of replicas; only OnePerGroup works."
 )
 
 MultiConvPlanType = IntEnum("MultiConvPlanType", ["Parallel", "Serial"], start=0)
-MultiConvPlanType.__doc__ = "The plan of several convolutions; they run one after another here."
+MultiConvPlanType.__doc__ = "The plan of several convolutions; no effect, they run one after another."

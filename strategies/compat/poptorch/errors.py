@@ -1,27 +1,27 @@
-"""PopTorch's errors, by the names under which programs catch them.
+"""PopTorch's errors, by the names with which programs catch them.
 
 strategies.StrategyError          `Error`
-    RecoverableError              of devices that have to be reset
-    UnrecoverableError            of devices that are broken
-    SmallDataError                of data that fill no batch; a ValueError, too
+    RecoverableError              a device must be reset
+    UnrecoverableError            a device is broken
+    SmallDataError                data do not fill a batch; also a ValueError
 ValueError
-    ConfigFileError               of options in a file
+    ConfigFileError               a line of an options file is invalid
 """
 
 from strategies.errors import StrategyError
 
 
 class RecoverableError(StrategyError):
-    """Never raised, as there is no IPU that could be reset; programs name it where they catch it."""
+    """A device must be reset. Never raised, because there is no IPU; programs may catch it by name."""
 
 
 class UnrecoverableError(StrategyError):
-    """Never raised, as there is no IPU that could break; programs name it where they catch it."""
+    """A device is broken. Never raised, because there is no IPU; programs may catch it by name."""
 
 
 class ConfigFileError(ValueError):
-    """A line of a file is no option."""
+    """A line of an options file is not an option."""
 
 
 class SmallDataError(StrategyError, ValueError):
-    """A data set has fewer elements than a batch of all replicas takes."""
+    """A data set has fewer elements than a batch of all replicas needs."""

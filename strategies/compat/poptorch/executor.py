@@ -1,4 +1,4 @@
-"""PopTorch's models: a module, called with the rows of several updates at once."""
+"""PopTorch's models: a module that is called with the rows of several updates at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from strategies.typing import Batch, Tree
 logger = logging.getLogger("strategies.torch.poptorch")
 
 
-_SHARED = "models of a module share its parameters and buffers, which are read at every call"
+_SHARED = "all models of a module share its parameters and buffers, which are read at every call"
 _METHODS = methods_of(
     "PoplarExecutor",
     attachToDevice=Accepted(lambda: None, NO_IPU),
@@ -64,25 +64,30 @@ _METHODS = methods_of(
     copyWeightsToDevice=Accepted(lambda: None, _SHARED),
     copyWeightsToHost=Accepted(lambda: None, _SHARED),
     copyWeightsToHostIfNeeded=Accepted(lambda: False, _SHARED),
-    cycleCount=Refused("cycles of an IPU are not counted, as there is none; take the time around a call"),
+    cycleCount=Refused("there is no IPU whose cycles could be counted; measure the time of a call"),
     detachFromDevice=Accepted(lambda: None, NO_IPU),
     isAttachedToDevice=Accepted(lambda: True, NO_IPU),
     isCompiled=Accepted(lambda: True, NO_COMPILER),
-    loadExecutable=Accepted(lambda filename: None, "what was compiled is no part of the file"),
+    loadExecutable=Accepted(lambda filename: None, "the file has no compiled programs"),
 )
-"""Methods of a model with nothing to do; each returns the value of the table."""
+"""Methods of a model with nothing to do; each returns its value in this table."""
 
 
 class PoplarExecutor:
-    """A module that `trainingModel` or `inferenceModel` has wrapped; call it with this instance's rows.
+    """A module wrapped by `trainingModel` or `inferenceModel`; call it with this instance's rows.
 
-    The first axis of every tensor has the rows of micro-batch x replicas of this instance x gradient accumulation x
-    device iterations: `poptorch.DataLoader` makes such batches. The rows of the replicas lie beside each other for each
-    micro-batch, so the last rows are those of the last micro-batch.
+    The first axis of every tensor has micro-batch x local replicas x gradient accumulation x device iterations rows, as
+    batches of `poptorch.DataLoader` have. Rows are ordered by micro-batch, and inside a micro-batch by replica.
+
+    Example::
+
+        model = poptorch.trainingModel(module, options, torch.optim.SGD(module.parameters(), lr=0.1))
+        for rows, labels in poptorch.DataLoader(options, dataset, batch_size=16):
+            outputs, loss = model(rows, labels)
 
     Attributes:
-        model: the module, as the program made it; it is changed in place.
-        options: see above.
+        model: The program's module; updates change it in place.
+        options: Options of the model, frozen.
     """
 
     def __init__(
@@ -95,12 +100,15 @@ class PoplarExecutor:
     ) -> None:
         options = Options() if options is None else options
         if not isinstance(options, Options):
-            raise TypeError(f"the options are a {type(options).__name__}; give poptorch.Options(), or None for those")
+            raise TypeError(
+                f"the options are a {type(options).__name__}; give poptorch.Options(), or None for the default options"
+            )
         if isinstance(model, PoplarExecutor):
             model = model.model
         if not isinstance(model, torch.nn.Module):
             raise TypeError(
-                f"the model is a {type(model).__name__}; give a torch.nn.Module, whose forward calls a function, say"
+                f"the model is a {type(model).__name__}; give a torch.nn.Module, for example one whose forward calls a "
+                "function"
             )
         options._freeze()
         refuse_other_devices(model, "PopTorch's interface")
@@ -111,7 +119,7 @@ class PoplarExecutor:
         self._map_gradient = map_gradient
         self._trainer: Trainer | None = None
         self._inference: InferenceReplicas | None = None
-        self._calls = 0  # of an inference
+        self._calls = 0  # calls of an inference model
         self._counters = Counters()
         self._modes = Modes(model)
         self._states = WrittenBuffers(model, options.strategy.replicas)
@@ -130,8 +138,8 @@ class PoplarExecutor:
             self._trainer = self._new_trainer(optimizer)
         elif options.Training.gradient_accumulation != 1:
             raise StrategyError(
-                f"gradientAccumulation is {options.Training.gradient_accumulation}, and an inference accumulates none; "
-                "options.clone() for it, with Training.gradientAccumulation(1)"
+                f"gradientAccumulation is {options.Training.gradient_accumulation}, but an inference model accumulates "
+                "nothing; give it options.clone() with Training.gradientAccumulation(1)"
             )
 
     @property
@@ -139,20 +147,20 @@ class PoplarExecutor:
         """The trainer that makes the updates, for `strategies.Checkpoints`.
 
         Raises:
-            StrategyError: if it is an inference model.
+            StrategyError: If this is an inference model.
         """
         if self._trainer is None:
-            raise StrategyError("an inference model makes no updates; poptorch.trainingModel does")
+            raise StrategyError("an inference model has no trainer; make the model with poptorch.trainingModel")
         return self._trainer
 
     # ---- calls
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """Return the module's outputs for these rows, as `Options.outputMode` says; a collective call if it trains.
+        """Return the module's outputs for these rows, as `Options.outputMode` says. Collective for a training model.
 
         Raises:
-            ValueError: if the rows cannot be divided.
-            StrategyError: if there is no loss, or several.
+            ValueError: If the number of rows cannot be divided.
+            StrategyError: If the module returns no loss, or several.
         """
         batch = tensors_of((args, kwargs))
         self._counters.begin(batch)
@@ -167,23 +175,23 @@ class PoplarExecutor:
 
     @property
     def _mode(self) -> OutputMode:
-        """The outputs that come back: unless it is said, those of the last micro-batch, or all of an inference."""
+        """The mode of outputs; by default the last micro-batch for training, and all for inference."""
         if self.options.output_mode is not OutputMode.Default:
             return self.options.output_mode
         return OutputMode.Final if self._is_training else OutputMode.All
 
     def _rounds_of(self, batch: Batch) -> list[list[Batch]]:
-        """Return the batches of the local replicas for each micro-batch of the call."""
+        """Return the batches of the local replicas, by micro-batch of the call."""
         local = len(self.options.strategy.replicas.local_replicas)
         count = self.options.device_iterations * self.options.Training.gradient_accumulation
         if count * local == 1 and not self._is_training:
-            return [[batch]]  # also tensors without axes
+            return [[batch]]  # a batch may have tensors without axes
         try:
             parts = parts_of(batch, count * local)
         except ValueError as error:
             raise ValueError(
-                f"{error}. There are deviceIterations {self.options.device_iterations} x gradientAccumulation "
-                f"{self.options.Training.gradient_accumulation} x {local} replicas of this instance; use "
+                f"{error}. Their number is deviceIterations {self.options.device_iterations} x gradientAccumulation "
+                f"{self.options.Training.gradient_accumulation} x {local} local replicas; use "
                 "poptorch.DataLoader"
             ) from None
         return [parts[number * local : (number + 1) * local] for number in range(count)]
@@ -248,11 +256,11 @@ class PoplarExecutor:
             replicated_optimizer_state_sharding=self._shards,
             min_elements_for_sharding=int(str(of_optimizer.get("minElementsForReplicatedTensorSharding", 32))),
             before_update=None if self._shards else self._clipping,
-            pipeline=None if running else self._pipeline(),  # nobody has asked for one then: `refuse_pairs`
+            pipeline=None if running else self._pipeline(),  # `refuse_pairs` has refused an execution strategy
         )
 
     def _pipeline(self) -> TorchPipeline:
-        """Stages of the strategy; without one, of the blocks that have a device, where there are some."""
+        """Return the pipeline of the execution strategy, or else of the blocks that have a device."""
         strategy = self.options.execution_strategy
         if strategy is not None:
             return strategy.pipeline
@@ -260,54 +268,54 @@ class PoplarExecutor:
 
     @property
     def trace(self) -> Trace:
-        """The work of the simulated devices in the last update, or the last call of an inference.
+        """The timed work of the simulated devices in the last update, or in the last call of an inference model.
 
-        `str`, `text` and `perfetto` of it show that.
+        Its `str`, `text` and `perfetto` show it.
 
         Raises:
-            ValueError: if there was none; the first one learns the stages.
+            ValueError: If nothing has run yet; the first call finds the stages.
         """
         if self._trainer is not None:
             return self._trainer.trace
         return Trace(self._inference.spans if self._inference else {})
 
-    # ---- what programs ask and tell it
+    # ---- questions and settings of programs
 
     def getTensorNames(self) -> list[str]:
-        """Return the names that `Options.anchorTensor` takes."""
+        """Return the names of tensors that `Options.anchorTensor` accepts."""
         return names_of(self.model)
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """Return an anchored tensor of the last call: after the last update, or as the anchor says.
+        """Return an anchored tensor of the last call: after the last update, or as the anchor's mode says.
 
         Raises:
-            StrategyError: if it is none, or there was no call.
+            StrategyError: If no tensor is anchored under this name, or the model was not called.
         """
         return self._anchored.of_call(short_name)
 
     def getPerfCounters(self) -> dict[str, list[list[float]]]:
-        """Return the seconds at which the last call had each tensor of each update; only differences count.
+        """Return the times in seconds of each tensor in each update of the last call; only differences have a meaning.
 
-        An "input" is asked for and "input_complete" when the update begins, an "output" and "output_complete" when it
-        has ended, as nothing is transferred. An inference counts as one update.
+        "input" and "input_complete" are the start of the update, "output" and "output_complete" its end, because
+        nothing is transferred. A call of an inference model counts as one update.
         """
         return self._counters.events()
 
     def getLatency(self) -> Latency:
-        """Return least, most and mean seconds of the updates of the last call, or of that call of an inference.
+        """Return the minimum, maximum and mean seconds of the last call's updates; an inference call is one update.
 
         Raises:
-            StrategyError: if there was no call.
+            StrategyError: If the model was not called.
         """
         return self._counters.of_updates()
 
-    getComputeLatency = getLatency  # all of it is computing
+    getComputeLatency = getLatency  # a call only computes
 
     def getHostIpuLatency(self) -> Latency:
-        """Return zeros: inputs and outputs are where they are needed.
+        """Return zeros, because inputs and outputs are not transferred.
 
         Raises:
-            StrategyError: if there was no call.
+            StrategyError: If the model was not called.
         """
         self._counters.of_updates()
         return 0.0, 0.0, 0.0
@@ -316,12 +324,12 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> list[int]:
-        """The seed, and the number of updates, or of calls of an inference: all random numbers follow from these.
+        """The seed and the number of updates or inference calls, which determine all random numbers.
 
-        An inference may be told another number of calls; a training has its number of updates from its checkpoint.
+        The number of inference calls can be set. The number of updates of a training comes from its checkpoint only.
 
         Raises:
-            StrategyError: if it is set to another seed, or a training to another number.
+            StrategyError: If another seed is set, or another number of updates.
         """
         return [self.options.seed, self._calls if self._trainer is None else self._trainer.steps_made]
 
@@ -330,42 +338,42 @@ class PoplarExecutor:
         seed, made = state
         if seed != self.options.seed:
             raise StrategyError(
-                f"the seed of this model is {self.options.seed}, and the state has {seed}; make the model with "
+                f"the seed of this model is {self.options.seed}, but the state has {seed}; make the model with "
                 f"options.randomSeed({seed})"
             )
         if self._trainer is None:
             self._calls = made
         elif made != self._trainer.steps_made:
             raise StrategyError(
-                f"{self._trainer.steps_made} updates were made, and the state is that after {made}; random numbers "
-                "follow the number of updates, which strategies.Checkpoints saves and restores with the training"
+                f"the model has made {self._trainer.steps_made} updates, but the state is from after {made}; random "
+                "numbers follow the number of updates: save and restore the training with strategies.Checkpoints"
             )
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over the numbers of an optimizer, such as its learning rate; its state stays what it was.
+        """Take over the hyperparameters of an optimizer, such as its learning rate; the optimizer state stays.
 
-        Changes of the optimizer that the model was made with act at once, without this call.
+        Changes to the model's own optimizer take effect at once, without this call.
 
         Raises:
-            StrategyError: if it is of another kind, has other groups or parameters, or limits gradients that are cut
-                into parts.
+            StrategyError: If the class, the groups or the parameters differ, or if a new `max_grad_norm` needs whole
+                gradients but they are sharded.
         """
         mine, groups = self.trainer.optimizer, optimizer.param_groups
         if type(optimizer) is not type(mine) or len(optimizer.param_groups) != len(mine.param_groups):
             raise StrategyError(
-                f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, and this is "
-                f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make another model with it"
+                f"the model was made with {type(mine).__name__} of {len(mine.param_groups)} groups, but this is "
+                f"{type(optimizer).__name__} of {len(optimizer.param_groups)}; make a new model with this optimizer"
             )
         if optimizer is not mine and [[id(one) for one in group["params"]] for group in groups] != self._updates:
             raise StrategyError(
-                "the optimizer has other parameters in its groups than the one with which the model was made, which go "
-                "on being trained; make another model with it"
+                "the parameters in the optimizer's groups are not those that the model trains; make a new model with "
+                "this optimizer"
             )
         scale, limit = scale_and_limit(optimizer)
         if limit != self._clipping.limit and self._shards:
             raise StrategyError(
-                f"max_grad_norm is {limit}, the norm of whole gradients, and with useReplicatedTensorSharding an "
-                "instance has parts of them; make another model with this optimizer"
+                f"max_grad_norm is {limit}, which needs whole gradients, but with useReplicatedTensorSharding an "
+                "instance has only parts of them; make a new model with this optimizer"
             )
         if scale != self._scale:
             refuse_pairs(self.options, scale)
@@ -375,7 +383,7 @@ class PoplarExecutor:
             set_numbers(mine, numbers_of_groups(optimizer))
 
     def compile(self, *args: Tree, **kwargs: Tree) -> None:
-        """Look at the rows; nothing is compiled."""
+        """Check the number of rows; nothing is compiled."""
         self._rounds_of(tensors_of((args, kwargs)))
 
     def compileAndExport(
@@ -386,12 +394,12 @@ class PoplarExecutor:
         save_rng_state: bool = True,
         **kwargs: Tree,
     ) -> None:
-        """Look at the rows, and `save`."""
+        """Check the number of rows, and call `save`."""
         self.compile(*args, **kwargs)
         self.save(filename, export_model, save_rng_state)
 
     def destroy(self) -> None:
-        """End the threads of the replicas; a call begins new ones."""
+        """End the threads of the replicas; the next call starts new ones."""
         if self._trainer is not None:
             self._trainer.close()
         if self._inference is not None:
@@ -399,26 +407,26 @@ class PoplarExecutor:
             self._inference = None
 
     def save(self, filename: str | Path, export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Write the module, the options and the optimizer, as `load` reads them.
+        """Write the module, the options and the optimizer to a file for `load`.
 
         Args:
-            filename: of the file.
-            export_model: False for parameters and state alone; they can only be loaded into a model then.
-            save_rng_state: accepted: the seed is among the options, and a model that is loaded begins anew.
+            filename: Path of the file.
+            export_model: False writes only parameters and state, which an existing model can load.
+            save_rng_state: Accepted without effect: options include the seed, and a loaded model starts anew.
 
         Raises:
-            StrategyError: if the state of the optimizer is sharded, and is to be in the file; or there is a
-                `map_gradient`, which no file has.
+            StrategyError: If `export_model` is True, and optimizer state is sharded or the model has a `map_gradient`,
+                which no file can hold.
         """
         require_switches(export_model=export_model, save_rng_state=save_rng_state)
         if export_model and self._shards:
             raise StrategyError(
-                "the state of the optimizer is sharded, and a file would have this instance's part of it; use "
+                "optimizer state is sharded, so a file would hold only this instance's part; use "
                 "strategies.Checkpoints(folder, training.trainer), or export_model=False"
             )
         if export_model and self._map_gradient is not None:
             raise StrategyError(
-                "a file has no functions, and a model loaded from it would train without map_gradient; use "
+                "a file cannot hold functions, and a model loaded from it would train without map_gradient; use "
                 "export_model=False, make the model with trainingModel(..., map_gradient=...), and load its state_dict"
             )
         content = {"state": self.model.state_dict(), "options": self.options, "training": self._is_training}
@@ -428,18 +436,18 @@ class PoplarExecutor:
         torch.save(content, filename)
 
     def train(self, mode: bool = True) -> PoplarExecutor:
-        """Set the mode of the module, and that in which a training model trains."""
+        """Set the module's mode, and with it the mode of a training model's calls."""
         require_switches(mode=mode)
         self.model.train(mode)
         self._modes.take()
         return self
 
     def eval(self) -> PoplarExecutor:
-        """Set the mode of the module."""
+        """Set the module to evaluation mode, and with it a training model's calls."""
         return self.train(False)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a table has, or else of the module: `state_dict`, `parameters`, submodules."""
+        """Return a method of the table, or else an attribute of the module: `state_dict`, `parameters`, submodules."""
         if name in _METHODS:
             return partial(_METHODS[name].called, name)
         if name.startswith("_") or name == "model":
@@ -461,23 +469,25 @@ def trainingModel(
     *,
     map_gradient: MapGradient | None = None,
 ) -> PoplarExecutor:
-    """Make a model whose calls make updates; a collective call.
+    """Make a model whose calls train the module. Collective.
 
     Args:
-        model: returns a loss: a scalar that `identity_loss` has marked, or else the last scalar of what it returns.
-        options: frozen from here on.
-        optimizer: of its parameters; None for SGD with a learning rate of 0.01.
-        map_gradient: None, or a function of each micro-batch's gradients, see `TorchOptions`; PopTorch has none.
+        model: Module that returns a loss: a scalar marked by `identity_loss`, or else the only scalar that depends on
+            its parameters.
+        options: Options of the model, frozen from here on.
+        optimizer: Optimizer of the module's parameters; None for SGD with a learning rate of 0.01.
+        map_gradient: Function applied to the gradients of each micro-batch as in `TorchOptions`, or None; an addition
+            to PopTorch.
     """
     return PoplarExecutor(model, options, True, optimizer, map_gradient)
 
 
 def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
-    """Make a model that is called in evaluation mode, without gradients, and shares the parameters of the module.
+    """Make a model for evaluation without gradients, which shares the module's parameters.
 
     Args:
-        model: a module, or a model of it.
-        options: frozen from here on.
+        model: Module, or a model of it.
+        options: Options of the model, frozen from here on.
     """
     return PoplarExecutor(model, options, False, None)
 
@@ -485,20 +495,20 @@ def inferenceModel(model: torch.nn.Module | PoplarExecutor, options: Options | N
 def load(
     filename: str | Path, edit_opts_fn: Callable[[Options], object] | None = None, *, is_trusted: bool = False
 ) -> PoplarExecutor:
-    """Make the model that `PoplarExecutor.save` has written; classes of the file are those that are imported already.
+    """Make the model that `PoplarExecutor.save` wrote; the program must have imported the classes in the file.
 
     Args:
-        filename: of the file.
-        edit_opts_fn: changes the options before the model is made.
+        filename: Path of the file.
+        edit_opts_fn: Function that changes the options before the model is made.
         is_trusted: True for a file that may run code, as a program does.
 
     Raises:
-        StrategyError: if the file has no model, is damaged, or needs to be trusted.
+        StrategyError: If the file has no model, is damaged, or can only be read with `is_trusted=True`.
     """
     require_switches(is_trusted=is_trusted)
     content = read_model(filename, is_trusted)
     if "model" not in content:
-        raise StrategyError(f"{filename} was saved with export_model=False; make the model, and load its state_dict")
+        raise StrategyError(f"{filename} was saved with export_model=False; make a model and load its state_dict")
     options = content["options"].clone()
     if edit_opts_fn is not None:
         edit_opts_fn(options)

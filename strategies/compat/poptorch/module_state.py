@@ -1,4 +1,4 @@
-"""The state of a module between calls: its modes, the buffers that an inference writes, and its parameters."""
+"""The state of a module between calls: modes, buffers that an inference model writes, and parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger("strategies.torch.poptorch")
 
 
 class Modes:
-    """The `training` of each submodule, as it was at the first call or was set by the executor.
+    """The `training` mode of each submodule at the first call, or as the executor's `train` or `eval` set it last.
 
-    A program of PopTorch calls `model.eval()` before an inference, and its training model, which was compiled before,
-    goes on with dropout.
+    In PopTorch a program may call `model.eval()` before an inference, and the training model, already compiled, keeps
+    dropout on.
 
     Args:
-        module: whose modes they are.
+        module: Module whose modes are kept.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -33,26 +33,26 @@ class Modes:
         self._has_told = False
 
     def take(self) -> None:
-        """Keep the modes as they are now."""
+        """Keep the current modes."""
         self._taken = {each: each.training for each in self._module.modules()}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Have the modules in the modes that were taken, and afterwards in those that the program has set."""
+        """Give the submodules the kept modes for a while, and afterwards the program's modes again."""
         if not self._taken:
             self.take()
             if not self._module.training:
                 logger.warning(
-                    "a training model is called for the first time with its module in evaluation mode, so dropout is "
-                    "off and statistics stay; call model.train() before, unless that is meant"
+                    "the module of a training model is in evaluation mode at the first call, so dropout is off and "
+                    "statistics do not change; if this is not intended, call model.train() before the first call"
                 )
         now = {each: each.training for each in self._module.modules()}
         others = {each: mode for each, mode in now.items() if mode is not self._taken.get(each, mode)}
         if others and not self._has_told and self._module not in others:
             self._has_told = True
             logger.warning(
-                "the mode of %s has changed, and a training model keeps that of its first call; call train() or eval() "
-                "of the training model to have it take the modes as they are then",
+                "the mode of %s has changed, but a training model keeps the modes of its first call; call train() or "
+                "eval() of the training model to change them",
                 type(next(iter(others))).__name__,
             )
         for each in others:
@@ -65,13 +65,14 @@ class Modes:
 
 
 class WrittenBuffers:
-    """Buffers of an inference model that `forward` has written: a single replica writes those of the module.
+    """Buffers of an inference model that `forward` writes.
 
-    Several replicas have some of their own each, as in PopTorch; the module keeps what it has.
+    A single replica writes the module's buffers. Several replicas have their own copies, as in PopTorch, and the module
+    keeps its values.
 
     Args:
-        module: of which they are.
-        replicas: on which it runs.
+        module: Module that has the buffers.
+        replicas: Replicas that run the module.
     """
 
     def __init__(self, module: torch.nn.Module, replicas: Replicas) -> None:
@@ -80,14 +81,14 @@ class WrittenBuffers:
 
     @property
     def masters(self) -> Sequence[Sequence[torch.Tensor]] | None:
-        """The buffers with which each local replica begins; None for those of the module."""
+        """The buffers with which each local replica begins; None for the module's."""
         if not any(self._own):
             return None
         of_module = [slot.tensor for slot in slots_of(self._module)]
         return [[own.get(number, tensor) for number, tensor in enumerate(of_module)] for own in self._own]
 
     def keep(self, written: Sequence[Mapping[int, torch.Tensor]]) -> None:
-        """Go on with what a call has written, for each local replica."""
+        """Keep the buffers that each local replica wrote in a call, for the next call."""
         if not any(written):
             return
         if self._is_single:
@@ -97,13 +98,13 @@ class WrittenBuffers:
                     slots[number].put(tensor)
             return
         if not any(self._own):
-            logger.info("an inference writes buffers of its module: each replica goes on with its own")
+            logger.info("an inference writes buffers of its module: each replica keeps its own copy")
         for own, new in zip(self._own, written, strict=True):
             own.update({number: tensor.clone() for number, tensor in new.items()})
 
 
 class GroupableParameter(torch.nn.Parameter):
-    """A parameter of which groups of replicas may have rows of their own."""
+    """A parameter that can have a row for each group of replicas."""
 
     def replicaGrouping(
         self,
@@ -111,16 +112,16 @@ class GroupableParameter(torch.nn.Parameter):
         shards: int = 0,
         variable_retrieval_mode: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup,
     ) -> None:
-        """Have every group of replicas train a row of this parameter; see `strategies.torch.group_replicas`.
+        """Give each group of replicas a row of this parameter to train; see `strategies.torch.group_replicas`.
 
         Args:
-            comm_group_type: how groups are made.
-            shards: replicas in a group, of Consecutive and Orthogonal ones.
-            variable_retrieval_mode: OnePerGroup: the module has a row for each group.
+            comm_group_type: Kind of groups.
+            shards: Number of replicas in a group, for Consecutive and Orthogonal groups.
+            variable_retrieval_mode: OnePerGroup, which gives the module a row for each group.
 
         Raises:
-            StrategyError: for another mode.
-            ValueError: if groups have no size.
+            StrategyError: For another mode.
+            ValueError: If groups have no size.
         """
         if VariableRetrievalMode(variable_retrieval_mode) is not VariableRetrievalMode.OnePerGroup:
             raise StrategyError(

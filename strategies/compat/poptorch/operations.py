@@ -1,4 +1,4 @@
-"""PopTorch's operators and questions, as far as they mean something without an IPU."""
+"""PopTorch's operators and queries that have a meaning without an IPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ _losses = ThreadValue[list[torch.Tensor] | None](None)
 
 
 def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-    """Mark a tensor as the loss of a training model, reduced as is said.
+    """Mark a tensor as the loss of a training model, after an optional reduction.
 
     Args:
-        x: any shape; a scalar where it is not reduced.
+        x: Tensor of any shape; a scalar if `reduction` is "none".
         reduction: "sum", "mean" or "none".
+
+    Example::
+
+        loss = poptorch.identity_loss((outputs - targets) ** 2, reduction="mean")
     """
     if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"reduction is {reduction!r}; a loss is reduced by 'sum', 'mean' or 'none'")
+        raise ValueError(f"reduction is {reduction!r}; use 'sum', 'mean' or 'none'")
     loss = x if reduction == "none" else x.sum() if reduction == "sum" else x.mean()
     if _losses.now is not None:
         _losses.now.append(loss)
@@ -38,14 +42,14 @@ def identity_loss(x: torch.Tensor, reduction: str = "none") -> torch.Tensor:
 
 
 def losses_marked_by(function: Callable[[], T]) -> tuple[T, list[torch.Tensor]]:
-    """Call a function, and return its result and the losses that it has marked in this thread."""
+    """Call a function; return its result and the losses that it marked in this thread."""
     marked: list[torch.Tensor] = []
     with _losses.being(marked):
         return function(), marked
 
 
 def isRunningOnIpu() -> bool:
-    """Whether the code runs in a model that an executor executes: True inside of `forward` then."""
+    """Return whether an executor runs this code: True inside `forward` of its model."""
     return _losses.now is not None
 
 
@@ -54,27 +58,30 @@ CLAIMED = "POPTORCH_IPU_HARDWARE_VERSION"
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Return whether `POPTORCH_IPU_HARDWARE_VERSION` claims that there is an IPU; none is needed."""
+    """Return whether `POPTORCH_IPU_HARDWARE_VERSION` claims an IPU; models do not need one."""
     return ipuHardwareVersion() > 0
 
 
 def ipuHardwareVersion() -> int:
-    """Return what `POPTORCH_IPU_HARDWARE_VERSION` claims; 0: there is none.
+    """Return the version that `POPTORCH_IPU_HARDWARE_VERSION` claims, or 0.
 
     Raises:
-        ValueError: if that is no number.
+        ValueError: If the variable is not a number.
     """
     claimed = os.environ.get(CLAIMED) or "0"
     if not claimed.isdecimal():
-        raise ValueError(f"{CLAIMED} is {claimed!r}; it is a version of IPUs, such as 2 or 21")
+        raise ValueError(f"{CLAIMED} is {claimed!r}; set it to a version of IPUs, such as 2 or 21")
     return int(claimed)
 
 
 def setLogLevel(level: int | str) -> None:
-    """Set the level of the log `strategies.torch`: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF", or 0 to 6 for these.
+    """Set the level of the log `strategies.torch` by name, or by number 0 to 6 in this order.
+
+    Args:
+        level: "TRACE", "DEBUG", "INFO", "WARN", "ERR", "CRITICAL" or "OFF", or its number.
 
     Raises:
-        ValueError: for another one.
+        ValueError: For another level.
     """
     levels = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "CRITICAL": 50, "OFF": 100}
     name = [*levels][level] if isinstance(level, int) and 0 <= level < len(levels) else str(level)
@@ -84,18 +91,18 @@ def setLogLevel(level: int | str) -> None:
 
 
 def nop(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor."""
+    """Return the tensor unchanged."""
     return tensor
 
 
 def ipu_print_tensor(tensor: torch.Tensor, title: str = "", *_: object, **named: object) -> torch.Tensor:
-    """Print a tensor where it is computed, and return it; what says how it is printed changes nothing."""
+    """Print a tensor when it is computed, and return it; PopTorch's arguments for the format have no effect."""
     print(f"{title}: {tensor.detach()}" if title else str(tensor.detach()))
     return tensor
 
 
 def set_available_memory(tensor: torch.Tensor, available_memory_proportion: float) -> torch.Tensor:
-    """Return the tensor; memory is that of the host."""
+    """Return the tensor unchanged; all tensors are in host memory."""
     return tensor
 
 
@@ -106,50 +113,50 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> torch.Tensor:
-    """Return the product of two matrices, computed at once in the memory of the host."""
+    """Return the product of two matrices, computed at once in host memory."""
     require_switches(keep_precision=keep_precision)
     return torch.matmul(lhs, rhs)
 
 
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
-    """Return a part of a tensor along an axis, from where another tensor says.
+    """Return a part of a tensor along an axis, at a position given by another tensor.
 
     Args:
-        tensor: of which it is a part.
-        dim: the axis.
-        start: one integer.
-        size: from there on, of which every `step`-th element is taken.
-        step: see there.
+        tensor: Tensor of any shape.
+        dim: Axis.
+        start: First index, a tensor of one integer.
+        size: Length of the part, before `step`.
+        step: Distance between the elements taken.
     """
     return torch.narrow(tensor, dim, start.reshape(()), size).index_select(dim, torch.arange(0, size, step))
 
 
 def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a copy of a tensor with a part along an axis from another tensor.
+    """Return a copy of a tensor whose part along an axis is replaced by another tensor.
 
     Args:
-        input: the tensor.
-        src: the other one.
-        dim: the axis.
-        start: one integer: where the part begins.
-        size: of the part.
+        input: Tensor to copy.
+        src: Tensor that replaces the part.
+        dim: Axis.
+        start: First index of the part, a tensor of one integer.
+        size: Length of the part.
     """
     first = int(start)
     return torch.slice_scatter(input, src, dim, first, first + size)
 
 
 def set_overlap_for_input(input_tensors: T, mode: OverlapMode) -> T:
-    """Return the tensors: no copy to a device could overlap with computing."""
+    """Return the tensors unchanged, because no copy to a device could overlap with computing."""
     return input_tensors
 
 
 def set_overlap_for_output(output_tensors: T, mode: OverlapMode) -> T:
-    """Return the tensors; see `set_overlap_for_input`."""
+    """Return the tensors unchanged, because no copy from a device could overlap with computing."""
     return output_tensors
 
 
 def recomputationCheckpoint(*tensors: torch.Tensor) -> torch.Tensor | Sequence[torch.Tensor]:
-    """Return the tensors, which are kept anyway; `torch.utils.checkpoint` recomputes what lies between."""
+    """Return the tensors unchanged, because they are kept; use `torch.utils.checkpoint` to recompute a part."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -158,7 +165,7 @@ def for_loop(
     body: Callable[..., torch.Tensor | tuple[torch.Tensor, ...] | list[torch.Tensor]],
     inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Call `inputs = body(*inputs)` so many times, and return the last inputs."""
+    """Repeat `inputs = body(*inputs)` `count` times, and return the last inputs."""
     values = list(inputs)
     for _ in range(count):
         made = body(*values)
@@ -173,12 +180,12 @@ def cond(
     else_body: Callable[..., T],
     else_inps: Sequence[torch.Tensor],
 ) -> T:
-    """Call one of two functions, by a tensor of one element, and return what it returns."""
+    """Return the result of one of two functions, chosen by a tensor of one element."""
     return then_body(*then_inps) if bool(condition) else else_body(*else_inps)
 
 
 class _Scope:
-    """A scope that changes nothing."""
+    """A scope without an effect."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -188,10 +195,10 @@ class _Scope:
 
 
 class NameScope(_Scope):
-    """A scope with a name for the operators of a graph, which there is not here.
+    """A scope with a name for operators of a graph. No effect, because there is no graph.
 
     Args:
-        name: of the scope.
+        name: Name of the scope.
     """
 
     def __init__(self, name: str) -> None:
@@ -199,10 +206,10 @@ class NameScope(_Scope):
 
 
 class Attribute(_Scope):
-    """A scope with attributes for the operators of a graph, which there is not here.
+    """A scope with attributes for operators of a graph. No effect, because there is no graph.
 
     Args:
-        kwargs: the attributes.
+        kwargs: Attributes by name.
     """
 
     def __init__(self, **kwargs: object) -> None:
@@ -210,9 +217,9 @@ class Attribute(_Scope):
 
 
 class MultiConv(_Scope, Accepting):
-    """Convolutions that an IPU would compute together; here they are computed one after another, as they are written.
+    """A scope of convolutions that an IPU would compute together; here they are computed one after another.
 
-    PopTorch's methods that plan the convolutions are accepted, and change nothing.
+    PopTorch's methods that plan the convolutions are accepted and have no effect.
     """
 
     _methods = methods_of(
@@ -220,18 +227,18 @@ class MultiConv(_Scope, Accepting):
         availableMemoryProportions=Accepted(lambda value: value, ONE_MEMORY),
         cycleBackOff=Accepted(lambda value: value, NO_IPU),
         enableConvDithering=Accepted(lambda value: value, NO_IPU),
-        partialsTypes=Accepted(lambda value: value, "PyTorch chooses in what it adds up"),
+        partialsTypes=Accepted(lambda value: value, "PyTorch chooses the dtype of partial sums"),
         perConvReservedTiles=Accepted(lambda value: value, NO_IPU),
         planType=Accepted(lambda value: value, "convolutions are computed one after another"),
     )
 
 
 class CPU(Generic[P, T]):
-    """A function that an IPU would leave to the host: called where it stands, as everything else.
+    """A function that an IPU would leave to the host; here a call runs it in place, like any other.
 
     Args:
-        layer_to_call: the function, or module.
-        ID: its name.
+        layer_to_call: Function, or module.
+        ID: Its name.
     """
 
     def __init__(self, layer_to_call: Callable[P, T], ID: str) -> None:
@@ -239,12 +246,12 @@ class CPU(Generic[P, T]):
         self.ID = ID
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
-        """Call the function."""
+        """Call the function and return its result."""
         return self._layer(*arguments, **named)
 
 
 def _refused(name: str, way_out: str) -> Callable[..., NoReturn]:
-    """Return a function of this name that raises StrategyError with what to use instead."""
+    """Return a function of this name that raises a StrategyError with the way out."""
 
     def refuse(*arguments: object, **named: object) -> NoReturn:
         raise StrategyError(way_out)
@@ -255,12 +262,10 @@ def _refused(name: str, way_out: str) -> Callable[..., NoReturn]:
 
 
 def _not_provided(name: str, instead: str) -> Callable[..., NoReturn]:
-    return _refused(name, f"{name} is not provided, as nothing in it is distributed; use {instead}")
+    return _refused(name, f"{name} is not provided, because it has nothing to distribute; use {instead}")
 
 
-custom_op = _refused(
-    "custom_op", "custom operators are codelets of IPUs; write a torch.autograd.Function in their place"
-)
+custom_op = _refused("custom_op", "custom operators are codelets of IPUs; write a torch.autograd.Function instead")
 ctc_beam_search_decoder = _not_provided("ctc_beam_search_decoder", "torchaudio.models.decoder.ctc_decoder")
 fps = _not_provided("fps", "torch_cluster.fps")
 nearest = _not_provided("nearest", "torch_cluster.nearest")

@@ -1,4 +1,4 @@
-"""PopTorch's optimizers: those of PyTorch, with scaled losses and a limit for the norm of gradients; and LAMB."""
+"""PopTorch's optimizers: PyTorch's, with loss scaling and a limit for the norm of gradients, and LAMB."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _OfPyTorch(Optimizer):
     """Base of PyTorch's optimizers with `loss_scaling`, `max_grad_norm` and dtypes of their states."""
 
     _usual_lr: float | None = None
-    """The learning rate where none is given."""
+    """The default learning rate, or None if it must be given."""
     _variant: str | None = None
-    """The name of the argument by which `__new__` chooses a subclass, and which PyTorch's optimizer does not take."""
+    """The argument by which `__new__` chooses a subclass; PyTorch's optimizer does not take it."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class _OfPyTorch(Optimizer):
         **named: object,
     ) -> None:
         if lr is None and self._usual_lr is None:
-            raise TypeError(f"{type(self).__name__} needs a learning rate: lr=0.01, say")
+            raise TypeError(f"{type(self).__name__} needs a learning rate, for example lr=0.01")
         if self._variant is not None:
             named.pop(self._variant, None)
         own, dtypes = own_arguments(named)
@@ -48,19 +48,24 @@ class _OfPyTorch(Optimizer):
 
 
 class SGD(_OfPyTorch, torch.optim.SGD):
-    """`torch.optim.SGD` with `loss_scaling`, `max_grad_norm` and dtypes of its state; see `Optimizer`."""
+    """`torch.optim.SGD` with `loss_scaling`, `max_grad_norm` and dtypes of its state, which `Optimizer` describes.
+
+    Example::
+
+        optimizer = poptorch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, max_grad_norm=1.0)
+    """
 
 
 class Adam(_OfPyTorch, torch.optim.Adam):
-    """`torch.optim.Adam` with `loss_scaling` and `max_grad_norm`; see `SGD`."""
+    """`torch.optim.Adam` with `loss_scaling`, `max_grad_norm` and dtypes of its state, which `Optimizer` describes."""
 
     _usual_lr = 1e-3
 
 
 class AdamW(_OfPyTorch, torch.optim.AdamW):
-    """`torch.optim.AdamW` with `loss_scaling` and `max_grad_norm`; see `SGD`.
+    """`torch.optim.AdamW` with `loss_scaling`, `max_grad_norm` and dtypes of its state, which `Optimizer` describes.
 
-    With `bias_correction=False` the moments are taken as they are.
+    With `bias_correction=False`, updates use the moments without correction.
     """
 
     _usual_lr, _variant = 1e-3, "bias_correction"
@@ -82,7 +87,7 @@ class AdamWWithoutCorrection(OneByOne, AdamW):
         made: Callable[..., None] = super().__init__
         made(params, *arguments, **named)
         if any(group["amsgrad"] for group in self.param_groups):
-            raise StrategyError("amsgrad keeps the largest of corrected moments; use it with bias_correction=True")
+            raise StrategyError("amsgrad keeps the maximum of corrected moments; use it with bias_correction=True")
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         gradient = -gradient if group["maximize"] else gradient
@@ -92,10 +97,10 @@ class AdamWWithoutCorrection(OneByOne, AdamW):
 
 
 class RMSprop(_OfPyTorch, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` with `loss_scaling` and `max_grad_norm`; see `SGD`.
+    """`torch.optim.RMSprop` with `loss_scaling`, `max_grad_norm` and dtypes of its state, which `Optimizer` describes.
 
-    With `use_tf_variant` it is TensorFlow's: the mean of squares begins with ones, `eps` is added before the root is
-    taken, and the momentum adds up changes of the parameters, each with the learning rate of its step.
+    With `use_tf_variant` it follows TensorFlow: the mean of squares starts at ones, `eps` is added before the square
+    root, and momentum accumulates changes of the parameters, each with the learning rate of its step.
     """
 
     _usual_lr, _variant = 1e-2, "use_tf_variant"
@@ -142,21 +147,21 @@ LAMB_DEFAULTS: Group = {
 
 
 class LAMB(OneByOne):
-    """Adam whose change of each parameter is scaled to the parameter's norm.
+    """Adam with layer-wise adaptation: the change of each parameter is scaled to the parameter's norm.
 
     Semantics: You et al., Large Batch Optimization for Deep Learning, ICLR 2020, with PopTorch's arguments.
 
     Args:
-        params: to be optimized.
-        lr: learning rate; 0.001.
-        betas: decay of the moments; (0.9, 0.999).
-        eps: added to the root of the second moment; 1e-8.
-        weight_decay: added to the change before it is scaled; 0.01.
-        bias_correction: of the moments; True.
-        loss_scaling: see `SGD`.
-        max_weight_norm: the most that counts as the norm of a parameter; 65500.
-        max_grad_norm: see `SGD`.
-        named: dtypes of states, which change nothing.
+        params: Parameters to optimize, or groups of them.
+        lr: Learning rate; 0.001 by default.
+        betas: Decay rates of the moments; (0.9, 0.999) by default.
+        eps: Number added to the root of the second moment; 1e-8 by default.
+        weight_decay: Factor of the parameter that is added to the change before scaling; 0.01 by default.
+        bias_correction: Whether to correct the bias of the moments; True by default.
+        loss_scaling: Factor of losses for backward passes; mean gradients are divided by it.
+        max_weight_norm: Upper limit of a parameter's norm in the scaling; 65500 by default.
+        max_grad_norm: Limit for the global norm of mean gradients; None for no limit.
+        named: Dtypes of states.
     """
 
     def __init__(
@@ -183,7 +188,7 @@ class LAMB(OneByOne):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether its state may be sharded: False, as it looks at norms of parameters."""
+        """Whether optimizer state may be sharded: False, because an update needs norms of whole parameters."""
         return False
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
@@ -203,7 +208,7 @@ class LAMB(OneByOne):
 def _moments(
     state: Group, parameter: torch.Tensor, gradient: torch.Tensor, betas: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move on the two moments of Adam in the state of a parameter, and return them without correction."""
+    """Advance Adam's two moments in the state of a parameter, and return them without correction."""
     if not state:
         state["step"] = torch.tensor(0.0)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""The base of PopTorch's optimizers: loss scaling, a limit for gradients, dtypes of states, and checks of options."""
+"""The base of PopTorch's optimizers: loss scaling, gradient clipping, dtypes of states, and checks of options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from strategies.errors import StrategyError
 from strategies.torch.updates import is_elementwise
 
 Group: TypeAlias = dict[str, Any]
-"""Parameters of an optimizer with their numbers, or the state of one parameter, by PyTorch's names."""
+"""A parameter group of an optimizer, or the state of one parameter, by PyTorch's names."""
 Parameters: TypeAlias = "Iterable[torch.nn.Parameter] | Iterable[Group]"
 """The parameters of a module, or groups of them."""
 
@@ -30,12 +30,12 @@ STATE_TYPES = {
     "first_order_momentum_accum_type": ("exp_avg", "grad_avg", "momentum_buffer"),
     "second_order_momentum_accum_type": ("exp_avg_sq", "max_exp_avg_sq", "square_avg"),
 }
-"""The states whose dtype an argument of PopTorch sets, by the argument."""
+"""Arguments of PopTorch for dtypes of states, with the names of these states in PyTorch."""
 WITHOUT_EFFECT = {
-    "velocity_scaling": "velocities are not scaled, as they do not overflow in float32",
-    "use_combined_accum": "gradients and velocities have arrays of their own, whose numbers are the same",
+    "velocity_scaling": "velocities are not scaled, because they do not overflow in float32",
+    "use_combined_accum": "gradients and velocities have separate arrays with the same numbers",
 }
-"""Arguments of PopTorch that change no number."""
+"""Arguments of PopTorch that do not change any number."""
 
 _KEPT = {state for states in STATE_TYPES.values() for state in states}
 _PICKLED = ("loss_scaling", "max_grad_norm", "accum_type", "variable_attrs", "_state_types")
@@ -44,11 +44,11 @@ logger = logging.getLogger("strategies.torch.poptorch")
 
 
 class VariableAttributes:
-    """Marks on the variable numbers of an optimizer, `optimizer.variable_attrs`. All numbers may change, marked or not.
+    """Marks of variable hyperparameters, `optimizer.variable_attrs`. All hyperparameters may change, marked or not.
 
     Args:
-        variable: the names of those that were given when the optimizer was made.
-        known: the names of all.
+        variable: Names of the arguments given to the optimizer.
+        known: Names of all hyperparameters.
     """
 
     def __init__(self, variable: Iterable[str], known: Iterable[str]) -> None:
@@ -56,36 +56,36 @@ class VariableAttributes:
         self._variable = {name for name in variable if name in self._known}
 
     def isConstant(self, attr: str) -> bool:
-        """Return whether a number is not marked as variable."""
+        """Return whether a hyperparameter is not marked as variable."""
         return attr not in self._variable
 
     def markAsConstant(self, attr: str) -> None:
-        """Mark a number as constant; it is read at every update all the same.
+        """Mark a hyperparameter as constant; updates read its current value anyway.
 
         Raises:
-            ValueError: if there is none of that name.
+            ValueError: If the optimizer has no hyperparameter of this name.
         """
         self._variable.discard(self._checked(attr))
 
     def markAsVariable(self, attr: str) -> None:
-        """Mark a number as variable.
+        """Mark a hyperparameter as variable.
 
         Raises:
-            ValueError: if there is none of that name.
+            ValueError: If the optimizer has no hyperparameter of this name.
         """
         self._variable.add(self._checked(attr))
 
     def _checked(self, attr: str) -> str:
         if attr not in self._known:
-            raise ValueError(f"the optimizer has no attribute {attr!r}; there are {', '.join(self._known)}")
+            raise ValueError(f"the optimizer has no attribute {attr!r}; it has {', '.join(self._known)}")
         return attr
 
 
 def own_arguments(named: Mapping[str, object]) -> tuple[dict[str, object], dict[str, torch.dtype]]:
-    """Return the arguments of PyTorch's optimizer, and the dtypes of accumulators and states; None is left out.
+    """Return the arguments of PyTorch's optimizer, and the dtypes of accumulators and states, without None values.
 
     Raises:
-        ValueError: if a dtype is neither float16 nor float32.
+        ValueError: If a dtype is neither float16 nor float32.
     """
     given = {name: value for name, value in named.items() if value is not None}
     for name, why in WITHOUT_EFFECT.items():
@@ -95,7 +95,7 @@ def own_arguments(named: Mapping[str, object]) -> tuple[dict[str, object], dict[
     for name in [name for name in ("accum_type", *STATE_TYPES) if name in given]:
         dtype = given.pop(name)
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.float32):
-            raise ValueError(f"{name} is {dtype}; it is torch.float16 or torch.float32")
+            raise ValueError(f"{name} is {dtype}; use torch.float16 or torch.float32")
         dtypes[name] = dtype
     return given, dtypes
 
@@ -103,14 +103,15 @@ def own_arguments(named: Mapping[str, object]) -> tuple[dict[str, object], dict[
 class Optimizer(torch.optim.Optimizer):
     """Base of PopTorch's optimizers.
 
-    Parameters of 16 bits are updated in float32, and rounded; their states are float32 unless an argument says
-    otherwise, as in PopTorch.
+    Parameters of 16 bits are updated in float32 and then rounded. As in PopTorch, their states are float32 unless an
+    argument sets another dtype.
 
     Attributes:
-        loss_scaling: by which losses are multiplied for backward passes, and mean gradients divided.
-        max_grad_norm: to which all mean gradients together are clipped; None: to none.
-        accum_type: of accumulated gradients; None: that of the parameters.
-        variable_attrs: see there.
+        loss_scaling: Factor of losses for backward passes, by which mean gradients are divided (Micikevicius et al.,
+            2018).
+        max_grad_norm: Limit for the global norm of mean gradients; None for no limit.
+        accum_type: Dtype of accumulated gradients; None for the dtype of the parameters.
+        variable_attrs: Marks of variable hyperparameters.
     """
 
     loss_scaling: float = 1.0
@@ -135,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether its state may be sharded."""
+        """Whether optimizer state may be sharded."""
         return self.max_grad_norm is None
 
     @overload
@@ -145,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one update."""
+        """Make one update, in float32."""
         with self._in_float32():
             return self._made(closure)
 
@@ -153,13 +154,13 @@ class Optimizer(torch.optim.Optimizer):
         step: Any = super().step
         step = step.__func__
         if getattr(step, "hooked", False):
-            step = step.__wrapped__  # who called `step` has run the hooks
+            step = step.__wrapped__  # the caller of `step` has run the hooks
         found: float | None = step(self, closure)
         return found
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:
-        """Give the step float32 copies of parameters, gradients and states of 16 bits, and round them after."""
+        """Give the step float32 copies of 16-bit parameters, gradients and states; round the results afterwards."""
         copies: list[tuple[Group, int, torch.nn.Parameter, torch.nn.Parameter]] = []
         for group in self.param_groups:
             for number, parameter in enumerate(group["params"]):
@@ -191,13 +192,13 @@ class Optimizer(torch.optim.Optimizer):
     def _move_state(
         self, before: torch.nn.Parameter, after: torch.nn.Parameter, dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """Give the state of one parameter to another, in float32 where `dtypes` has no other."""
+        """Give the state of one parameter to another, in the dtypes of `dtypes` or else in float32."""
         for name, value in self.state.pop(before, {}).items():
             is_kept = name in _KEPT and value is not None
             self.state[after][name] = value.to(dtypes.get(name, torch.float32)) if is_kept else value
 
     def load_state_dict(self, state_dict: Group) -> None:
-        """Take over a state; PyTorch's would cast it to the dtypes of the parameters."""
+        """Load a state without PyTorch's cast to the dtypes of the parameters."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -212,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 class OneByOne(Optimizer, ABC):
-    """An optimizer that updates each parameter with a gradient by itself: see `_update`."""
+    """Base of optimizers that update one parameter at a time, by `_update`."""
 
     def _made(self, closure: Callable[[], float] | None) -> float | None:
         loss = None if closure is None else closure()
@@ -225,29 +226,29 @@ class OneByOne(Optimizer, ABC):
 
     @abstractmethod
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
-        """Put the new value of a parameter of any shape in its place."""
+        """Update a parameter of any shape in place."""
 
 
 def scale_and_limit(optimizer: object) -> tuple[float, float | None]:
-    """Return the `loss_scaling` and `max_grad_norm` of an optimizer; 1 and None for one without them."""
+    """Return `loss_scaling` and `max_grad_norm` of an optimizer, or 1 and None if it lacks them."""
     return float(getattr(optimizer, "loss_scaling", 1.0)), getattr(optimizer, "max_grad_norm", None)
 
 
 @dataclass
 class Clipping:
-    """A limit for the norm of the mean gradients of a module.
+    """A limit for the global norm of a module's mean gradients (Pascanu et al., 2013).
 
     Attributes:
-        limit: the norm of all of them together; None: they stay.
+        limit: Maximum norm of all gradients together; None for no limit.
     """
 
     limit: float | None
 
     def __post_init__(self) -> None:
-        vars(self)["__qualname__"] = f"clipping to {self.limit}"  # on which all instances agree
+        vars(self)["__qualname__"] = f"clipping to {self.limit}"  # instances compare this name
 
     def __call__(self, module: torch.nn.Module) -> None:
-        """Clip them, if there is a limit."""
+        """Clip the module's gradients, if there is a limit."""
         if self.limit is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), self.limit)
 
@@ -256,27 +257,27 @@ def refuse_pairs(options: Options, scale: float) -> None:
     """Refuse options that exclude each other, by their names in programs.
 
     Raises:
-        StrategyError: if there are such.
+        StrategyError: If two options exclude each other.
     """
     running = options.Training.mean_strategy is MeanReductionStrategy.Running
     if running and options.Training.reduction is ReductionType.Mean and options.execution_strategy is not None:
         raise StrategyError(
-            "MeanReductionStrategy.Running changes all gradients before each micro-batch, and with an execution "
-            "strategy others are being added up then; use MeanReductionStrategy.Post, or no execution strategy"
+            "MeanReductionStrategy.Running rescales all gradients before each micro-batch, but with an execution "
+            "strategy other micro-batches run at that time; use MeanReductionStrategy.Post, or no execution strategy"
         )
     if options.Precision.checks_numerics and (scale != 1 or options.Training.automatic_loss_scaling):
         raise StrategyError(
-            "enableFloatingPointExceptions raises for gradients that are not finite, and steps with scaled losses are "
-            "left out where gradients are; use it without setAutomaticLossScaling, and with loss_scaling=1.0"
+            "enableFloatingPointExceptions raises an error for gradients that are not finite, but loss scaling skips "
+            "such steps; use it without setAutomaticLossScaling, and with loss_scaling=1.0"
         )
 
 
 def shards_state(options: Options, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the state is sharded: if that is wanted, and the optimizer looks at every element alone."""
+    """Return whether to shard optimizer state: if options ask for it and the optimizer is elementwise."""
     if not options.TensorLocations.shards_optimizer or is_elementwise(optimizer):
         return options.TensorLocations.shards_optimizer
     logger.warning(
-        "useReplicatedTensorSharding: the state of %s stays whole on every instance, since an update needs norms of "
+        "useReplicatedTensorSharding: the state of %s stays whole on every instance, because an update needs norms of "
         "whole parameters or gradients; results are the same",
         type(optimizer).__name__,
     )
@@ -284,21 +285,21 @@ def shards_state(options: Options, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def tell_rounding(options: Options, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-    """Warn of parameters of 16 bits that an IPU would round, or add up, otherwise."""
+    """Warn about parameters of 16 bits that an IPU would round or accumulate differently."""
     if getattr(optimizer, "accum_type", None) is torch.float16:
-        logger.info("accum_type is torch.float16: gradients of float32 parameters are added up in float32")
+        logger.info("accum_type is torch.float16, but gradients of float32 parameters are accumulated in float32")
     narrow = {one.dtype for one in model.parameters() if one.requires_grad and one.dtype in NARROW}
     if not narrow:
         return
     dtype = narrow.pop()
     if options.Precision.rounds_stochastically:
-        logger.warning("enableStochasticRounding: parameters are %s, and updates are rounded to nearest", dtype)
+        logger.warning("enableStochasticRounding: parameters are %s, but updates are rounded to nearest", dtype)
     if not isinstance(optimizer, Optimizer):
         return
     wanted = optimizer.accum_type or torch.float32
     if options.Training.gradient_accumulation > 1 and wanted is not dtype:
         logger.warning(
-            "accum_type is %s, and gradients of %s parameters are added up in their own dtype; keep the parameters in "
+            "accum_type is %s, but gradients of %s parameters are accumulated in their own dtype; keep parameters in "
             "float32, and use poptorch.autocast in the model",
             wanted,
             dtype,

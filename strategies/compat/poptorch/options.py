@@ -1,4 +1,4 @@
-"""PopTorch's options."""
+"""PopTorch's options of a model, alone and under poprun."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy
 
 COMPILED_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
-"""PyTorch's variable for the folder of what it compiles."""
+"""PyTorch's variable for the folder of compiled programs."""
 
 logger = logging.getLogger("strategies.torch.poptorch")
 
 
-_BY_HAND = "processes are not numbered by hand; start them with poprun, and use popdist.poptorch.Options()"
+_BY_HAND = "processes cannot be numbered by hand; start them with poprun, and use popdist.poptorch.Options()"
 
 
 def _decided(call: str, what: str) -> Refused:
@@ -50,7 +50,7 @@ def _decided(call: str, what: str) -> Refused:
 
 
 class DistributedOptions(OptionGroup):
-    """Several processes, `Options.Distributed`: poprun knows them, and `popdist.poptorch.Options` asks it."""
+    """The processes of a job, `Options.Distributed`: poprun numbers them, and `popdist.poptorch.Options` reads that."""
 
     _title = "Options.Distributed"
     _methods = methods_of(
@@ -76,26 +76,31 @@ class DistributedOptions(OptionGroup):
 
 
 class DecidedDistributedOptions(DistributedOptions):
-    """The processes of `popdist.poptorch.Options`, of which poprun has decided all.
+    """The processes of `popdist.poptorch.Options`, all decided by poprun.
 
-    Every method raises FailedPreconditionError, which is a RuntimeError, as the original's.
+    As in the original, every method raises FailedPreconditionError, which is a RuntimeError.
     """
 
     _methods = {
         "configureProcessId": _decided("Distributed.configureProcessId", "which process this is; leave it out"),
         "disable": _decided(
-            "Distributed.disable", "how many processes there are; use poptorch.Options() for one alone"
+            "Distributed.disable", "the number of processes; use poptorch.Options() for a single process"
         ),
         "setEnvVarNames": _decided("Distributed.setEnvVarNames", "which process this is; leave it out"),
     }
 
 
 class Options(OptionGroup):
-    """The options of a model. Every setter returns them, so calls can be chained; print them to see what is set.
+    """The options of a model. Every setter returns the object, so calls can be chained; print it to see what is set.
 
-    Semantics: PopTorch's options of the same names. What has no meaning without an IPU is taken, and one line of the
-    log (INFO) says so once. `POPTORCH_DEFAULT_OPTIONS` in the environment is JSON of options, see `from_json`;
-    `POPTORCH_CACHE_DIR` is the folder of `enableExecutableCaching`.
+    Semantics: PopTorch's options of the same names. Options without a meaning here are accepted, with one line in the
+    log (INFO). `POPTORCH_DEFAULT_OPTIONS` in the environment is a JSON object of options for `from_json`.
+    `POPTORCH_CACHE_DIR` is a folder for `enableExecutableCaching`.
+
+    Example::
+
+        options = poptorch.Options().deviceIterations(4).replicationFactor(2).randomSeed(42)
+        options.Training.gradientAccumulation(8)
     """
 
     _methods = methods_of(
@@ -103,17 +108,19 @@ class Options(OptionGroup):
         appendToLocationExcludes=Accepted(lambda *excludes: excludes, NO_COMPILER),
         autoRoundNumIPUs=Accepted(lambda auto_round_num_ipus=True: auto_round_num_ipus, NO_IPU, True),
         broadcastBuffers=Accepted(
-            lambda broadcast_buffers=True: broadcast_buffers, "all instances agree on buffers after each update", True
+            lambda broadcast_buffers=True: broadcast_buffers,
+            "buffers are equal on all instances after each update",
+            True,
         ),
         connectionType=Accepted(lambda connection_type: connection_type, NO_IPU),
         disableModuleNamescope=Accepted(lambda: True, NO_COMPILER),
-        enableStableNorm=Accepted(lambda enabled: enabled, "PyTorch's normalisations are computed in two passes", True),
+        enableStableNorm=Accepted(lambda enabled: enabled, "PyTorch computes normalisations in two passes", True),
         enableSyntheticData=Accepted(lambda enabled: enabled, "data are not copied to a device", True),
         logCycleCount=Accepted(lambda log_cycle_count: log_cycle_count, NO_IPU, True),
         logDir=Accepted(lambda log_dir: log_dir, NO_COMPILER),
-        maxRepeatLogs=Accepted(lambda max_lines: max_lines, "the log repeats no line"),
+        maxRepeatLogs=Accepted(lambda max_lines: max_lines, "the log does not repeat lines"),
         modelName=Accepted(lambda name: name, NO_COMPILER),
-        relaxOptimizerAttributesChecks=Accepted(lambda relax=True: relax, "all numbers of optimizers may change", True),
+        relaxOptimizerAttributesChecks=Accepted(lambda relax=True: relax, "all hyperparameters may change", True),
         setAvailableMemoryProportion=Accepted(
             lambda available_memory_proportion: dict(available_memory_proportion), NO_IPU
         ),
@@ -157,12 +164,12 @@ class Options(OptionGroup):
 
     @cached_property
     def Distributed(self) -> DistributedOptions:
-        """The processes."""
+        """The processes of the job."""
         return self._distributed_kind(self)
 
     @property
     def strategy(self) -> Strategy:
-        """The replicas on which models with these options run; clones have the same."""
+        """The strategy whose replicas run models with these options; clones share it."""
         if self._strategy is None:
             self._strategy = self._new_strategy()
         return self._strategy
@@ -173,38 +180,38 @@ class Options(OptionGroup):
         return IPUStrategy(self.replication_factor, attached=attached)
 
     def deviceIterations(self, device_iterations: int) -> Options:
-        """Set how many updates, or batches of an inference, a call makes."""
+        """Set the number of updates, or of inference batches, of a call."""
         count = positive("deviceIterations", device_iterations)
         return self._set("deviceIterations", count, device_iterations=count)
 
     def replicationFactor(self, replication_factor: int) -> Options:
-        """Set the number of replicas in this process."""
+        """Set the number of replicas of this process."""
         count = positive("replicationFactor", replication_factor)
         return self._set("replicationFactor", count, replication_factor=count, _strategy=None)
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Options:
-        """Set the outputs that a call returns.
+        """Set which outputs a call returns.
 
         Args:
-            output_mode: see there; the default is the last one for training, and all for inference.
-            output_return_period: n of `OutputMode.EveryN`, a divisor of the micro-batches of a call.
+            output_mode: Mode. The default is the last micro-batch for training, and all micro-batches for inference.
+            output_return_period: n of `OutputMode.EveryN`, a divisor of the number of micro-batches of a call.
 
         Raises:
-            ValueError: if there is a period without `EveryN`, or none with it.
+            ValueError: If a period is given without `EveryN`, or `EveryN` without a period.
         """
         mode = OutputMode(output_mode)
         if (mode is OutputMode.EveryN) is (output_return_period is None):
             raise ValueError(
-                f"outputMode is {mode.name} with the period {output_return_period}; EveryN, and it alone, has one"
+                f"outputMode is {mode.name} with the period {output_return_period}; give a period with EveryN only"
             )
         every = positive("output_return_period", output_return_period or 1)
         said = mode.name if mode is not OutputMode.EveryN else (mode.name, every)
         return self._set("outputMode", said, output_mode=mode, output_every=every)
 
-    anchorMode = outputMode  # its name before PopTorch 2.3
+    anchorMode = outputMode  # the name before PopTorch 2.3
 
     def defaultOutputMode(self) -> bool:
-        """Whether it is the default one."""
+        """Return whether the output mode is the default."""
         return self.output_mode is OutputMode.Default
 
     def anchorTensor(
@@ -214,12 +221,12 @@ class Options(OptionGroup):
         output_mode: OutputMode | None = None,
         output_return_period: int | None = None,
     ) -> Options:
-        """Look at a tensor in every update; see `PoplarExecutor.getAnchoredTensor`.
+        """Record a tensor in every update, for `PoplarExecutor.getAnchoredTensor`.
 
         Args:
-            short_name: by which it is asked for.
-            long_name: a parameter's name, `Gradient___` and one, or `UpdatedVar___` and one.
-            output_mode: of which updates of a call it is returned; None: of those whose outputs are, see `outputMode`.
+            short_name: Name for `getAnchoredTensor`.
+            long_name: Name of a parameter, alone or after `Gradient___` or `UpdatedVar___`.
+            output_mode: Updates of a call whose values are returned; None for the same as `outputMode`.
             output_return_period: n of `OutputMode.EveryN`, in updates.
         """
         mode = None if output_mode is None else OutputMode(output_mode)
@@ -228,9 +235,9 @@ class Options(OptionGroup):
         return self._set(f"anchorTensor({short_name!r})", long_name, anchors=anchors)
 
     def randomSeed(self, random_seed: int) -> Options:
-        """Set the seed of random numbers and of shuffling; 0 unless it is set.
+        """Set the seed of random numbers and of shuffling; 0 by default.
 
-        It is PyTorch's from here on, too, as in PopTorch: modules that are made afterwards begin with the same numbers.
+        As in PopTorch, this also seeds PyTorch itself, so modules made afterwards start with the same numbers.
         """
         seed = at_least(0, "randomSeed", random_seed)
         self._set("randomSeed", seed, seed=seed)
@@ -238,18 +245,18 @@ class Options(OptionGroup):
         return self
 
     def setExecutionStrategy(self, strategy: ExecutionStrategy) -> Options:
-        """Set how blocks become stages, and how stages run."""
+        """Set the strategy that makes stages of blocks and orders their work."""
         if not isinstance(strategy, ExecutionStrategy):
-            raise TypeError(f"{strategy!r} is no strategy of execution; use poptorch.PipelinedExecution(...)")
+            raise TypeError(f"{strategy!r} is not an execution strategy; use poptorch.PipelinedExecution(...)")
         return self._set("setExecutionStrategy", strategy, execution_strategy=strategy)
 
     def loadFromFile(self, filepath: str | Path) -> Options:
-        """Set what the lines of a file say, each as in a program, without "options.": `deviceIterations(4)`.
+        """Set the options in the lines of a file, written as in a program without "options.": `deviceIterations(4)`.
 
-        Nothing is executed: values are literals, members of PopTorch's enumerations, dtypes, stages and strategies.
+        No code runs: values are literals, members of PopTorch's enumerations, dtypes, stages and strategies.
 
         Raises:
-            ConfigFileError: if a line is none; it is named.
+            ConfigFileError: If a line is not an option; the message names the line.
         """
         for number, line in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip() or line.lstrip().startswith("#"):
@@ -265,24 +272,24 @@ class Options(OptionGroup):
         return self
 
     def from_json(self, string: str) -> Options:
-        """Set what an object of JSON says: `{"Precision.enableFloatingPointExceptions": true}`.
+        """Set the options of a JSON object such as `{"Precision.enableFloatingPointExceptions": true}`.
 
         Raises:
-            ConfigFileError: if it is no object, or a name no option.
+            ConfigFileError: If the text is not a JSON object, or a name is not an option.
         """
         try:
             for name, value in json.loads(string).items():
                 set_from_value(self, name, value)
         except (ValueError, AttributeError, NameError, TypeError, RecursionError) as error:
             raise ConfigFileError(
-                f'{string[:200]!r} is no JSON of options: {error}; write {{"Training.gradientAccumulation": 4}}'
+                f'{string[:200]!r} is not JSON of options: {error}; write {{"Training.gradientAccumulation": 4}}'
             ) from error
         return self
 
     def clone(self) -> Options:
-        """Return a copy that can be changed, on the same replicas unless it is given others."""
+        """Return a copy that can be changed. It shares the replicas until their number is set."""
         clone = self._copied()
-        vars(clone).pop("Distributed", None)  # a clone makes its own, as its replicas may become others
+        vars(clone).pop("Distributed", None)  # it refers to the original; the clone's replicas may change
         return clone
 
     __copy__ = clone
@@ -299,59 +306,59 @@ class Options(OptionGroup):
         return super().__repr__().replace(self._title, type(self).__name__, 1)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name != "Distributed"}  # it has the strategy
+        kept = {name: value for name, value in vars(self).items() if name != "Distributed"}  # it refers to the strategy
         return {**kept, "_strategy": None}
 
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Options:
-        """Accept that each replica has rows of its own; refuse groups of replicas with the same rows.
+        """Accept that each replica has its own rows; refuse groups of replicas with the same rows.
 
         Raises:
-            StrategyError: for groups of several replicas.
-            ValueError: for one group of all replicas, as in PopTorch.
+            StrategyError: For groups of several replicas.
+            ValueError: For one group of all replicas, as in PopTorch.
         """
         if CommGroupType(input_group_type) is CommGroupType.All:
-            raise ValueError("replicas that all get the same rows compute the same; use CommGroupType.NoGrouping")
+            raise ValueError("replicas with the same rows compute the same result; use CommGroupType.NoGrouping")
         if CommGroupType(input_group_type) is not CommGroupType.NoGrouping and input_group_size != 1:
             raise StrategyError(
-                f"groups of {input_group_size} replicas are to get the same rows, and every replica has rows of its "
-                "own here; repeat the rows in the data set, or use CommGroupType.NoGrouping"
+                f"groups of {input_group_size} replicas should get the same rows, but every replica has its own rows "
+                "here; repeat the rows in the data set, or use CommGroupType.NoGrouping"
             )
-        return self._accept("inputReplicaGrouping", input_group_size, "every replica has rows of its own")
+        return self._accept("inputReplicaGrouping", input_group_size, "every replica has its own rows")
 
     def enableExecutableCaching(self, path: str | Path) -> Options:
-        """Keep what `torch.compile` makes there; nothing else is compiled."""
+        """Keep the programs that `torch.compile` makes in a folder; nothing else is compiled."""
         folder = str(Path(path).absolute())
         os.environ[COMPILED_BY_TORCH] = folder
-        logger.info("%s has what torch.compile makes; nothing else is compiled", folder)
+        logger.info("%s keeps programs compiled by torch.compile; nothing else is compiled", folder)
         return self._set("enableExecutableCaching", str(path))
 
     def enableProfiling(self, profile_dir: str | Path | None = None) -> Options:
-        """Record each step into a folder, and say how that is opened; `POPLAR_ENGINE_OPTIONS` has precedence.
+        """Record each step into a folder; the log says how to open it. `POPLAR_ENGINE_OPTIONS` has precedence.
 
         Args:
-            profile_dir: the folder; None: this one.
+            profile_dir: Folder; None for the current folder.
         """
         folder = str(profile_dir or ".")
         self._Popart.setEngineOptions({**self._Popart.engine_options, "autoReport.directory": folder})
         return self._set("enableProfiling", folder, _strategy=self._recorded())
 
     def _recorded(self) -> Strategy | None:
-        """Return the strategy that profiling needs; None: it is made when it is asked for."""
+        """Return the strategy that profiling needs; None to make one on first use."""
         return None
 
 
 class PopdistOptions(Options):
-    """The options of an instance under poprun: its replicas, and all instances of the job.
+    """The options of an instance under poprun: its local replicas, and all instances of the job.
 
     Args:
-        ipus_per_replica: devices that each replica spans; None: what poprun was told. More than poprun was told need
-            not be said: simulated devices are there as they are needed.
+        ipus_per_replica: Number of devices of each replica, or None. It is only checked, because simulated devices are
+            made as they are needed.
     """
 
     _distributed_kind = DecidedDistributedOptions
     _methods = {
         **Options._methods,
-        "useIpuId": _decided("useIpuId", "on which devices an instance runs; leave it out"),
+        "useIpuId": _decided("useIpuId", "the devices of an instance; leave it out"),
     }
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
@@ -361,7 +368,7 @@ class PopdistOptions(Options):
         self._strategy = self._new_strategy()
 
     def _new_strategy(self) -> Strategy:
-        """Return a strategy of all replicas of the job, also for options that were saved in another one."""
+        """Return a strategy of all replicas of this job, also for options that were saved in another job."""
         folder = folder_wanted(os.environ, self._Popart.engine_options)
         if folder is not None and not popdist.isBackendInitialized():
             record_job(folder)
@@ -374,10 +381,10 @@ class PopdistOptions(Options):
         return self.strategy
 
     def replicationFactor(self, replication_factor: int) -> Options:
-        """Refused.
+        """Refuse to change the number of replicas.
 
         Raises:
-            FailedPreconditionError: always: poprun decides.
+            FailedPreconditionError: Always, because poprun decides it.
         """
-        what = "how many replicas an instance has; start it with another --num-replicas"
+        what = "the number of replicas of an instance; start it with another --num-replicas"
         _decided("replicationFactor", what).called("replicationFactor")

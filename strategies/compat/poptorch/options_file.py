@@ -1,4 +1,4 @@
-"""Options in a file, in lines as a program writes them; a line can set an option, and run nothing else."""
+"""Options in a file, written as lines of a program; a line can set an option and cannot run any other code."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _STAGES = (blocks.ParallelPhasedExecution, blocks.Phase, blocks.PipelinedExecution)
 _SHARDS = (blocks.SerialPhasedExecution, blocks.ShardedExecution, blocks.Stage)
 _MADE_OF: Mapping[str, type] = {kind.__name__: kind for kind in (*_STAGES, *_SHARDS, TensorLocationSettings)}
-"""Classes of which a line may make values, as in `poptorch.Stage("B1")`."""
+"""Classes that a line may instantiate, as in `poptorch.Stage("B1")`."""
 _METHODS = {blocks.Stage: ("ipu",), blocks.Phase: ("ipus",)}
 _OF_A_FILE = ("from_json", "loadFromFile")
 
 
 def set_from_line(options: OptionGroup, line: str) -> None:
-    """Set what a line says, as `Training.gradientAccumulation(4)`: literals, and names of `poptorch`.
+    """Set the option in a line such as `Training.gradientAccumulation(4)`, with literals and names of `poptorch`.
 
     Raises:
-        SyntaxError, NameError, AttributeError, TypeError, ValueError: if the line is something else.
+        SyntaxError, NameError, AttributeError, TypeError, ValueError: If the line is anything else.
     """
     call = ast.parse(line, mode="eval").body
     if not isinstance(call, ast.Call):
-        raise SyntaxError("it calls no option")
+        raise SyntaxError("the line does not call an option")
     _called(call, options)
 
 
 def set_from_value(options: OptionGroup, name: str, value: object) -> None:
-    """Set an option by its name, with dots for groups, from a value of JSON; a list has several arguments.
+    """Set an option by its name, with dots for groups, from a JSON value; a list holds several arguments.
 
     Raises:
-        AttributeError: if there is none of that name.
+        AttributeError: If no option has this name.
     """
     *groups, method = name.split(".")
     owner: object = options
@@ -51,31 +51,31 @@ def _called(call: ast.Call, options: OptionGroup | None = None) -> object:
     function = _function(call.func, options)
     named = {each.arg: _value(each.value) for each in call.keywords if each.arg}
     if len(named) != len(call.keywords) or any(isinstance(each, ast.Starred) for each in call.args):
-        raise SyntaxError("arguments are written out, without * and **")
+        raise SyntaxError("write all arguments out, without * and **")
     return function(*map(_value, call.args), **named)
 
 
 def _function(node: ast.expr, options: OptionGroup | None) -> Callable[..., object]:
-    """Return what a call calls: an option, a class of `_MADE_OF`, or a method that says more of its object."""
+    """Return the callable of a call: an option, a class of `_MADE_OF`, or a method of an object made by a call."""
     match node:
         case ast.Name(name) if options is not None:
             return _option_of(options, name)
         case ast.Attribute(ast.Name("poptorch"), name):
             if name not in _MADE_OF:
-                raise NameError(f"poptorch.{name} is nothing that a file makes; there are {', '.join(_MADE_OF)}")
+                raise NameError(f"a file cannot make poptorch.{name}; it can make {', '.join(_MADE_OF)}")
             return _MADE_OF[name]
         case ast.Attribute(ast.Name(group), name) if options is not None:
             return _option_of(_option_of(options, group), name)
         case ast.Attribute(ast.Call() as call, name):
             return _option_of(_called(call, options), name)
-    raise SyntaxError("it calls no option: an option, or a group and an option, stands before the parenthesis")
+    raise SyntaxError("the line does not call an option: write an option, or a group and an option, before the (")
 
 
 def _option_of(owner: object, name: str) -> Callable[..., object]:
     known = _METHODS.get(type(owner), ())
     is_option = isinstance(owner, OptionGroup) and (name == "_Popart" or not name.startswith("_"))
     if not (is_option or name in known) or name in _OF_A_FILE:
-        raise AttributeError(f"{name} is no option that a file sets")
+        raise AttributeError(f"{name} is not an option for files")
     option: Callable[..., object] = getattr(owner, name)
     return option
 
@@ -95,19 +95,19 @@ def _value(node: ast.expr) -> object:
 
 
 def _named(words: str) -> object:
-    """Return the member of an enumeration of `poptorch`, or the dtype of `torch`, of this name."""
+    """Return the member of an enumeration of `poptorch`, or the dtype of `torch`, with this name."""
     match words.split("."):
         case ["poptorch", kind, name]:
             return _member(kind, name, words)
         case ["torch", name] if name in _DTYPES:
             return getattr(torch, name)
-    raise NameError(f"{words} is no name that a file may use; write poptorch.OutputMode.All, or torch.float16, say")
+    raise NameError(f"a file cannot use the name {words}; write for example poptorch.OutputMode.All or torch.float16")
 
 
 def _member(kind: str, name: str, words: str) -> Enum:
     found = getattr(enums, kind, None)
     if not (isinstance(found, type) and issubclass(found, Enum) and name in found.__members__):
-        raise NameError(f"{words} is no member of an enumeration of poptorch")
+        raise NameError(f"{words} is not a member of an enumeration of poptorch")
     return found[name]
 
 

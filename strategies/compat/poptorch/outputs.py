@@ -1,7 +1,7 @@
-"""The outputs of a module on a replica, and tensors of a training that a program looks at besides.
+"""The outputs of a module on a replica, its loss, and tensors that a program anchors.
 
-The loss is among the outputs, and what a call returns is put together of all micro-batches. Anchored tensors are
-looked at without being returned from the model.
+The loss is among the outputs. A call returns the joined outputs of all micro-batches. Anchored tensors are recorded
+during training without being outputs of the model.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ LossAndOutputs: TypeAlias = tuple[torch.Tensor, dict[str, torch.Tensor], Tree]
 """A loss, further metrics, and the outputs of the module."""
 
 Rounds = Sequence[Sequence[Tree]]
-"""For each micro-batch of a call, one after another, the outputs of the local replicas in their order."""
+"""Outputs of the local replicas in their order, by micro-batch of a call."""
 
 GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
-"""Before the name of a parameter: its mean gradient over micro-batches and replicas, and its value after an update."""
+"""Prefixes of a parameter's name: for its mean gradient over micro-batches and replicas, and its updated value."""
 
 
 def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, list[torch.Tensor]]:
-    """Call the module, and return its outputs and the losses that it has marked.
+    """Call the module; return its outputs and the losses that it marked.
 
     Raises:
-        TypeError: if tensors are in something that is not looked into: those of other replicas would be lost.
+        TypeError: If an output is a container whose tensors cannot be joined over replicas.
     """
     args, kwargs = batch
     outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
     for leaf in jax.tree.leaves(outputs):
         if is_dataclass(leaf) or isinstance(leaf, Mapping | np.ndarray):
             raise TypeError(
-                f"the model returns a {type(leaf).__name__}, of which replicas' rows are not put together; return "
+                f"the model returns a {type(leaf).__name__}, whose tensors cannot be joined over replicas; return "
                 "tensors, in tuples, lists or dictionaries"
             )
     return outputs, marked
 
 
 def loss_function(factor: int, autocasts: bool) -> Callable[[torch.nn.Module, Batch], LossAndOutputs]:
-    """Return a loss function of `Trainer`: the module's loss with its gradient times `factor`, and all outputs.
+    """Return a loss function for `Trainer` that multiplies the gradient of the module's loss by `factor`.
 
     Args:
-        factor: R, where gradients are to be summed over replicas, of which `Trainer` takes the mean.
-        autocasts: whether `poptorch.autocast` is heeded inside of the module.
+        factor: R to sum gradients over replicas, because `Trainer` takes their mean; otherwise 1.
+        autocasts: Whether `poptorch.autocast` has an effect inside the module.
     """
 
     def loss_fn(module: torch.nn.Module, batch: Batch) -> LossAndOutputs:
         outputs, marked = outputs_and_losses(module, batch)
         loss = loss_of(outputs, marked)
         if factor != 1:
-            loss = loss.detach() + factor * (loss - loss.detach())  # the value that metrics tell stays
+            loss = loss.detach() + factor * (loss - loss.detach())  # metrics show the unchanged value
         return loss, {}, outputs
 
     return heeded_by(loss_fn, autocasts)
 
 
 def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the loss among the outputs of a training model.
+    """Return the loss of a training model: the last marked one, or the only scalar output with a gradient.
 
     Raises:
-        StrategyError: if there is none, or it is not known which of several is meant.
+        StrategyError: If no output can be the loss, or several can.
     """
     if marked:
         return last_of(marked)
@@ -84,17 +84,17 @@ def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
         )
     if len({id(one) for one in scalars}) > 1:
         raise StrategyError(
-            f"the model returns {len(scalars)} scalars that depend on its parameters, and each could be the loss; mark "
+            f"the model returns {len(scalars)} scalars that depend on its parameters, and any could be the loss; mark "
             "the loss with poptorch.identity_loss(loss, 'none'), and detach() the others"
         )
     return scalars[0]
 
 
 def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the marked loss of which all other ones are parts.
+    """Return the last marked loss, of which all other marked losses must be parts.
 
     Raises:
-        StrategyError: if one of them is no part of the last.
+        StrategyError: If another marked loss is not part of it.
     """
     *parts, last = marked
     wanted = {part.grad_fn for part in parts} - {last.grad_fn, None}
@@ -107,24 +107,24 @@ def last_of(marked: Sequence[torch.Tensor]) -> torch.Tensor:
             ahead += [each for each, _ in node.next_functions]
     if not wanted <= seen:
         raise StrategyError(
-            f"{len(marked)} losses are marked; add them up, and mark the sum with poptorch.identity_loss"
+            f"{len(marked)} losses are marked; add them up, and mark only the sum with poptorch.identity_loss"
         )
     return last
 
 
 def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
-    """Return the outputs of a call.
+    """Return the outputs of a call, joined over micro-batches and replicas.
 
-    Tensors are joined along their first axis: one micro-batch after another, in each the replicas in their order, as
-    the rows of the batch were dealt out. Scalars become one axis, if there are several.
+    Tensors are joined along their first axis, in the order of the rows of the batch: by micro-batch, and inside a
+    micro-batch by replica. Several scalars are stacked along a new axis.
 
     Args:
-        rounds: all outputs.
-        mode: which of them.
+        rounds: Outputs of all micro-batches and local replicas.
+        mode: Choice of micro-batches.
         every: n of `OutputMode.EveryN`.
 
     Raises:
-        ValueError: if n does not divide the number of micro-batches.
+        ValueError: If n does not divide the number of micro-batches.
     """
     if mode is OutputMode.Sum:
         return joined([_sum(of_replica) for of_replica in zip(*rounds, strict=True)])
@@ -133,7 +133,7 @@ def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
     if mode is OutputMode.EveryN:
         if len(rounds) % every:
             raise ValueError(
-                f"every {every}th of {len(rounds)} micro-batches is to be returned; use a period that divides "
+                f"EveryN with n {every} does not fit {len(rounds)} micro-batches; use a period that divides "
                 "deviceIterations x gradientAccumulation"
             )
         rounds = rounds[every - 1 :: every]
@@ -141,7 +141,7 @@ def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """Join the tensors of several trees along their first axis, and scalars along a new one."""
+    """Join the tensors of several trees along their first axis; stack scalars along a new one."""
     return jax.tree.map(lambda *leaves: _join(leaves), *trees) if len(trees) > 1 else trees[0]
 
 
@@ -160,9 +160,9 @@ class Anchor:
     """A tensor that the program has anchored: a parameter, its gradient, or its value after an update.
 
     Attributes:
-        name: of a parameter, or one of these with `GRADIENT` or `UPDATED` before it.
-        mode: of which updates of a call it is returned; None: of those whose outputs are.
-        every: n of `OutputMode.EveryN`.
+        name: Name of a parameter, alone or after `GRADIENT` or `UPDATED`.
+        mode: Updates of a call whose values are returned; None for the updates whose outputs are returned.
+        every: n of `OutputMode.EveryN`, in updates.
     """
 
     name: str
@@ -170,19 +170,19 @@ class Anchor:
     every: int = 1
 
     def following(self, mode: OutputMode, every: int, count: int) -> Anchor:
-        """Return the anchor with a mode: its own, or that of outputs.
+        """Return the anchor with its own mode, or else with the mode of outputs.
 
         Args:
-            mode: of outputs.
-            every: of how many micro-batches one is returned, with `OutputMode.EveryN`.
-            count: micro-batches of an update; of a period that is shorter every update is returned.
+            mode: Mode of outputs.
+            every: n of `OutputMode.EveryN`, in micro-batches.
+            count: Number of micro-batches of an update; if n is smaller, the anchor returns every update.
         """
         if self.mode is not None:
             return self
         return Anchor(self.name, mode, max(1, every // count))
 
     def of_call(self, seen: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the values after the updates that the mode chooses; several of them along a first axis."""
+        """Return the values after the updates of the mode, stacked along a first axis if there are several."""
         if self.mode in (None, OutputMode.Default, OutputMode.Final):
             return seen[-1]
         if self.mode is OutputMode.Sum:
@@ -191,51 +191,51 @@ class Anchor:
 
 
 def names_of(module: torch.nn.Module) -> list[str]:
-    """Return the names of tensors that can be anchored."""
+    """Return the names of the tensors that can be anchored."""
     names = [name for name, _ in module.named_parameters()]
     return [*names, *(f"{kind}{name}" for kind in (GRADIENT, UPDATED) for name in names)]
 
 
 def refuse_unknown(anchors: Mapping[str, Anchor], module: torch.nn.Module, is_sharded: bool, iterations: int) -> None:
-    """Look for the tensors in a module.
+    """Refuse anchors of tensors that the module lacks or that are sharded.
 
     Args:
-        anchors: by their short names.
-        module: of which they are.
-        is_sharded: whether this instance has parts only of mean gradients.
-        iterations: updates of a call.
+        anchors: Anchors by their short names.
+        module: Module that has the tensors.
+        is_sharded: Whether this instance has only parts of mean gradients.
+        iterations: Number of updates of a call.
 
     Raises:
-        StrategyError: if there is none of a name, or not the whole of it.
-        ValueError: if every n-th update is wanted of a number that n does not divide.
+        StrategyError: If a tensor does not exist, or this instance has only a part of it.
+        ValueError: If n of `OutputMode.EveryN` does not divide the number of updates.
     """
     known = names_of(module)
     for anchor in anchors.values():
         if anchor.name not in known:
             raise StrategyError(
-                f"there is no tensor {anchor.name!r} to anchor; there are parameters, and {GRADIENT} and {UPDATED} of "
-                f"them: {', '.join(known)}"
+                f"there is no tensor {anchor.name!r} to anchor; anchor a parameter, or {GRADIENT} or {UPDATED} before "
+                f"its name: {', '.join(known)}"
             )
         if anchor.mode is OutputMode.EveryN and iterations % anchor.every:
             raise ValueError(
-                f"{anchor.name} is anchored in every {anchor.every}th of {iterations} updates; use a period that "
-                "divides deviceIterations"
+                f"{anchor.name} is anchored with EveryN and n {anchor.every}, which does not divide {iterations} "
+                "updates; use a period that divides deviceIterations"
             )
         if is_sharded and anchor.name.startswith(GRADIENT):
             raise StrategyError(
-                f"{anchor.name} is anchored, and with a sharded optimizer an instance has a part of it only; anchor "
+                f"{anchor.name} is anchored, but with a sharded optimizer an instance has only a part of it; anchor "
                 f"{UPDATED}{anchor.name.removeprefix(GRADIENT)}, or do not shard"
             )
 
 
 @dataclass
 class Anchored:
-    """The tensors of the last call of a model.
+    """The recorded values of anchored tensors in the last call of a model.
 
     Attributes:
-        anchors: by their short names.
-        module: of which they are.
-        seen: by the short names, after each update.
+        anchors: Anchors by their short names.
+        module: Module that has the tensors.
+        seen: Values after each update, by short name.
     """
 
     anchors: Mapping[str, Anchor]
@@ -243,11 +243,11 @@ class Anchored:
     seen: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Forget the values of the call before."""
+        """Drop the values of the last call."""
         self.seen = {short: [] for short in self.anchors}
 
     def look(self) -> None:
-        """Keep the values after an update."""
+        """Record the values after an update."""
         for short, anchor in self.anchors.items():
             tensor: torch.Tensor = self.module.get_parameter(anchor.name.removeprefix(UPDATED).removeprefix(GRADIENT))
             if anchor.name.startswith(GRADIENT):
@@ -258,11 +258,11 @@ class Anchored:
         """Return the values of one of the anchored tensors.
 
         Raises:
-            StrategyError: if there is none, or there was no call.
+            StrategyError: If it is not anchored, or the model was not called.
         """
         if not self.seen.get(short):
             raise StrategyError(
-                f"nothing was seen of {short!r}; anchor it with Options.anchorTensor, and call the training model "
+                f"no value of {short!r} was recorded; anchor it with Options.anchorTensor, and call the training model "
                 f"first. Anchored are: {', '.join(self.anchors) or 'none'}"
             )
         return self.anchors[short].of_call(self.seen[short])

@@ -1,4 +1,4 @@
-"""Times of a program in place of PopVision's: channels of spans, performance counters, and recordings."""
+"""Measured times of a program in place of PopVision's: channels of spans, performance counters, and recordings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Instrumented = TypeVar("Instrumented")
 
 Latency = tuple[float, float, float]
-"""Seconds: least, most and mean."""
+"""Minimum, maximum and mean, in seconds."""
 
 ENGINE_OPTIONS = "POPLAR_ENGINE_OPTIONS"
 _FOLDER, _REPORTS = "autoReport.directory", "autoReport."
@@ -39,40 +39,46 @@ logger = logging.getLogger("strategies.torch.poptorch")
 
 
 class Channel:
-    """Spans under a name.
+    """A named channel of spans in PyTorch's profiler.
 
     Args:
-        name: stands before that of each span.
+        name: Prefix of the name of each span.
+
+    Example::
+
+        channel = poptorch.profiling.Channel("training")
+        with channel.tracepoint("epoch"):
+            train(model)
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def instrument(self, obj: Instrumented, *methods: str) -> Instrumented:
-        """Make a span of every call of these methods of an object, or a class; return that.
+        """Record a span for every call of these methods of an object or class, and return the object.
 
         Raises:
-            AttributeError: if it has none of that name.
+            AttributeError: If it lacks one of the methods.
         """
         for method in methods:
             setattr(obj, method, _span(f"{self._name}.{method}")(getattr(obj, method)))
         return obj
 
     def tracepoint(self, name: str) -> AbstractContextManager[None]:
-        """Return the context of a `with` statement that is a span."""
+        """Return a context that records a span, for a `with` statement."""
         return _span(f"{self._name}.{name}")
 
 
 @contextmanager
 def _span(name: str) -> Iterator[None]:
-    with record_function(name):  # itself no decorator of functions that call themselves, or run in several threads
+    with record_function(name):  # as a decorator it would not support recursion or several threads
         yield
 
 
 class Counters:
-    """Times of the last call of a model: of its updates, or of an inference as a whole.
+    """Times of the last call of a model: of its updates, or of an inference call as a whole.
 
-    Tensors are computed with where they stand, so each is there when it is asked for.
+    Tensors are not transferred, so each is available at once.
     """
 
     def __init__(self) -> None:
@@ -80,12 +86,12 @@ class Counters:
         self._inputs = self._outputs = 0
 
     def begin(self, inputs: Tree) -> None:
-        """Begin a call with these rows."""
+        """Begin a call with these inputs."""
         self._spans = []
         self._inputs, self._outputs = _tensors_in(inputs), 0
 
     def add(self, began_s: float, ended_s: float) -> None:
-        """Add the times of an update."""
+        """Add the start and end of an update."""
         self._spans.append((began_s, ended_s))
 
     def end(self, outputs: Tree) -> None:
@@ -93,7 +99,7 @@ class Counters:
         self._outputs = _tensors_in(outputs)
 
     def events(self) -> dict[str, list[list[float]]]:
-        """Return the seconds by kind of event, tensor and update; one empty list for a kind without tensors."""
+        """Return seconds by kind of event, tensor and update; a kind without tensors has one empty list."""
         began = [[span[0] for span in self._spans] for _ in range(self._inputs)] or [[]]
         ended = [[span[1] for span in self._spans] for _ in range(self._outputs)] or [[]]
         return {
@@ -104,13 +110,13 @@ class Counters:
         }
 
     def of_updates(self) -> Latency:
-        """Return how long they took.
+        """Return the minimum, maximum and mean duration of the updates.
 
         Raises:
-            StrategyError: if there was no call.
+            StrategyError: If the model was not called.
         """
         if not self._spans:
-            raise StrategyError("the model was not called, so nothing has taken time; call it first")
+            raise StrategyError("the model was not called, so there are no times; call it first")
         seconds = [ended_s - began_s for began_s, ended_s in self._spans]
         return min(seconds), max(seconds), fmean(seconds)
 
@@ -120,19 +126,19 @@ def _tensors_in(tree: Tree) -> int:
 
 
 def folder_wanted(environ: Mapping[str, str], engine_options: Mapping[str, str]) -> Path | None:
-    """Return where reports are to be written; None if none are wanted. The environment has precedence.
+    """Return the folder for reports, or None if no reports are wanted. The environment has precedence.
 
     Raises:
-        ConfigFileError: if the variable is no object of JSON.
+        ConfigFileError: If the variable is not a JSON object.
     """
     try:
         of_environ = json.loads(environ.get(ENGINE_OPTIONS) or "{}")
     except (ValueError, RecursionError) as error:
         raise ConfigFileError(
-            f'{ENGINE_OPTIONS} is no JSON: {error}; write {{"autoReport.directory": "reports"}}, or unset it'
+            f'{ENGINE_OPTIONS} is not JSON: {error}; write {{"autoReport.directory": "reports"}}, or unset it'
         ) from None
     if not isinstance(of_environ, dict):
-        raise ConfigFileError(f'{ENGINE_OPTIONS} is no object of JSON; write {{"autoReport.directory": "reports"}}')
+        raise ConfigFileError(f'{ENGINE_OPTIONS} is not a JSON object; write {{"autoReport.directory": "reports"}}')
     options = {**engine_options, **of_environ}
     wanted = any(
         name.startswith(_REPORTS) and (name == _FOLDER or str(value).lower() == "true")
@@ -142,24 +148,24 @@ def folder_wanted(environ: Mapping[str, str], engine_options: Mapping[str, str])
 
 
 def record_job(folder: Path) -> None:
-    """Have the instances of a job that connect later record into a folder, unless the job is recorded already."""
+    """Make instances that connect later record into a folder, unless the job is already recorded."""
     if not os.environ.get(FOLDER_VARIABLE):
         os.environ[FOLDER_VARIABLE] = str(folder)
         _tell(folder)
 
 
 def tell_too_late() -> None:
-    """Warn that a job is connected, and not recorded."""
+    """Warn that the instances are connected already and the job is not recorded."""
     if not os.environ.get(FOLDER_VARIABLE):
         logger.warning(
-            "enableProfiling comes after the instances were connected, and is not heeded; start the program with "
+            "enableProfiling has no effect after the instances were connected; start the program with "
             'poprun --timeline FILE, or with POPLAR_ENGINE_OPTIONS=\'{"autoReport.directory": "FOLDER"}\''
         )
 
 
 def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
-    """Return what records this process alone; of several strategies the first one describes the instance."""
-    from popdist.timeline.attaching import Timeline  # loads what only recordings need
+    """Return instruments that record this process alone; the first of several strategies describes the instance."""
+    from popdist.timeline.attaching import Timeline  # only recordings need it
 
     if folder not in _recordings:
         _tell(folder)
@@ -169,14 +175,14 @@ def recording_into(folder: Path, num_replicas: int) -> tuple[Instrument, ...]:
 
 
 def close_recordings() -> None:
-    """Write what is left of the recordings of this process, and end them; at its exit that happens by itself."""
+    """Write the rest of this process's recordings and end them; otherwise that happens at exit."""
     while _recordings:
         _recordings.popitem()[1].close()
 
 
 def _tell(folder: Path) -> None:
     logger.warning(
-        "%s gets a recording of each instance, in place of PopVision's reports; open it with: "
+        "%s gets a recording of each instance in place of PopVision's reports; open it with: "
         "poprun timeline report %s --html report.html, or poprun timeline merge %s -o trace.json and "
         "https://ui.perfetto.dev",
         *[folder] * 3,

@@ -1,4 +1,4 @@
-"""Files of models, read as data, with classes that are imported already; no code of a file runs."""
+"""Files of models, read as data with the classes that the program has imported; no code of a file runs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from strategies.errors import StrategyError
 from strategies.torch.replica_groups import ReplicaGroups
 
 Content: TypeAlias = Mapping[str, Any]
-"""The parts of a file by their names."""
+"""The contents of a file, by name."""
 _KINDS = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, OptionGroup, ExecutionStrategy, Stage, Phase)
 _CLASSES = (
     *(Anchor, VariableAttributes, ReplicaGroups, _Begin),
     *(dict, list, tuple, set, frozenset, slice, range, complex, bytearray, defaultdict, OrderedDict),
 )
 _FUNCTIONS = ("torch.nn.functional", "torch._C._nn")
-"""Modules whose functions compute, and do nothing else."""
+"""Modules whose functions only compute."""
 
 
 def read_model(filename: str | Path, is_trusted: bool) -> Content:
-    """Return what `PoplarExecutor.save` has written.
+    """Return the content that `PoplarExecutor.save` has written.
 
     Args:
-        filename: of the file.
-        is_trusted: whether the file may run code, as Python's pickle does.
+        filename: Path of the file.
+        is_trusted: Whether the file may run code, as Python's pickle does.
 
     Raises:
-        StrategyError: if the file is damaged, none of these, or has what only a trusted file may have.
+        StrategyError: If the file is damaged, was not written by `save`, or needs `is_trusted`.
     """
     try:
         if is_trusted:
@@ -53,21 +53,21 @@ def read_model(filename: str | Path, is_trusted: bool) -> Content:
         raise
     except Exception as error:
         raise StrategyError(
-            f"{filename} is no file of PoplarExecutor.save, or it is damaged: {_said(error)}; save the model again"
+            f"{filename} is not a file of PoplarExecutor.save, or it is damaged: {_said(error)}; save the model again"
         ) from error
     if not isinstance(content, Mapping) or not isinstance(content.get("options"), OptionGroup):
-        raise StrategyError(f"{filename} is no file of PoplarExecutor.save; load it with torch.load")
+        raise StrategyError(f"{filename} is not a file of PoplarExecutor.save; load it with torch.load")
     return content
 
 
 def packed(optimizer: torch.optim.Optimizer) -> Content:
-    """Return what an optimizer is made of, without the defaultdict of its state, which only trusted files may have."""
+    """Return the class and state of an optimizer, with a dict in place of a defaultdict, which untrusted files lack."""
     made_of = optimizer.__getstate__()
     return {"class": type(optimizer), "made_of": {**made_of, "state": dict(made_of["state"])}}
 
 
 def unpacked(found: Content | torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that `packed` has taken apart; others, of older files, stay what they are."""
+    """Return the optimizer that `packed` has taken apart; return optimizers of older files as they are."""
     if found is None or isinstance(found, torch.optim.Optimizer):
         return found
     kind = found["class"]
@@ -78,13 +78,13 @@ def unpacked(found: Content | torch.optim.Optimizer | None) -> torch.optim.Optim
 
 
 def _said(error: Exception) -> str:
-    """Return the sentence of an error that says what is wrong with a file."""
+    """Return the sentence of an error that names the fault of a file."""
     lines = [line.strip() for line in str(error).split("WeightsUnpickler error:")[-1].splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _found(name: str, filename: str | Path) -> Any:
-    """Return what a file names, if it is harmless: nothing is imported because of a file."""
+    """Return the object that a file names, if it is harmless. Nothing is imported because of a file."""
     module, _, attribute = name.rpartition(".")
     while module and module not in sys.modules:
         module, _, outer = module.rpartition(".")
@@ -94,8 +94,8 @@ def _found(name: str, filename: str | Path) -> Any:
         value = getattr(value, part, None)
     if not _is_harmless(value):
         raise StrategyError(
-            f"{filename} names {name}, and reading it could run code of the file. Models are read whose classes the "
-            "program has imported already, and that have no functions of their own as attributes; make the model and "
+            f"{filename} names {name}, and reading it could run code of the file. A file can be read if the program "
+            "has imported the classes in it, and they have no functions of their own as attributes; make the model and "
             "load its state_dict, or, if you trust the file as a program, poptorch.load(filename, is_trusted=True)"
         )
     return value

@@ -1,4 +1,4 @@
-"""Methods of PopTorch that change nothing here, or are refused: tables of them, and objects that look into a table."""
+"""Methods of PopTorch that have no effect here or are refused: tables of them, and a base class that uses a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strategies.errors import StrategyError
 
 NO_IPU = "replicas run on the cores of this machine"
 NO_COMPILER = "nothing is compiled"
-ONE_MEMORY = "all tensors lie in the memory of the host"
+ONE_MEMORY = "all tensors are in host memory"
 
 Self = TypeVar("Self", bound="Accepting")
 
@@ -22,18 +22,18 @@ logger = logging.getLogger("strategies.torch.poptorch")
 
 @cache
 def tell_once(what: str, why: str) -> None:
-    """Log that something changes nothing here, the first time that this process meets it."""
-    logger.info("%s changes nothing here: %s", what, why)
+    """Log once in this process that something has no effect here, with the reason."""
+    logger.info("%s has no effect here: %s", what, why)
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A method that changes nothing.
+    """A method without an effect.
 
     Attributes:
-        value: has the parameters of PopTorch's method, and returns what is kept of them.
-        why: the reason that it changes nothing, for the log.
-        is_switch: whether the value has to be True or False.
+        value: Function with the parameters of PopTorch's method; returns the value to keep.
+        why: Reason for the log.
+        is_switch: Whether the value must be True or False.
     """
 
     value: Callable[..., object]
@@ -41,10 +41,10 @@ class Accepted:
     is_switch: bool = False
 
     def called(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Return what is kept of the arguments.
+        """Return the value to keep of the arguments.
 
         Raises:
-            TypeError: if there are too many or too few of them, or a switch is neither True nor False.
+            TypeError: If arguments are missing or superfluous, or a switch is not True or False.
         """
         value = self.value(*arguments, **named)
         if self.is_switch:
@@ -54,11 +54,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """A method that cannot be heeded.
+    """A method that is refused.
 
     Attributes:
-        why: the text of the error: the reason, and what to use instead.
-        error: the kind that a call raises.
+        why: Text of the error: the reason and the way out.
+        error: Class of the error.
     """
 
     why: str
@@ -73,7 +73,7 @@ Methods = Mapping[str, Accepted | Refused]
 
 
 def methods_of(owner: str, **methods: Accepted | Refused) -> Methods:
-    """Return a table of methods by their names; errors of their arguments name the owner."""
+    """Return a table of methods by name; errors about their arguments name the owner."""
     for name, method in methods.items():
         if isinstance(method, Accepted):
             method.value.__qualname__ = f"{owner}.{name}"
@@ -81,12 +81,12 @@ def methods_of(owner: str, **methods: Accepted | Refused) -> Methods:
 
 
 class Accepting:
-    """Base of objects that have some methods in a table only; each of these returns the object."""
+    """Base of objects some of whose methods are only in a table; each of these returns the object."""
 
     _methods: ClassVar[Methods] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return the method of the table, or refuse a name that is not there."""
+        """Return a method of the table, or refuse an unknown name."""
         if name not in self._methods:
             raise AttributeError(f"{type(self).__name__} has no {name}; it has {', '.join(self._methods)}")
         return partial(self._call, name)

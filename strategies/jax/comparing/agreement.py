@@ -56,8 +56,8 @@ def terms_of(
 def lines_of(closed: core.ClosedJaxpr) -> list[str]:
     """Return one line for each equation on which results of the program depend, with all numbers in it.
 
-    Details that decide no result are left out: printing, names of variables, places in files, and devices. Of functions
-    that are called later only the name is kept. A program inside of the program comes before it, once.
+    Details that decide no result are left out: printing, names of variables, places in files, and devices. A function
+    that is called later appears by name only. A nested program is written once, before the program that contains it.
 
     Args:
         closed: Result of `jax.make_jaxpr`.
@@ -74,7 +74,7 @@ def scalars_by_name(tree: Tree) -> dict[str, str]:
 
 
 class _Writer:
-    """A writer of programs, which writes a program before the programs that call it.
+    """A writer of programs; it writes a program before the programs that call it.
 
     Attributes:
         lines: Lines written so far.
@@ -82,7 +82,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._names: dict[tuple[str, ...], str] = {}  # of the programs written so far
+        self._names: dict[tuple[str, ...], str] = {}  # names of the programs written so far
         self._known: dict[int, tuple[Any, str]] = {}  # by id; the value keeps the program alive, so the id stays unique
 
     def write(self, jaxpr: Any, constants: Sequence[Any]) -> str:

@@ -89,7 +89,7 @@ def check_declared(dataset: Data) -> None:
     """Check the shapes that a data set declares in `element_spec`, as data sets of TensorFlow do.
 
     Raises:
-            ValueError: "Output shape" if a shape is not fully defined.
+        ValueError: "Output shape" if a shape is not fully defined.
     """
     for declared in jax.tree.leaves(
         getattr(dataset, "element_spec", None), is_leaf=lambda leaf: hasattr(leaf, "shape")

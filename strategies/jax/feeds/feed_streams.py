@@ -26,8 +26,8 @@ Round = Sequence[tuple[int, Element]]
 class InfeedMode(Enum):
     """The replicas whose elements an iterable has.
 
-    WHOLE: all replicas. Every instance iterates over all elements and takes those of its own replicas: element
-    k * R + r is for replica r in its iteration k.
+    WHOLE: all replicas. Every instance iterates over all elements and takes those of its own replicas. Element k * R +
+    r is for replica r in its iteration k.
 
     INSTANCE: the local replicas. Each instance has a stream of its own, as in programs for the original that shard by
     hand. Element k * L + l is for the local replica number l of L in its iteration k.

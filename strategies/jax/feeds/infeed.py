@@ -40,16 +40,17 @@ class InfeedQueue:
     An element is an array, a tuple of arrays or dictionaries (the arguments of a loop's body), or a dictionary (its
     keyword arguments).
 
-    With several instances, `mode` says what the iterable of each instance has. It has the elements of all replicas, so
-    that their spread does not matter, or only those of its own replicas. `distribute_datasets_from_function` returns
-    elements of the own replicas; no instance asks the others whether they have more.
+    With several instances, `mode` says whether the iterable of an instance has the elements of all replicas or only of
+    the instance's own replicas. With the elements of all replicas, the spread of replicas does not matter.
+    `distribute_datasets_from_function` returns elements of the own replicas; no instance asks the others whether they
+    have more.
 
     A `DistributedDataset` feeds its batches, epoch after epoch; each replica gets its part of a step's batch. A
     `PerReplica` of iterables feeds each replica from its own iterable.
 
-    The data are read once, as far as programs ask for them: the next program continues behind the previous one. A
-    program that asks for more raises `EndOfDataError`. If the data set raises an error, the program that asks for that
-    element raises it. Both are raised after the replicas have finished their program without further data.
+    The data are read once, on demand: each program continues where the previous one stopped. If no element is left, the
+    program that asks for one raises `EndOfDataError`. If the data set raises an error, that program raises it. In both
+    cases the replicas first finish their program without further data.
 
     The queue starts with `start`, or with the first program that dequeues it. `delete`, or the end of a `with`, deletes
     it. Then `start` begins again with the first element, unless the data set is an iterator, which can be read only
@@ -176,7 +177,7 @@ class InfeedQueue:
         return take
 
     def __iter__(self) -> DataIterator:
-        """Return an iterator that continues at the queue's position, for functions that `strategy.run` runs."""
+        """Return an iterator for functions of `strategy.run`; it continues at the queue's position."""
         return DataIterator(self, draw=self.dequeue)
 
     # ---- on the host
@@ -271,7 +272,7 @@ class InfeedQueue:
     def _peek(self) -> ElementSpec:
         """Return the specification of the first element, which stays in the queue."""
         assert self._opened is not None
-        with reading_ahead():  # as the thread reads the elements behind it
+        with reading_ahead():  # as in the thread that reads later elements
             first = next(self._opened, None)
         if first is None:
             raise ValueError("the data set has no elements; an infeed needs at least one, to know their shapes")

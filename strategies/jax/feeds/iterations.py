@@ -22,7 +22,7 @@ from strategies.jax.programs.host_calls import calls_host
 from strategies.typing import Number, Tree
 
 HOLD_S = 0.05
-"""About the longest time that an enqueued value is held back, to leave together with others."""
+"""About the longest time, in seconds, that an enqueued value waits to leave together with others."""
 
 Values = Sequence[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -82,7 +82,7 @@ class Iteration:
         return None if self.queue is None else self.queue()
 
     def once(self, constants: Values, token: jax.Array, number: jax.Array, leaves: Values) -> Values:
-        """Return the token and loop variables after one iteration, each of whose feeds is a call of its own."""
+        """Run one iteration with one call into Python per feed; return the token and the loop variables."""
         element: Values = ()
         with self.program.inside(token):
             if self.infeed is not None:
@@ -311,7 +311,7 @@ class _Pace:
         self._began[replica] = time.perf_counter()
 
     def after(self, replica: int, count: int) -> int:
-        """Return how many iterations may follow `count` finished ones; for 0, as many as in the last loop."""
+        """Return the number of iterations that may follow `count` finished ones; for 0, the last number again."""
         if count and replica in self._began:
             each_s = (time.perf_counter() - self._began[replica]) / count
             self._allowed[replica] = max(1, min(self._most, 2 * count, int(HOLD_S / each_s)))

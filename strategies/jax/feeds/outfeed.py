@@ -34,7 +34,7 @@ class OutfeedMode(Enum):
 
 @dataclass(frozen=True)
 class _Layout:
-    """The values that one program enqueues: the replicas that run it, and the form of each value."""
+    """The form of the values that one program enqueues, and the replicas of the program."""
 
     replication: Replication
     structure: jax.tree_util.PyTreeDef
@@ -45,13 +45,13 @@ class OutfeedQueue:
     """A queue that takes values out of a compiled program while it runs.
 
     Call `enqueue` at one place of a function that `strategy.run`, a loss function or a loop of `strategies.loops`
-    compiles. `dequeue`, or iteration, returns the values so far, also from another thread while the program runs. No
-    value is lost, and the program never waits: values that are not dequeued stay in host memory.
+    compiles. `dequeue` and iteration return the values enqueued so far, also in another thread while the program runs.
+    No value is lost, and the program never waits: values that are not dequeued stay in host memory.
 
-    An instance's queue holds the values of its own replicas; several replicas have an axis of their own. A value is
-    complete when all of them have enqueued it, in the same iteration of the program. If some replicas have not enqueued
-    a value when the program ends, it is dropped, and `strategy.run` or the training step raises an error. All values
-    that wait in the queue must come from the same program.
+    An instance's queue holds the values of its own replicas; with several replicas, values have an axis of replicas. A
+    value is complete when all local replicas have enqueued it, in the same iteration of the program. If some replicas
+    have not enqueued a value when the program ends, it is dropped, and `strategy.run` or the training step raises an
+    error. All values that wait in the queue must come from the same program.
 
     Semantics: the original's `IPUOutfeedQueue`; a `with` statement acts like its `ScopedIPUOutfeedQueue`.
 

@@ -21,8 +21,8 @@ from strategies.typing import Batch, Function, Leaf, Tree, Variables
 MODEL_STATE = "model_state"
 _NUMBERS = (bool, int, float, complex, np.generic)
 _TREES = (
-    "give init a pytree of arrays, and combine it with the rest of the model inside of the loss function: of Flax the "
-    "variables['params'] of model.init, or a part of nnx.split; of Equinox a part of "
+    "give init a pytree of arrays, and combine it with the rest of the model inside of the loss function: with Flax "
+    "give variables['params'] of model.init, or a part of nnx.split; with Equinox give a part of "
     "eqx.partition(model, eqx.is_inexact_array)"
 )
 

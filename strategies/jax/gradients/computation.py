@@ -39,7 +39,7 @@ class ReplicaRun(ABC):
 
     @abstractmethod
     def wait(self, number: int) -> Sequence[jax.Array]:
-        """Wait for the buffers of a bucket, and return them. Called if no thread computes, or none does any more."""
+        """Wait for the buffers of a bucket, and return them. Called only while no thread computes."""
 
 
 class ReplicaGradients(ABC):
@@ -173,7 +173,7 @@ class ReplicaPlan(ABC):
 
     @abstractmethod
     def buckets(self, memory: MeansMemory) -> list[Bucket]:
-        """Return the buckets of values that travel together, in the order in which they are finished.
+        """Return the buckets of values that travel together, the first finished one first.
 
         Args:
             memory: Memory for the means.

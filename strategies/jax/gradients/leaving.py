@@ -27,8 +27,8 @@ class Leaving:
 
     Attributes:
         leaves: Shapes and dtypes of the gradients, followed by other values that are averaged like them.
-        shards: Division of means that have a buffer alone, of which this instance gets only its part; None for whole
-            means. A gradient that travels in pieces is not cut, nor are others of its bucket.
+        shards: Division of the means that have their own buffer; this instance then gets only its part. None for whole
+            means. If a gradient travels in pieces, no mean of its bucket is cut.
         whole: Number of last leaves that are never cut into shards.
     """
 
@@ -41,7 +41,7 @@ class Leaving:
         return tuple(part for part in parts if TAIL < part.result <= TAIL + len(self.leaves))
 
     def shape_of(self, part: Part) -> jax.ShapeDtypeStruct:
-        """Return the shape of a gradient, or of the rows of it that a part has."""
+        """Return the shape of a gradient, or of those of its rows that `part` names."""
         leaf = self.leaves[part.result - TAIL - 1]
         if part.rows is None:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -83,7 +83,7 @@ class MeansMemory:
 
     @property
     def means(self) -> list[np.ndarray]:
-        """The memory of the means, once each has a bucket; of a mean that is cut, this instance's part."""
+        """The memory of all means, or of this instance's part if a mean is cut. Call `bucket` for all of them first."""
         return [self._means[number] for number in range(TAIL + 1, TAIL + 1 + len(self._leaving.leaves))]
 
     def bucket(self, name: str, parts: Sequence[Part], layout: FlatLayout) -> Bucket:

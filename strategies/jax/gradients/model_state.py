@@ -18,11 +18,11 @@ MEAN, FIRST, PER_REPLICA, SUM, ALIKE, CONSTANT = WORDS = ("mean", "first", "per_
 """The rules for the new value of a leaf of the model state.
 
 `mean`: the mean over all replicas, in order. `first`: the value of replica 0. `per_replica`: each replica's own value.
-`sum`: the old value plus the sum, in the order of replicas, of the values that they have made of zero. `alike`: the
-value that every replica has made, equal on all. `constant`: the old value.
+`sum`: each replica begins with zero, and the sum of their values, in the order of replicas, is added to the old value.
+`alike`: the value that every replica has made, equal on all. `constant`: the old value.
 """
 KEPT = (FIRST, ALIKE, PER_REPLICA)
-"""The words of leaves that a replica keeps, in the order in which it keeps them. `alike` leaves do not travel."""
+"""The words of the leaves that a replica keeps, in the order of its kept values. `alike` leaves do not travel."""
 
 _WAY_OUT = f"use None, {', '.join(map(repr, WORDS))}, or a pytree of these that is a prefix of the model state"
 
@@ -109,7 +109,7 @@ class ModelStateRule:
         return [leaf for leaf, own in zip(jax.tree.leaves(model_state), self.words, strict=True) if own == word]
 
     def put(self, model_state: Tree, leaves: Mapping[str, Sequence[Leaf]]) -> Tree:
-        """Return the model state with `leaves` in place of all leaves of their words."""
+        """Return the model state with new leaves for some words, given by word."""
         others = {word: iter(of_word) for word, of_word in leaves.items()}
         pairs = zip(jax.tree.leaves(model_state), self.words, strict=True)
         return jax.tree.unflatten(
@@ -121,7 +121,7 @@ class ModelStateRule:
         return [*self.pick(model_state, MEAN), *self.pick(model_state, SUM)]
 
     def sent(self, model_state: Tree, replicas: int) -> list[Tree]:
-        """Return the values that a replica sends for the leaves that are averaged or added; traceable.
+        """Return the values that a replica sends for its averaged and added leaves; traceable.
 
         A sum travels as the mean of values multiplied by the number of replicas. That is exact for whole numbers, and
         for all numbers if the number of replicas is a power of two.
@@ -154,7 +154,7 @@ class ModelStateRule:
         return self.put(model_state, {PER_REPLICA: [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]})
 
     def with_own(self, shared: Tree, own: Sequence[Tree]) -> Tree:
-        """Return the model state from `per_replica` leaves, and the rest, which has None in their places."""
+        """Return the model state, from its `per_replica` leaves and a tree with all other leaves."""
         leaves, parts = iter(jax.tree.leaves(shared)), iter(own)
         every = [next(parts) if word == PER_REPLICA else next(leaves) for word in self.words]
         return jax.tree.unflatten(self.structure, every)

@@ -24,7 +24,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)
-STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # the places in the control words of a step
+STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # positions in the control words of a step
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
@@ -123,8 +123,8 @@ class ReplicaShapes:
 class ReplicaProgram:
     """The gradient function of a trainer, for variables and batches of certain shapes.
 
-    Its tail is float32: the loss and the metrics, then the notice. With loss scaling follows a flag that says whether a
-    gradient is not finite. With `check_numerics` follows such a flag for each variable and replica.
+    Its tail is float32: the loss, the metrics and the notice. With loss scaling, one more value says whether a gradient
+    is not finite. With `check_numerics`, one more value for each variable and replica says this.
 
     Args:
         replicas: Replicas that run it.
@@ -144,8 +144,8 @@ class ReplicaProgram:
         rule: Rule by which replicas agree on the model state.
         accumulation: Accumulation of micro-batches.
         gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
-        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: gradients or their
-            payload, then the leaves of the model state that have means.
+        results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients or
+            their payload, then the averaged and added leaves of the model state.
         num_gradients: Number of results that are gradients or their payload.
         quantised: Layout of the gradients in the payload; None if they are not quantised.
         flags: Number of values at the end of the tail that say which gradients are not finite.
@@ -256,7 +256,7 @@ class ReplicaProgram:
         return (tail, *results, *means, *residuals, *state)
 
     def of_state(self, after: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the values of a replica's new model state that it sends, and the values that it keeps; traceable."""
+        """Return the sent values and the kept values of a replica's new model state; traceable."""
         kept = [one[None] if word == PER_REPLICA else one for word in KEPT for one in self.rule.pick(after, word)]
         return self.rule.sent(after, self._replicas.num_replicas_in_sync), kept
 

@@ -27,7 +27,7 @@ class ProgramMemory:
         temporaries: Size of its temporary memory.
         outputs: Size of its outputs.
         reused: Size of the outputs that lie in the memory of arguments.
-        at_once: Largest number of runs of it by the instance at the same time.
+        at_once: Largest number of its runs in this instance at the same time.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """The arithmetic of sums over replicas on JAX's devices, with the bits of `collectives.reduction.Reduction`.
 
-XLA adds as IEEE 754 demands. On GPUs it does not divide so, and it replaces the division by a constant by a
-multiplication with the reciprocal. So a division is made in float64, by an argument of the program, and then rounded,
-which gives the bits of a division in float32. On CPUs XLA flushes denormal numbers to zero; all other results have the
-same bits there too.
+XLA's sums follow IEEE 754. Its divisions on GPUs do not, and XLA turns a division by a constant into a multiplication
+by the reciprocal. So programs divide in float64, by a divisor that is an argument of the program. Rounding the result
+gives the bits of a division in float32. On CPUs XLA flushes denormal numbers to zero; all other results have the same
+bits there too.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from strategies.jax.on_device.arithmetic import added, mean_of
 from strategies.jax.programs.program import jit
 
 GROUP_BYTES = 32 << 20
-"""The most bytes of buffers in one collective. A collective over NCCL costs some 40 us, in which links carry 10 MB. But
-putting buffers together takes memory of the same size."""
+"""The most bytes of buffers in one collective. A collective over NCCL costs some 40 us; links carry 10 MB in that time.
+But putting buffers together takes memory of the same size."""
 _INSTANCES = "instances"
 _EACH, _SAME = PartitionSpec(_INSTANCES), PartitionSpec()
 
@@ -46,7 +46,8 @@ class CompiledPath(DevicePath):
         device: Device of this instance's sums.
 
     Raises:
-        DeviceError: On all instances, if their devices do not belong to one process each. Collective.
+        DeviceError: On all instances, if JAX does not see the device of each instance as that of another process.
+            Collective.
     """
 
     word = COMPILED

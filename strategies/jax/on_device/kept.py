@@ -1,4 +1,4 @@
-"""The model state after a step on the device: values that replicas keep, and values on which they agree."""
+"""The model state after a step on the device: each replica's own values, and the values on which replicas agree."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def chosen(is_finite: Leaf, new: Tree, old: Tree) -> Tree:
 
 
 def _beside(is_finite: Leaf, leaf: jax.Array) -> Leaf:
-    """Return the flag on the devices of a leaf, which has several if replicas have parts of their own."""
+    """Return the flag on all devices of a leaf. A leaf has several devices if each replica has its own part of it."""
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())

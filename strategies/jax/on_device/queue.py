@@ -1,4 +1,4 @@
-"""The queue of steps that devices have not finished: it is bounded, and names the step that failed."""
+"""The bounded queue of steps that devices have not finished; its error names the failed step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 8
 
 
 class StepQueue:
-    """The steps that have begun, each with an array that is ready when the step has ended."""
+    """The steps in progress, each with an array that is ready when the step has ended."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, UnreadArray]] = deque()

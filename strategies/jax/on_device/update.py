@@ -73,8 +73,8 @@ class FlatUpdate:
     ) -> tuple[Variables, OptimizerState]:
         """Return new variables and optimizer state; the old ones are used up.
 
-        With loss scaling nothing changes if a gradient is not finite. The host waits for the device to find that out
-        only if the optimizer has parts of its state on several instances.
+        With loss scaling nothing changes if a gradient is not finite. The host has to wait for this check only if the
+        optimizer state is cut into parts on several instances.
 
         Args:
             variables: Trained variables.

@@ -22,15 +22,15 @@ MOVEMENTS = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "e
 def cut_in_buckets(
     closed: core.ClosedJaxpr, early: Sequence[int], bucket_bytes: int, piece_bytes: int
 ) -> list[ProgramSegment]:
-    """Cut a function at some of its results, in the order in which these can be finished.
+    """Cut a function at some of its results, in the order in which they can be finished.
 
     Args:
         closed: Traced function without effects.
         early: Positions of the results to be finished early; all others come with the last segment.
         bucket_bytes: Least size of the results that are finished together, in bytes.
-        piece_bytes: Least size of a piece in bytes. The last of the large results, if it is the product of two
-            matrices, is finished in pieces, because nothing is left to be computed while it travels. The others stay
-            whole, because a product in pieces takes longer: a fifth longer, for three of them.
+        piece_bytes: Least size of a piece in bytes. If the last of the large results is the product of two matrices, it
+            is finished in pieces: nothing is left to be computed while it travels. The others stay whole, because a
+            product in pieces takes longer (measured for three pieces: a fifth longer).
     """
     graph = Graph.of(closed)
     ordered = sorted(early, key=lambda number: graph.place(graph.results[number]))

@@ -1,4 +1,4 @@
-"""The values that a function reads from outside while it is traced, and checks that they are unchanged.
+"""The outside values that a function reads while it is traced, and checks for changes of these values.
 
 A traced function becomes a program, and a value that it read in Python is a constant there. Such values are numbers,
 arrays, attributes, globals, the next element of an iterator, and the time. So the code of the function, and of the
@@ -57,8 +57,9 @@ class _Read:
         name: Name for messages.
         get: Function that returns the present value.
         seen: Mark of the value at tracing, see `remembered`.
-        may_grow: Whether it is a tuple of a container's items, to which a function may add when it is traced.
-        grows: Whether the function has added to the container, such as a cache, to which others may add too.
+        may_grow: Whether the value is a tuple of the items of a container, and a traced function may add to the
+            container.
+        grows: Whether the function has added to the container, as to a cache; other functions may add to it too.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Reads:
 
 
 class _Walk:
-    """A walk from a function to all values that it, and the user's functions that it calls, may read.
+    """A walk from a function to all values that the function, and the user's functions called by it, may read.
 
     Attributes:
         reads: Reads that were found.
@@ -231,7 +232,7 @@ class _Walk:
                         self._value(each, name)
 
     def _bound(self, name: str, get: Callable[[], object], place: int, keys: Sequence[object] | None = None) -> None:
-        """Read the value of a name; of a dictionary only the values of `keys`, if no other keys are used."""
+        """Read the value of a name; if it is a dictionary of which only `keys` are used, read only their values."""
         value = get()
         if value is GONE or isinstance(value, types.ModuleType) and not is_users_module(value):
             return

@@ -30,7 +30,7 @@ Put = Callable[[int, list[np.ndarray]], None]
 
 @dataclass(frozen=True)
 class Enqueued:
-    """A value that the body of a loop enqueues in each iteration, and that the loop hands over later.
+    """A value enqueued by the body of a loop in each iteration, and handed over later by the loop.
 
     Attributes:
         put: Function that gives the queue one value of a replica, at run time, with arrays that the queue may keep.
@@ -60,7 +60,8 @@ class FeedProgram:
         outfeeds: Identities of the outfeeds that it enqueues.
         collected: Values that the body of a collecting loop has enqueued so far; None outside of one.
         loops: Numbers of the iterations of the loops that are being traced, outermost first.
-        meets: Callback with an outfeed that the program enqueues, in which replicas meet, at run time.
+        meets: Callback, at run time, with each outfeed that the program enqueues: the values of all local replicas meet
+            there.
         constants: Function for each outside value in the program that may change: whether it is still the same.
     """
 
@@ -158,7 +159,10 @@ class FeedProgram:
 
     @contextmanager
     def collecting(self, collects: bool = True) -> Iterator[list[Enqueued]]:
-        """Collect the values that the traced body of a loop enqueues, or keep this and all outer loops from it."""
+        """Collect the values that the traced body of a loop enqueues.
+
+        If `collects` is False, neither this loop nor the loops around it collect values.
+        """
         outside = self.collected
         collected: list[Enqueued] = []
         self.collected = collected if collects else None
@@ -205,7 +209,7 @@ def is_traced(values: Sequence[Leaf]) -> bool:
 
 
 def note_constant(is_same: Callable[[], bool]) -> None:
-    """Note that the program being traced, if any, contains a value from outside that may change.
+    """Note an outside value in the program being traced, if any: its changes make the program outdated.
 
     Args:
         is_same: Function that says whether the value is still the same; called before the program runs again.

@@ -63,7 +63,7 @@ def calls_host(jaxpr: jax.extend.core.ClosedJaxpr) -> bool:
 
 @functools.cache
 def effects_of_calls() -> frozenset[object]:
-    """Return the effects of an equation that stands for a call of Python, and that JAX accepts in `jax.checkpoint`.
+    """Return the effects of an equation for a call of Python; JAX accepts it inside of `jax.checkpoint`.
 
     There JAX computes the equation once and keeps the result.
     """
@@ -88,7 +88,7 @@ def _packed(arrays: Sequence[jax.Array]) -> jax.Array:
 
 @jax.custom_jvp
 def _constant(array: jax.Array) -> jax.Array:
-    """Return the array, which JAX refuses to differentiate like arguments of `io_callback`; plain bits would pass."""
+    """Make JAX refuse to differentiate the array, as it does for arguments of `io_callback` but not for their bits."""
     return array
 
 

@@ -325,7 +325,7 @@ def cut(
 def _look_back(
     graph: Graph, home: Mapping[int, int], place: int, group: EquationGroup, is_repeated: Callable[[Equation], bool]
 ) -> tuple[set[int], set[Variable]]:
-    """Return the equations that a segment has to repeat, and the intermediates that it reads from earlier segments."""
+    """Return the equations that a segment has to repeat, and its intermediates from earlier segments."""
     repeated: set[int] = set()
     needed: set[Variable] = set()
     stack = [atom for number in group.equations for atom in graph.equations[number].invars]

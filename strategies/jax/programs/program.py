@@ -1,10 +1,10 @@
 """Programs compiled for a single device, independent of what runs beside them.
 
-How XLA compiles a program decides the last bits of its results. It compiles a program for several devices differently
-from one for a single device (it merges common expressions earlier). On CPUs it divides a program among the cores that
-the process may use at compilation. So programs of replicas and updates are never compiled for more than one device, and
-always as if there were one core. Inside of large operations, XLA's thread pool decides by its size only, which is fixed
-(see `popdist.xla`).
+The last bits of results depend on the way in which XLA compiles a program. XLA compiles a program for several devices
+differently from one for a single device (it merges common expressions earlier). On CPUs it divides a program among the
+cores that the process may use at compilation. So programs of replicas and updates are never compiled for more than one
+device, and always as if there were one core. Inside of large operations, the division of work depends only on the size
+of XLA's thread pool, which is fixed (see `popdist.xla`).
 
 The module also has the interface of variables that a function holds (`HeldState`).
 """

@@ -159,12 +159,12 @@ def _evaluate(graph: Graph, blocks: Sequence[_Block], arguments: Sequence[Leaf])
 )
 @dataclass(frozen=True)
 class _Residuals:
-    """The values that are kept of a block.
+    """The values kept from the forward pass of a block.
 
     Attributes:
         backward: Function from cotangents of floating-point results to cotangents of some arguments; it holds the kept
             values.
-        is_true: Scalar that is true, which the compiler does not know.
+        is_true: Scalar that is always True; the compiler does not know this.
         is_hidden: Whether each kept value is hidden from the compiler.
         places: Positions of these arguments.
         count: Number of all arguments.
@@ -182,7 +182,7 @@ class _Residuals:
 def _repeated(
     function: Callable[..., Sequence[Leaf]], policy: Policy | None, is_variable: Sequence[bool]
 ) -> Callable[..., Sequence[Leaf]]:
-    """Return the same function, which is evaluated again for its gradient, and only when that is needed.
+    """Return the same function, evaluated a second time when its gradient is needed, and not earlier.
 
     `jax.checkpoint` alone does not achieve that: XLA:CPU drops its barriers. Then it merges the two computations and
     keeps the first, or computes the second early. So the kept values are hidden behind a choice that depends on the
@@ -192,8 +192,8 @@ def _repeated(
     Args:
         function: Function of a block.
         policy: Values that are kept of it.
-        is_variable: Whether each argument need not be hidden if it is differentiated: the second computation needs
-            other values too, and hiding an argument copies it.
+        is_variable: Whether each argument is one of the whole function, such as a variable. If it is differentiated, it
+            is not hidden: hiding copies it, and the second computation waits for other values anyway.
     """
 
     @jax.custom_vjp

@@ -52,7 +52,7 @@ def handed_over(instructions: Sequence[dis.Instruction]) -> set[str]:
 
 
 def only_grown(instructions: Sequence[dis.Instruction]) -> tuple[set[str], set[str]]:
-    """Return the names of containers that a function only adds to, and all other names that it loads."""
+    """Return the names of containers that a function only adds to, and all other names in its code."""
     pairs = [(one, after) for one, after in itertools.pairwise(instructions) if one.opname in _LOADS]
     grown = {one.argval for one, after in pairs if after.opname in _LOADS and after.argval in _ADDING}
     others = {one.argval for one, after in pairs if not (after.opname in _LOADS and after.argval in _ADDING)}

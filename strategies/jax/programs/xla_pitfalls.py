@@ -1,7 +1,7 @@
 """Faults and silent choices of JAX and XLA, and measures that protect the bits of a program from them.
 
-They are wrong sums of some jaxlibs, an abort for lack of address space, silent loss of precision, the order of
-computations, and products that are contracted with sums.
+They are wrong sums of some jaxlibs, aborts for lack of address space, silent loss of precision, the order of
+computations, and products contracted with sums.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def jax_has_started() -> bool:
 
 @cache
 def _can_be_wrong() -> bool:
-    """Return whether the installed jaxlib adds wrongly: an unmeasured version may if it knows the flag.
+    """Return whether the installed jaxlib may add wrongly; an unmeasured version counts only if it knows the flag.
 
     XLA ends the process at a flag that it does not know.
     """
@@ -216,7 +216,7 @@ def behind(condition: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def with_rounded_products(function: Function) -> Function:
-    """Return the same function, in which no product is contracted with the sum that it goes into; traceable.
+    """Return the same function, in which no product is contracted with a sum; traceable.
 
     Args:
         function: Function of pytrees of arrays, one of which is not empty. Loops, branches and calls in it are
@@ -249,7 +249,8 @@ def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], zero: jax.Arr
 def _summed(jaxpr: core.Jaxpr) -> Iterator[Variable]:
     """Return the variables that operations other than products read, because they may go into a sum.
 
-    For products of products XLA may choose the form: it makes one division of two, the same everywhere, and faster.
+    The result of a product that only other products read is left out. XLA may then rewrite products of products (it
+    merges two divisions into one): it does the same everywhere, and the program is faster.
     """
     read = [equation.invars for equation in jaxpr.eqns if equation.primitive.name not in _PRODUCTS]
     return variables(itertools.chain(*read, jaxpr.outvars))
@@ -274,7 +275,7 @@ def _rounded(product: jax.Array, zero: jax.Array) -> jax.Array:
     """Return the product by way of integers, through which LLVM does not contract."""
     if not jnp.issubdtype(product.dtype, jnp.floating):
         return product
-    if product.dtype == jnp.float16:  # LLVM aborts at its bits as integers on CPUs with avx512_fp16
+    if product.dtype == jnp.float16:  # on CPUs with avx512_fp16, LLVM aborts when float16 bits are read as integers
         return _rounded(product.astype(jnp.float32), zero).astype(jnp.float16)
     words = jnp.dtype(f"uint{8 * product.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(product, words) ^ zero.astype(words)

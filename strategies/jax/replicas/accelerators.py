@@ -108,7 +108,7 @@ def first_gpu(instance: Instance) -> str:
 
 
 def machine_of(instance: Instance) -> str:
-    """Return a text that is equal for processes that can map each other's memory: host, boot, and namespaces."""
+    """Return a text that is equal for processes able to map each other's memory: host, boot and namespaces."""
     parts = [instance.host]
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts.append(boot.read_text().strip() if boot.exists() else "")

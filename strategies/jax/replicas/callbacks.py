@@ -33,7 +33,7 @@ def in_order(function: Function) -> Function:
 
 
 def _evaluate(closed: core.ClosedJaxpr, arguments: Sequence[Leaf], last: list[Leaf]) -> list[Leaf]:
-    """Evaluate a program with its callbacks behind `last`, which becomes the results of its own last callback."""
+    """Evaluate a program whose callbacks wait for the values in `last`; put the results of its last callback there."""
     jaxpr = closed.jaxpr
     if not any(map(_is_callback, every_equation(jaxpr))):
         found: list[Leaf] = jax.core.eval_jaxpr(jaxpr, closed.consts, *arguments)

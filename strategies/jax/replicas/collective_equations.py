@@ -134,7 +134,7 @@ class BlockExchange(CollectiveKind):
 
     @override
     def transpose(self, collective: Collective, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-        """Return the blocks to their replicas."""
+        """Send the blocks of the cotangents back to their replicas."""
         return replace(collective, kind=BlockExchange(self.concat, self.split))(index, cotangent)
 
     @override

@@ -55,7 +55,7 @@ def replication_of(leaf: Leaf) -> Replication | None:
 
 
 def unchanging(batch: Tree) -> Tree:
-    """Return a batch for a step that the host does not wait for, with copies of arrays that the program may change.
+    """Return the batch, with copies of the arrays that the program may change before the step has read them.
 
     Arrays of JAX and of data sets do not change, see `DataSource`.
     """

@@ -1,4 +1,4 @@
-"""The devices on which an instance runs its replicas, and the threads that run them."""
+"""The devices and threads that run an instance's replicas."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Membership(ABC):
         self.instance = self._spanning(instance)
 
     def _spanning(self, instance: Instance) -> Instance:
-        """Return an instance whose replicas span the number of devices that the program wants."""
+        """Return an instance with the number of devices per replica that the program wants."""
         wanted = self._ipus_per_replica
         if wanted is None:
             return instance

@@ -29,13 +29,13 @@ from strategies.typing import Leaf, Tree
 
 
 class ProgramEndListener(Protocol):
-    """The interface of objects, such as outfeeds, that are told when a program that used them has ended.
+    """The interface of objects, such as outfeeds, that are told of the end of each program with them.
 
     `CrossReplicaReducer.end` calls it once, after all local replicas have ended the program, also if they have failed.
     """
 
     def end_program(self) -> None:
-        """Check that all local replicas have used the object alike, and drop values that only some have enqueued.
+        """Check that all local replicas have used the object alike; drop values from only some of them.
 
         Raises:
             FeedError: The replicas have used it differently.
@@ -175,8 +175,8 @@ class _CollectiveCall:
 class CrossReplicaReducer:
     """The executor of the collectives of compiled programs.
 
-    The local replicas meet in callbacks. The last one to arrive combines their values, or takes them into a named
-    collective of the instances, which may reach such collectives in different orders.
+    The local replicas meet in callbacks. The last one to arrive combines their values, or takes them into a collective
+    of the instances. That collective has a name, because instances may reach collectives in different orders.
 
     Args:
         communicator: Communicator of the instances.
@@ -214,7 +214,7 @@ class CrossReplicaReducer:
                 self._outfeeds.add(outfeed)
 
     def end(self) -> None:
-        """End the program; drop values that only some local replicas have enqueued, and note that as an error."""
+        """End the program; drop values enqueued by only some local replicas, and note this as an error."""
         if not self._outfeeds:
             return
         with self._lock:

@@ -13,7 +13,7 @@ from strategies.typing import Leaf
 class ReplicaGroups:
     """The division of replicas into groups: blocks of neighbours, or groups orthogonal to such blocks.
 
-    With 8 replicas in groups of 4, the consecutive groups are {0, 1, 2, 3} and {4, 5, 6, 7}, the orthogonal ones
+    With 8 replicas in groups of 4, the consecutive groups are {0, 1, 2, 3} and {4, 5, 6, 7}. The orthogonal groups are
     {0, 2, 4, 6} and {1, 3, 5, 7}.
 
     Attributes:

@@ -150,7 +150,7 @@ class Replicas:
         """
         return exchange_of(self._membership, platform, self.variables_on_host, gpu)
 
-    # ---- who is there
+    # ---- instances and replicas
 
     @property
     def instance(self) -> Instance:
@@ -250,7 +250,7 @@ class Replicas:
             dataset.redistribute(self.local_replicas)
 
     def _claim_again(self) -> bool:
-        """Return whether devices are claimed; False if another instance was lost during the choice of the exchange."""
+        """Claim devices; return False if another instance was lost during the choice of the exchange."""
         try:
             self._claim()
         except LOSSES as loss:

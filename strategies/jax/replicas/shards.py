@@ -1,4 +1,4 @@
-"""Parts of arrays that are cut into shards: cut in a program, or as leaves of a state that can be gathered."""
+"""Parts of arrays that are cut into shards: inside a program, or as leaves of a state, to be gathered."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ShardedTree:
         return jax.tree.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
 
     def whole(self, tree: Tree) -> Tree:
-        """Return the tree with a `PartOfArray` for each array of which only a part is here."""
+        """Return the tree with a `PartOfArray` for each array that this instance holds only in part."""
         return jax.tree.map(
             lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self.shards, self.replicas) if is_cut else leaf,
             tree,

@@ -37,8 +37,8 @@ class MirroredVariable:
         """The current value: NumPy arrays in host memory with `variables_on_host`, else JAX arrays.
 
         If a function that `strategy.run` runs, or the body of a loop, reads the value here, a change of the value
-        compiles the function anew. As an argument it may change without that. In a loss function the value is a
-        constant, and must not change.
+        compiles the function anew. If the value is an argument of the function, a change compiles nothing. In a loss
+        function the value is a constant, and must not change.
         """
         value, variable = self._value, weakref.ref(self)
         note_constant(lambda: getattr(variable(), "_value", value) is value)
@@ -183,7 +183,7 @@ def _leaf_like(variable: Any, value: Tree) -> Tree:
 
 
 def _check_integers(dtype: np.dtype, value: np.ndarray) -> None:
-    """Refuse numbers that an integer dtype would change: fractions, and numbers that are too large."""
+    """Refuse numbers that an integer dtype would change: fractions and too large numbers."""
     if dtype.kind not in "iu" or value.dtype.kind == "b":
         return
     with np.errstate(invalid="ignore"):  # NaN is not an integer either

@@ -25,7 +25,7 @@ class Arithmetic:
 
     Attributes:
         add: Function `(variables, changes) -> variables`.
-        rounded: Function that returns a function whose products are rounded alone; see `with_rounded_products`.
+        rounded: Function decorator that keeps products from being contracted with sums; see `with_rounded_products`.
     """
 
     add: Callable[[Variables, Gradients], Variables] = optax.apply_updates

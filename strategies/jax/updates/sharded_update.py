@@ -178,7 +178,7 @@ class ShardedStateUpdate(VariableUpdate):
         return shapes, jax.tree.map(lambda one, other: one.shape != other.shape, shapes, changed)
 
     def _others(self, whole: Variables) -> Variables:
-        """Return the variables with other shapes for the variables that are cut, as parts of some size."""
+        """Return the shapes of the variables; each variable that is cut has the shape of a part of another size."""
 
         def other(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((leaf.size + 1, *[1] * (leaf.ndim - 1)), leaf.dtype)

@@ -52,7 +52,7 @@ class UpdateSettings:
 
 
 class VariableUpdate(ABC):
-    """The update of variables and optimizer state by mean gradients. Subclasses decide who keeps which part of it.
+    """The update of variables and optimizer state by mean gradients. Subclasses divide the state among instances.
 
     The step calls `init` or `adopt` once, and then `apply` in each step; it calls `wait` before it overwrites the mean
     gradients. An error of `apply` is final: the variables may be used up.
@@ -128,7 +128,7 @@ class VariableUpdate(ABC):
         return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
 
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
-        """Return the optimizer state for checkpoints: a `PartOfArray` for each array of which only a part is here."""
+        """Return the optimizer state for checkpoints, with a `PartOfArray` for each array that is here only in part."""
         return optimizer_state if self._state_shards is None else self._state_shards.whole(optimizer_state)
 
     @property

@@ -119,9 +119,9 @@ class Arguments:
             makers = staged.makers(staged.carried[place])
             if others := set(staged.readers(place)) - set(makers):
                 raise ValueError(
-                    f"leaf {name} of the model state is used by stage {staged.homes[min(others)][0]}, but stage "
-                    f"{staged.homes[makers[0]][0]} makes the new one, when the other stage has already begun the next "
-                    "micro-batch; use the leaf only in the stage that makes it"
+                    f"leaf {name} of the model state is used by stage {staged.homes[min(others)][0]}, but updated by "
+                    f"stage {staged.homes[makers[0]][0]}, after the other stage has begun the next micro-batch; use "
+                    "the leaf only in the stage that updates it"
                 )
 
     def given(

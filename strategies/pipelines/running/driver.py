@@ -61,7 +61,7 @@ class ScheduledAction:
     Attributes:
         device: The device that runs the action, or its part of it.
         action: The action.
-        needs: The numbers of the signals that it waits for. Earlier actions of its own thread give none.
+        needs: The numbers of the signals that it waits for. It needs no signal of earlier actions in its own thread.
         gives: The number of the signal that it gives; None if no thread waits for it.
     """
 
@@ -104,7 +104,7 @@ class Course:
 
 
 def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
-    """Yield each part with the parts that it waits for: the makers of its data, and the one before it on its device."""
+    """Yield each part with the parts that it waits for: the makers of its data, and the part before on its device."""
     for device, actions in enumerate(timetable.devices):
         for before, action in zip([None, *actions], actions, strict=False):
             by_data = [
@@ -140,7 +140,7 @@ class Drive:
 
     @property
     def spans(self) -> Sequence[Timed]:
-        """The timed actions of all devices after all have ended, sorted by their begins."""
+        """The timed actions of all devices after all have ended, sorted by begin time."""
         return in_order(chain.from_iterable(self._spans))
 
     def follow(self, device: int, perform: Perform, at_once: AbstractContextManager[object] = _ALL) -> None:

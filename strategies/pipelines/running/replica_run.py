@@ -24,8 +24,9 @@ class StepArguments:
 
     Attributes:
         lasting: The arguments that are the same for all micro-batches, by their numbers.
-        of_each: The arguments that each micro-batch has for itself, by their numbers, one value per micro-batch.
-        first: The arguments of the first micro-batch that each micro-batch makes for the next one, by their numbers.
+        of_each: The arguments that differ between micro-batches, by their numbers, with one value per micro-batch.
+        first: The carried arguments, by their numbers, with their values for the first micro-batch. Each micro-batch
+            computes their values for the next one.
     """
 
     lasting: Mapping[int, StageArray]
@@ -137,7 +138,7 @@ class ReplicaStages:
                 self._backward_weights(number, action.micro_batch, self._devices[device])
 
     def segments_of(self, device: int, stage: int) -> list[int]:
-        """Return the segments of a stage that a device computes. Its first device computes a stage of one function."""
+        """Return the segments of a stage that a device computes. The first device computes a stage of one function."""
         return self._segments.get((device, stage), [])
 
     # ---- actions

@@ -36,7 +36,7 @@ Take = Callable[[Mapping[int, Sequence[Tree]]], None]
 
 @final
 class PipelinePlan(ReplicaPlan):
-    """A pipeline as a Trainer's plan for the gradients of replicas: the programs of its stages."""
+    """A plan, for a Trainer, of the gradients of replicas that are pipelines: the programs of the stages."""
 
     def __init__(self, stages: StagePlan, closed: core.ClosedJaxpr, watch: Watch | None, take: Take | None) -> None:
         self.stages = stages

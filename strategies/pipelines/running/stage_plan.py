@@ -30,7 +30,7 @@ class StageBucket:
     Attributes:
         segment: The number of the segment.
         leaves: The numbers of the gradients.
-        sums: For each gradient, the accumulators to be added: segments, and places among their weights.
+        sums: For each gradient, the accumulators to be added, each as (segment, place among the segment's weights).
         layout: The layout of the gradients in buffers.
     """
 
@@ -41,12 +41,12 @@ class StageBucket:
 
     @property
     def parts(self) -> list[Part]:
-        """The gradients as results of a replica."""
+        """The gradients as parts of a replica's results."""
         return [Part(TAIL + 1 + leaf) for leaf in self.leaves]
 
 
 class StagePlan:
-    """The programs of the stages, and those with which gradients, loss, metrics and model state leave a replica.
+    """The programs of the stages, and the programs that send gradients, loss, metrics and model state from a replica.
 
     A gradient leaves with the first segment that uses its variable, as the sum over all segments that use it; these are
     on one device. Buckets leave in the order of their completion: the last stage's first. The last bucket has all
@@ -107,7 +107,7 @@ class StagePlan:
     # ---- gradients that leave with a segment
 
     def _bucket(self, number: int) -> StageBucket:
-        """Return the gradients that leave with a segment. Those that no segment computes leave with the first."""
+        """Return the gradients that leave with a segment. Gradients that no segment computes leave with the first."""
         weights = enumerate(self.staged.weights)
         leaves = [leaf for leaf, place in weights if (self.staged.readers(place) or [0])[0] == number]
         sums = tuple(

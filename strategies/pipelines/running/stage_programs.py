@@ -4,8 +4,8 @@ A stage and its gradient are traced as one function, which is cut into three. Al
 schedule can change a bit. A whole backward pass is both parts, one after the other. A stage that recomputes runs its
 forward pass once more.
 
-A stage keeps the forward pass's values that backward passes read. It does not keep weights, and it computes values of
-weights alone again.
+A stage keeps the values of the forward pass that backward passes read. It keeps neither weights nor values computed
+from weights alone: backward passes compute the latter again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from strategies.jax.programs.segments import Part, ProgramSegment
 from strategies.pipelines.running.staged import Accumulators, StageArray, Staged
 from strategies.typing import Function
 
-PASSES = ("forward", "backward for what goes in", "backward for weights")
+PASSES = ("forward", "backward for inputs", "backward for weights")
 """The names of the passes of a stage, in the order of their programs."""
 
 FORWARD, INPUTS, WEIGHTS = range(len(PASSES))
@@ -74,9 +74,9 @@ class StagePrograms:
 
     Attributes:
         segment: The segment.
-        weights: The numbers of the arguments whose gradients it computes.
-        slopes: For each value that it gives and that has gradients, the segments that take it.
-        steep: The values that it takes and that have gradients.
+        weights: The numbers of the arguments whose gradients the segment computes.
+        slopes: For each value with gradients that the segment gives to others, the segments that take the value.
+        steep: The values with gradients that the segment takes from others.
         sum_shapes: The shapes of its weights' accumulators.
         has_loss: Whether the last cotangent is that of the loss.
     """
@@ -238,7 +238,7 @@ class StagePrograms:
     # ---- running
 
     def needed(self, forward_again: bool) -> frozenset[int]:
-        """Return the places of the values that backward passes read, and the forward pass if it runs again."""
+        """Return the places of the values that backward passes (and the forward pass, if it runs again) read."""
         count = len(self.segment.inputs) + len(self.segment.takes)
         passes = self._passes if forward_again else self._passes[1:]
         return frozenset(place for one in passes for place in one.inputs if place < count)

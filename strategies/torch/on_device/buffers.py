@@ -40,7 +40,7 @@ class BuffersHere:
         Args:
             slots: For each replica, its buffers after the step.
             changed: For each replica and buffer, whether the step has changed it.
-            reads: Whether to wait until this is known of all of them, as in a first step.
+            reads: Whether to wait for the device until every entry of `changed` is known, as in a first step.
         """
         columns = [list(of_slot) for of_slot in zip(*changed, strict=True)]
         if reads:
@@ -62,7 +62,7 @@ class BuffersHere:
         return values, frozenset(sure)
 
     def _read(self, columns: list[list[Told]]) -> list[list[Told]]:
-        """Return the same values as numbers on the host, with one read."""
+        """Replace values on the device by numbers on the host, with one read for all."""
         unknown = [one for column in columns for one in column if isinstance(one, torch.Tensor)]
         if not unknown:
             return columns
@@ -80,14 +80,14 @@ class BuffersHere:
         return mean.view(values[0].shape)
 
     def _kept(self, number: int, value: torch.Tensor, column: Sequence[Told]) -> torch.Tensor:
-        """Return the new value if any replica has changed its own; otherwise the old value."""
+        """Return the new value if any replica has changed its own, else the old value. The host does not wait."""
         old = self._buffers.own.get(number, self._buffers.slots[number].tensor).detach()
         has_changed = torch.stack([one for one in column if isinstance(one, torch.Tensor)]).any()
         return torch.where(has_changed, value, old)
 
 
 def any_unknown(column: Sequence[Told]) -> bool:
-    """Return whether a value is on the device, so that the host does not know it."""
+    """Return whether any value is on the device, unknown to the host."""
     return any(isinstance(one, torch.Tensor) for one in column)
 
 

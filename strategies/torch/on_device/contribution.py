@@ -25,8 +25,8 @@ class ToldByReplica:
     """Facts about a replica's step besides its gradients.
 
     Attributes:
-        notice: Whether its instance was given a notice.
-        settings: The word for the settings, see `StepSettings.word`.
+        notice: Whether the replica's instance was given a notice.
+        settings: The hash of the settings, see `StepSettings.word`.
         has_gradient: For each trained parameter, whether it has a gradient.
         has_changed: For each buffer, whether the step has changed it: 0 or 1, and more if its shape has changed.
     """
@@ -89,7 +89,7 @@ class DeviceContribution:
                 self._buffers = [*flat_buffers(self._plan, found, self._device)]
 
     def _whole(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a gradient in the shape of its parameter."""
+        """Return a gradient in the shape of the whole parameter: a row of it is padded with zeros."""
         if gradient is None:
             return None
         name = self._plan.parameters[number].name
@@ -102,7 +102,7 @@ class DeviceContribution:
         if row is None:
             return gradient
         whole = torch.zeros(self._plan.parameters[number].shape, dtype=gradient.dtype, device=gradient.device)
-        whole[row.number].copy_(gradient * row.gain)  # a reduction may have used the other rows
+        whole[row.number].copy_(gradient * row.gain)  # the other rows stay zero
         return whole
 
     def _apart(self, gradients: list[torch.Tensor | None]) -> None:
@@ -131,7 +131,7 @@ class DeviceContribution:
         Args:
             metrics: The metrics, float64 tensors of no axes on the device.
             notice: Whether the instance was given a notice.
-            settings: The word for the settings.
+            settings: The hash of the settings.
             has_gradient: For each trained parameter, whether it has a gradient.
             has_changed: For each buffer, whether the step has changed it.
         """

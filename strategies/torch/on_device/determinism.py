@@ -23,8 +23,9 @@ _COMPLAINT = "deterministic"
 def use_deterministic_operations(environ: MutableMapping[str, str]) -> None:
     """Make PyTorch use deterministic operations in this process. Call this before CUDA starts.
 
-    An earlier choice of the user (`torch.use_deterministic_algorithms`, also with `warn_only`) is kept. cuDNN does not
-    choose algorithms by their times. PyTorch's filling of new memory is turned off, because bits do not depend on it.
+    An earlier choice of the user (`torch.use_deterministic_algorithms`, also with `warn_only`) is kept. cuDNN's
+    benchmark of algorithms is turned off. PyTorch's filling of new memory is turned off, too, because it costs time and
+    changes no result.
 
     Args:
         environ: `os.environ`, from which cuBLAS reads its workspace when CUDA starts.

@@ -39,7 +39,7 @@ class DeviceLoopExchange(LoopExchange):
 
     @override
     def take(self, number: int, gradient: torch.Tensor | None) -> NoReturn:
-        """Fail: nothing travels while backward passes run."""
+        """Raise: gradients on a device are not exchanged while the backward pass runs."""
         raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
 
     @override
@@ -70,7 +70,7 @@ class DeviceLoopExchange(LoopExchange):
 
     @override
     def reduce(self, bucket: int) -> NoReturn:
-        """Fail: there is one bucket."""
+        """Raise: the plan has only one bucket, which `finish` exchanges."""
         raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
 
     @override

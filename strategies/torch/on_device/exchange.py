@@ -61,7 +61,7 @@ class DeviceExchange:
 
     @property
     def changed(self) -> list[Sequence[Told]]:
-        """For each local replica and buffer, whether the step has changed it; see `ToldByReplica.has_changed`."""
+        """Return whether the step has changed each buffer of each local replica (`ToldByReplica.has_changed`)."""
         return [one.has_changed for one in self._told]
 
     def let_go(self) -> None:
@@ -108,10 +108,10 @@ class DeviceExchange:
         return [*gradients_in(self.plan, [one for one in self._results if one is not None])]
 
     def arrived(self, means: Sequence[torch.Tensor | None], checks: bool) -> tuple[Tail, np.ndarray]:
-        """Return the tail, and for each mean whether it is not finite, if `checks` is True.
+        """Return the tail, and for each mean whether it is not finite. Without `checks`, all means count as finite.
 
-        If one instance has all replicas, the host waits for the device only for this check. Otherwise it reads a few
-        numbers, once.
+        If one instance has all replicas, the host waits for the device only if `checks` is True. With several instances
+        the host reads the tail and the check in one read.
         """
         flags = [~are_finite(means, self._memory.device)] if checks else []
         if self._is_of_one:
@@ -123,7 +123,7 @@ class DeviceExchange:
 
     @property
     def _tail(self) -> torch.Tensor:
-        """The values behind the gradients."""
+        """The float32 values that travel behind the gradients, still on the device."""
         last = self._results[-1] if self._is_alone else self._results[0]
         assert last is not None
         return last[last.numel() - self.plan.tail :]
@@ -131,7 +131,7 @@ class DeviceExchange:
     def _own_tail(self) -> Tail:
         """Return the tail of the only instance, whose metrics stay on the device until they are read.
 
-        `changed` has the buffers that have changed.
+        Its `has_changed` is empty; `changed` tells which buffers have changed.
         """
         first = self._told[0]
         shares = np.array([one.has_gradient for one in self._told]).mean(axis=0, dtype=np.float32)

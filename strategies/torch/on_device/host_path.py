@@ -52,7 +52,7 @@ class TorchHostPath(DevicePath):
             found = []
             for number, ((given, mean), arrival) in enumerate(zip(rooms, arrivals, strict=True)):
                 if arrival is not None:
-                    arrival.synchronize()  # by then earlier means have been copied out of their memory
+                    arrival.synchronize()  # the stream has copied earlier means by then, so `mean` may be overwritten
                 if given.numel():
                     of_buffer = f"{name}/{number}"
                     self._communicator.ordered_all_reduce([as_array(given)], as_array(mean), "mean", name=of_buffer)
@@ -80,7 +80,7 @@ class TorchHostPath(DevicePath):
         return known
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Return an event after all copies so far; None if they are already done."""
+        """Return a CUDA event that follows all copies so far; None on a device that copies at once."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()

@@ -31,7 +31,7 @@ _POLL_S = 0.001
 
 
 class Backend(Protocol):
-    """A process group of PyTorch without a `ProcessGroup` around it. PyTorch's annotations lack these methods."""
+    """The backend of a PyTorch process group, used without `ProcessGroup`. PyTorch's type stubs lack these methods."""
 
     def alltoall_base(
         self,
@@ -159,7 +159,7 @@ class InstanceGroup:
     def close(self) -> None:
         """Release connections, threads and memory. Not collective. A second call does nothing.
 
-        Work queued on a GPU, which other instances need, is waited for, but no longer than `timeout_s`.
+        Other instances may still need work that is queued on the GPU, so the call waits for it, at most `timeout_s`.
         """
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type != "cpu":
@@ -173,7 +173,7 @@ class InstanceGroup:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         end_s = time.monotonic() + self._limit_s
-        with suppress(RuntimeError):  # from a collective that failed
+        with suppress(RuntimeError):  # a collective may have failed
             while not event.query() and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
 

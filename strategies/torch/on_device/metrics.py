@@ -12,7 +12,7 @@ class UnreadMetrics:
     """An array of one axis on a device. NumPy's first access reads it, which waits for the device.
 
     Args:
-        values: A tensor on the device, which nobody changes later.
+        values: A tensor on the device, which must not change any more.
         memory: The memory of the replicas, which counts reads.
     """
 
@@ -35,7 +35,7 @@ class UnreadMetrics:
         return np.float32(np.asarray(self)[number])
 
     def is_ready(self) -> bool:
-        """Return whether reading would not wait."""
+        """Return whether the values can be read without waiting."""
         _, _, event = self._unread or (None, None, None)
         return event is None or bool(event.query())
 
@@ -45,7 +45,7 @@ class UnreadMetrics:
 
 
 def _event_of(values: torch.Tensor) -> torch.cuda.Event | None:
-    """Return an event after the computation of the values; None on a device without events."""
+    """Return a CUDA event that follows the computation of the values; None if the device is not CUDA."""
     if values.device.type != "cuda":
         return None
     event = torch.cuda.Event()

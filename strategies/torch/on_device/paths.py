@@ -33,9 +33,9 @@ _of_loops: WeakKeyDictionary[Communicator, dict[torch.device, DevicePath | None]
 
 
 def path_for(replicas: Replicas, memory: ReplicaMemory, options: TorchOptions) -> DevicePath | None:
-    """Return the path of gradients that stay on the replicas' device; None if the host exchanges them.
+    """Return the path by which a device exchanges gradients; None if the host exchanges them.
 
-    With one instance they stay there, unless "host" is requested. Collective, except for replicas without a device.
+    A single instance uses its device, unless "host" is requested. Collective, if replicas have a device.
 
     Args:
         replicas: The replicas of all instances.

@@ -54,7 +54,7 @@ class TreeSums:
         return parent if is_taken else None
 
     def take(self) -> list[list[torch.Tensor]]:
-        """Return, for each buffer, the sums of the remaining nodes, in order, and begin anew."""
+        """Return, for each buffer, the sums of the remaining nodes in order, and clear this object."""
         found = [list(of_buffer) for of_buffer in zip(*self._sums, strict=True)]
         self.clear()
         return found

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Undoes netns_up.sh: ends every process of the hosts (the end of process 1 of a pid namespace ends all of it) and
-# removes the namespaces and the state. Idempotent. KEEP=1 keeps logs and keys.
+# Undoes netns_up.sh: ends every process of the hosts (a pid namespace ends with its process 1), and removes the
+# namespaces and the state. Idempotent. KEEP=1 keeps logs and keys.
 set -u
 D=${D:-${TMPDIR:-/tmp}/testbed/hosts} PFX=h BED=${BED:-bed}
 if [ "$(id -u)" != 0 ]; then
@@ -10,7 +10,7 @@ fi
 # shellcheck source=/dev/null
 [ -e "$D/env" ] && . "$D/env"
 
-# is PID WORD: whether this is still the process that we started
+# is PID WORD: whether the process is still the one that we started
 is() {
     grep -qs -- "$2" "/proc/$1/cmdline"
 }

@@ -1,12 +1,12 @@
 #!/bin/bash
 # Shapes, cuts or restores the links of hosts that netns_up.sh has made.
 #
-#   netns_link.sh h1|all delay=1ms rate=200mbit loss=0.1   # loss in percent; what is not named is not limited
+#   netns_link.sh h1|all delay=1ms rate=200mbit loss=0.1   # loss in percent; the others are unlimited
 #   netns_link.sh h1|all clear | down | up | mode
 #
-# Delay and loss apply to what a host sends, the rate to both directions. tc netem does it where the kernel has it
-# (not with WIRE=1); otherwise tc tbf limits the rate and wire.py, in place of the bridge, delays and loses.
-# `down` leaves eth0 up in the host and takes the other end down, like a pulled cable.
+# Delay and loss apply to packets that a host sends, the rate to both directions. tc netem does it if the kernel has it
+# (not with WIRE=1). Otherwise tc tbf limits the rate, and wire.py, in place of the bridge, delays and drops packets.
+# `down` keeps eth0 up in the host and takes the other end down, like a pulled cable.
 set -u
 here=$(cd -- "$(dirname -- "$0")" && pwd -P)
 D=${D:-${TMPDIR:-/tmp}/testbed/hosts} PFX=h N=0 BED=bed
@@ -52,7 +52,7 @@ wire_runs() {
     [ -s "$D/run/wire.pid" ] && grep -qs wire.py "/proc/$(cat "$D/run/wire.pid")/cmdline"
 }
 
-# set_wire HOST KEY=VALUE...: note the values; start wire.py in place of the bridge, or have it read them again
+# set_wire HOST KEY=VALUE...: note the values; start wire.py in place of the bridge, or let it read them again
 set_wire() {
     local ends=() h
     python3 - "$D/run/wire.json" "v$1" "${@:2}" <<'END'
@@ -99,7 +99,7 @@ clear_link() {
     done
 }
 
-# The burst takes at least one aggregated frame of 64 KiB; the queue holds 50 ms, then drops.
+# The burst takes at least one aggregated frame of 64 KiB; the queue holds 50 ms, then packets are dropped.
 limit_rate() {
     "$@" root tbf rate "$rate" burst 128kb latency 50ms
 }

@@ -1,24 +1,24 @@
 #!/bin/bash
-# Several hosts on one machine: N hosts h0..h<N-1>, each with its own network, mount, uts, ipc and pid namespace, its
-# own sshd, /tmp, /dev/shm, /run, /etc/hosts, host name, machine id and boot id. File systems are shared otherwise.
+# Makes several hosts on one machine: N hosts h0..h<N-1>. Each has its own network, mount, uts, ipc and pid namespace,
+# its own sshd, /tmp, /dev/shm, /run, /etc/hosts, host name, machine id and boot id. All other files are shared.
 #
 #   D=/tmp/bed/state bash netns_up.sh       # idempotent; prints D
 #   $D/on h1 COMMAND...                     # runs a command inside a host
 #   ssh -F $D/ssh_config h1 COMMAND         # works inside every host
 #
-# D               state; the folder that holds it is seen by all hosts (default ${TMPDIR:-/tmp}/testbed/hosts)
-# BED=bed         begins the names of network namespaces; several beds run side by side under different names
-# N=4 PFX=h       hosts
-# CALLED="n1.east n1.west"  what the hosts call themselves, and are called by others too, besides h0, h1, ...
+# D               state; all hosts see the folder that holds it (default ${TMPDIR:-/tmp}/testbed/hosts)
+# BED=bed         prefix of the names of network namespaces; beds with different prefixes can run side by side
+# N=4 PFX=h       number of hosts, and prefix of their names
+# CALLED="n1.east n1.west"  the hosts' own names, by which others can reach them, too, besides h0, h1, ...
 # NET=10.77.0     /24 network; host i has the address $NET.<10+i>
-# FAMILY=4        6: hosts have only the addresses fd77::<10+i>
+# FAMILY=4        6: hosts have only IPv6 addresses, fd77::<10+i>
 # PORT=2222 SSH_USER=root
 # SHARE=A:B       folders below /tmp that all hosts see
 # OVERLAY=DIR     DIR/usr and DIR/etc are laid over /usr and /etc inside the hosts (packages unpacked by dpkg -x)
-# LINK=...        first shape of all links, as netns_link.sh takes it
-# LIFELINE=FD     a descriptor; the hosts end when its other end is closed, however their owner ends
+# LINK=...        initial shape of all links, in the form of netns_link.sh
+# LIFELINE=FD     a descriptor; the hosts end when its other end is closed, even if their owner is killed
 #
-# Exit status: 0 up, 77 something is missing here (the reason is on standard error), 1 failed.
+# Exit status: 0 up, 77 a requirement is missing here (the reason is on standard error), 1 failed.
 set -u
 here=$(cd -- "$(dirname -- "$0")" && pwd -P)
 N=${N:-4} D=${D:-${TMPDIR:-/tmp}/testbed/hosts} NET=${NET:-10.77.0} PFX=${PFX:-h} PORT=${PORT:-2222} BED=${BED:-bed}
@@ -32,7 +32,7 @@ main() {
         echo "$D"
         return
     fi
-    [ -e "$D/run" ] && bash "$here/netns_down.sh" # half up
+    [ -e "$D/run" ] && bash "$here/netns_down.sh" # remove a bed that is only half up
     umask 022
     mkdir -p "$D/run" "$D/key" "$D/etc" "$D/log" || die "cannot make $D"
     make_keys
@@ -75,7 +75,7 @@ is_up() {
     done
 }
 
-# The name of host number $1 in its own eyes.
+# The name of host number $1 on itself.
 name() {
     echo "${called[$1]:-$PFX$1}"
 }
@@ -133,7 +133,7 @@ Host *
 END
 }
 
-# nsenter -p forks and forwards no signals, so this does. /tmp is each host's own: PRRTE names its folders there by pid.
+# nsenter -p forks and forwards no signals, so `on` does. Each host has its own /tmp: PRRTE names folders there by pid.
 write_on() {
     cat >"$D/on" <<END
 #!/bin/bash
@@ -148,7 +148,7 @@ END
     chmod +x "$D/on"
 }
 
-# A namespace of its own holds the bridge; nothing outside is touched.
+# The bridge is in a namespace of its own; nothing outside is touched.
 make_switch() {
     ip netns add "$BED-switch" || die "namespace of the switch"
     switch link set lo up
@@ -186,8 +186,8 @@ start_host() {
     echo "$pid" >"$D/run/$h.pid"
 }
 
-# Process 1 of the host. sysfs must be that of the new network (UCX reads /sys/class/net), with the old cgroups
-# (slurmd looks for them); a pid namespace needs a /tmp of its own.
+# Process 1 of the host. It mounts the sysfs of the new network (UCX reads /sys/class/net), with the old cgroups (slurmd
+# looks for them). A pid namespace needs its own /tmp.
 write_init() {
     local h=$1 own=$2
     cat >"$D/etc/init_$h" <<END

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Ends what slurm_up.sh has started, by the ids in its pid files, and removes its state. Idempotent.
+# Ends the daemons that slurm_up.sh has started, by their pid files, and removes its state. Idempotent.
 # KEEP=1 keeps the state with the logs.
 set -u
 S=${S:-${TMPDIR:-/tmp}/testbed/slurm} MODE=local N=0 PFX=h
@@ -22,7 +22,7 @@ on() {
     fi
 }
 
-# end HOST SIGNAL NAME: the daemon NAME, if the process in its pid file is still it
+# end HOST SIGNAL NAME: signal the daemon NAME if the process in its pid file is still the daemon
 end() {
     # shellcheck disable=SC2016 # for the other shell
     on "$1" bash -c '[ -s "$1" ] && pid=$(cat "$1") && grep -qs "$2" "/proc/$pid/cmdline" && kill "-$3" "$pid"' \
@@ -35,7 +35,7 @@ for signal in TERM KILL; do
     end "${PFX}0" "$signal" slurmctld
     sleep 0.5
 done
-# Steps that outlived their slurmd: their environment names our configuration.
+# End steps that outlived their slurmd: their environment names our configuration.
 for process in /proc/[0-9]*; do
     if grep -qs '^slurmstepd' "$process/cmdline" && grep -szqxF "SLURM_CONF=$SLURM_CONF" "$process/environ"; then
         kill -KILL "${process#/proc/}"

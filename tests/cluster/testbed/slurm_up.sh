@@ -1,20 +1,20 @@
 #!/bin/bash
-# A real Slurm of N nodes on one machine, without systemd. Idempotent.
+# Starts a real Slurm of N nodes on one machine, without systemd. Idempotent.
 #
 #   eval "$(D=... S=... bash slurm_up.sh)"     # sets SLURM_CONF
 #
-# MODE=hosts (default where netns_up.sh's hosts are up): a slurmd in each host, slurmctld in the first one; clients run
+# MODE=hosts (default if netns_up.sh's hosts are up): a slurmd in each host, slurmctld in the first host; clients run
 #   inside: $D/on h0 env SLURM_CONF=$SLURM_CONF srun ...
-# MODE=local: N slurmd on loopback ports, one host name, no namespaces.
+# MODE=local: N slurmd on loopback ports, with one host name and without namespaces.
 #
 # S               state, seen by all hosts (default ${TMPDIR:-/tmp}/testbed/slurm)
 # D               state of netns_up.sh
-# N=4 CPUS=2      nodes of MODE=local; cores that each node claims
+# N=4 CPUS=2      number of nodes (MODE=local), and cores that each node claims
 # BASE=11000      first port
 # SLURMD_TIMEOUT=15
 #
-# Exit status: 0 up, 77 something is missing here, 1 failed.
-# Without libpmix-dev `srun --mpi=pmix` does not work: the plugin opens libpmix.so, a link which only that package has.
+# Exit status: 0 up, 77 a requirement is missing here, 1 failed.
+# Without libpmix-dev `srun --mpi=pmix` does not work: the plugin opens libpmix.so, a link that only this package has.
 set -u
 here=$(cd -- "$(dirname -- "$0")" && pwd -P)
 S=${S:-${TMPDIR:-/tmp}/testbed/slurm} D=${D:-${TMPDIR:-/tmp}/testbed/hosts} CPUS=${CPUS:-2} BASE=${BASE:-11000}
@@ -81,7 +81,7 @@ all_idle() {
     on "${PFX}0" env "SLURM_CONF=$SLURM_CONF" sinfo -h -r -t idle,alloc,mix -o %D 2>/dev/null | grep -qx "$N"
 }
 
-# One for all: its unix socket works across network namespaces on a shared file system. It ends with the first host.
+# One daemon for all hosts: its unix socket works across network namespaces on a shared file system. It ends with h0.
 start_munged() {
     dd if=/dev/urandom of="$S/munge.key" bs=128 count=1 2>/dev/null
     chmod 600 "$S/munge.key"

@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture
 def on_instances(on_instances, request):
-    """See there; the row says which exchange the instances use."""
+    """Provide `on_instances` with the exchange of the engine's row."""
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     return partial(on_instances, defaults=getattr(parameters.get("row"), "defaults", None))

@@ -1,4 +1,4 @@
-"""The engines that have to pass the tests of this folder, each with the same model, optimizer and data."""
+"""Engines under test in this folder, each with the same model, optimizer and data."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BATCH_SIZE = 2
 EVALUATED = 3
 """The step before which a training is evaluated."""
 ROWS_OF_TEST = 31
-INPUTS, OUTPUTS = 7, 3  # neither of the weights nor of the biases do replicas have equal parts
+INPUTS, OUTPUTS = 7, 3  # replicas have unequal parts of both weights and biases
 
 Batch = Mapping[str, np.ndarray]
 
 
 @dataclass
 class Training:
-    """A training that has begun.
+    """A running training of an engine.
 
     Attributes:
-        loop: that of the engine.
-        state: the newest one.
-        evaluate: (state, data set) -> means over its rows.
-        predict: (state, data set) -> the outputs for its batches.
+        loop: The loop of the engine.
+        state: The newest state.
+        evaluate: (state, data set) -> means over the rows of the data set.
+        predict: (state, data set) -> the outputs for the batches of the data set.
     """
 
     loop: StepLoop[Any, Any]
@@ -59,7 +59,7 @@ class Training:
 
     @property
     def bits(self) -> dict[str, tuple[str, bytes]]:
-        """What has to be equal where states are equal to the last bit."""
+        """The bits that equal states share."""
         return {name: (str(array.dtype), array.tobytes()) for name, array in self.engine.digest(self.state).items()}
 
 
@@ -68,17 +68,17 @@ def nothing() -> None: ...
 
 @dataclass(frozen=True)
 class Row:
-    """An engine.
+    """The row of an engine.
 
     Attributes:
-        name: of the framework.
-        training: begins a training of a strategy, given what is to be called before the loss is computed, and options
-            with the names that they have in `StepOptions`; a collective call.
-        transfers: the dtypes in which its gradients may travel.
-        library: which has to be installed.
-        defaults: of the strategy where instances are threads that nobody kills.
-        survives: whether the others go on with these defaults too if an instance is lost.
-        is_long: whether its tests are of the complete tier: they compile for several devices.
+        name: Name of the framework.
+        training: Begins a training, given the strategy, a function called before the loss is computed, and options
+            named as in `StepOptions`; a collective call.
+        transfers: Dtypes in which gradients may travel.
+        library: The library that must be installed.
+        defaults: Defaults of the strategy for instances on threads that are never lost.
+        survives: Whether instances with these defaults carry on after a loss.
+        is_long: Whether the tests belong to the complete tier, since they compile for several devices.
     """
 
     name: str
@@ -160,10 +160,10 @@ def in_torch(
         return ((module(batch["x"]) - batch["y"]) ** 2).mean()
 
     if before_loss is not nothing:
-        options["verify_steps"] = 0  # plain PyTorch is not to be called before the replicas are
+        options["verify_steps"] = 0  # plain PyTorch must not call the loss before the replicas do
 
     class Counting(torch.nn.Linear):
-        """With a buffer, which is a part of the state."""
+        """A linear layer with a buffer, which is a part of the state."""
 
         def __init__(self):
             super().__init__(INPUTS, OUTPUTS)
@@ -203,7 +203,7 @@ ROWS = (
 )
 EVERY = pytest.mark.parametrize("row", [row.as_parameter for row in ROWS])
 ALWAYS = pytest.mark.parametrize("row", [replace(row, is_long=False).as_parameter for row in ROWS])
-"""Every row, in the default tier: for a test that no other one repeats."""
+"""Every row, in the default tier: for tests whose coverage no other test repeats."""
 
 
 def batches(strategy: strategies.Strategy) -> Iterator[Batch]:
@@ -215,14 +215,14 @@ def copied(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def evaluated(strategy: strategies.Strategy, training: Training) -> tuple[object, ...]:
-    """What is found, and predicted, of rows of which neither replicas nor batches have equally many."""
+    """Return the evaluation and the predictions of rows that replicas and batches divide unevenly."""
     dataset = strategy.distribute_dataset(rows(ROWS_OF_TEST), BATCH_SIZE, shuffle=False, remainder="pad")
     found = dict(training.evaluate(training.state, dataset))
     return found, np.concatenate(list(training.predict(training.state, dataset))).tobytes()
 
 
 def train(strategy: strategies.Strategy, row: Row, evaluates: bool = False, **options: Any) -> tuple[Any, ...]:
-    """The metrics of every step, what is evaluated before one of them, and how many and which bits are there then."""
+    """Return the metrics of every step, an optional evaluation, and the step and bits at the end."""
     with row.training(strategy, **options) as training:
         found: list[object] = []
         for step, batch in enumerate(batches(strategy)):

@@ -24,7 +24,7 @@ from strategies.train_state import TrainState
 
 RATE, MOMENTUM = 0.05, 0.9
 TAIL = 2
-"""Behind the last bucket: the loss, and whether the instance was given a notice."""
+"""Values after the last bucket: the loss, and whether the instance was given a notice."""
 
 NAMES = ("b", "w")
 """The biases and the weights, in the order in which their gradients leave."""
@@ -34,7 +34,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class NumpyOptions:
-    """The options of a step, with the names and meanings that they have in `StepOptions`."""
+    """Options of a step, with the names and meanings of `StepOptions`."""
 
     check_numerics: bool = False
     digest_every: int = 0
@@ -45,14 +45,14 @@ class NumpyOptions:
 
     @property
     def rules(self) -> StepRules[TrainState]:
-        """The rules by which the loop makes steps."""
+        """The rules of the loop's steps."""
         own_part = "sharded optimizer state" if self.replicated_optimizer_state_sharding else None
         return StepRules(self.digest_every, own_part, flipped, lambda batch: len(batch["x"]))
 
 
 @dataclass
 class NumpyPending:
-    """A step that has begun; see `PendingStep`."""
+    """A pending step of the NumPy engine."""
 
     state: TrainState
     buckets: Iterator[tuple[Bucket, Buffers]]
@@ -63,7 +63,7 @@ class NumpyPending:
 
 @final
 class NumpyEngine(Engine[TrainState, NumpyPending]):
-    """Computes one replica after another; a step makes a new state of arrays."""
+    """An engine that computes one replica after another; a step makes a new state of arrays."""
 
     def __init__(self, replicas: Replicas, options: NumpyOptions) -> None:
         self._replicas, self._options = replicas, options
@@ -85,7 +85,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         self._options.before_loss()
         count, scale = len(self._replicas.local_replicas), _scale_of(state)
         inputs, wanted = ([part.copy() for part in np.split(np.asarray(batch[name]), count)] for name in ("x", "y"))
-        with np.errstate(all="ignore"):  # `arrived` looks for what is not finite
+        with np.errstate(all="ignore"):  # `arrived` finds values that are not finite
             errors = [x @ state.variables["w"] + state.variables["b"] - y for x, y in zip(inputs, wanted, strict=True)]
             to_outputs = [error * (2 * scale / np.float32(error.size)) for error in errors]
             tails = [(np.mean(error**2), float(notice)) for error in errors]
@@ -126,7 +126,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
         return TrainState(variables, velocities, state.step + 1, scale)
 
     def _own(self, array: np.ndarray) -> np.ndarray:
-        """The elements whose velocity this instance keeps, flat; padded, so that each replica has as many."""
+        """Return the flat elements whose velocity this instance keeps, padded to equal parts per replica."""
         if not self._is_sharded:
             return array.reshape(-1)
         replicas = self._replicas.num_replicas_in_sync
@@ -172,7 +172,7 @@ class NumpyEngine(Engine[TrainState, NumpyPending]):
 
 @dataclass(frozen=True)
 class NumpyRows(EvaluationTask):
-    """The mean loss, or the outputs, of each row."""
+    """An evaluation function: the mean loss, or the outputs, of each row."""
 
     title: ClassVar[str] = "evaluation"
     is_prediction: bool

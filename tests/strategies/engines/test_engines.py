@@ -1,6 +1,6 @@
-"""What is true of every engine: a new one is a row of `engine_rows`, and passes these tests.
+"""Conformance tests of all engines; a new engine is a row of `engine_rows`.
 
-See also `test_losing_an_instance.py`.
+`test_losing_an_instance.py` tests the loss of an instance.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from strategies.loss_scaling import LossScaling
 
 COUNTS = (1, 2, 3)
 SPOILT = 4
-"""The replica whose rows have a number that is not finite."""
+"""The replica whose rows contain a number that is not finite."""
 
 
 @pytest.fixture
 def on_all(on_instances):
-    """Run a function on one, two and three instances: what one finds; the others have to find the same."""
+    """Provide a function that runs another on 1, 2 and 3 instances, asserts equal results, and returns one of them."""
 
     def run(function):
         mechanisms = {1: "auto", 2: "ring", 3: "window"}
@@ -57,7 +57,7 @@ def on_all(on_instances):
 
 
 class Witness:
-    """An instrument and a watcher of steps, which notes what it sees in one list."""
+    """An instrument and a watcher of steps that records events in one list."""
 
     def __init__(self):
         self.seen = []
@@ -88,8 +88,8 @@ def variables_of(snapshot):
 
 @EVERY
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_step_has_its_phases_in_their_order(row, count):
-    """The watcher sees the old variables before the update, and the new ones behind it."""
+def test_a_step_has_its_phases_in_order(row, count):
+    """The watcher sees the old variables before the update, and the new ones after it."""
     witnesses = {instance: Witness() for instance in range(count)}
 
     def function(strategy):
@@ -128,7 +128,7 @@ CHANGING = (
     {"replicated_optimizer_state_sharding": True},
     {"loss_scaling": LossScaling(2.0**10, 2.0, 2), "digest_every": 1},
 )
-"""Options that change what is computed."""
+"""Options that change the computation."""
 
 
 @pytest.mark.parametrize("options", CHANGING, ids=lambda options: "-".join(options) or "plain")
@@ -149,8 +149,8 @@ def test_devices_give_the_bits_of_the_host(on_instances):
 
 
 @EVERY
-def test_the_metrics_are_those_of_the_rows_of_all_replicas(row, on_instances):
-    """As plain NumPy computes them in double precision."""
+def test_metrics_cover_the_rows_of_all_replicas(row, on_instances):
+    """Plain NumPy computes the expected metrics in double precision."""
     [[found, *_]] = on_instances(1, REPLICAS, functools.partial(train, row=row, evaluates=True))
     evaluation, predictions = found.pop(EVALUATED)
     [given] = on_instances(1, REPLICAS, lambda strategy: list(map(copied, batches(strategy))))
@@ -184,7 +184,7 @@ def raising_once():
 
 
 def spoilt(strategy, batch, number):
-    """The batch, with a number in the rows of one replica."""
+    """Return the batch with a number put into the rows of one replica."""
     batch = copied(batch)
     if SPOILT in strategy.local_replicas:
         batch["x"][strategy.local_replicas.index(SPOILT) * BATCH_SIZE + 1, 0] = number
@@ -192,12 +192,12 @@ def spoilt(strategy, batch, number):
 
 
 def steps(strategy, training, given):
-    """The metrics of all steps, and the bits behind the last one."""
+    """Return the metrics of all steps, and the bits after the last one."""
     return [training.step(copied(batch)) for batch in given], training.bits
 
 
 @EVERY
-def test_after_an_error_of_the_loss_function_the_step_can_be_made_again(row, on_all):
+def test_a_step_can_be_repeated_after_an_error_of_the_loss_function(row, on_all):
     def function(strategy, **options):
         with row.training(strategy, **options) as training:
             given, before = list(batches(strategy)), training.bits
@@ -263,7 +263,7 @@ def test_a_flipped_bit_is_named_and_ends_the_job(row):
 
 
 @EVERY
-def test_a_job_that_carries_on_hands_over_the_bits_of_most_instances(row, caplog):
+def test_a_job_that_carries_on_restores_the_bits_of_the_majority(row, caplog):
     with caplog.at_level(logging.WARNING):
         found = run(3, row, [FLIP], digest_every=2)
     assert "before step 2 instance 1 had other bits than the others, and got theirs" in caplog.text
@@ -275,7 +275,7 @@ def test_a_job_that_carries_on_hands_over_the_bits_of_most_instances(row, caplog
 
 
 @ALWAYS
-def test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step(row, on_all):
+def test_all_instances_agree_on_a_notice_to_one_at_the_end_of_the_step(row, on_all):
     def function(strategy):
         with row.training(strategy) as training:
             agreed = []
@@ -293,7 +293,7 @@ def test_a_notice_to_one_instance_is_agreed_on_by_all_at_the_end_of_the_step(row
 
 
 @EVERY
-def test_a_training_goes_on_from_a_snapshot_with_the_same_bits(row, on_all):
+def test_a_training_continues_from_a_snapshot_with_the_same_bits(row, on_all):
     def function(strategy):
         with row.training(strategy) as training:
             given = list(map(copied, batches(strategy)))
@@ -309,7 +309,7 @@ def test_a_training_goes_on_from_a_snapshot_with_the_same_bits(row, on_all):
 
 @EVERY
 @pytest.mark.parametrize("count", COUNTS[1:])
-def test_a_shared_state_is_that_of_its_root(row, count, on_instances):
+def test_a_shared_state_equals_that_of_its_root(row, count, on_instances):
     def function(strategy):
         root = strategy.num_instances - 1
         with row.training(strategy) as training:

@@ -1,6 +1,6 @@
-"""Whenever an instance is lost in a step of whatever engine, the others end with the bits of all of them.
+"""Loss of an instance in a step of any engine: the survivors end with the bits of an undisturbed training.
 
-An instance is lost at each event that instruments see of it, and instead of each of its messages.
+An instance is lost at each event that its instruments see, and in place of each of its messages.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from collectives.instruments import RECOVERY
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 LONG_BEFORE, BEFORE = -2, -1
-"""The numbers of steps before the first one: what instances do to meet, and to begin with the same state."""
+"""Step numbers before the first step, in which instances meet and agree on the first state."""
 
 
 @final
 class Events:
-    """An instrument that counts the events of an instance in one step, and loses it at one of them.
+    """An instrument that counts the events of an instance in one step, and loses the instance at one of them.
 
     Args:
-        instance: the one that it sees.
-        step: in which it counts, until the next one begins.
-        last: the number of the event at which the instance is lost; None to count all of them.
-        in_recovery: whether it counts only while the instance recovers from the loss of another one, in this step or
+        instance: The observed instance.
+        step: The step in which events are counted, until the next step begins.
+        last: The number of the event at which the instance is lost; None to count all events.
+        in_recovery: Whether only events during the recovery from the loss of another instance count, in this step or
             a later one.
 
     Attributes:
-        seen: the names of the events.
+        seen: The names of the events.
     """
 
     def __init__(self, instance: int, step: int, last: int | None = None, in_recovery: bool = False) -> None:
@@ -82,7 +82,7 @@ class Events:
 
 
 def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates: bool = False) -> list[object]:
-    """What each instance finds, where such events happen."""
+    """Return the results of each instance after a training with the given events."""
     of_instances = {events.instance: events for events in all_events}
 
     def function(strategy):
@@ -128,7 +128,7 @@ FEW = [(2, 0, 0, "window"), (3, 1, BEFORE, "ring"), (2, 1, EVALUATED, "window")]
 
 
 def case_of(row: Row, case: tuple[int, int, int, str]):
-    """A case, which is of the complete tier unless it is one of a few."""
+    """Make a case, which belongs to the complete tier unless it is among a few."""
     given = row.as_parameter
     is_short = case in (FEW[:1] if row.defaults else FEW)
     marks = [*given.marks, *([] if is_short else [pytest.mark.complete])]
@@ -138,8 +138,8 @@ def case_of(row: Row, case: tuple[int, int, int, str]):
 @pytest.mark.parametrize(
     ("row", "count", "lost", "step", "mechanism"), [case_of(row, case) for row in ROWS for case in CASES]
 )
-def test_the_others_go_on_to_the_same_bits(row, count, lost, step, mechanism):
-    """Before the step that is called EVALUATED a data set is evaluated and predicted; there an instance is lost too."""
+def test_survivors_end_with_the_same_bits(row, count, lost, step, mechanism):
+    """Before the step EVALUATED a data set is evaluated and predicted; an instance is lost there too."""
     options, of_all = {"evaluates": step == EVALUATED}, Events(lost, step)
     check(trained(row, count, mechanism, of_all, **options), row, **options)
     for number in range(len(of_all.seen)):
@@ -151,7 +151,7 @@ WAYS = list(itertools.product(("raise", "stop", "cut"), ("data", "forward", "all
 
 @EVERY
 @pytest.mark.parametrize(("kind", "phase"), WAYS)
-def test_in_whatever_way_it_is_lost(row, kind, phase):
+def test_survivors_end_with_the_same_bits_after_every_kind_of_loss(row, kind, phase):
     number = WAYS.index((kind, phase))
     count = 2 + number % 2
     lost = number % count
@@ -162,15 +162,15 @@ def test_in_whatever_way_it_is_lost(row, kind, phase):
 
 
 def in_tiers(row: Row, step: int):
-    """A case, which is of the complete tier if it takes long."""
+    """Make a case, which belongs to the complete tier if it is long."""
     given = row.as_parameter
     is_long = step > 0 or row.training is in_jax
     return pytest.param(row, step, marks=[*given.marks, *([pytest.mark.complete] if is_long else [])])
 
 
 @pytest.mark.parametrize(("row", "step"), [in_tiers(row, step) for row in ROWS for step in (0, 2)])
-def test_another_may_be_lost_while_one_takes_over_the_state_of_the_other(row, step):
-    """Of three instances one is lost instead of the message that one of the others needs to complete the step."""
+def test_a_second_instance_can_be_lost_while_one_takes_over_a_state(row, step):
+    """One of three instances is lost; the other needs its message to complete the step."""
     first = Events(2, step)
     check(trained(row, 3, "ring", first), row)
     number = max(number for number, name in enumerate(first.seen) if "message" in name)
@@ -184,8 +184,8 @@ def test_another_may_be_lost_while_one_takes_over_the_state_of_the_other(row, st
 
 
 @EVERY
-def test_state_that_one_instance_alone_has_is_lost_with_it(row, caplog):
-    """The job says so at its beginning, and ends; the others have the state with which the step began."""
+def test_state_held_by_one_instance_alone_is_lost_with_the_instance(row, caplog):
+    """The job warns of that at its beginning, and ends; the others have the state from the start of the step."""
     have_same = []
 
     def function(strategy):

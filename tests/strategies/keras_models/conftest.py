@@ -1,4 +1,4 @@
-"""Models of Keras on threads. Without Keras there is nothing to test."""
+"""Fixtures that run models of Keras on threads; without Keras these tests are not collected."""
 
 from importlib.util import find_spec
 
@@ -9,7 +9,7 @@ collect_ignore_glob = [] if find_spec("keras") else ["test_*.py"]
 
 @pytest.fixture
 def in_scopes(on_instances):
-    """Run `program(strategy)` in the scope of a strategy on each of n instances; the results in their order."""
+    """Provide a function that runs `program(strategy)` in the scope of a strategy on n instances, in order."""
 
     def run(instances, program, replicas=4, **options):
         def in_scope(strategy):
@@ -23,7 +23,7 @@ def in_scopes(on_instances):
 
 @pytest.fixture
 def alone(in_scopes):
-    """Run `program(strategy)` in the scope of a strategy on one instance."""
+    """Provide a function that runs `program(strategy)` in the scope of a strategy on one instance."""
 
     def run(program, replicas=4, **options):
         [result] = in_scopes(1, program, replicas, **options)
@@ -33,7 +33,7 @@ def alone(in_scopes):
 
 
 def pytest_collection_modifyitems(items):
-    """What Keras itself does that NumPy and JAX warn of."""
+    """Ignore warnings of NumPy and JAX about Keras's own code."""
     for item in items:
         if "keras_models" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"))

@@ -1,4 +1,4 @@
-"""Small models and data for tests, the same ones each time."""
+"""Small models and data for tests, the same each time."""
 
 import keras
 import numpy as np
@@ -7,7 +7,7 @@ from keras import layers
 import strategies
 
 RNG = np.random.default_rng(5)
-ROWS = 52  # no multiple of 16, the rows of a step of four replicas, of which it leaves four
+ROWS = 52  # no multiple of 16, the rows of a step of four replicas: four rows are left over
 X = RNG.standard_normal((ROWS, 6)).astype(np.float32)
 LABELS = RNG.integers(0, 3, ROWS)
 TARGETS = X @ RNG.standard_normal((6, 1)).astype(np.float32)
@@ -15,7 +15,7 @@ WEIGHTS = RNG.uniform(0.5, 2, ROWS).astype(np.float32)
 
 
 class Batches(keras.utils.PyDataset):
-    """Batches of so many rows each, by their numbers."""
+    """An indexed source of batches with `rows` rows each."""
 
     def __init__(self, rows=4, count=ROWS // 4, **named):
         super().__init__(**named)
@@ -36,7 +36,7 @@ class AddsLoss(layers.Layer):
 
 
 def hooked(hook, function):
-    """A callback of the user's own with one method, `function(callback, number, logs)`."""
+    """Make a callback of the user's own with one method, `function(callback, number, logs)`."""
     return type("Hooked", (keras.callbacks.Callback,), {hook: function})()
 
 
@@ -45,7 +45,7 @@ def dense(units, seed, **named):
 
 
 def classifier(**compiled):
-    """Batch normalisation, dropout and an accuracy."""
+    """Make a classifier with batch normalisation, dropout and an accuracy."""
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -61,21 +61,21 @@ def classifier(**compiled):
 
 
 def regression(optimizer=None, **compiled):
-    """Everything in it is linear, so that it is the same model however rows are spread over replicas."""
+    """Make a linear regression, which is the same model for every spread of rows over replicas."""
     model = keras.Sequential([keras.Input((6,)), dense(4, 1), dense(1, 2)])
     model.compile(optimizer or keras.optimizers.SGD(0.05), **{"loss": "mse"} | compiled)
     return model
 
 
 def linear(*metrics, optimizer="sgd", **compiled):
-    """One layer, the loss "mse"."""
+    """Make one layer with the loss "mse"."""
     model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
     model.compile(optimizer, "mse", metrics=list(metrics), **compiled)
     return model
 
 
 def bits_of(model):
-    """Those of all that a model has."""
+    """Return a fingerprint of all variables of the model and its optimizer."""
     values = [np.asarray(variable) for variable in model.variables]
     if model.optimizer is not None:
         values += [np.asarray(variable) for variable in model.optimizer.variables]

@@ -1,4 +1,4 @@
-"""`BackupAndRestore` under a strategy: whatever moment a process is killed in, weights, epoch and seeds go together."""
+"""`BackupAndRestore` under a strategy: weights, epoch and seeds stay consistent at whatever moment a process dies."""
 
 import logging
 import shutil
@@ -37,7 +37,7 @@ def fit(folder, *callbacks):
 
 
 class Copies(keras.callbacks.Callback):
-    """Copies the folder of backups, and keeps the bits, at the end of each epoch."""
+    """A callback that copies the folder of backups and keeps the bits at the end of each epoch."""
 
     def __init__(self, folder, copies):
         super().__init__()
@@ -53,7 +53,7 @@ class Copies(keras.callbacks.Callback):
 
 @pytest.fixture
 def trained(alone, tmp_path):
-    """The bits at the end, those of each epoch, and where copies of the backups of each epoch are."""
+    """Provide the bits at the end, the bits of each epoch, and the folder with a copy of the backups per epoch."""
 
     def program(strategy):
         copies = Copies(tmp_path / "backups", tmp_path / "copies")
@@ -63,7 +63,7 @@ def trained(alone, tmp_path):
 
 
 def restored(folder, model):
-    """The epoch and the bits that a training begins with."""
+    """Return the epoch and the bits with which a training begins."""
     backup = with_whole_backups(keras.callbacks.BackupAndRestore(folder))
     model.optimizer.build(model.trainable_variables)
     for variable in [*model.variables, *model.optimizer.variables]:
@@ -75,7 +75,7 @@ def restored(folder, model):
 
 
 def snapshots_of(call, folder, into):
-    """Copies of a folder in each state that it has while something is called, as a process killed then leaves it."""
+    """Copy a folder in each state during a call, as a process killed then would leave it."""
     seen, copies = set(), []
 
     def look(frame, event, argument):
@@ -97,7 +97,7 @@ def snapshots_of(call, folder, into):
     return copies
 
 
-def test_a_backup_is_whole_at_every_moment_at_which_it_is_written(alone, trained, tmp_path):
+def test_backups_are_whole_at_every_moment_of_writing(alone, trained, tmp_path):
     _, bits, copies = trained
     folder = copies / "2"
     assert restored(folder, model_with_seeds()) == (2, bits[2])
@@ -119,9 +119,7 @@ def test_a_backup_is_whole_at_every_moment_at_which_it_is_written(alone, trained
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_a_training_that_is_killed_in_an_epoch_ends_with_the_bits_of_one_that_was_not(
-    in_scopes, trained, tmp_path, instances
-):
+def test_a_training_killed_in_an_epoch_ends_with_the_bits_of_an_unbroken_one(in_scopes, trained, tmp_path, instances):
     whole, _, copies = trained
     shutil.copytree(copies / "3", tmp_path / "0")
 
@@ -131,7 +129,7 @@ def test_a_training_that_is_killed_in_an_epoch_ends_with_the_bits_of_one_that_wa
     assert in_scopes(instances, program) == [(whole, [3])] * instances
 
 
-def test_callbacks_go_on_everywhere_from_what_the_chief_has_restored(in_scopes, tmp_path):
+def test_callbacks_continue_everywhere_from_the_state_that_the_chief_restored(in_scopes, tmp_path):
     def program(strategy, copies):
         rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
         own = tmp_path / str(strategy.instance_index)  # only the chief has files
@@ -144,7 +142,7 @@ def test_callbacks_go_on_everywhere_from_what_the_chief_has_restored(in_scopes, 
 
 
 @pytest.mark.parametrize("name", ["latest.weights.h5", "training.json", "SHA256SUMS"])
-def test_where_the_newest_backup_is_damaged_the_one_before_is_used(alone, trained, caplog, name):
+def test_the_backup_before_replaces_a_damaged_newest_one(alone, trained, caplog, name):
     whole, _, copies = trained
     damaged = copies / "3" / "backup_00000003"
     text = (damaged / name).read_bytes()
@@ -154,7 +152,7 @@ def test_where_the_newest_backup_is_damaged_the_one_before_is_used(alone, traine
     assert "backup_00000003 is damaged" in caplog.text
 
 
-def test_where_no_backup_is_whole_the_training_begins_anew(alone, trained, caplog):
+def test_training_begins_anew_if_no_backup_is_whole(alone, trained, caplog):
     whole, _, copies = trained
     for file in copies.glob("3/*/training.json"):
         file.write_text("{}")
@@ -162,13 +160,13 @@ def test_where_no_backup_is_whole_the_training_begins_anew(alone, trained, caplo
     assert "no backup in" in caplog.text
 
 
-def test_two_backups_are_kept_and_none_when_the_training_has_ended(trained, tmp_path):
+def test_two_backups_are_kept_until_the_training_ends(trained, tmp_path):
     copies = trained[-1]
     assert sorted(path.name for path in (copies / "4").iterdir()) == ["backup_00000003", "backup_00000004"]
     assert not (tmp_path / "backups").exists()
 
 
-def test_files_that_keras_wrote_alone_and_those_of_another_model_are_refused(trained, tmp_path):
+def test_backups_of_stock_keras_and_of_another_model_are_refused(trained, tmp_path):
     copies = trained[-1]
     (tmp_path / "keras").mkdir()
     (tmp_path / "keras/latest.weights.h5").write_bytes(b"")
@@ -184,6 +182,6 @@ def test_files_that_keras_wrote_alone_and_those_of_another_model_are_refused(tra
         with_whole_backups(backup)
 
 
-def test_a_backup_in_the_midst_of_an_epoch_says_that_the_epoch_is_made_again(caplog, tmp_path):
+def test_a_backup_inside_an_epoch_warns_that_the_epoch_is_repeated(caplog, tmp_path):
     with_whole_backups(keras.callbacks.BackupAndRestore(tmp_path, save_freq=3))
     assert "strategies.keras.Checkpoints(every=3) resumes after the step" in caplog.text

@@ -1,4 +1,4 @@
-"""Callbacks: those that write do so once, and what others decide all instances do."""
+"""Callbacks: one instance writes files, and a decision of one instance reaches all."""
 
 import csv
 from functools import partial
@@ -61,7 +61,7 @@ def test_steps_of_an_execution_change_no_bit(alone):
 def test_files_are_written_once_by_the_chief(in_scopes, tmp_path):
     def program(strategy):
         model = regression()
-        folder = tmp_path / str(strategy.instance_index)  # so that it shows who writes
+        folder = tmp_path / str(strategy.instance_index)  # shows the writing instance
         folder.mkdir()
         best = keras.callbacks.ModelCheckpoint(folder / "best.keras", monitor="loss", save_best_only=True)
         written = [best, keras.callbacks.CSVLogger(folder / "log.csv")]
@@ -76,8 +76,8 @@ def test_files_are_written_once_by_the_chief(in_scopes, tmp_path):
         assert [float(row["loss"]) for row in csv.DictReader(file)][-1] == pytest.approx(results[0][0])
 
 
-def test_tensorboard_writes_on_the_chief_where_tensorflow_is_installed(in_scopes, tmp_path):
-    """Otherwise every instance is told so, before anything is trained."""
+def test_tensorboard_writes_on_the_chief_if_tensorflow_is_installed(in_scopes, tmp_path):
+    """Without TensorFlow, every instance raises before anything is trained."""
 
     def program(strategy):
         folder = tmp_path / str(strategy.instance_index)
@@ -96,8 +96,8 @@ def test_tensorboard_writes_on_the_chief_where_tensorflow_is_installed(in_scopes
     assert in_scopes(2, refused) == [0, 1]
 
 
-def test_a_list_of_keras_that_has_told_a_tensorboard_of_the_model_is_refused(in_scopes, tmp_path):
-    """It has begun to write then, on every instance; one instance is the chief, which may."""
+def test_a_callback_list_whose_tensorboard_already_has_the_model_is_refused(in_scopes, tmp_path):
+    """Keras writes at that point on every instance; a single instance is the chief and may write."""
 
     def program(strategy):
         model = regression()
@@ -113,14 +113,14 @@ def test_a_list_of_keras_that_has_told_a_tensorboard_of_the_model_is_refused(in_
 
 
 class WritesOfTheModel(keras.callbacks.CSVLogger):
-    """As a `TensorBoard` does, it writes when it is told of the model."""
+    """A callback that writes in `set_model`, like `TensorBoard`."""
 
     def set_model(self, model):
         super().set_model(model)
         Path(self.filename + ".txt").write_text(model.name)
 
 
-def test_what_writes_when_it_is_told_of_the_model_does_so_on_the_chief(in_scopes, tmp_path):
+def test_callbacks_that_write_in_set_model_do_so_on_the_chief(in_scopes, tmp_path):
     def program(strategy):
         written = WritesOfTheModel(tmp_path / f"{strategy.instance_index}.csv")
         regression().fit(X, TARGETS, batch_size=4, verbose=0, callbacks=[written])
@@ -129,8 +129,8 @@ def test_what_writes_when_it_is_told_of_the_model_does_so_on_the_chief(in_scopes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.csv", "0.csv.txt"]
 
 
-def test_a_later_chief_is_told_what_had_begun_and_goes_on_with_the_file(tmp_path):
-    """The epochs of the chief before stay in it, and an evaluation that has ended is none of the later one's."""
+def test_a_later_chief_repeats_begin_hooks_and_continues_the_file(tmp_path):
+    """Epochs of the chief before stay in the file, and an ended evaluation is not replayed to the later chief."""
     calls = []
 
     class Later(strategies.keras.OnChief):
@@ -160,8 +160,8 @@ def test_a_later_chief_is_told_what_had_begun_and_goes_on_with_the_file(tmp_path
     assert calls == []
 
 
-def test_when_the_chief_is_lost_in_fit_the_next_one_goes_on_with_the_file(tmp_path):
-    """In the second of three epochs of three steps each."""
+def test_the_next_chief_continues_the_file_of_one_lost_in_fit(tmp_path):
+    """The chief is lost in the second of three epochs of three steps each."""
     opened = []
 
     def program(strategy, file):
@@ -174,7 +174,7 @@ def test_when_the_chief_is_lost_in_fit_the_next_one_goes_on_with_the_file(tmp_pa
 
     [whole] = run_instances(1, 2, partial(program, file=tmp_path / "whole.csv"))
     survived = run_instances(2, 2, partial(program, file=tmp_path / "survived.csv"), ["kill:instance=0,step=4"])
-    for log in opened:  # that of the lost one is still open
+    for log in opened:  # the file of the lost instance is still open
         log.csv_file.close()
     assert survived == [None, whole]
     assert (tmp_path / "survived.csv").read_text() == (tmp_path / "whole.csv").read_text()
@@ -183,8 +183,8 @@ def test_when_the_chief_is_lost_in_fit_the_next_one_goes_on_with_the_file(tmp_pa
 
 @pytest.mark.complete
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
-def test_a_callback_may_evaluate_and_predict_and_fit_goes_on_where_it_was(in_scopes, hook):
-    """Also where instances have parts of the optimizer state."""
+def test_fit_continues_after_a_callback_that_evaluates_and_predicts(in_scopes, hook):
+    """Instances may have parts of the optimizer state."""
 
     def program(strategy, calls):
         model, found = regression(keras.optimizers.Adam(0.01)), []
@@ -206,7 +206,7 @@ def test_a_callback_may_evaluate_and_predict_and_fit_goes_on_where_it_was(in_sco
     assert len(found) == {"on_epoch_end": 6, "on_train_batch_end": 24}[hook]
 
 
-def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):
+def test_a_callback_of_the_user_can_write_on_the_chief_alone(in_scopes):
     def program(strategy):
         seen = []
         told = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
@@ -217,8 +217,8 @@ def test_a_callback_of_the_users_may_write_on_the_chief_too(in_scopes):
 
 
 @pytest.mark.parametrize("hook", first_of(["on_epoch_end", "on_train_batch_end"]))
-def test_where_one_instance_stops_all_stop(in_scopes, hook):
-    """As where a callback looks at the clock."""
+def test_all_instances_stop_if_one_stops(in_scopes, hook):
+    """A callback that looks at the clock decides like this."""
 
     def program(strategy):
         model = regression()
@@ -235,8 +235,8 @@ def test_where_one_instance_stops_all_stop(in_scopes, hook):
 
 
 @pytest.mark.parametrize(("instances", "shuffle"), [(1, True), (2, False)])
-def test_a_training_that_was_backed_up_goes_on_everywhere(in_scopes, tmp_path, instances, shuffle):
-    """Only the chief has the files. Seeds of orders come from the generator of NumPy, which threads share."""
+def test_a_backed_up_training_continues_on_all_instances(in_scopes, tmp_path, instances, shuffle):
+    """Only the chief has the files. NumPy's generator, which threads share, seeds the orders."""
 
     def interrupt(self, epoch, logs=None):
         if epoch == 1:
@@ -265,7 +265,7 @@ def test_a_training_that_was_backed_up_goes_on_everywhere(in_scopes, tmp_path, i
     assert in_scopes(instances, lambda strategy: program(strategy, interrupts=True)) == [whole] * instances
 
 
-def test_the_progress_bar_is_that_of_the_chief(in_scopes, capfd):
+def test_only_the_chief_shows_a_progress_bar(in_scopes, capfd):
     def program(strategy):
         return regression().fit(X, TARGETS, batch_size=4, verbose=2).history
 
@@ -274,7 +274,7 @@ def test_the_progress_bar_is_that_of_the_chief(in_scopes, capfd):
     assert capfd.readouterr().out.count("4/4") == 1
 
 
-def test_what_a_callback_saves_in_an_epoch_is_the_state_then(alone, tmp_path):
+def test_weights_that_a_callback_saves_in_an_epoch_are_the_current_ones(alone, tmp_path):
     def program(strategy):
         model = regression()
         saved = tmp_path / "{batch}.weights.h5"

@@ -1,4 +1,4 @@
-"""Checkpoints of a strategy under `fit`: resumed on another number of instances, the bits of one that never stopped."""
+"""Checkpoints of a strategy under `fit`: resumed on other numbers of instances, the bits of an unbroken training."""
 
 import keras
 import pytest
@@ -13,7 +13,7 @@ pytest.importorskip("orbax.checkpoint")
 
 
 def with_dropout(mixed=False):
-    """A model with random states, moving statistics, a metric, and a learning rate that a callback changes."""
+    """Make a model with random states, moving statistics, a metric, and a learning rate that a callback changes."""
     model = keras.Sequential(
         [keras.Input((6,)), dense(4, 1), layers.BatchNormalization(), layers.Dropout(0.3, seed=3), dense(1, 2)]
     )
@@ -24,7 +24,7 @@ def with_dropout(mixed=False):
 
 
 class Interrupts(keras.callbacks.Callback):
-    """Ends a training behind an execution in the midst of the second epoch."""
+    """A callback that ends a training after an execution inside the second epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
@@ -35,14 +35,14 @@ class Interrupts(keras.callbacks.Callback):
 
 
 def fitted(model, *callbacks):
-    """The metrics of a training, and what the model becomes."""
+    """Return the bits of the model after a training, and its metrics."""
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
     history = model.fit(X, TARGETS, **SETTINGS, callbacks=[schedule, *callbacks])
     return bits_of(model), history.history
 
 
 @pytest.mark.parametrize("mixed", first_of([False, True]), ids=["", "loss scaling"])
-def test_what_is_resumed_on_other_instances_is_what_never_stopped(in_scopes, tmp_path, mixed):
+def test_a_training_resumed_on_other_instances_has_the_bits_of_one_that_never_stopped(in_scopes, tmp_path, mixed):
     def whole(strategy):
         return fitted(with_dropout(mixed), strategies.keras.Checkpoints(tmp_path / "whole", every=100))
 

@@ -1,4 +1,4 @@
-"""Where batches come from: each of Keras's sources is dealt out to replicas by one rule."""
+"""Sources of batches: all sources of Keras are dealt out to replicas by one rule."""
 
 import itertools
 
@@ -65,14 +65,14 @@ SOURCES = {
 
 @pytest.fixture(scope="module")
 def trained():
-    """The bits of what was trained with each source so far."""
+    """Return the bits trained with each source."""
     return {}
 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("instances", first_of([2, 1]))
 def test_all_sources_of_the_same_batches_train_the_same(in_scopes, source, instances, trained):
-    """But for a generator, which has no end: it makes steps that are asked for, and the next epoch goes on with it."""
+    """A generator is the exception: it makes the requested steps, and the next epoch continues with it."""
 
     def program(strategy):
         model = regression()
@@ -103,7 +103,7 @@ def test_all_sources_are_evaluated_and_predicted_once(in_scopes, source):
         np.testing.assert_allclose(predicted, stock.predict(X, verbose=0), atol=1e-6)
 
 
-def test_an_instance_reads_only_the_batches_of_its_replicas_where_they_have_numbers(in_scopes):
+def test_an_instance_reads_only_its_own_batches_of_an_indexed_source(in_scopes):
     def program(strategy):
         data = Numbered()
         regression().fit(data, shuffle=False, verbose=0)
@@ -111,14 +111,14 @@ def test_an_instance_reads_only_the_batches_of_its_replicas_where_they_have_numb
 
     results = in_scopes(2, program)
     own = [{0, 1, 4, 5, 8, 9}, {2, 3, 6, 7, 10, 11}]
-    peeked = [0, COUNT - 1]  # as an example, and since the last one may have fewer rows
+    peeked = [0, COUNT - 1]  # one as an example, and the last one since it may have fewer rows
     for (read, begun, ended), mine in zip(results, own, strict=True):
-        assert read == sorted([*mine, *peeked, COUNT - 1])  # the last step has one batch, of which each takes a part
+        assert read == sorted([*mine, *peeked, COUNT - 1])  # the last step has one batch, which replicas share
         assert (begun, ended) == (1, 1)
 
 
-def test_data_are_shuffled_alike_on_all_instances(in_scopes):
-    """Instance 0 draws the seed. (Threads share NumPy's state, so that one run is not like another here.)"""
+def test_all_instances_shuffle_data_in_the_same_way(in_scopes):
+    """Instance 0 draws the seed. Threads share NumPy's state, so two runs differ here."""
 
     def program(strategy):
         found = []
@@ -147,8 +147,8 @@ def test_batches_with_numbers_have_the_weights_of_their_classes(alone):
     assert alone(program) == [1.0, 2.5, 1.0]
 
 
-def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
-    """1 is true there. Words that mean nothing are true too, which is refused here."""
+def test_rows_are_shuffled_whenever_stock_keras_shuffles_them(alone):
+    """Keras takes 1 for true. Unknown words are true too in Keras; they are refused here."""
 
     def program(strategy):
         def is_shuffled(shuffle):
@@ -162,8 +162,8 @@ def test_rows_are_shuffled_where_stock_keras_shuffles_them(alone):
 
 
 @pytest.mark.parametrize(("steps", "batch_size"), [(3, 4), (5, 3), (12, 1)])
-def test_arrays_are_read_whole_in_the_steps_that_are_said(alone, steps, batch_size):
-    """48 rows of 4 replicas."""
+def test_arrays_are_read_whole_in_the_given_number_of_steps(alone, steps, batch_size):
+    """The steps take 48 rows on 4 replicas."""
 
     def program(strategy):
         feed = open_feed(DataArguments(X[:48], TARGETS[:48], steps=steps), strategy, trains=True)
@@ -172,8 +172,8 @@ def test_arrays_are_read_whole_in_the_steps_that_are_said(alone, steps, batch_si
     assert alone(program) == batch_size
 
 
-def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
-    """Keras leaves `batch_size` unused then, and so does this; one for all replicas would say what is not so."""
+def test_another_global_batch_size_than_that_of_the_source_is_refused(alone):
+    """Keras ignores `batch_size` then, and so does this; a global batch size would claim something untrue."""
 
     def program(strategy):
         with pytest.raises(ValueError, match="global_batch_size is 32, but the data come in batches that make 16 rows"):
@@ -183,8 +183,8 @@ def test_a_source_in_batches_has_a_batch_size_of_its_own(alone):
     alone(program)
 
 
-def test_an_epoch_begins_with_the_same_shuffle_wherever_training_begins(alone):
-    """So a training that is begun again with `initial_epoch` goes on with the bits of one that was not."""
+def test_the_shuffle_of_an_epoch_does_not_depend_on_the_first_epoch(alone):
+    """A training that restarts with `initial_epoch` continues with the bits of an unbroken one."""
 
     def program(strategy):
         found = []
@@ -242,7 +242,7 @@ def test_rows_that_do_not_fill_a_step_are_dealt_out_evenly(make, sizes, dealt, i
 
 @pytest.mark.parametrize("make", [numbered, stream])
 @pytest.mark.parametrize("sizes", [[2] * 8, [2] * 5, [2] * 7 + [1], [2], [1]])
-def test_where_nothing_is_trained_every_row_comes_once_with_its_number(make, sizes):
+def test_evaluation_reads_every_row_once_with_its_number(make, sizes):
     size = sizes[0]
     seen = []
     for first in (0, 2):
@@ -255,13 +255,13 @@ def test_where_nothing_is_trained_every_row_comes_once_with_its_number(make, siz
     assert sorted(seen) == list(range(sum(sizes)))
 
 
-def test_rows_behind_a_step_that_is_not_filled_have_the_numbers_that_follow():
+def test_row_numbers_continue_after_a_step_that_is_not_filled():
     steps = rows(stream([2, 2, 2, 1, 2, 2, 2, 2]), range(2), remainder="pad")
     assert [step.values[0].tolist() for step in steps] == [[0, 1, 2, 3], [7, 8, 9, 10]]
 
 
 @pytest.mark.parametrize(("make", "sizes"), [(numbered, [2] * 8), (stream, [2] * 8), (stream, [2, 2, 2, 1] + [2] * 4)])
-def test_rows_have_the_same_numbers_where_an_epoch_is_gone_on_with(make, sizes):
+def test_row_numbers_are_the_same_if_an_epoch_is_continued(make, sizes):
     whole, rest = (rows(make(sizes), range(2), remainder="pad", start=start) for start in (0, 1))
     assert [step.values[0].tolist() for step in rest] == [step.values[0].tolist() for step in whole[1:]]
 
@@ -272,14 +272,14 @@ def test_a_replica_takes_its_micro_batches_one_after_another():
     assert [step.tolist() for step in last] == [[8, 9, 10, 11, 12, 13, 14, 15]]
 
 
-def test_batches_whose_rows_are_not_alike_are_padded_by_the_user():
+def test_batches_with_unlike_rows_are_left_for_the_user_to_pad():
     given = StreamOfBatches(lambda: [np.zeros((2, 3)), np.zeros((2, 4))])
     with pytest.raises(ValueError, match=r"rows of the shapes \(3,\) and \(4,\), .* pad them to the same length"):
         rows(given, range(2), replicas=2)
 
 
-def test_what_a_source_has_itself_is_not_given_beside_it(alone):
-    """As stock Keras refuses it."""
+def test_arguments_that_the_source_already_contains_are_refused(alone):
+    """Stock Keras refuses these arguments too."""
 
     def program(strategy):
         for beside in ({"y": TARGETS}, {"sample_weight": WEIGHTS}):
@@ -293,14 +293,14 @@ def test_what_a_source_has_itself_is_not_given_beside_it(alone):
     alone(program)
 
 
-def test_an_empty_source_says_so(alone):
+def test_an_empty_source_is_an_error(alone):
     with pytest.raises(ValueError, match="must yield at least one batch|no batch"):
         alone(lambda strategy: regression().fit((batch for batch in ()), verbose=0))
 
 
 @pytest.mark.parametrize("rows", [4, 7])
-def test_rows_that_are_too_few_for_all_micro_batches_are_refused(alone, rows):
-    """Arrays, and batches of one row: they are enough for four replicas, not for two micro-batches of each."""
+def test_too_few_rows_for_all_micro_batches_are_refused(alone, rows):
+    """Arrays, and batches of one row, are enough for four replicas, but not for two micro-batches of each."""
 
     def program(strategy):
         model = regression()

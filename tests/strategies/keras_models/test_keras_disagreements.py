@@ -1,4 +1,4 @@
-"""What one instance does otherwise than the others is refused by name, in the first hook or call in which it shows."""
+"""Differences between instances: the first hook or call that shows one refuses it by name."""
 
 import re
 from functools import partial
@@ -38,7 +38,7 @@ def freeze_all(model):
 
 
 def with_hook(hook, change, wrapped=lambda callback: callback, changes_on=1):
-    """A fit whose callback reads the model on both instances, and changes it on one."""
+    """Return a fit whose callback reads the model on both instances, and changes the model on one."""
 
     def program(number):
         model = regression()
@@ -58,7 +58,7 @@ def only_on_one(callback):
 
 
 def with_argument(name, make, model=regression, targets=TARGETS):
-    """A fit with an argument that is made of the number of the instance."""
+    """Return a fit with an argument made from the number of the instance."""
     return lambda number: fit(model(), targets, **{name: make(number)})
 
 
@@ -116,14 +116,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_one_instance_does_otherwise_is_refused_by_name(in_scopes, name):
+def test_differences_between_instances_are_refused_by_name(in_scopes, name):
     program, message = CASES[name]
     with pytest.raises(DisagreementError) as raised:
         in_scopes(2, lambda strategy: program(strategy.instance_index))
     assert re.search(message, str(raised.value)), str(raised.value)
 
 
-def test_callbacks_that_only_write_may_be_on_the_chief_alone(in_scopes, tmp_path):
+def test_callbacks_that_only_write_can_be_on_the_chief_alone(in_scopes, tmp_path):
     def program(strategy):
         model = regression(keras.optimizers.Adam(0.01))
         model.set_gradient_accumulation_options(1, replicated_optimizer_state_sharding=True)
@@ -138,7 +138,7 @@ def test_callbacks_that_only_write_may_be_on_the_chief_alone(in_scopes, tmp_path
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end"])
-def test_what_callbacks_change_alike_is_trained_with_everywhere(in_scopes, hook):
+def test_equal_changes_by_callbacks_take_effect_on_all_instances(in_scopes, hook):
     def program(strategy):
         model = regression()
 
@@ -166,7 +166,7 @@ def test_batches_begin_with_the_rate_of_instance_0(in_scopes):
     assert one == other == in_scopes(1, program)[0]
 
 
-def test_where_the_first_hook_of_one_instance_stops_all_stop(in_scopes):
+def test_all_instances_stop_if_the_first_hook_of_one_stops(in_scopes):
     def program(strategy):
         model = regression()
 

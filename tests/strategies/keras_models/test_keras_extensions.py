@@ -1,4 +1,4 @@
-"""What models of the original have besides Keras: accumulation, options of feeds, and that they survive files."""
+"""Extensions of Keras models by the original: accumulation and options of feeds, which files preserve."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from strategies.core.options import GradientAccumulationReductionMethod
 
 
 @pytest.mark.parametrize("method", first_of(["MEAN", "RUNNING_MEAN"]))
-def test_accumulated_gradients_are_those_of_the_whole_batch(in_scopes, method):
+def test_accumulated_gradients_match_the_whole_batch(in_scopes, method):
     stock = regression()
     stock.fit(X[:48], TARGETS[:48], batch_size=24, epochs=2, shuffle=False, verbose=0)
 
@@ -71,11 +71,11 @@ def test_gradients_are_not_accumulated_twice(alone):
 
 class Minimizes(keras.optimizers.SGD):
     def minimize(self):
-        """As optimizers once had it."""
+        """Minimize, as optimizers of TensorFlow did."""
 
 
 @pytest.mark.parametrize("option", ["set_gradient_accumulation_options", "set_pipelining_options"])
-def test_kg_02_kp_11_minimize_is_not_overridden(alone, option):
+def test_an_optimizer_that_overrides_minimize_is_refused(alone, option):
     def program(strategy):
         model = regression(Minimizes())
         getattr(model, option)(2)
@@ -121,7 +121,7 @@ def test_kg_02_kp_11_minimize_is_not_overridden(alone, option):
         ("set_asynchronous_callbacks", {"asynchronous": 1}, TypeError, "it is True or False"),
     ],
 )
-def test_options_that_cannot_be_are_refused(alone, option, arguments, error, message):
+def test_invalid_options_are_refused(alone, option, arguments, error, message):
     def program(strategy):
         getattr(regression(), option)(**arguments)
 
@@ -129,7 +129,7 @@ def test_options_that_cannot_be_are_refused(alone, option, arguments, error, mes
         alone(program)
 
 
-def test_kf_10_options_of_feeds_are_taken(alone):
+def test_options_of_feeds_are_accepted(alone):
     def program(strategy):
         model = regression()
         model.set_infeed_queue_options(prefetch_depth=3)
@@ -141,7 +141,7 @@ def test_kf_10_options_of_feeds_are_taken(alone):
 
 
 class OwnModel(keras.Model):
-    """Registered under a name of its own."""
+    """A model registered under a name of its own."""
 
     def __init__(self, units=2, **named):
         super().__init__(**named)
@@ -174,7 +174,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", only(["subclass"], MODELS))
-def test_files_are_those_of_stock_models_and_keep_options(alone, kind, tmp_path):
+def test_files_have_the_format_of_stock_models_and_keep_options(alone, kind, tmp_path):
     file = tmp_path / "model.keras"
 
     def save(strategy):
@@ -224,8 +224,8 @@ def optimizers():
 
 
 @pytest.mark.parametrize("kind", only(["momentum"], optimizers()))
-def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
-    """A learning rate that a callback sets is that of the next step; in the end Keras has the whole state."""
+def test_sharding_the_optimizer_state_changes_no_bit(in_scopes, kind):
+    """A learning rate set by a callback holds for the next step; at the end Keras has the whole state."""
 
     def program(strategy, options):
         model = keras.Sequential([keras.Input((6,)), dense(7, 1), dense(1, 2)])  # 42 elements are cut, 7 are not
@@ -247,7 +247,7 @@ def test_optimizer_state_may_be_sharded_and_changes_no_bit(in_scopes, kind):
 
 
 @pytest.mark.complete
-def test_accumulators_may_be_of_another_dtype(in_scopes):
+def test_accumulators_can_have_another_dtype(in_scopes):
     def program(strategy):
         model = regression()
         model.set_gradient_accumulation_options(2, "mean", dtype="bfloat16")
@@ -258,8 +258,8 @@ def test_accumulators_may_be_of_another_dtype(in_scopes):
     assert in_scopes(2, program) == [alone] * 2
 
 
-def test_the_gradients_of_each_micro_batch_go_through_a_function(alone):
-    """Two rows of each replica, whose gradients are cut off one by one, not their sum."""
+def test_map_gradient_clips_the_gradients_of_each_micro_batch(alone):
+    """Each replica clips two gradients one by one, not their sum."""
 
     def program(strategy):
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])

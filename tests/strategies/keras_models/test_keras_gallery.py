@@ -1,7 +1,7 @@
-"""What `keras_gallery` shows: equal bits on one, two and four instances, stock Keras's numbers, and files of models.
+"""Examples of `keras_gallery`: equal bits on one, two and four instances, stock Keras's numbers, and files of models.
 
-Twenty steps of 32 rows each, which four replicas share. Where a model draws random numbers, or takes statistics of a
-batch, replicas do so for themselves; one replica is compared with stock Keras then.
+A training has twenty steps of 32 rows each, which four replicas share. If a model draws random numbers or takes
+statistics of a batch, each replica does so by itself; then one replica is compared with stock Keras.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import strategies  # noqa: E402
 pytestmark = [
     pytest.mark.complete,
     pytest.mark.long,
-    # Keras's variables say so when they are saved, with NumPy 2.
+    # NumPy 2 warns when Keras saves its variables.
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
 
@@ -35,7 +35,7 @@ CLOSE = 1e-5
 SAVED = ("residual_net", "text_classification", "sequence_to_sequence", "siamese", "autoencoder", "tabular")
 """Statistics of batches, layers and a model of their own, recurrence, a shared tower, several inputs and outputs."""
 _one_builds = threading.Lock()
-"""Names and first weights follow from random states that all threads of a process have in common."""
+"""Names and first weights follow from random states that all threads of a process share."""
 
 
 @pytest.fixture(scope="module", params=GALLERY)
@@ -44,7 +44,7 @@ def example(request):
 
 
 def made(example: Example) -> Any:
-    """Its model, compiled, always with the same weights."""
+    """Return the compiled model of an example, always with the same weights."""
     with _one_builds:
         keras.utils.set_random_seed(0)
         model = example.build()
@@ -53,27 +53,27 @@ def made(example: Example) -> Any:
 
 
 def fitted(model: Any, example: Example, rows: int, epochs: int = EPOCHS, begin: int = 0) -> Any:
-    """The history of training it in the order of the rows."""
+    """Return the history of a training in the order of the rows."""
     how = {"batch_size": rows, "epochs": epochs, "initial_epoch": begin, "shuffle": False, "verbose": 0}
     return model.fit(example.x, example.y, **how).history
 
 
 def saved_bits(model: Any) -> str:
-    """The bits of all variables but the states of seed generators, which are not in files."""
+    """Return the bits of all variables except the states of seed generators, which files do not have."""
     others = [variable for variable in model.variables if "seed_generator" not in variable.path]
     return strategies.fingerprint([np.asarray(variable) for variable in [*others, *model.optimizer.variables]])
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What an instance has after a training.
+    """The results of an instance after a training.
 
     Attributes:
-        bits: of all variables.
-        history: what `fit` said of each epoch.
-        evaluated: of all rows.
-        predicted: for all rows.
-        model: what has been trained, which is not compared.
+        bits: The bits of all variables.
+        history: The metrics that `fit` reported for each epoch.
+        evaluated: The metrics of all rows.
+        predicted: The predictions for all rows.
+        model: The trained model, which is not compared.
     """
 
     bits: str
@@ -95,12 +95,12 @@ def train(strategy: strategies.Strategy, example: Example) -> Trained:
 
 @pytest.fixture(scope="module")
 def alone(example: Example) -> Trained:
-    """What one instance has that drives all replicas."""
+    """Provide the results of one instance that drives all replicas."""
     return train(strategies.IPUStrategy(REPLICAS), example)
 
 
 def assert_evaluated_alike(strategy: strategies.Strategy, model: Any, stock: Any, example: Example) -> None:
-    """Every row counts once, also where the last batch is short."""
+    """Assert that every row counts once, with a short last batch."""
     x, y = jax.tree.map(lambda rows: rows[: ROWS - 11], (example.x, example.y))
     with strategy.scope():
         found = model.evaluate(x, y, batch_size=BATCH // REPLICAS, verbose=0, return_dict=True)
@@ -111,12 +111,12 @@ def assert_evaluated_alike(strategy: strategies.Strategy, model: Any, stock: Any
 def test_the_bits_are_the_same_on_one_two_and_four_instances(
     example: Example, alone: Trained, request: pytest.FixtureRequest, on_instances: Callable[..., list[Any]]
 ) -> None:
-    """They take turns on two and on four."""
+    """Cases take turns on two and four instances."""
     instances = 2 + 2 * (list(GALLERY).index(request.node.callspec.params["example"]) % 2)
     assert on_instances(instances, REPLICAS, lambda strategy: train(strategy, example)) == [alone] * instances
 
 
-def test_the_numbers_are_those_of_stock_keras(example: Example, alone: Trained) -> None:
+def test_the_numbers_match_stock_keras(example: Example, alone: Trained) -> None:
     stock = made(example)
     expected = fitted(stock, example, BATCH)
     if example.is_alike_in_parts:
@@ -133,8 +133,8 @@ def test_the_numbers_are_those_of_stock_keras(example: Example, alone: Trained) 
 
 
 @pytest.mark.parametrize("example", SAVED, indirect=True)
-def test_a_model_is_saved_and_loaded_by_stock_keras_and_goes_on_in_a_scope(example: Example, tmp_path: Any) -> None:
-    """A seed generator begins anew in a model that is loaded, also in stock Keras."""
+def test_a_model_saved_and_loaded_by_stock_keras_continues_in_a_scope(example: Example, tmp_path: Any) -> None:
+    """A seed generator restarts in a loaded model, also in stock Keras."""
     file, rows = tmp_path / "model.keras", BATCH // REPLICAS
     strategy = strategies.IPUStrategy(REPLICAS)
     with strategy.scope():

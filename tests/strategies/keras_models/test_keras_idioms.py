@@ -1,9 +1,9 @@
 # ruff: noqa: E501 - each idiom is one row
-"""How programs of Keras are written, one row each: beside stock Keras on one replica, and on four over instances.
+"""Idioms of Keras programs, one row each: compared with stock Keras on one replica, and over instances on four.
 
-A row is a model and what is done with it. On one replica it has the values of stock Keras, up to rounding: the update is a
-program of its own. On four replicas it has the same bits for one instance and for two. What replicas cannot do is refused, and the
-row says how.
+A row is a model and its use. One replica has the values of stock Keras up to rounding, since the update is a program of its own.
+Four replicas have the same bits on one and two instances. If replicas cannot support an idiom, it is refused, and the row gives
+the message.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,16 @@ FIT = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
 
 @dataclass(frozen=True)
 class Idiom:
-    """A program.
+    """A model with data and the calls of a program.
 
     Attributes:
-        model: makes the model, which is not compiled.
-        data: to train with.
-        compiled: arguments of `compile`, made anew each time; "mse" and SGD where they say nothing else.
-        fit: arguments of `fit`, made anew each time.
-        use: what is done with the compiled model; None: `fit`.
-        tolerance: of values on one replica, relative to the largest.
-        refused: how the message begins.
+        model: Makes the model, which is not compiled.
+        data: The training data.
+        compiled: Makes the arguments of `compile` anew; the defaults are "mse" and SGD.
+        fit: Makes the arguments of `fit` anew.
+        use: The function that uses the compiled model; None for `fit`.
+        tolerance: Tolerance of values on one replica, relative to the largest.
+        refused: The beginning of the error message.
     """
 
     model: Callable[[], Any]
@@ -53,7 +53,7 @@ class Idiom:
     refused: str = ""
 
     def run(self):
-        """The values of all that the model has, and those that were told."""
+        """Return the values of all variables, and the reported values."""
         model = self.model()
         set_weights(model)
         self.compile(model)
@@ -109,7 +109,7 @@ def attention():
 
 
 class WithPenalty(keras.Model):
-    """Subclassed; a loss of its own, a counter, and a moving mean that `call` writes."""
+    """A subclassed model with its own loss, a counter, and a moving mean that `call` writes."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ IDIOMS = {
     "accumulation of Keras": Idiom(mlp, compiled=lambda: {"optimizer": ADAM(0.01, gradient_accumulation_steps=2)}),
     "loss scale": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=8.0)}),
     "loss scale that overflows": Idiom(mlp, compiled=lambda: {"optimizer": optimizers.LossScaleOptimizer(SGD(0.05), initial_scale=2.0**127)}, refused="the loss scale is"),
-    # ---- what is compiled
+    # ---- arguments of compile
     "accuracy": Idiom(classes, (X, LABELS), lambda: KINDS | {"metrics": ["accuracy"]}, use=asked),
     "metrics with a state": Idiom(mlp, compiled=lambda: {"metrics": [keras.metrics.R2Score(), "mae"], "weighted_metrics": ["mse"]}, fit=lambda: {"sample_weight": WEIGHTS}),
     "a curve": Idiom(lambda: mlp(activation="sigmoid"), (X, (TARGETS > 0) * 1.0), lambda: {"loss": "binary_crossentropy", "metrics": [keras.metrics.AUC()]}),
@@ -269,7 +269,7 @@ IDIOMS = {
     "early stopping": Idiom(mlp, fit=callbacks(lambda: EarlyStopping("loss", min_delta=9.0, patience=1, restore_best_weights=True))),
     "swapped averages": Idiom(mlp, compiled=lambda: {"optimizer": SGD(0.05, use_ema=True)}, fit=callbacks(lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True))),
     "functions as callbacks": Idiom(mlp, fit=callbacks(lambda: LambdaCallback(on_train_batch_end=lambda batch, logs: None), keras.callbacks.TerminateOnNaN)),
-    # ---- what is done between
+    # ---- actions between calls
     "frozen between": Idiom(mlp, use=frozen_between),
     "thawed between": Idiom(mlp, use=thawed_between),
     "written between": Idiom(mlp, use=written_between),

@@ -1,4 +1,4 @@
-"""Models and optimizers of Keras in functions of `strategy.run`, as the original's programs have them."""
+"""Models and optimizers of Keras in functions of `strategy.run`, as in programs of the original."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def one_weight():
     return keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
 
 
-def test_weights_that_were_set_are_those_of_the_next_run(alone):
+def test_the_next_run_uses_newly_set_weights(alone):
     def program(strategy):
         model, traces = one_weight(), []
 
@@ -35,7 +35,7 @@ def test_weights_that_were_set_are_those_of_the_next_run(alone):
     assert alone(program, 2) == ([2.5, -2.5], 1)
 
 
-def test_a_loop_called_from_python_has_them_too(alone):
+def test_a_loop_called_from_python_uses_newly_set_weights(alone):
     def program(strategy):
         model, found = one_weight(), []
         for weight in (1, 3):
@@ -47,7 +47,7 @@ def test_a_loop_called_from_python_has_them_too(alone):
 
 
 def training(model, optimizer, steps):
-    """A step function of a program that trains without `fit`."""
+    """Return a step function of a program that trains without `fit`."""
 
     def loss_of(values, x, y):
         others = [variable.value for variable in model.non_trainable_variables]
@@ -73,7 +73,7 @@ def trained(strategy, make=lambda: keras.optimizers.Adam(0.05)):
     return values_of(model), bits_of(model), [float(loss) for loss in losses]
 
 
-def test_an_optimizer_applies_the_mean_of_all_replicas_with_the_same_bits_for_every_number_of_instances(in_scopes):
+def test_an_optimizer_applies_the_mean_with_the_same_bits_on_any_number_of_instances(in_scopes):
     alone, *both = in_scopes(1, trained), *in_scopes(2, trained)
     assert [one[1:] for one in both] == [alone[0][1:]] * 2
     stock = regression(keras.optimizers.Adam(0.05))
@@ -81,7 +81,7 @@ def test_an_optimizer_applies_the_mean_of_all_replicas_with_the_same_bits_for_ev
     assert largest_difference(alone[0][0], values_of(stock)) < 1e-6
 
 
-def test_the_state_of_the_optimizer_goes_on(alone):
+def test_the_optimizer_state_continues_between_runs(alone):
     def program(strategy):
         model = one_weight()
         optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
@@ -101,8 +101,8 @@ def scaled(optimizer):
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: inner, scaled])
-def test_an_optimizer_without_state_applies_the_mean_too(alone, wrap):
-    """Adam's first step is as long as its rate: replicas with gradients of both signs go the way of the mean."""
+def test_an_optimizer_without_state_applies_the_mean(alone, wrap):
+    """Adam's first step has the length of its rate: replicas with gradients of opposite signs move by the mean."""
 
     def program(strategy):
         weight = keras.Variable(np.zeros(1, np.float32))
@@ -129,7 +129,7 @@ def test_moving_means_are_averaged_over_replicas(in_scopes):
     assert in_scopes(1, program) + in_scopes(2, program) == [[1.5, 0.0]] * 3
 
 
-def test_replicas_drop_other_units_and_instances_begin_alike(in_scopes):
+def test_replicas_drop_different_units_and_instances_begin_equal(in_scopes):
     def program(strategy):
         kernel = keras.initializers.Constant(1.0 + strategy.instance_index)
         model = keras.Sequential(
@@ -158,7 +158,7 @@ def test_values_of_a_program_do_not_stay_in_the_variables(alone):
     assert alone(program, 1) == [[1.0]]
 
 
-def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
+def test_a_model_read_by_a_trainer_must_not_change(alone):
     import optax
 
     def program(strategy):
@@ -173,7 +173,7 @@ def test_a_model_is_a_constant_of_a_trainer_that_may_not_change(alone):
     alone(program, 1)
 
 
-def test_a_model_is_built_by_the_first_run_alike_on_all_instances(in_scopes):
+def test_the_first_run_builds_equal_models_on_all_instances(in_scopes):
     def program(strategy):
         model = keras.Sequential([keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform())])
         found = [strategy.gather(strategy.run(model, (np.ones((1, 2), np.float32),)), 0) for _ in range(2)]
@@ -185,7 +185,7 @@ def test_a_model_is_built_by_the_first_run_alike_on_all_instances(in_scopes):
     assert one == other
 
 
-def test_what_is_assigned_in_a_loop_of_jax_is_refused(alone):
+def test_assigning_a_variable_in_a_loop_of_jax_is_refused(alone):
     def program(strategy):
         model = one_weight()
         optimizer = keras.optimizers.SGD(1.0)

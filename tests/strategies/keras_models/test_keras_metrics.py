@@ -1,4 +1,4 @@
-"""Metrics of Keras are merged exactly over replicas, and those that cannot be are refused."""
+"""Metrics of Keras: merged exactly over replicas, or refused."""
 
 import inspect
 
@@ -46,8 +46,8 @@ def test_every_metric_of_keras_only_adds_to_its_variables(name, metric):
     assert any(changed)
 
 
-def test_counts_curves_and_matrices_are_those_of_all_rows(in_scopes):
-    """On three replicas, where a mean of three does not give the sum back as it was."""
+def test_counts_curves_and_matrices_cover_all_rows(in_scopes):
+    """On three replicas, the mean of three does not give back the exact sum."""
 
     def program(strategy=None):
         model = keras.Sequential([keras.Input((6,)), dense(1, 1, activation="sigmoid")])
@@ -90,8 +90,8 @@ class Total(keras.metrics.Metric):
         return ops.convert_to_tensor(self.value)
 
 
-def test_what_an_evaluation_finds_is_added_in_the_order_of_the_tree(in_scopes):
-    """One row for each of four replicas, whose sum is 1 in the tree, and 0 one after another."""
+def test_metrics_of_an_evaluation_are_added_in_the_order_of_the_tree(in_scopes):
+    """Four replicas have one row each; their sum is 1 in the order of the tree, and 0 one after another."""
     rows = np.array([[2**24], [1], [1], [-(2**24)]], np.float32)
 
     def program(strategy):
@@ -101,14 +101,14 @@ def test_what_an_evaluation_finds_is_added_in_the_order_of_the_tree(in_scopes):
     assert in_scopes(2, program) == [1, 1]
 
 
-def test_a_metric_that_cannot_be_added_says_so(alone):
+def test_a_metric_that_cannot_be_added_is_refused(alone):
     message = r"variable 'largest/value' of a metric .* add_variable\(aggregation='mean'\)"
     with pytest.raises(StrategyError, match=message):
         alone(lambda strategy: linear(Largest("sum")).fit(X, TARGETS, batch_size=4, verbose=0))
 
 
 @pytest.mark.complete
-def test_a_metric_may_be_a_mean_over_replicas(in_scopes):
+def test_a_metric_can_be_averaged_over_replicas(in_scopes):
     def program(strategy):
         model = linear(Largest("mean"))
         trained = model.fit(X, TARGETS, batch_size=4, shuffle=False, verbose=0).history["largest"]
@@ -120,8 +120,8 @@ def test_a_metric_may_be_a_mean_over_replicas(in_scopes):
     assert alone[1]["largest"] > 0
 
 
-def test_a_metric_that_is_a_mean_begins_anew_in_each_validation(alone):
-    """Nothing is learned, so each finds the same."""
+def test_a_mean_metric_is_reset_in_each_validation(alone):
+    """Nothing is learned, so each validation finds the same."""
 
     def program(strategy):
         model = linear(Largest("mean"), optimizer=keras.optimizers.SGD(0.0))
@@ -142,7 +142,7 @@ def test_a_metric_that_is_a_mean_begins_anew_in_each_validation(alone):
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_a_running_mean_of_an_evaluation_counts_all_batches(in_scopes, steps_per_execution):
-    """There are thirteen batches, of which four make a step."""
+    """Thirteen batches make steps of four, so the last step has one batch."""
 
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])

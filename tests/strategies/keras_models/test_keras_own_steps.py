@@ -1,4 +1,4 @@
-"""A `train_step` of the user's own, as the guides of Keras write it for JAX: run by each replica, on mean gradients."""
+"""Custom `train_step` methods for JAX, as in Keras's guides: each replica runs them, on mean gradients."""
 
 import jax
 import keras
@@ -14,7 +14,7 @@ FIT = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
 
 
 class OfTheGuide(keras.Sequential):
-    """https://keras.io/guides/custom_train_step_in_jax"""
+    """The model of https://keras.io/guides/custom_train_step_in_jax"""
 
     def train_step(self, state, data):
         trainable, non_trainable, of_optimizer, metrics = state
@@ -44,7 +44,7 @@ class Sampling(layers.Layer):
 
 
 class Autoencoder(keras.Model):
-    """Variational; trackers of losses of its own, and a log that is no metric."""
+    """A variational autoencoder with loss trackers of its own, and a log that is no metric."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Autoencoder(keras.Model):
 
 
 class Adversaries(keras.Model):
-    """A generator, and a critic that is trained before it by an optimizer of its own."""
+    """A generator, and a critic that its own optimizer trains before the generator."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Adversaries(keras.Model):
         self.critic = keras.Sequential([keras.Input((6,)), dense(3, 2, activation="tanh"), dense(1, 3)])
         self.of_critic = keras.optimizers.Adam(0.02)
         self.of_critic.build(self.critic.trainable_variables)
-        self.kept = self.of_critic.variables  # among the variables of the model that are not trained
+        self.kept = self.of_critic.variables  # non-trainable variables of the model
         generators = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0), initial_scale=1.0)
         generators.build(self.generator.trainable_variables)
         self.compile(generators)
@@ -209,7 +209,7 @@ class ForTensorFlow(keras.Sequential):
 
 
 def test_a_step_that_changes_variables_by_the_rows_of_a_replica_is_refused(alone):
-    with pytest.raises(StrategyError, match=r"train_step changes '.*kernel' by the rows .* use stateless_apply"):
+    with pytest.raises(StrategyError, match=r"train_step computes '.*kernel' from the rows .* use stateless_apply"):
         alone(lambda strategy: trained(lambda: of_the_guide(ByHand)))
 
 

@@ -1,4 +1,4 @@
-"""What is changed of Keras for the whole process stands in one file, and is no more than what that file says."""
+"""Patches of Keras for the whole process: one file contains them all, and documents them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHERS = [path for path in sorted(ROOM.glob("*.py")) if path.name != "patches.py
 
 
 def imports_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports, or imports from, and the names that they have there."""
+    """Yield the modules that a file imports, each with its local name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name if isinstance(node, ast.Import) else str(node.module) for alias in node.names]
@@ -26,13 +26,13 @@ def imports_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def written_in(tree: ast.Module) -> Iterator[ast.expr]:
-    """The targets of all assignments and deletions."""
+    """Yield the targets of all assignments and deletions."""
     stored = (ast.Attribute, ast.Subscript)
     yield from (node for node in ast.walk(tree) if isinstance(node, stored) and not isinstance(node.ctx, ast.Load))
 
 
 def reaches(target: ast.expr, of_keras: set[str]) -> bool:
-    """Whether it is private, or in the namespace of an object that is not `self`, or an attribute of what Keras has."""
+    """Return whether the target is private, in the namespace of another object, or an attribute of Keras."""
     owner = ast.unparse(target.value)
     if isinstance(target, ast.Subscript):
         return owner.startswith("vars(") or owner.endswith("__dict__")
@@ -41,7 +41,7 @@ def reaches(target: ast.expr, of_keras: set[str]) -> bool:
 
 
 def inside_keras(source: str) -> Iterator[str]:
-    """What a file does that only patches.py may do."""
+    """Yield the expressions of a file that only patches.py may contain."""
     tree = ast.parse(source)
     imported = list(imports_of(tree))
     yield from (module for module, _ in imported if module.startswith(("keras.src", "keras._")))
@@ -55,7 +55,7 @@ def inside_keras(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
-def test_only_one_file_reaches_behind_the_interface_of_keras(path: Path) -> None:
+def test_only_one_file_uses_private_parts_of_keras(path: Path) -> None:
     assert list(inside_keras(path.read_text(encoding="utf-8"))) == [], "it belongs into strategies/keras/patches.py"
 
 
@@ -75,7 +75,7 @@ def test_only_one_file_reaches_behind_the_interface_of_keras(path: Path) -> None
         "del optimizer.__dict__['apply']",
     ],
 )
-def test_reaching_behind_it_is_found(source: str) -> None:
+def test_uses_of_private_parts_are_found(source: str) -> None:
     assert list(inside_keras(source))
 
 
@@ -109,15 +109,15 @@ for key in sorted({*before, *after}):
 """
 
 
-def test_a_process_has_five_methods_of_keras_changed(in_new_process) -> None:
-    """No registry, and the class of no model."""
+def test_five_methods_of_keras_are_patched(in_new_process) -> None:
+    """No registry is changed, and the class of no model."""
     functions = [f"Model make_{loop}_function" for loop in ("predict", "test", "train")]
     added = in_new_process(CHANGES, KERAS_BACKEND="jax").splitlines()
     assert added == ["Model __init__", *functions, "Node __init__"]
 
 
 class Functional(keras.Model):
-    """A class of the user's that is given inputs and outputs."""
+    """A functional model of the user's own class."""
 
 
 def test_a_functional_model_of_a_class_of_the_users_is_trained(alone) -> None:

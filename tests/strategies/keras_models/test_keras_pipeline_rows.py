@@ -1,4 +1,4 @@
-"""Rows of the original's tests of pipelines that are checked nowhere else."""
+"""Tests of pipelines of the original that no other file covers."""
 
 import keras
 import numpy as np
@@ -24,8 +24,8 @@ def regression(**compiled):
 
 
 @pytest.mark.parametrize("stages", [[0, 0, 1], [0, 1, 1]], ids=str)
-def test_kr_05_stages_of_two_replicas_predict_the_same_for_the_same_row(alone, stages):
-    """Sequential, and functional."""
+def test_stages_of_two_replicas_predict_the_same_for_the_same_row(alone, stages):
+    """The models are sequential and functional."""
 
     def program(strategy):
         given = keras.Input((6,))
@@ -43,8 +43,8 @@ def test_kr_05_stages_of_two_replicas_predict_the_same_for_the_same_row(alone, s
 
 
 @pytest.mark.complete
-def test_kp_01_weights_of_classes_count_in_a_pipeline(alone):
-    """Those of the original's test come to nothing; here each class has rows."""
+def test_class_weights_count_in_a_pipeline(alone):
+    """Classes of the original's test have weights without rows; here each class has rows."""
     weights = {0: 0.0, 1: 0.1, 2: 0.9}
 
     def program(strategy=None):
@@ -64,7 +64,7 @@ def test_kp_01_weights_of_classes_count_in_a_pipeline(alone):
 
 
 @pytest.mark.complete
-def test_kp_02_kp_05_an_execution_is_told_once_whether_outfeeds_accumulate_or_not(alone):
+def test_callbacks_get_one_call_per_execution_with_and_without_accumulating_outfeeds(alone):
     def program(strategy, accumulates):
         model = regression(steps_per_execution=8, metrics=["mae"])
         in_stages(model, [0, 1], accumulate_outfeed=accumulates)
@@ -79,7 +79,7 @@ def test_kp_02_kp_05_an_execution_is_told_once_whether_outfeeds_accumulate_or_no
     assert (history, told, evaluated) == expected
 
 
-def test_kp_03_a_pipeline_that_is_fitted_again_goes_on_and_compiles_nothing(alone):
+def test_a_pipeline_that_is_fitted_again_continues_and_compiles_nothing(alone):
     def program(strategy):
         model = in_stages(regression(), [0, 1])
         losses = model.fit(X[:48], TARGETS[:48], batch_size=3, epochs=2, **SETTINGS).history["loss"]
@@ -94,7 +94,7 @@ def test_kp_03_a_pipeline_that_is_fitted_again_goes_on_and_compiles_nothing(alon
 
 
 def reused(nodes):
-    """A layer that is called in stage 0, and again in stage 2."""
+    """Make a functional model whose layer is called in stage 0 and again in stage 2."""
     given = keras.Input((6,))
     twice = dense(6, 1)
     with PipelineStage(0):
@@ -111,7 +111,7 @@ def reused(nodes):
 
 @pytest.mark.complete
 @pytest.mark.parametrize(("nodes", "mapping"), [(True, [0, 1, 0]), (True, [0, 0, 0]), (False, [0, 0])], ids=str)
-def test_kp_07_a_layer_may_be_in_several_stages_on_one_device(alone, nodes, mapping):
+def test_a_layer_can_be_in_several_stages_on_one_device(alone, nodes, mapping):
     stock = reused(nodes)
     stock.fit(X[:48], TARGETS[:48], batch_size=48, **SETTINGS)
 
@@ -125,7 +125,7 @@ def test_kp_07_a_layer_may_be_in_several_stages_on_one_device(alone, nodes, mapp
     assert largest_difference(ours, values_of(stock)) < 1e-6
 
 
-def test_kp_09_layers_of_a_pipeline_know_whether_they_are_trained(alone):
+def test_layers_of_a_pipeline_know_whether_they_are_trained(alone):
     class Knows(layers.Layer):
         def __init__(self):
             super().__init__()
@@ -148,8 +148,8 @@ def test_kp_09_layers_of_a_pipeline_know_whether_they_are_trained(alone):
     assert evaluated < 1e-9
 
 
-def test_kp_10_moving_statistics_are_those_of_each_micro_batch_in_turn(alone):
-    """In the original they are wrong, which a warning says."""
+def test_moving_statistics_follow_each_micro_batch_in_turn(alone):
+    """The original's results are wrong here, as its warning states."""
 
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(momentum=0.5), dense(1, 1)])
@@ -170,7 +170,7 @@ def test_kp_10_moving_statistics_are_those_of_each_micro_batch_in_turn(alone):
     np.testing.assert_allclose(variance, np.mean(variances, 0), rtol=1e-5, atol=1e-6)
 
 
-def test_kp_12_whole_numbers_go_through_the_stages_of_a_graph_that_is_no_chain(alone):
+def test_integers_pass_through_the_stages_of_a_branching_graph(alone):
     def program(strategy):
         given = keras.Input((1,), dtype="uint8")
         with PipelineStage(0):
@@ -188,7 +188,7 @@ def test_kp_12_whole_numbers_go_through_the_stages_of_a_graph_that_is_no_chain(a
 
 
 @pytest.mark.complete
-def test_ka_05_a_pipeline_with_asynchronous_callbacks_tells_each_step_and_changes_no_bit(alone):
+def test_asynchronous_callbacks_of_a_pipeline_see_each_step_and_change_no_bit(alone):
     def program(strategy, asynchronous):
         model = in_stages(regression(steps_per_execution=8), [0, 1])
         model.set_asynchronous_callbacks(asynchronous)

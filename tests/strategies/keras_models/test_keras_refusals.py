@@ -1,4 +1,4 @@
-"""What replicas cannot do for a model is refused, with one sentence that says what to do."""
+"""Refusals of models on replicas, with one sentence that names the way out."""
 
 import sys
 import threading
@@ -13,7 +13,7 @@ from strategies.errors import DisagreementError, StrategyError
 from strategies.keras import hook
 
 
-def test_a_model_is_used_where_it_was_made(alone):
+def test_a_model_is_used_in_the_scope_that_made_it(alone):
     outside = regression()
     with strategies.IPUStrategy(2).scope():
         for use in (outside.fit, outside.evaluate):
@@ -63,7 +63,7 @@ with strategies.IPUStrategy().scope():
 
 
 def test_the_first_import_of_keras_inside_of_a_scope_is_refused(in_new_process):
-    """In all threads: models would be trained by each instance alone. After the scope Keras is imported as ever."""
+    """All threads are covered: each instance would train models alone. After the scope the import works."""
     refused, known = in_new_process(LATE, KERAS_BACKEND="jax").splitlines()
     assert "keras is imported for the first time inside strategy.scope()" in refused
     assert refused.count("import keras before you enter the scope") == 1
@@ -83,17 +83,17 @@ with strategies.IPUStrategy().scope():
 """
 
 
-def test_keras_that_is_not_installed_is_missing_in_a_scope_as_elsewhere(tmp_path, in_new_process):
-    """Everything but Keras is loaded before its folder is taken away."""
+def test_missing_keras_raises_the_same_error_in_a_scope_as_elsewhere(tmp_path, in_new_process):
+    """Everything but Keras is loaded before its folder is hidden."""
     assert in_new_process(ABSENT).splitlines() == ["None", "No module named 'keras'"]
 
 
-def test_a_model_that_a_thread_makes_outside_of_the_scope_of_another_is_warned_of(alone, caplog):
+def test_a_model_made_outside_the_scope_of_another_thread_is_a_warning(alone, caplog):
     with strategies.IPUStrategy(2).scope():
         thread = threading.Thread(target=regression)
         thread.start()
         thread.join()
-    said = {each for each in caplog.messages if "a thread that is in no scope" in each}
+    said = {each for each in caplog.messages if "a thread without an open scope" in each}
     assert len(said) == 1  # a Sequential makes a Functional
 
 
@@ -136,13 +136,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_replicas_cannot_do_is_refused(alone, name):
+def test_features_without_a_meaning_for_replicas_are_refused(alone, name):
     use, message = REFUSED[name]
     with pytest.raises((RuntimeError, StrategyError), match=message):
         alone(lambda strategy: use())
 
 
-def test_an_own_test_step_may_still_predict(alone):
+def test_a_model_with_its_own_test_step_can_predict(alone):
     assert alone(lambda strategy: own(OwnStep).predict(X, verbose=0).shape) == (len(X), 1)
 
 
@@ -171,11 +171,11 @@ def test_models_that_were_not_compiled_or_without_an_optimizer_are_refused(alone
     assert alone(program)
 
 
-def test_instances_that_see_other_data_are_told_so(in_scopes):
+def test_instances_that_see_different_data_are_refused(in_scopes):
     def program(strategy):
         regression().fit(X + strategy.instance_index, TARGETS, verbose=0)
 
-    with pytest.raises(DisagreementError, match="do not see the same rows"):
+    with pytest.raises(DisagreementError, match="different rows or weights of rows"):
         in_scopes(2, program)
 
 
@@ -189,8 +189,8 @@ def test_other_versions_and_backends_are_refused(monkeypatch):
 
 
 @pytest.mark.complete
-def test_layers_that_are_frozen_after_compile_are_trained_no_more_before_the_next(alone):
-    """What only evaluates and predicts needs none, also with random states among the variables."""
+def test_layers_frozen_after_compile_need_another_compile_before_training(alone):
+    """Evaluation and prediction need no compile, also with random states among the variables."""
 
     def program(strategy):
         model = keras.Sequential(

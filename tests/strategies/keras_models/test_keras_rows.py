@@ -1,4 +1,4 @@
-"""Rows of the original's tests that are checked nowhere else."""
+"""Tests of the original that no other file covers."""
 
 import itertools
 from pathlib import Path
@@ -20,14 +20,14 @@ def functional(optimizer=None):
 
 @pytest.mark.parametrize("make", [regression, functional])
 @pytest.mark.parametrize("settings", [{"batch_size": 4}, {"batch_size": 4, "steps_per_epoch": 2}], ids=str)
-def test_kf_01_a_history_has_a_float_for_each_epoch(alone, make, settings):
+def test_a_history_has_a_float_for_each_epoch(alone, make, settings):
     losses = alone(lambda strategy: make().fit(X, TARGETS, epochs=3, verbose=0, **settings).history)["loss"]
     assert [type(loss) for loss in losses] == [float] * 3
     assert len(set(losses)) == 3
 
 
-def test_kf_01_epochs_of_which_the_number_of_steps_is_said_have_orders_of_their_own(alone):
-    """Those that they have without, though Keras begins with the data of an epoch at the end of the one before."""
+def test_steps_per_epoch_leaves_the_order_of_each_epoch_unchanged(alone):
+    """Keras begins with the data of an epoch at the end of the epoch before, but orders stay the same."""
 
     def program(strategy):
         models = []
@@ -60,7 +60,7 @@ def endless_tensorflow():
 
 
 @pytest.mark.parametrize("make", [Endless, endless_grain, endless_tensorflow])
-def test_kf_07_of_data_without_an_end_the_number_of_steps_is_said(alone, make):
+def test_endless_data_need_a_number_of_steps(alone, make):
     def program(strategy):
         for use in ("fit", "evaluate", "predict"):
             with pytest.raises(ValueError, match=r"is an infinite dataset, .*; give steps_per_epoch to fit"):
@@ -83,12 +83,12 @@ def test_kf_07_of_data_without_an_end_the_number_of_steps_is_said(alone, make):
         ({"x": X, "y": TARGETS[:7]}, ValueError, "same number of samples"),
     ],
 )
-def test_ke_03_data_of_which_no_step_can_be_made_are_refused(alone, given, error, message):
+def test_too_few_data_for_one_step_are_refused(alone, given, error, message):
     with pytest.raises(error, match=message):
         alone(lambda strategy: regression().fit(**given, verbose=0))
 
 
-def test_ke_03_batches_that_are_too_small_for_all_replicas_are_refused(alone):
+def test_batches_too_small_for_all_replicas_are_refused(alone):
     def program(strategy):
         with pytest.raises(ValueError, match="the data have 3 rows for 4 replicas"):
             regression().fit(Batches(1, 3), verbose=0)
@@ -98,8 +98,8 @@ def test_ke_03_batches_that_are_too_small_for_all_replicas_are_refused(alone):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-def test_ke_03_a_training_with_too_few_batches_makes_the_steps_that_there_are(alone):
-    """As stock Keras, which warns; the original refuses what it can count."""
+def test_a_training_ends_when_its_batches_run_out(alone):
+    """Stock Keras warns and stops too; the original refuses data that it can count."""
 
     def program(strategy):
         model = regression()
@@ -111,7 +111,7 @@ def test_ke_03_a_training_with_too_few_batches_makes_the_steps_that_there_are(al
 
 
 @pytest.mark.parametrize("dtype", first_of([np.float64, np.uint8]))
-def test_kf_09_data_of_other_dtypes_are_what_stock_keras_makes_of_them(alone, dtype):
+def test_data_of_other_dtypes_are_cast_as_in_stock_keras(alone, dtype):
     given, wanted = (10 * np.abs(X)).astype(dtype), TARGETS.astype(np.float64)
 
     def program(strategy=None):
@@ -128,7 +128,7 @@ def test_kf_09_data_of_other_dtypes_are_what_stock_keras_makes_of_them(alone, dt
 
 
 class WithWords(keras.Sequential):
-    """A class of the user's that keeps more than variables."""
+    """A class of the user that saves more than variables."""
 
     words = ""
 
@@ -139,7 +139,7 @@ class WithWords(keras.Sequential):
         self.words = (Path(folder) / "words.txt").read_text()
 
 
-def test_what_a_class_of_the_users_keeps_in_files_is_kept_beside_the_options(alone, tmp_path):
+def test_files_keep_the_configuration_of_a_user_class_beside_the_options(alone, tmp_path):
     def program(strategy):
         model = WithWords([keras.Input((6,)), keras.layers.Dense(1)])
         model.words = "yes no"
@@ -152,7 +152,7 @@ def test_what_a_class_of_the_users_keeps_in_files_is_kept_beside_the_options(alo
     assert alone(program) == ("yes no", 5)
 
 
-def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_path):
+def test_options_survive_files_except_for_keyword_arguments(alone, tmp_path):
     def program(strategy):
         model = regression()
         model.set_infeed_queue_options(prefetch_depth=5)
@@ -172,8 +172,8 @@ def test_kf_10_kg_01_options_survive_files_but_for_keyword_arguments(alone, tmp_
 @pytest.mark.parametrize(
     "method", ["NONE", "SUM", *(pytest.param(name, marks=pytest.mark.complete) for name in ("LIST", "MEAN"))]
 )
-def test_kr_03_metrics_are_those_of_all_rows_whatever_the_method(alone, method):
-    """In the original NONE says those of the last replica. Here y is 1 to 4 and the model says 0."""
+def test_metrics_cover_all_rows_with_every_reduction_method(alone, method):
+    """In the original, NONE reports the last replica. Here y is 1 to 4 and the model outputs 0."""
 
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), layers.Dense(1, kernel_initializer="zeros")])
@@ -189,7 +189,7 @@ def test_kr_03_metrics_are_those_of_all_rows_whatever_the_method(alone, method):
 
 
 @pytest.mark.complete
-def test_kr_04_what_stock_keras_has_trained_is_loaded_and_predicts_the_same(in_scopes, tmp_path):
+def test_a_model_trained_by_stock_keras_loads_and_predicts_the_same(in_scopes, tmp_path):
     stock = functional(keras.optimizers.Adam(0.05))
     stock.fit(X, TARGETS, epochs=2, verbose=0)
     stock.save(tmp_path / "whole.keras")
@@ -208,7 +208,7 @@ def test_kr_04_what_stock_keras_has_trained_is_loaded_and_predicts_the_same(in_s
         np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_ka_04_inputs_that_a_model_has_not_are_refused(alone):
+def test_a_wrong_number_of_inputs_is_refused(alone):
     def program(strategy):
         one, other = keras.Input((6,)), keras.Input((6,))
         model = keras.Model([one, other], dense(1, 1)(layers.Add()([one, other])))
@@ -220,8 +220,8 @@ def test_ka_04_inputs_that_a_model_has_not_are_refused(alone):
 
 
 @pytest.mark.complete
-def test_kr_06_replicas_have_the_same_weights_after_every_update_in_16_bits(in_scopes):
-    """There is one copy of variables on an instance, so those of instances are compared."""
+def test_replicas_have_the_same_weights_after_every_update_in_16_bits(in_scopes):
+    """An instance has one copy of the variables, so the copies of instances are compared."""
 
     def program(strategy):
         keras.utils.set_random_seed(2)
@@ -245,8 +245,8 @@ def test_kr_06_replicas_have_the_same_weights_after_every_update_in_16_bits(in_s
     assert not np.array_equal(one[0][0], one[1][0])
 
 
-def test_kp_06_sums_of_large_numbers_do_not_overflow(alone):
-    """The original adds metrics in 16 bits where it is told to, which gives inf; here they are float32."""
+def test_sums_of_large_metrics_do_not_overflow(alone):
+    """The original can add metrics in 16 bits, which gives inf; here they are float32."""
 
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), dense(1, 1)])
@@ -261,7 +261,7 @@ def test_kp_06_sums_of_large_numbers_do_not_overflow(alone):
     assert abs(history["root_mean_squared_error"][0] - 100000) < 10
 
 
-def test_ka_05_asynchronous_callbacks_are_told_of_each_step_and_change_no_bit(alone):
+def test_asynchronous_callbacks_see_each_step_and_change_no_bit(alone):
     def program(strategy, asynchronous):
         model = regression(steps_per_execution=4)
         model.set_gradient_accumulation_options(2)
@@ -281,8 +281,8 @@ def test_ka_05_asynchronous_callbacks_are_told_of_each_step_and_change_no_bit(al
     assert alone(lambda strategy: program(strategy, False)) == (bits, loss, 4, 4, 1)
 
 
-def test_ka_06_data_that_are_the_same_each_time_need_no_files(alone):
-    """The original's synthetic data are zeros that its runtime makes; here they are an array that takes no memory."""
+def test_constant_data_can_be_a_broadcast_array(alone):
+    """The original's runtime makes synthetic data of zeros; here an array without memory replaces them."""
 
     def program(strategy):
         model = regression()
@@ -296,7 +296,7 @@ def test_ka_06_data_that_are_the_same_each_time_need_no_files(alone):
     assert loss == 0
 
 
-def test_kr_01_kr_02_rows_of_several_outputs_come_in_their_order(alone):
+def test_rows_of_several_outputs_keep_their_order(alone):
     def program(strategy):
         given = keras.Input((6,))
         model = keras.Model(given, [dense(1, 1, name="one")(given), dense(2, 2, name="two")(given)])

@@ -1,4 +1,4 @@
-"""What sinks of metrics get of `fit` and `evaluate`."""
+"""Metrics of `fit` and `evaluate` in sinks."""
 
 import pytest
 from small_models import TARGETS, X, bits_of, regression
@@ -8,7 +8,7 @@ from strategies.sinks.sink import Sink
 
 
 class Kept(Sink):
-    """Keeps the rows that it gets."""
+    """A sink that keeps its rows."""
 
     name = "kept:here"
 
@@ -26,7 +26,7 @@ class Kept(Sink):
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_they_get_every_step_every_epoch_and_evaluations(in_scopes, instances):
+def test_sinks_get_every_step_epoch_and_evaluation(in_scopes, instances):
     kept = [Kept() for _ in range(instances)]
 
     def program(strategy):
@@ -53,7 +53,7 @@ def test_they_get_every_step_every_epoch_and_evaluations(in_scopes, instances):
     assert len(rows) == len(steps) + 3
 
 
-def test_they_change_no_bits(alone):
+def test_sinks_change_no_bits(alone):
     def program(strategy):
         model = regression()
         model.fit(X, TARGETS, batch_size=4, epochs=2, shuffle=False, verbose=0)

@@ -1,4 +1,4 @@
-"""Pipelines of models of Keras: scopes, assignments and marks give the bits of the same stages one after another."""
+"""Pipelines of Keras models: scopes, assignments and marks have the bits of the same stages in sequence."""
 
 from contextlib import nullcontext
 
@@ -69,7 +69,7 @@ def two_heads(staged=True):
     return model
 
 
-def test_kp_04_scopes_cut_a_functional_model_that_learns_what_stock_keras_learns(alone):
+def test_scopes_cut_a_functional_model_that_learns_as_in_stock_keras(alone):
     wanted = {"one": TARGETS[:48], "other": 2 * TARGETS[:48]}
     stock = two_heads(staged=False)
     stock.fit(X[:48], wanted, batch_size=16, epochs=2, shuffle=False, verbose=0)
@@ -99,7 +99,7 @@ class Marked(keras.Model):
 
 
 def penalised_layers():
-    """A penalty on the weights of each stage, and two on what the first one makes."""
+    """Make layers with a penalty on the weights of each stage, and two on the outputs of the first stage."""
     first = dense(4, 1, kernel_regularizer="l2", activity_regularizer="l1")
     return first, AddsLoss(), dense(1, 2, kernel_regularizer="l1")
 
@@ -128,7 +128,7 @@ class MarkedParts(keras.Model):
 @pytest.mark.complete
 @pytest.mark.parametrize("kind", ["subclass", "sequential"])
 def test_penalties_belong_to_the_stages_of_their_weights(in_scopes, kind):
-    """On two devices, and with the bits of one; and what stock Keras learns."""
+    """Two devices have the bits of one, and learn as stock Keras does."""
     given, wanted, settings = X[:48], TARGETS[:48], {"epochs": 2, "shuffle": False, "verbose": 0}
 
     def program(strategy, devices):
@@ -148,8 +148,8 @@ def test_penalties_belong_to_the_stages_of_their_weights(in_scopes, kind):
         assert largest_difference(values, values_of(stock)) < 1e-6
 
 
-def test_evaluation_and_prediction_of_stages_are_those_of_the_model_without(in_scopes):
-    """They run unpipelined, on the first device of each replica, and say the same bits."""
+def test_evaluation_and_prediction_in_stages_match_the_model_without_stages(in_scopes):
+    """They run unpipelined on the first device of each replica, with the same bits."""
 
     def program(strategy, stages):
         model = sequential()
@@ -162,7 +162,7 @@ def test_evaluation_and_prediction_of_stages_are_those_of_the_model_without(in_s
 
 
 def test_a_subclass_marks_its_stages_in_call(alone):
-    """Their number is that of the mapping; assignments are for models whose calls are known."""
+    """The mapping fixes the number of stages; assignments are for models whose calls are known."""
 
     def program(strategy, devices):
         model = Marked()
@@ -194,7 +194,7 @@ def test_a_subclass_marks_its_stages_in_call(alone):
         ),
     ],
 )
-def test_ka_02_what_a_subclass_does_not_say_is_asked_for(alone, use, error, message):
+def test_a_subclass_without_complete_stage_marks_is_refused(alone, use, error, message):
     def program(strategy):
         model = Marked()
         model.compile("sgd", "mse")
@@ -205,7 +205,7 @@ def test_ka_02_what_a_subclass_does_not_say_is_asked_for(alone, use, error, mess
 
 
 def shared():
-    """A layer that is called twice, five calls for four layers."""
+    """Make a model with a layer that is called twice: five calls of four layers."""
     given = keras.Input((6,))
     twice = dense(6, 1, name="twice")
     hidden = twice(layers.Activation("tanh", name="first")(twice(given)))
@@ -214,7 +214,7 @@ def shared():
     return model
 
 
-def test_ka_01_each_call_of_a_functional_model_has_an_assignment(alone):
+def test_each_call_of_a_functional_model_has_an_assignment(alone):
     def program(strategy):
         model = shared()
         listed = model.get_pipeline_stage_assignment()
@@ -250,12 +250,12 @@ def test_ka_01_each_call_of_a_functional_model_has_an_assignment(alone):
         ("stages", TypeError, "it must be a list"),
     ],
 )
-def test_ka_01_stages_that_no_pipeline_can_have_are_refused(alone, stages, error, message):
+def test_impossible_stages_are_refused(alone, stages, error, message):
     with pytest.raises(error, match=message):
         alone(lambda strategy: shared().set_pipeline_stage_assignment(stages))
 
 
-def test_ka_01_assignments_of_other_calls_are_refused(alone):
+def test_assignments_of_other_calls_are_refused(alone):
     def program(strategy):
         model, other = shared(), shared()
         given = [FunctionalLayerPipelineStageAssignment(a.layer, a.node_index, 0) for a in assigned(model)]
@@ -277,13 +277,13 @@ def assigned(model):
 
 
 @pytest.mark.parametrize("stages", [[0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 2, 2]])
-def test_ka_02_stages_of_a_sequential_model_follow_each_other(alone, stages):
+def test_stages_of_a_sequential_model_follow_each_other(alone, stages):
     with pytest.raises((ValueError, RuntimeError), match="stages of a sequential model are|strictly increasing"):
         alone(lambda strategy: sequential().set_pipeline_stage_assignment(stages))
 
 
 @pytest.mark.complete
-def test_ka_02_stages_of_a_model_whose_layers_have_changed_are_assigned_again(alone):
+def test_a_model_whose_layers_changed_needs_new_assignments(alone):
     def program(strategy):
         model = keras.Sequential([keras.Input((6,)), dense(4, 1), dense(1, 2)])
         pipelined(model).set_pipeline_stage_assignment([0, 1])
@@ -305,7 +305,7 @@ def test_ka_02_stages_of_a_model_whose_layers_have_changed_are_assigned_again(al
     assert alone(program) == ([None] * 3, True)
 
 
-def test_partial_scopes_and_scopes_in_scopes_are_refused(alone):
+def test_partial_and_nested_scopes_are_refused(alone):
     def program(strategy):
         given = keras.Input((6,))
         with PipelineStage(0):
@@ -323,7 +323,7 @@ def test_partial_scopes_and_scopes_in_scopes_are_refused(alone):
     alone(program)
 
 
-def test_a_pipeline_accumulates(alone):
+def test_a_pipeline_accumulates_gradients(alone):
     def program(strategy):
         model = sequential()
         model.set_pipeline_stage_assignment([0, 0, 1, 1])
@@ -337,7 +337,7 @@ def test_a_pipeline_accumulates(alone):
     alone(program)
 
 
-def test_kp_08_stages_that_share_a_layer_are_on_one_device(alone):
+def test_stages_that_share_a_layer_are_on_one_device(alone):
     def program(strategy):
         model = pipelined(shared())
         model.set_pipeline_stage_assignment([0, 0, 1, 1, 1])
@@ -381,7 +381,7 @@ def test_stages_survive_files(alone, tmp_path):
     assert alone(program, ipus_per_replica=2) == ([0, 0, 1, 1], True)
 
 
-def test_assignments_that_are_changed_in_place_are_set_as_the_original_writes_it(alone):
+def test_assignments_can_be_changed_in_place_and_set_again(alone):
     def program(strategy):
         inputs = keras.Input((6,))
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, name="first")(inputs)))

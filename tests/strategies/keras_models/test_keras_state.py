@@ -1,4 +1,4 @@
-"""Random states of a model: each replica draws from its own, and all move on alike."""
+"""Random states of a model: each replica draws from its own, and all advance alike."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def begun_by(replica, draw=None):
     return tuple(np.asarray(state).tolist())
 
 
-def test_each_replica_begins_with_a_state_of_its_own_and_the_first_with_that_of_the_model():
+def test_each_replica_has_its_own_state_and_the_first_has_that_of_the_model():
     assert begun_by(0) == (3, 7)
     assert len({begun_by(replica) for replica in range(8)}) == 8
 
 
-def test_where_the_same_values_are_begun_with_again_every_time_has_another_state():
+def test_every_replica_and_draw_begins_with_another_state():
     assert len({begun_by(replica, draw) for replica in range(3) for draw in range(3)}) == 9
 
 
-def test_afterwards_all_have_moved_on_by_what_one_of_them_has_drawn():
+def test_the_state_of_the_model_advances_by_the_draws_of_one_replica():
     for replica in (0, 5):
         begun = SEEDS.of_replica(VALUES, jnp.int32(replica))
         made = [begun[0] + jnp.array([0, 2], jnp.uint32), jnp.float32(6)]
@@ -36,7 +36,7 @@ def test_afterwards_all_have_moved_on_by_what_one_of_them_has_drawn():
         assert (np.asarray(state).tolist(), other) == ([3, 9], 6)
 
 
-def test_replicas_agree_on_a_variable_as_it_says():
+def test_replicas_agree_on_a_variable_by_its_aggregation():
     first = keras.Variable(0.0, trainable=False, aggregation="only_first_replica")
     mean, count = keras.Variable(0.0, trainable=False), keras.Variable(0, trainable=False, dtype="int32")
     variables = [first, mean, count, mean, count]

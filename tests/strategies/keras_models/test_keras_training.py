@@ -1,4 +1,4 @@
-"""Training with Keras's own `fit`: the same bits on any number of instances, and what stock Keras learns."""
+"""Training with Keras's own `fit`: the same bits on any number of instances, and the results of stock Keras."""
 
 import threading
 
@@ -50,7 +50,7 @@ def test_a_model_with_state_has_the_same_bits_however_replicas_are_spread(in_sco
 
 
 def many_ways():
-    """Two inputs, a shared layer, two outputs, weights, a regularizer, an added loss; and all that optimizers have."""
+    """Make a model of two inputs and outputs, a shared layer, regularizer, added loss, and all optimizer options."""
     left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
     shared = dense(4, 1, activation="tanh", kernel_regularizer="l2")
     joined = AddsLoss()(layers.Concatenate()([shared(left), shared(right)]))
@@ -88,13 +88,13 @@ def trained_many_ways(batch_size):
 
 @pytest.fixture(scope="module")
 def stock_many_ways():
-    """Stock Keras with the batches of all four replicas."""
+    """Provide the results of stock Keras with the batches of all four replicas."""
     return trained_many_ways(16)
 
 
 @pytest.mark.complete
-def test_it_learns_what_stock_keras_learns_with_the_batch_of_all_replicas(in_scopes, stock_many_ways):
-    """The last step of an epoch too, which has fewer rows."""
+def test_training_matches_stock_keras_with_the_batch_of_all_replicas(in_scopes, stock_many_ways):
+    """The last step of an epoch has fewer rows."""
     model, history, evaluated, predicted = stock_many_ways
     results = in_scopes(2, lambda strategy: trained_many_ways(4))
     ours, our_history, our_evaluated, our_predicted = results[0]
@@ -106,7 +106,7 @@ def test_it_learns_what_stock_keras_learns_with_the_batch_of_all_replicas(in_sco
 
 
 class OwnLoss(keras.Model):
-    """A loss, metrics and state of its own."""
+    """A model with its own loss, metrics and state."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ def trained_own_loss(strategy):
     return bits_of(model), history, int(model.calls.value), int(model.noise.state.value[1])
 
 
-def test_a_loss_metrics_and_state_of_its_own_have_the_same_bits(in_scopes):
+def test_a_model_with_its_own_loss_metrics_and_state_has_the_same_bits(in_scopes):
     [alone] = in_scopes(1, trained_own_loss)
     assert in_scopes(2, trained_own_loss) == [alone] * 2
     _, history, calls, draws = alone
@@ -148,7 +148,7 @@ def test_a_loss_metrics_and_state_of_its_own_have_the_same_bits(in_scopes):
     assert calls == draws == 6
 
 
-def test_replicas_draw_differently_and_each_of_them_anew(alone):
+def test_each_replica_draws_its_own_new_random_numbers(alone):
     class Drawn(layers.Layer):
         def __init__(self):
             super().__init__()
@@ -199,7 +199,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(alone):
     assert alone(program) == (True, 2.0**23, 0)
 
 
-def test_fit_again_goes_on_and_compiles_nothing(alone):
+def test_a_second_fit_continues_and_compiles_nothing(alone):
     def program(strategy):
         model = regression()
         losses = [model.fit(X, TARGETS, batch_size=4, verbose=0).history["loss"][0] for _ in range(2)]
@@ -217,8 +217,8 @@ def test_fit_again_goes_on_and_compiles_nothing(alone):
 
 
 @pytest.mark.parametrize("who_changes", first_of([1, 0, None]))
-def test_variables_travel_once_and_only_where_an_instance_has_changed_them(who_changes):
-    """What one that is not the first has changed is overwritten."""
+def test_variables_travel_once_and_only_if_an_instance_changed_them(who_changes):
+    """A change by an instance other than the first is overwritten."""
     notes = Notes()
 
     def travelled():
@@ -242,7 +242,7 @@ def test_variables_travel_once_and_only_where_an_instance_has_changed_them(who_c
 
 
 class Notes:
-    """Keeps the names of collectives for each thread."""
+    """An observer of collectives that keeps their names for each thread."""
 
     def __init__(self):
         self._labels = {}
@@ -256,7 +256,7 @@ class Notes:
 
 
 def test_every_row_counts_once_in_evaluate_and_predict(in_scopes):
-    """Whatever the batch size: one that divides nothing, one that leaves replicas without rows."""
+    """Batch sizes include one that divides nothing, and one that leaves replicas without rows."""
     stock = regression(metrics=["mae", keras.metrics.R2Score()])
     evaluated = stock.evaluate(X, TARGETS, verbose=0, return_dict=True)
     predicted = stock.predict(X, verbose=0)
@@ -279,8 +279,8 @@ def test_every_row_counts_once_in_evaluate_and_predict(in_scopes):
         assert results[2][1].shape == (1, 1)
 
 
-def test_training_takes_all_rows_but_those_that_are_too_few_for_all_replicas(alone):
-    """54 rows for 4 replicas: 3 steps of 16, one of 4, and 2 left over."""
+def test_training_skips_only_rows_too_few_for_all_replicas(alone):
+    """54 rows for 4 replicas make 3 steps of 16, one of 4, and 2 left over."""
 
     def program(strategy):
         model = regression()
@@ -291,7 +291,7 @@ def test_training_takes_all_rows_but_those_that_are_too_few_for_all_replicas(alo
     assert alone(program) == (4, 4)
 
 
-def test_single_batches_are_for_all_replicas(in_scopes):
+def test_single_batches_are_shared_by_all_replicas(in_scopes):
     stock = regression(metrics=["mae"])
     trained = stock.train_on_batch(X[:16], TARGETS[:16], return_dict=True)
     tested = stock.test_on_batch(X[:13], TARGETS[:13], return_dict=True)
@@ -315,7 +315,7 @@ def test_single_batches_are_for_all_replicas(in_scopes):
     np.testing.assert_allclose(results[0][2], predicted, atol=1e-6)
 
 
-def test_the_batch_size_may_be_that_of_all_replicas(alone):
+def test_the_batch_size_can_be_that_of_all_replicas(alone):
     def program(strategy):
         found = []
         for size in ({"batch_size": 4}, {"global_batch_size": 16}):
@@ -332,7 +332,7 @@ def test_the_batch_size_may_be_that_of_all_replicas(alone):
     assert one == other
 
 
-def test_frozen_layers_stay_as_they_are_and_nothing_of_them_travels(alone):
+def test_frozen_layers_stay_unchanged_and_do_not_travel(alone):
     def program(strategy):
         model = regression()
         model.layers[0].trainable = False
@@ -345,8 +345,8 @@ def test_frozen_layers_stay_as_they_are_and_nothing_of_them_travels(alone):
     assert alone(program) == ([True, True], ["constant", "constant"])
 
 
-def test_what_keras_says_of_a_variable_holds_where_an_instance_has_a_part_of_it():
-    """One decays, and does not become negative; the other one neither."""
+def test_constraints_and_decay_of_a_variable_hold_for_its_parts():
+    """The kernel decays and stays nonnegative; the bias is excluded from both."""
     kernel, bias = (keras.Variable(np.ones(size, np.float32), name=name) for name, size in (("k", 4), ("b", 2)))
     kernel.constraint = keras.constraints.NonNeg()
     optimizer = keras.optimizers.SGD(0.5, weight_decay=0.5)

@@ -1,4 +1,4 @@
-"""One instance of an MPI job whose JAX processes are connected: prints what differs from the exchange on the host."""
+"""An instance of an MPI job with connected JAX processes; prints differences from the exchange on the host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_path(communicator: Communicator, replicas: int) -> None:
 
 
 def contributions(block: range, dtype: np.dtype, size: int) -> list[np.ndarray]:
-    """Return the gradients of replicas: of several magnitudes, so that the order of a sum is seen."""
+    """Return the gradients of replicas in several magnitudes, so that the order of a sum shows."""
     found = []
     for replica in block:
         drawn = np.random.default_rng([replica, size]).standard_normal(size) * 10.0 ** (replica % 3)
@@ -66,7 +66,7 @@ def contributions(block: range, dtype: np.dtype, size: int) -> list[np.ndarray]:
 
 
 def sum_of(node: TreeNode, of_replicas: list[np.ndarray], block: range) -> jax.Array:
-    """Return what an engine adds on the device: the sum of a node."""
+    """Return the sum of a node, as an engine computes it on the device."""
     mine = [of_replicas[replica - block.start] for replica in range(node.first, node.stop)]
     if node.is_leaf:
         return jax.device_put(mine[0])

@@ -1,4 +1,4 @@
-"""The compiled path has the bits of the exchange on the host, in processes that JAX's own runtime connects."""
+"""Compiled collectives in processes connected by JAX's own runtime: the bits of the exchange on the host."""
 
 import sys
 from pathlib import Path
@@ -25,8 +25,8 @@ def test_compiled_means_have_the_bits_of_the_host(instances):
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("instances", [2, pytest.param(3, marks=pytest.mark.complete)])
 def test_a_training_by_compiled_collectives_has_the_fingerprint_of_the_host(tmp_path, instances):
-    where = f"--num-instances={instances}", "--num-replicas=6"  # three replicas of one of two are no node of the tree
-    proxy = {"http_proxy": "http://127.0.0.1:1"}  # where nothing listens: nobody is to look for the coordinator there
+    where = f"--num-instances={instances}", "--num-replicas=6"  # three of six replicas are no node of the tree
+    proxy = {"http_proxy": "http://127.0.0.1:1"}  # nothing listens there, so a use of the proxy would fail
     job = poprun_jobs.run(*where, sys.executable, str(TRAINING), str(tmp_path), environ=proxy)
     assert job.status == 0, job.stderr
     lines = [[line.split() for line in job.lines_of(instance) if "Gloo" not in line] for instance in range(instances)]

@@ -1,13 +1,13 @@
-"""An instance knows the address at which another host reaches it."""
+"""Address at which another host reaches an instance."""
 
 import socket
 
 from strategies.exchange.host_address import own_address_towards
 
 
-def test_this_machine_is_reached_by_itself_through_loopback():
+def test_a_machine_reaches_itself_through_loopback():
     assert own_address_towards("127.0.0.1") == "127.0.0.1"
 
 
-def test_a_host_that_nobody_knows_is_given_the_name_of_this_one():
+def test_an_unknown_host_is_given_the_name_of_this_machine():
     assert own_address_towards("no-such-host.invalid") == socket.gethostname()

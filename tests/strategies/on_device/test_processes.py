@@ -1,4 +1,4 @@
-"""JAX's processes are connected before JAX starts, or an error says on which instance that came too late."""
+"""Connection of JAX's processes: before JAX starts, or an error names the instance that came too late."""
 
 import re
 
@@ -35,8 +35,8 @@ def test_processes_can_be_connected_unless_jax_has_started(states, why):
     assert bool(found) == bool(why)
 
 
-def test_a_process_that_is_alone_has_started_without_others():
-    assert jax.process_count() == 1  # which starts JAX
+def test_a_single_process_starts_without_others():
+    assert jax.process_count() == 1  # starts JAX
     assert runtime_state(2) == ALONE
     assert own_process() is None
 
@@ -74,7 +74,7 @@ for step in range(100):
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"instance 0 .* was killed by SIGKILL"),
     ],
 )
-def test_the_end_of_the_coordinator_is_told_as_that_of_any_instance(end, status, first):
+def test_the_end_of_the_coordinator_is_reported_like_that_of_any_instance(end, status, first):
     finished = run(*two(HEAD + TRAIN.replace("END", end)))
     assert finished.status == status, finished.stderr
     assert re.match(first, finished.own_lines[0]), finished.own_text
@@ -99,7 +99,7 @@ def test_a_program_that_has_started_jax_is_refused():
         ("--xla_gpu_shard_autotuning=true", None),
     ],
 )
-def test_an_instance_compiles_without_the_others_unless_the_user_says_otherwise(flags, then):
+def test_an_instance_compiles_alone_by_default(flags, then):
     assert own_autotuning_setting({"XLA_FLAGS": flags}) == ({} if then is None else {"XLA_FLAGS": then})
 
 
@@ -111,5 +111,5 @@ def test_an_instance_compiles_without_the_others_unless_the_user_says_otherwise(
         ({"no_proxy": "a", "no_grpc_proxy": "c"}, "10.0.0.1:80", "c,10.0.0.1"),
     ],
 )
-def test_no_proxy_stands_between_an_instance_and_the_coordinator(environ, address, without):
+def test_the_coordinator_is_excluded_from_proxies(environ, address, without):
     assert no_proxy_setting(environ, address) == {"no_grpc_proxy": without}

@@ -1,4 +1,4 @@
-"""A step that stays on the device has the bits of one whose gradients go through the host, and nobody waits for it."""
+"""Steps that stay on the device: the bits of steps through the host, without waiting for the device."""
 
 import gc
 import weakref
@@ -47,7 +47,7 @@ def loss_fn(variables, batch, key, kept=1.0):
 
 
 def with_dropout(variables, batch, key):
-    """The others draw nothing: programs that draw take long to compile."""
+    """Return the loss with dropout; other losses draw nothing, since programs that draw take long to compile."""
     return loss_fn(variables, batch, key, jax.random.bernoulli(key, 0.9, (HIDDEN,)))
 
 
@@ -68,7 +68,7 @@ def on(exchange, replicas):
 
 
 def trained(exchange, replicas, optimizer=None, loss=loss_fn, model_state=None, **options):
-    """The bits of everything after an epoch."""
+    """Return the bits of everything after an epoch."""
     strategy = on(exchange, replicas)
     trainer = strategies.Trainer(strategy, loss, optimizer or optax.adamw(1e-2), **options)
     count = options.get("gradient_accumulation_count", 1)
@@ -83,7 +83,7 @@ def trained(exchange, replicas, optimizer=None, loss=loss_fn, model_state=None, 
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_it_has_the_bits_of_the_host_for_every_number_of_replicas(replicas):
+def test_a_step_has_the_bits_of_the_host_for_every_number_of_replicas(replicas):
     assert trained("compiled", replicas, CLIPPED, with_dropout) == trained("host", replicas, CLIPPED, with_dropout)
 
 
@@ -102,12 +102,12 @@ def test_it_has_the_bits_of_the_host_for_every_number_of_replicas(replicas):
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-def test_it_has_the_bits_of_the_host_with(options):
+def test_a_step_has_the_bits_of_the_host_with_each_option(options):
     replicas = 2 if options else 3  # a mean of three is divided, and each replica compiles for a device
     assert trained("compiled", replicas, **options) == trained("host", replicas, **options)
 
 
-def test_a_model_state_stays_where_a_gradient_is_not_finite():
+def test_a_model_state_stays_if_a_gradient_is_not_finite():
     given = {"loss": with_state, "model_state": STATE, "model_state_aggregation": AGREED}
     scaled = {"loss_scaling": OVERFLOWING, "compute_dtype": "float16"}
     found = trained("compiled", 2, **given, **scaled)
@@ -115,7 +115,7 @@ def test_a_model_state_stays_where_a_gradient_is_not_finite():
     assert found[2][-1]["skipped_steps"] > 0
 
 
-def test_each_replica_has_a_device_and_the_sums_are_made_as_soon_as_both_halves_are_there(monkeypatch):
+def test_each_replica_has_a_device_and_sums_begin_when_both_halves_are_ready(monkeypatch):
     made = []
     totals = JaxArithmetic.totals
 
@@ -130,10 +130,10 @@ def test_each_replica_has_a_device_and_the_sums_are_made_as_soon_as_both_halves_
     dataset = strategy.distribute_dataset(rows(), batch_size=4, seed=0)
     trainer.step(trainer.init(variables()), next(iter(dataset.epoch(0))))
     pairs = [((0, 1), (1, 2)), ((2, 3), (3, 4)), ((0, 2), (2, 4)), ((4, 5), (5, 6)), ((6, 7), (7, 8)), ((4, 6), (6, 8))]
-    assert made == pairs  # the last two are added where they are divided
+    assert made == pairs  # the division adds the last two
 
 
-def test_nobody_reads_an_array_or_waits_for_one(monkeypatch):
+def test_a_step_reads_no_array_and_waits_for_none(monkeypatch):
     strategy = on("compiled", 4)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), loss_scaling=LossScaling(initial=8.0, interval=2))
     dataset = strategy.distribute_dataset(rows(), batch_size=2, seed=0)
@@ -144,7 +144,7 @@ def test_nobody_reads_an_array_or_waits_for_one(monkeypatch):
         raise AssertionError("a value was read, or waited for")
 
     def ready(array):
-        assert array.is_ready(), "an array was waited for"  # only a failure is looked for
+        assert array.is_ready(), "an array was waited for"  # only failures are looked for
         return array
 
     kind = type(state.variables["w"])
@@ -159,7 +159,7 @@ def test_nobody_reads_an_array_or_waits_for_one(monkeypatch):
     assert metrics["loss_scale"] == 64
 
 
-def test_a_program_may_write_several_batches_of_an_execution_to_the_same_memory():
+def test_batches_of_an_execution_can_share_memory():
     def written_again():
         memory = {name: np.empty_like(array[:8]) for name, array in rows().items()}
         for start in range(6):
@@ -188,7 +188,7 @@ class Unfinished:
         raise jax.errors.JaxRuntimeError("no such number")
 
 
-def test_a_failure_on_the_device_is_told_with_its_step():
+def test_a_failure_on_the_device_names_its_step():
     queue = StepQueue()
     queue.add(6, jnp.zeros(()))
     for step in range(7, 6 + MOST):
@@ -199,11 +199,11 @@ def test_a_failure_on_the_device_is_told_with_its_step():
     words = f"step 7 has failed on the device, and step {6 + MOST} was the last one begun: no such number"
     with pytest.raises(StrategyError, match=words):
         queue.await_room()
-    queue.await_room()  # those behind it have failed with it
+    queue.await_room()  # later steps have failed with it
 
 
 class Interrupted(Unfinished):
-    """A result for which the program is waiting when its user presses Ctrl-C."""
+    """A result for which the program waits when its user presses Ctrl-C."""
 
     def block_until_ready(self):
         raise KeyboardInterrupt
@@ -224,7 +224,7 @@ def test_an_interrupt_while_steps_are_queued_leaves_the_state():
 
 
 @pytest.mark.parametrize(("exchange", "replicas", "steps"), [("compiled", 1, 6), ("compiled", 2, 6), ("auto", 1, 40)])
-def test_the_program_may_write_to_a_batch_when_the_step_has_returned(exchange, replicas, steps):
+def test_the_program_can_overwrite_a_batch_after_the_step(exchange, replicas, steps):
     def loss(variables, batch, key):
         hidden = batch["x"]
         for _ in range(4):
@@ -245,7 +245,7 @@ def test_the_program_may_write_to_a_batch_when_the_step_has_returned(exchange, r
     assert trained(clears=True) == trained(clears=False)
 
 
-def test_what_a_trainer_has_on_devices_goes_with_it():
+def test_device_memory_is_freed_with_the_trainer():
     strategy = on("compiled", 2)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
     batch = {name: array[:8] for name, array in rows().items()}
@@ -261,7 +261,7 @@ def test_what_a_trainer_has_on_devices_goes_with_it():
 
 
 @pytest.mark.parametrize(("options", "reason"), [({"gradient_transfer_dtype": "int8"}, "gradients travel as int8")])
-def test_a_forced_device_refuses_what_needs_the_host(options, reason):
+def test_a_forced_device_refuses_options_that_need_the_host(options, reason):
     with pytest.raises(ValueError, match=reason):
         trained("compiled", 2, **options)
 
@@ -275,7 +275,7 @@ def test_a_forced_device_refuses_collectives_of_replicas():
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.7, 2.0, 3.0])
-def test_the_scale_of_losses_moves_as_on_the_host(factor):
+def test_the_loss_scale_moves_as_on_the_host(factor):
     scaling = LossScaling(initial=1000.0, factor=factor, interval=3)
     on_host = on_device = scaling.start()
     for is_finite in (np.random.default_rng(0).random(40) < 0.8).tolist():

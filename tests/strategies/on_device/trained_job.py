@@ -1,4 +1,4 @@
-"""One instance of a job that trains twice, by compiled collectives and on the host: prints both fingerprints."""
+"""An instance of a job that trains twice, by compiled collectives and on the host, and prints both fingerprints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strategies.defaults import Defaults
 
 STEPS = 4
 ROWS = 3
-WIDE = 33_000  # so that one leaf has a buffer of its own
+WIDE = 33_000  # one leaf has its own buffer
 
 
 def main(folder: str) -> None:

@@ -1,4 +1,4 @@
-"""These tests need PyTorch, and are left out where it is not installed."""
+"""Fixtures for tests that need PyTorch; without PyTorch these tests are not collected."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ if importlib.util.find_spec("torch") is None:
 
 @pytest.fixture(autouse=True)
 def process_generator():
-    """No test draws from the generator of the process, or leaves it otherwise, without noticing: it is put back."""
+    """Restore the generator of the process after each test."""
     import torch
 
     before = torch.get_rng_state()
@@ -20,7 +20,7 @@ def process_generator():
 
 @pytest.fixture(autouse=True)
 def closed_trainers():
-    """Trainers of `sgd_trainer` end with their test."""
+    """Close the trainers of `sgd_trainer` after each test."""
     from torch_modules import close_trainers
 
     yield
@@ -29,7 +29,7 @@ def closed_trainers():
 
 @pytest.fixture
 def everywhere(on_instances):
-    """Run a function on one, two and four instances, as far as there are replicas: its results, all in one list."""
+    """Provide a function that runs another on 1, 2 and 4 instances, up to one per replica, and lists all results."""
 
     def run(replicas, function):
         counts = [count for count in (1, 2, 4) if count <= replicas]
@@ -40,7 +40,7 @@ def everywhere(on_instances):
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """For what plain PyTorch computes here, to be compared: replicas have one."""
+    """Limit plain PyTorch to one thread for comparisons, since replicas have one."""
     import torch
 
     threads = torch.get_num_threads()

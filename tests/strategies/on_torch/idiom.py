@@ -15,18 +15,18 @@ from torch import nn
 import strategies
 import strategies.torch
 
-STEPS, ROWS = 3, 2  # of a replica
+STEPS, ROWS = 3, 2  # per replica
 CLASSES, FEATURES, WORDS, LENGTH = 3, 8, 10, 4
 
 Program = Callable[[nn.Module, torch.optim.Optimizer], Generator[None, float, None]]
-"""What a program does around its steps: code before the first `yield` runs before the first step, which gives back its
-loss; code behind the last one runs after that step."""
+"""Code of a program around its steps: the part before the first `yield` runs before the first step, each `yield`
+returns the loss of a step, and the part after the last `yield` runs after that step."""
 
 _building = threading.Lock()  # instances are threads, and draw first parameters from the generator of the process
 
 
 class Apply(nn.Module):
-    """A module that says in one line how it computes: `Apply(lambda self, x: self.last(x), last=nn.Linear(8, 3))`."""
+    """A module whose forward pass is one function: `Apply(lambda self, x: self.last(x), last=nn.Linear(8, 3))`."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -38,53 +38,53 @@ class Apply(nn.Module):
                 setattr(self, name, part)
 
     def forward(self, *arguments: Any) -> Any:
-        """What `function` returns."""
+        """Return the result of `function`."""
         return self.function(self, *arguments)
 
 
 def mlp() -> nn.Module:
-    """Two layers, and dropout between them."""
+    """Make two layers with dropout between them."""
     return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, CLASSES))
 
 
 def classify(module: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy of what the module says of "x"."""
+    """Return the cross entropy of the module's output for "x"."""
     return F.cross_entropy(module(batch["x"]), batch["y"])
 
 
 def read(module: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy of what the module says of "words"."""
+    """Return the cross entropy of the module's output for "words"."""
     return F.cross_entropy(module(batch["words"]), batch["y"])
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of idioms that are about something else."""
+    """Return the default optimizer of idioms."""
     return torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
 
 
 def uneventful(module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[None, float, None]:
-    """Only steps."""
+    """Run the steps and change nothing."""
     for _ in range(STEPS):
         yield
 
 
 @dataclass(frozen=True)
 class Idiom:
-    """A row of the tables; a new one needs a name and what it is about.
+    """A row of the tables; a new row needs a name and the part that it tests.
 
     Attributes:
-        name: of the row.
-        module: makes it; first parameters come from the generator of the process.
-        loss: see `strategies.torch.Trainer`.
-        optimizer: makes it.
-        program: see `Program`.
-        options: of `Trainer`; plain PyTorch and loops know `before_update` only, and `plain` besides.
-        refused: a pattern that is found in the message of the error that `Trainer` raises; empty: it trains.
-        refused_from: with so many replicas on.
-        loops: whether a loop with a `DistributedModel` has the bits of a `Trainer`.
-        is_plain: whether one replica has the bits of plain PyTorch.
-        tolerance: relative, of what one replica may differ from plain PyTorch; 0 for the same bits.
-        waiting: why the row is left out, for now.
+        name: Name of the row.
+        module: Makes the module; its parameters come from the generator of the process.
+        loss: The loss function, as for `strategies.torch.Trainer`.
+        optimizer: Makes the optimizer.
+        program: The code around the steps, a `Program`.
+        options: Options of `Trainer`; plain PyTorch and loops support only `before_update` and `plain`.
+        refused: A pattern in the message of the error that `Trainer` raises; empty if the idiom trains.
+        refused_from: The smallest number of replicas at which the idiom is refused.
+        loops: Whether a loop with a `DistributedModel` has the bits of a `Trainer`.
+        is_plain: Whether one replica has the bits of plain PyTorch.
+        tolerance: Relative tolerance of one replica against plain PyTorch; 0 for the same bits.
+        waiting: The reason why the row is left out for now.
     """
 
     name: str
@@ -105,19 +105,19 @@ class Idiom:
 
     @property
     def has_loop(self) -> bool:
-        """Whether it is tried as a loop."""
+        """Whether the idiom is also tried as a loop."""
         return self.loops and not self.refused and self.options.keys() <= {"before_update"}
 
 
 def drawn(make: Callable[[], Any]) -> Any:
-    """What `make` makes with random numbers that are always the same."""
+    """Return the result of `make`, called with the same random numbers each time."""
     with _building, torch.random.fork_rng(devices=()):
         torch.manual_seed(3)
         return make()
 
 
 def rows_of(step: int, replicas: range) -> dict[str, Any]:
-    """The batch of some replicas."""
+    """Return the batch of the given replicas."""
     generator = torch.Generator().manual_seed(step)
     rows = slice(ROWS * replicas.start, ROWS * replicas.stop)
     return {
@@ -149,7 +149,7 @@ def _loss(returned: Any) -> torch.Tensor:
 
 
 def by_plain_pytorch(idiom: Idiom) -> Found:
-    """One process, one replica, no strategy."""
+    """Train in one process with one replica and no strategy."""
     module = drawn(idiom.module)
     optimizer = idiom.optimizer(module)
 
@@ -166,7 +166,7 @@ def by_plain_pytorch(idiom: Idiom) -> Found:
 
 
 def by_trainer(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
-    """The local replicas of one of the instances."""
+    """Train the local replicas of an instance with a `Trainer`."""
     module = drawn(idiom.module)
     optimizer = idiom.optimizer(module)
     trainer = strategies.torch.Trainer(strategy, module, idiom.loss, optimizer, **idiom.options)
@@ -179,7 +179,7 @@ def by_trainer(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
 
 
 def by_loop(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
-    """A loop of the program's own; the losses are those of this replica."""
+    """Train by a loop of the program's own; the losses are those of this replica."""
     module = drawn(idiom.module)
     optimizer = idiom.optimizer(module)
     model = strategies.torch.DistributedModel(module, strategy)
@@ -196,7 +196,7 @@ def by_loop(idiom: Idiom, strategy: strategies.strategy.Strategy) -> Found:
 
 
 def bits_of(found: Found) -> tuple[list[bytes], list[float]]:
-    """What has to be equal."""
+    """Return the bits that must be equal."""
     tensors, losses = found
     return [strategies.fingerprint([one.contiguous().numpy()]) for one in map(_readable, tensors)], losses
 
@@ -208,7 +208,7 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def hooked(handle: Any) -> Generator[None, None, None]:
-    """A hook that is removed at the end."""
+    """Remove a hook at the end."""
     try:
         yield
     finally:
@@ -216,7 +216,7 @@ def hooked(handle: Any) -> Generator[None, None, None]:
 
 
 def named(rows: Sequence[Idiom]) -> dict[str, Idiom]:
-    """Rows by their names."""
+    """Return the rows by name."""
     found = {row.name: row for row in rows}
     assert len(found) == len(rows), "two idioms have one name"
     return found

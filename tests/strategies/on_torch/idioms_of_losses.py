@@ -15,25 +15,25 @@ Batch = Any
 
 
 def smooth() -> nn.Module:
-    """An MLP that can be differentiated twice."""
+    """Make an MLP that can be differentiated twice."""
     return layered(nn.Tanh())
 
 
 def twice(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """Two losses of one forward pass, and their sum."""
+    """Add two losses of one forward pass."""
     logits = module(batch["x"])
     return F.cross_entropy(logits, batch["y"]) + 0.1 * logits.square().mean()
 
 
 def siamese(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """Two forward passes, one without gradients."""
+    """Compare two forward passes, one without gradients."""
     with torch.no_grad():
         target = module(batch["x"].flip(1))
     return (module(batch["x"]) - target).square().mean() + module(batch["x"] * 2).detach().mean()
 
 
 def penalised(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """The norm of the gradient by the input, differentiated once more."""
+    """Add a penalty on the norm of the gradient by the input, which is differentiated once more."""
     x = batch["x"].clone().requires_grad_()
     loss = F.cross_entropy(module(x), batch["y"])
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -41,19 +41,19 @@ def penalised(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def penalised_by_weights(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """The norm of the gradient by the weights, differentiated once more."""
+    """Add a penalty on the norm of the gradient by the weights, which is differentiated once more."""
     loss = F.cross_entropy(module(batch["x"]), batch["y"])
     gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
     return loss + sum(one.square().sum() for one in gradients)
 
 
 def decayed(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """A penalty of the weights in the loss."""
+    """Add a penalty on the weights to the loss."""
     return classify(module, batch) + 0.01 * sum(one.square().sum() for one in module.parameters())
 
 
 def inner_step(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """A step of an inner optimization, as MAML has it."""
+    """Make a step of an inner optimization, as MAML does."""
     own = dict(module.named_parameters())
     inner = F.cross_entropy(functional_call(module, own, (batch["x"],)), batch["y"])
     gradients = torch.autograd.grad(inner, list(own.values()), create_graph=True)
@@ -62,7 +62,7 @@ def inner_step(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def backward_twice(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """A graph that is kept for a second look."""
+    """Keep the graph for a second pass."""
     loss = classify(module, batch)
     first = next(module.parameters())
     (gradient,) = torch.autograd.grad(loss, first, retain_graph=True)
@@ -70,7 +70,7 @@ def backward_twice(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def per_row(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """Gradients of each row, by `vmap`."""
+    """Compute the gradients of each row with `vmap`."""
     own = dict(module.named_parameters())
 
     def loss(parameters: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def in_16_bits(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def noisy(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """Random numbers in the loss."""
+    """Draw random numbers in the loss."""
     x = F.dropout(batch["x"], 0.2) + 0.1 * torch.randn_like(batch["x"])
     mixed = x[torch.randperm(len(x))]
     share = torch.distributions.Beta(0.4, 0.4).sample()
@@ -94,21 +94,21 @@ def noisy(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def some_unused(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """The last layer is used by the first replica alone."""
+    """Use the last layer on the first replica alone."""
     hidden = module[:3](batch["x"])
     is_first = torch.equal(batch["x"], torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0))[:2])
     return (module[3](hidden) if is_first else hidden).mean()
 
 
 class Pair(NamedTuple):
-    """A batch of one's own type."""
+    """A batch of the program's own type."""
 
     x: torch.Tensor
     rest: list[torch.Tensor]
 
 
 def regrouped(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """Tuples, lists and dictionaries, of integers and truth values, in what the module takes and returns."""
+    """Pass tuples, lists and dictionaries of integers and truth values to the module and back."""
     x, (words, flags) = module(Pair(batch["x"], [batch["words"], batch["words"] > 4]))["logits"], batch_parts(batch)
     return F.cross_entropy(x, batch["y"]) + 0 * (words.sum() + flags.sum())
 
@@ -118,7 +118,7 @@ def batch_parts(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def of_pairs() -> nn.Module:
-    """Takes a tuple, returns a dictionary."""
+    """Make a module that takes a tuple and returns a dictionary."""
     return Apply(
         lambda self, pair: {"logits": self.last(pair.x) * pair.rest[1].any() + self.table(pair.rest[0])[:, 0]},
         last=nn.Linear(FEATURES, CLASSES),
@@ -127,14 +127,14 @@ def of_pairs() -> nn.Module:
 
 
 def adversarial(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """An attack on the input by the sign of its gradient; the gradients of the weights begin at nought again."""
+    """Attack the input by the sign of its gradient; the gradients of the weights start again from zero."""
     x = batch["x"].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(classify(module, {**batch, "x": x}), x)
     return classify(module, {**batch, "x": batch["x"] + 0.1 * gradient.sign()})
 
 
 def by_hooks(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """What a hook of this pass has caught of a hidden layer."""
+    """Penalize a hidden layer, which a hook of this pass has caught."""
     caught = []
     handle = module[0].register_forward_hook(lambda *given: caught.append(given[-1]))
     loss = classify(module, batch)
@@ -143,7 +143,7 @@ def by_hooks(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def frozen_inside(module: nn.Module, batch: Batch) -> torch.Tensor:
-    """A copy of the module that the loss makes, to compare with."""
+    """Compare the module with a frozen copy that the loss makes."""
     with torch.no_grad():
         before = functional_call(module, {n: p.detach() for n, p in module.named_parameters()}, (batch["x"],))
     return F.kl_div(module(batch["x"] + 0.1).log_softmax(1), before.softmax(1), reduction="batchmean")

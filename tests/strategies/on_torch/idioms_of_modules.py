@@ -1,4 +1,4 @@
-"""Layers, and modules around layers, that programs of PyTorch have."""
+"""Layers, and modules around layers, of typical PyTorch programs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ HEAD = partial(nn.Linear, 6, CLASSES)
 
 
 def layered(*layers: nn.Module) -> nn.Module:
-    """Layers between a linear one, to 6 features, and the head."""
+    """Put layers between a linear one, to 6 features, and the head."""
     return nn.Sequential(nn.Linear(FEATURES, 6), *layers, HEAD())
 
 
 def table(**options: Any) -> nn.Module:
-    """The mean of rows of a table."""
+    """Make a module that averages rows of a table."""
     return Apply(lambda self, words: self.head(self.table(words).mean(1)), table=nn.Embedding(WORDS, 6, **options),
                  head=HEAD())  # fmt: skip
 
 
 def recurrent(kind: Any) -> nn.Module:
-    """Two recurrent layers, and dropout between them."""
+    """Make two recurrent layers with dropout between them."""
     return Apply(
         lambda self, x: self.head(self.rnn(x.view(-1, 4, 2))[0][:, -1]),
         rnn=kind(2, 6, 2, batch_first=True, dropout=0.4),
@@ -45,13 +45,13 @@ class Attends(nn.Module):
         self.register_buffer("mask", torch.ones(LENGTH, LENGTH).triu(1).bool(), persistent=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         found = self.table(words)
         return self.head(self.attention(found, found, found, attn_mask=self.mask)[0].mean(1))
 
 
 class Tied(nn.Module):
-    """The table and the last layer are one parameter."""
+    """A module whose table and last layer share one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,25 +59,25 @@ class Tied(nn.Module):
         self.last.weight = self.table.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         return self.last(self.table(words).mean(1))[:, :CLASSES]
 
 
 class Counts(nn.Module):
-    """Its forward pass depends on a number that it counts by itself."""
+    """A module whose forward pass depends on its own count of calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last, self.calls = nn.Linear(FEATURES, CLASSES), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         self.calls += 1
         return self.last(x) / self.calls
 
 
 class Teacher(nn.Module):
-    """A moving mean of its own weights, kept in a buffer."""
+    """A module with a moving mean of its own weights in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ class Teacher(nn.Module):
         self.register_buffer("mean", self.last.weight.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         self.mean.lerp_(self.last.weight.detach(), 0.1)
         return self.last(x) - F.linear(x, self.mean)
 
 
 class Momentum(nn.Module):
-    """A momentum encoder as MoCo has it: frozen parameters that the forward pass writes."""
+    """A momentum encoder (MoCo; He et al., 2020), whose forward pass writes frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Momentum(nn.Module):
         self.key.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         with torch.no_grad():
             for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 key.mul_(0.9).add_(query, alpha=0.1)
@@ -109,17 +109,17 @@ class Momentum(nn.Module):
 
 
 class Doubles(torch.autograd.Function):
-    """Twice its input, with a gradient of its own."""
+    """A function that doubles its input, with a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """See `torch.autograd.Function`."""
+        """Return twice the input."""
         ctx.save_for_backward(x)
         return 2 * x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """See `torch.autograd.Function`."""
+        """Return the gradient of the input."""
         return gradient * (ctx.saved_tensors[0] > 0)
 
 
@@ -150,7 +150,7 @@ def removed() -> nn.Module:
 
 
 def sphered() -> nn.Module:
-    """A parametrization of one's own."""
+    """Make a layer with a parametrization of the program's own."""
     module = layered(nn.Tanh())
     parametrize.register_parametrization(module[0], "weight", Apply(lambda self, weight: F.normalize(weight, dim=1)))
     return module
@@ -180,7 +180,7 @@ def compiled_in_place() -> nn.Module:
 
 
 def unsaved() -> nn.Module:
-    """A buffer that is not saved, and one that is None."""
+    """Make a module with a buffer that is not saved, and one that is None."""
     module = Apply(lambda self, x: self.last(x * self.scale), last=nn.Linear(FEATURES, CLASSES))
     module.register_buffer("scale", torch.full((FEATURES,), 0.5), persistent=False)
     module.register_buffer("none", None)

@@ -1,4 +1,4 @@
-"""Optimizers, schedules, and what is done with gradients before an update."""
+"""Optimizers, schedules, and changes of gradients before an update."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ Steps = Generator[None, float, None]
 
 
 def of(kind: str, **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """An optimizer of `torch.optim`, of all parameters."""
+    """Return a maker of an optimizer of `torch.optim` for all parameters."""
     return lambda module: getattr(torch.optim, kind)(module.parameters(), **options)
 
 
 def grouped(module: nn.Module) -> torch.optim.Optimizer:
-    """Two rates."""
+    """Make an optimizer with two parameter groups."""
     first, last = module[0], module[3]
     groups = [{"params": first.parameters(), "lr": 0.01}, {"params": last.parameters(), "weight_decay": 0.1}]
     return torch.optim.AdamW(groups, 0.1)
 
 
 def of_matrices(module: nn.Module) -> torch.optim.Optimizer:
-    """Muon, which takes matrices only."""
+    """Make Muon, which takes matrices only."""
     return torch.optim.Muon([one for one in module.parameters() if one.ndim == 2], 0.02)
 
 
 def of_first_layer(module: nn.Module) -> torch.optim.Optimizer:
-    """The other layers have gradients that nobody applies."""
+    """Make an optimizer of the first layer; gradients of the other layers are never applied."""
     return torch.optim.SGD(module[0].parameters(), 0.1)
 
 
 class Signs(torch.optim.Optimizer):
-    """An optimizer of one's own, with a step that counts."""
+    """An optimizer of the program's own, with a state of its own."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """See `torch.optim.Optimizer`."""
+        """Move each parameter by the sign of its mean gradient."""
         for group in self.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
                     state = self.state[one]
-                    state["seen"] = {"steps"}  # neither tensor nor number
+                    state["seen"] = {"steps"}  # a state that is no tensor
                     state["mean"] = state.get("mean", torch.zeros_like(one)).lerp(one.grad, 0.5)
                     one.sub_(state["mean"].sign(), alpha=group["lr"])
 
 
 def scheduled(make: Callable[[Any], Any], *, by_loss: bool = False) -> Callable[[nn.Module, Any], Steps]:
-    """A program with a schedule of the learning rate."""
+    """Return a program with a learning-rate schedule."""
 
     def program(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
         schedule = make(optimizer)
@@ -67,7 +67,7 @@ def scheduled(make: Callable[[Any], Any], *, by_loss: bool = False) -> Callable[
 
 
 def added_later(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """A group that is added between steps."""
+    """Add a parameter group between steps."""
     yield
     optimizer.add_param_group({"params": list(module[3].parameters()), "lr": 0.5})
     yield
@@ -75,14 +75,14 @@ def added_later(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
 
 
 def rate_set(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """A rate that the program sets by hand."""
+    """Set the learning rate by hand."""
     for number in range(STEPS):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
         yield
 
 
 def loaded(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """The state of module and optimizer goes back by a step."""
+    """Set the state of module and optimizer back by a step."""
     yield
     states = [{name: one.clone() for name, one in module.state_dict().items()}, optimizer.state_dict()]
     yield
@@ -92,7 +92,7 @@ def loaded(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
 
 
 def averaged(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """Stochastic weight averaging, whose mean becomes the module."""
+    """Load the mean of stochastic weight averaging into the module."""
     mean = swa_utils.AveragedModel(module)
     for _ in range(STEPS):
         yield
@@ -101,7 +101,7 @@ def averaged(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
 
 
 def moving(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """A moving mean of weights beside the module."""
+    """Keep a moving mean of the weights beside the module, and load it at the end."""
     mean = [one.detach().clone() for one in module.parameters()]
     for _ in range(STEPS):
         yield
@@ -119,14 +119,14 @@ def clipped_by_value(module: nn.Module) -> None:
 
 
 def centralised(module: nn.Module) -> None:
-    """What the program does with gradients by hand, also by putting others there."""
+    """Replace gradients by centralised ones."""
     for one in module.parameters():
         if one.ndim > 1:
             one.grad = one.grad - one.grad.mean(1, keepdim=True)
 
 
 def step_hooked(module: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """Hooks of the optimizer, which change gradients and parameters."""
+    """Register hooks of the optimizer that change gradients and parameters."""
     optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(module.parameters(), 0.1))
     optimizer.register_step_post_hook(lambda *_: module[0].weight.data.clamp_(-0.3, 0.3))
     yield from (None for _ in range(STEPS))

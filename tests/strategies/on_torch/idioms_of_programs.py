@@ -1,4 +1,4 @@
-"""Hooks, and what programs change between steps."""
+"""Hooks, and changes that programs make between steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normed() -> nn.Module:
 
 
 def masked() -> nn.Module:
-    """A gradient that a hook of the parameter masks."""
+    """Mask a gradient with a hook of the parameter."""
     module = smooth()
     module[0].weight.register_hook(lambda gradient: gradient * (torch.arange(6) < 3)[:, None])
     return module
@@ -38,14 +38,14 @@ def halve(parameter: torch.Tensor) -> None:
 
 
 def scaled_after() -> nn.Module:
-    """A gradient that is changed once it is complete."""
+    """Change a gradient once it is complete."""
     module = smooth()
     module[0].weight.register_post_accumulate_grad_hook(halve)
     return module
 
 
 def hooked_forward() -> nn.Module:
-    """A hook that changes what a layer returns, and one that changes what it is given."""
+    """Change a layer's output with one hook and its input with another."""
     module = smooth()
     module[0].register_forward_hook(lambda layer, given, output: output * 2)
     module[2].register_forward_pre_hook(lambda layer, given: (given[0] + 1,))
@@ -53,7 +53,7 @@ def hooked_forward() -> nn.Module:
 
 
 def hooked_backward() -> nn.Module:
-    """A hook that changes what flows back."""
+    """Change the gradient that flows back with a hook."""
     module = smooth()
     module[1].register_full_backward_hook(lambda layer, given, gradients: (given[0] * 0.5,))
     module[1].register_full_backward_pre_hook(lambda layer, gradients: (gradients[0] * 3,))
@@ -61,7 +61,7 @@ def hooked_backward() -> nn.Module:
 
 
 def watched() -> nn.Module:
-    """A hook that keeps what it sees in the module itself, and a loss term of it."""
+    """Keep a hidden value in the module with a hook, and add it to the loss."""
     module = smooth()
     module[0].register_forward_hook(lambda layer, given, output: setattr(layer, "seen", output))
     return module
@@ -72,7 +72,7 @@ def with_what_was_seen(module: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def hooked_everywhere(module: nn.Module, optimizer: Any) -> Steps:
-    """A hook of all modules, which looks only."""
+    """Register a hook of all modules that changes nothing."""
     seen = []
     with hooked(nn.modules.module.register_module_forward_hook(lambda *given: seen.append(type(given[0])))):
         yield from uneventful()
@@ -85,7 +85,7 @@ def uneventful() -> Steps:
 
 
 def hooked_later(module: nn.Module, optimizer: Any) -> Steps:
-    """A hook that comes between steps, and goes."""
+    """Register a hook between steps, and remove it."""
     yield
     with hooked(module[0].register_forward_hook(lambda layer, given, output: output * 2)):
         yield
@@ -93,14 +93,14 @@ def hooked_later(module: nn.Module, optimizer: Any) -> Steps:
 
 
 class Registers(nn.Module):
-    """Hooks of tensors in the forward pass."""
+    """A module that registers hooks of tensors in its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, 6), HEAD()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         hidden = self.first(x)
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
@@ -108,7 +108,7 @@ class Registers(nn.Module):
 
 
 def prefixed() -> nn.Module:
-    """Hooks of the state's dictionary."""
+    """Register hooks of the state dictionary."""
     module = smooth()
     module.register_state_dict_post_hook(lambda own, state, *_: state.update(extra=torch.ones(1)))
     return module
@@ -118,7 +118,7 @@ def prefixed() -> nn.Module:
 
 
 def thawed(module: nn.Module, optimizer: Any) -> Steps:
-    """A layer is trained from the second step on."""
+    """Train a layer from the second step on."""
     module[0].requires_grad_(False)
     yield
     module[0].requires_grad_(True)
@@ -127,7 +127,7 @@ def thawed(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def frozen(module: nn.Module, optimizer: Any) -> Steps:
-    """A layer is trained in the first step only."""
+    """Train a layer in the first step only."""
     yield
     module[0].requires_grad_(False)
     yield
@@ -141,7 +141,7 @@ def frozen_first() -> nn.Module:
 
 
 def thawed_later(module: nn.Module, optimizer: Any) -> Steps:
-    """A layer that was frozen when the module was made."""
+    """Thaw a layer that was frozen when the module was made."""
     yield
     module[0].requires_grad_(True)
     yield
@@ -149,7 +149,7 @@ def thawed_later(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def replaced(module: nn.Module, optimizer: Any) -> Steps:
-    """A layer, with its parameters, is replaced, and the optimizer told."""
+    """Replace a layer with its parameters, and add them to the optimizer."""
     yield
     module[-1] = drawn(HEAD)
     optimizer.add_param_group({"params": list(module[-1].parameters())})
@@ -158,7 +158,7 @@ def replaced(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def activation_replaced(module: nn.Module, optimizer: Any) -> Steps:
-    """A layer without parameters is replaced."""
+    """Replace a layer without parameters."""
     yield
     module[1] = nn.ReLU()
     yield
@@ -166,7 +166,7 @@ def activation_replaced(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def moved(module: nn.Module, optimizer: Any) -> Steps:
-    """Parameters get other memory."""
+    """Move parameters to other memory."""
     yield
     module[0].weight.data = module[0].weight.data.clone() * 2
     yield
@@ -175,7 +175,7 @@ def moved(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def edited(module: nn.Module, optimizer: Any) -> Steps:
-    """Parameters are changed in place."""
+    """Change parameters in place."""
     for _ in range(STEPS):
         yield
         with torch.no_grad():
@@ -184,7 +184,7 @@ def edited(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def loaded(module: nn.Module, optimizer: Any) -> Steps:
-    """Parameters and buffers are loaded between steps."""
+    """Load parameters and buffers between steps."""
     before = {name: one.clone() for name, one in module.state_dict().items()}
     yield
     yield
@@ -193,7 +193,7 @@ def loaded(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def assigned(module: nn.Module, optimizer: Any) -> Steps:
-    """Buffers are loaded as they are, and not copied."""
+    """Load buffers by assignment, without a copy."""
     before = {name: one.clone() for name, one in module[1].state_dict().items() if "running" in name}
     yield
     module[1].load_state_dict(before, strict=False, assign=True)
@@ -202,7 +202,7 @@ def assigned(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def buffers_edited(module: nn.Module, optimizer: Any) -> Steps:
-    """Buffers are changed in place, and replaced."""
+    """Change buffers in place, and replace them."""
     yield
     module[1].running_mean.zero_()
     module[1].reset_running_stats()
@@ -212,7 +212,7 @@ def buffers_edited(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def constant_replaced(module: nn.Module, optimizer: Any) -> Steps:
-    """A buffer that forward only reads is replaced, and then changed in place."""
+    """Replace a buffer that the forward pass only reads, then change it in place."""
     yield
     module.scale = torch.full((FEATURES,), 3.0)
     yield
@@ -226,7 +226,7 @@ def scaled() -> nn.Module:
 
 
 def rate_changed(module: nn.Module, optimizer: Any) -> Steps:
-    """An attribute that is a number."""
+    """Change an attribute that is a number."""
     yield
     module[2].p = 0.9
     yield
@@ -243,7 +243,7 @@ def modes_changed(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def attribute_changed(module: nn.Module, optimizer: Any) -> Steps:
-    """Attributes that are lists, functions and tensors."""
+    """Change attributes that are lists, functions and tensors."""
     yield
     module.widths.append(2.0)
     module.scales["left"].gain = 3.0
@@ -262,7 +262,7 @@ def with_lists() -> nn.Module:
 
 
 def used_between(module: nn.Module, optimizer: Any) -> Steps:
-    """The module computes, with gradients, between steps: its statistics move, and its gradients stay."""
+    """Compute with gradients between steps: statistics of the module change, its gradients stay."""
     x = torch.ones(4, FEATURES)
     for _ in range(STEPS):
         yield
@@ -273,7 +273,7 @@ def used_between(module: nn.Module, optimizer: Any) -> Steps:
 
 
 def reset(module: nn.Module, optimizer: Any) -> Steps:
-    """A layer draws its parameters anew."""
+    """Draw the parameters of a layer anew."""
     yield
     with torch.no_grad():
         for one, other in zip(module[-1].parameters(), drawn(HEAD).parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""Modules as PopTorch's tutorials and examples write them; each returns its outputs and its loss."""
+"""Modules in the style of PopTorch's tutorials and examples; each returns its outputs and its loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def data(rows, dtype=torch.float32):
 
 
 def rows(count, outputs=1):
-    """Inputs and targets of a `Line`."""
+    """Return inputs and targets of a `Line`."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(count, 3, generator=generator), torch.randn(count, outputs, generator=generator)
 
@@ -32,7 +32,7 @@ def new_options(strategy=None, replicas=1, iterations=1, accumulation=1, mode=No
 
 
 class Line(nn.Module):
-    """Returns its mean squared error."""
+    """A linear layer that returns its mean squared error."""
 
     def __init__(self, outputs=1):
         super().__init__()
@@ -44,7 +44,7 @@ class Line(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers, and `middle` between them; `loss` and `returned` are other ways of the same."""
+    """Two layers with `middle` between them; `loss` and `returned` select variants."""
 
     def __init__(self, middle=None, loss=F.cross_entropy, returned=lambda output, loss: (output, loss)):
         super().__init__()
@@ -58,12 +58,12 @@ class Net(nn.Module):
 
 
 def net(middle=None, **others):
-    """Make one when it is called: modules are made after the seed is set."""
+    """Return a function that makes a net; the call comes after the seed is set."""
     return lambda: Net(middle() if middle else None, **others)
 
 
 def computing(function):
-    """Make a net whose middle is a function."""
+    """Return a function that makes a net whose middle layer is `function`."""
 
     class Computing(nn.Module):
         def forward(self, x):
@@ -73,7 +73,7 @@ def computing(function):
 
 
 class Scopes(Net):
-    """Blocks as scopes, with devices where `ipus` says so."""
+    """Blocks as scopes, on devices if `ipus` names them."""
 
     def __init__(self, ipus=(None, None)):
         super().__init__()
@@ -100,7 +100,7 @@ class Numbered(Net):
 
 
 class Started(Net):
-    """Blocks that last until the next one, and a function that is one."""
+    """Blocks that last until the next one begins, one of them a decorated function."""
 
     def forward(self, x, labels):
         poptorch.Block.start("B1", ipu_id=0)
@@ -114,7 +114,7 @@ class Started(Net):
 
 
 def begun():
-    """Blocks that begin with submodules."""
+    """Return a module whose blocks begin with submodules."""
     model = Net()
     poptorch.BeginBlock(model.first, "B1", ipu_id=0)
     poptorch.BeginBlock(model.last, "B2", ipu_id=1)
@@ -122,14 +122,14 @@ def begun():
 
 
 def unmarked():
-    """The same, whose marks were taken away."""
+    """Return the module of `begun` without its marks."""
     model = begun()
     poptorch.removeBlocks(model)
     return model
 
 
 class Tied(Net):
-    """The same weights twice."""
+    """A module that uses the same weights twice."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ class Tied(Net):
 
 
 class Frozen(Net):
-    """A layer that is not trained."""
+    """A module with a layer that is not trained."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Frozen(Net):
 
 
 class Halves(Net):
-    """All in 16 bits, but the loss."""
+    """A module in 16 bits, except for its loss."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Halves(Net):
 
 
 class Cast(Net):
-    """Half of it in 16 bits by casts."""
+    """A module whose layers run in 16 bits by casts."""
 
     def forward(self, x, labels):
         with poptorch.autocast(dtype=torch.bfloat16):
@@ -169,7 +169,7 @@ class Cast(Net):
 
 
 class Asking(Net):
-    """Has twice the gradient where an executor calls it."""
+    """A module whose gradient is doubled if an executor calls it."""
 
     def forward(self, x, labels):
         output, loss = super().forward(x, labels)
@@ -177,7 +177,7 @@ class Asking(Net):
 
 
 class Words(Net):
-    """Words in place of numbers."""
+    """A module whose inputs are words instead of numbers."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ class Cube(torch.autograd.Function):
 
 
 class ByParameter(torch.optim.Optimizer):
-    """Calls `update` with each parameter and its two moments."""
+    """An optimizer that calls `update` with each parameter and its two moments."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.05})
@@ -219,7 +219,7 @@ class ByParameter(torch.optim.Optimizer):
 
 
 def plain_lamb(bias_correction=True):
-    """PopTorch's LAMB as its own `step` writes it (MIT)."""
+    """Return an optimizer class that computes LAMB as PopTorch's `step` does (MIT)."""
 
     class Lamb(ByParameter):
         def update(self, p, first, second, lr, step):
@@ -231,7 +231,7 @@ def plain_lamb(bias_correction=True):
 
 
 class PlainAdamW(ByParameter):
-    """BERT's: moments without correction."""
+    """AdamW of PopTorch's BERT example, with uncorrected moments."""
 
     def update(self, p, first, second, lr, step):
         p.mul_(1 - lr * 0.01).sub_(lr * first / (second.sqrt() + 1e-6))

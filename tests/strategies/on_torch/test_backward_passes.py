@@ -18,7 +18,7 @@ PLAN = TorchGradientPlan((LARGE,) * 3, GradientTransfer.parse(None), streams=Tru
 
 
 class Recording:
-    """A model that writes down what it is asked for."""
+    """A model that records the calls it gets."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -46,7 +46,7 @@ def backward(within):
 
 
 @pytest.mark.parametrize("first_takes", [[], [2], [2, 1], [0, 1, 2]])
-def test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first(first_takes):
+def test_buckets_of_a_later_model_leave_after_those_of_the_first_model(first_takes):
     log, passes = [], BackwardPasses()
 
     def within():
@@ -64,7 +64,7 @@ def test_buckets_of_a_model_leave_behind_those_of_the_model_that_came_first(firs
     assert log == ["a0", "a1", "b0", "b1", "a ends", "b ends"]
 
 
-def test_a_model_that_was_reached_and_has_no_gradients_is_told():
+def test_a_model_reached_without_gradients_is_notified():
     log, passes = [], BackwardPasses()
     one, other = Recording("one", log), Recording("other", log)
 
@@ -104,7 +104,7 @@ def test_calls_within_calls_are_nested():
 
 
 def test_a_pass_in_a_thread_of_autograd_is_nested_if_its_beginning_is_seen():
-    """The outermost call is in another thread, where an accelerator computes; that thread is none of Python's."""
+    """The outermost call is in a thread of the accelerator's autograd engine, which Python did not start."""
     found = queue.SimpleQueue()
 
     def run():

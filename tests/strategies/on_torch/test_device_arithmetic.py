@@ -1,4 +1,4 @@
-"""PyTorch's sums and means of gradients on a device have the bits of NumPy's, on every device that there is."""
+"""PyTorch's sums and means of gradients have the bits of NumPy's on every available device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def contribution(replica: int, dtype: np.dtype, size: int = SIZE) -> np.ndarray:
-    """Numbers of every kind: denormal ones, any bits at all, infinities; no NaN but where infinities meet."""
+    """Return denormal numbers, random bits and infinities; a NaN only appears where infinities are added."""
     rng = np.random.default_rng(replica)
     found = rng.standard_normal(size).astype(np.float32)
     found[: size // 4] *= np.float32(1e-40)
@@ -40,7 +40,7 @@ def leaves(replicas: int) -> list[TreeNode]:
 
 
 def assert_same_bits(found: torch.Tensor, wanted: np.ndarray) -> None:
-    """The bits of a NaN are of its processor: that it is one counts."""
+    """Assert equal bits; for a NaN only its place counts, since its bits depend on the processor."""
     array = as_array(found.cpu())
     assert array.dtype == wanted.dtype
     are_nan = np.isnan(wanted.astype(np.float32, copy=False)) if wanted.itemsize < 8 else np.isnan(wanted)
@@ -52,7 +52,7 @@ def assert_same_bits(found: torch.Tensor, wanted: np.ndarray) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5, 7, 8, 12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_mean_has_the_bits_of_the_host(device: str, dtype: np.dtype, replicas: int) -> None:
+def test_a_mean_on_a_device_has_the_bits_of_the_host(device: str, dtype: np.dtype, replicas: int) -> None:
     own = [contribution(replica, dtype) for replica in range(replicas)]
     wanted = np.empty(SIZE, dtype)
     Reduction("mean", dtype).reduce(own, wanted, replicas)

@@ -1,4 +1,4 @@
-"""Loops of the program's own, with one replica per instance, have the bits of a Trainer."""
+"""Loops of the program, with one replica per instance, have the bits of a Trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loader_of(strategy, dataset, count=1):
 
 
 def looped(strategy, module, count=1, **options):
-    """Fingerprints of parameters and buffers after some steps of a plain loop."""
+    """Return fingerprints of parameters and buffers after some steps of a plain loop."""
     module = copy.deepcopy(module)
     model = strategies.torch.DistributedModel(module, strategy, **options)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -76,7 +76,7 @@ def by_trainer(module, count=1, replicas=REPLICAS, **options):
 
 @pytest.fixture(params=["host", "compiled"])
 def on_every_path(request, on_instances, monkeypatch):
-    """Run a function on instances whose gradients take a path; the CPU is the device where they stay."""
+    """Provide a function that runs another one on instances with each path of gradients; the CPU acts as device."""
 
     def run(*arguments):
         with monkeypatch.context() as patch:
@@ -87,14 +87,14 @@ def on_every_path(request, on_instances, monkeypatch):
 
 
 @pytest.mark.complete
-def test_what_is_computed_again_draws_the_same_numbers():
-    """Outside of the forward pass with the process's generator, so not on threads."""
+def test_recomputation_draws_the_same_random_numbers():
+    """Recomputation outside the forward pass draws from the process's generator, so threads cannot run this test."""
     module = new_module("checkpointed")
     assert looped(strategies.IPUStrategy(1), module) == by_trainer(module, replicas=1)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"checkpointed"}))
-def test_has_the_bits_of_a_trainer(name, on_every_path):
+def test_a_loop_has_the_bits_of_a_trainer(name, on_every_path):
     module = new_module(name)
     assert (
         on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
@@ -107,7 +107,7 @@ def test_micro_batches_that_are_not_synchronised_add_up(on_every_path):
     assert on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, count=2)) == expected
 
 
-def test_gradients_may_travel_in_16_bits(on_every_path):
+def test_gradients_can_travel_in_16_bits(on_every_path):
     module, options = new_module("mlp"), {"gradient_transfer_dtype": "bfloat16"}
     expected = [by_trainer(module, **options)] * REPLICAS
     assert on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, **options)) == expected
@@ -122,7 +122,7 @@ def test_large_gradients_leave_in_several_buckets(on_every_path):
 
 
 def test_gradients_belong_to_the_program(on_every_path):
-    """What one instance writes into them no other sees, and they stay where autograd has put them."""
+    """Writes of one instance to its gradients reach no other instance, and gradients stay in the memory of autograd."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5000), nn.Linear(5000, 1))  # more than 1 MiB, and less
 
@@ -169,7 +169,7 @@ def test_a_backward_pass_that_fails_half_way_does_not_spoil_the_next(on_every_pa
     assert zero == one
 
 
-def test_instances_begin_with_what_instance_0_has(on_every_path):
+def test_instances_begin_with_the_state_of_instance_0(on_every_path):
     module = new_module("convolutions")
 
     def make(strategy):
@@ -183,8 +183,8 @@ def test_instances_begin_with_what_instance_0_has(on_every_path):
     assert on_every_path(2, 2, make) == [0.0, 0.0]
 
 
-def test_who_ends_early_helps_the_others_in_join(on_every_path):
-    """Means are over all replicas, and all end with the same parameters."""
+def test_an_instance_that_ends_early_helps_the_others_in_join(on_every_path):
+    """Means are over all replicas, and all instances end with the same parameters."""
     module = new_module("mlp")[:3]
     x = data()["x"]
 
@@ -213,7 +213,7 @@ def test_who_ends_early_helps_the_others_in_join(on_every_path):
     assert torch.equal(one[0][1], plain[1].bias.grad / 2)
 
 
-def test_who_ends_early_is_an_error_elsewhere(on_every_path):
+def test_an_instance_that_ends_early_without_join_is_an_error(on_every_path):
     module = new_module("mlp")
 
     def train(strategy):
@@ -249,7 +249,7 @@ class TestRefusals:
 
         on_every_path(2, 2, train)
 
-    def test_streams_where_gradients_stay_on_a_device(self, on_instances, monkeypatch):
+    def test_streaming_of_gradients_that_stay_on_a_device(self, on_instances, monkeypatch):
         monkeypatch.setenv("POPDIST_EXCHANGE", "compiled")
         module = new_module("mlp")
 
@@ -259,7 +259,7 @@ class TestRefusals:
 
         on_instances(2, 2, make)
 
-    def test_gradients_that_some_replicas_have(self, on_every_path):
+    def test_gradients_that_only_some_replicas_have(self, on_every_path):
         module = new_module("mlp")
 
         def train(strategy):
@@ -288,7 +288,7 @@ def test_a_gradient_that_no_replica_has_stays_as_it_was(on_every_path):
 
 
 @pytest.mark.parametrize("instances", [1, 2, 4])
-def test_the_sampler_deals_as_data_sets_do(instances, on_instances):
+def test_the_sampler_deals_rows_as_datasets_do(instances, on_instances):
     rows = torch.arange(43)
 
     def read(strategy):
@@ -303,7 +303,7 @@ def test_the_sampler_deals_as_data_sets_do(instances, on_instances):
     on_instances(instances, 4, read)
 
 
-def test_the_sampler_may_pad():
+def test_the_sampler_can_pad():
     sampler = strategies.torch.DistributedSampler(
         range(5), strategies.IPUStrategy(2), 2, shuffle=False, remainder="pad"
     )

@@ -1,4 +1,4 @@
-"""The first steps of a training are compared with plain PyTorch, and between instances; nothing is changed by that."""
+"""First steps of a training, compared with plain PyTorch and between instances without side effects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOLD, CALLS = [], 0
 
 
 class Kept:
-    """An object whose method is the loss function, with state of its own and in global variables."""
+    """An object whose method is the loss function, with its own state and state in global variables."""
 
     def __init__(self):
         self.calls = 0
@@ -52,7 +52,7 @@ class Kept:
 
 
 class Forgets(nn.Module):
-    """A layer whose copies are other ones: what a library does that does not heed the memo of `copy.deepcopy`."""
+    """A layer whose copies differ, like those of a library that ignores the memo of `copy.deepcopy`."""
 
     def __init__(self):
         super().__init__()
@@ -70,13 +70,13 @@ class Forgets(nn.Module):
 
 
 class TestADifference:
-    def test_from_plain_pytorch_names_the_loss_and_the_step(self):
+    def test_the_error_names_the_loss_and_the_step(self):
         with pytest.raises(
             StrategyError, match=r"in step 0 the loss of micro-batch 0 on replica 0 is .* plain PyTorch"
         ):
             one_step(Forgets())
 
-    def test_names_the_first_parameter_and_both_norms(self):
+    def test_the_error_names_the_first_parameter_and_both_norms(self):
         class Halves(Forgets):
             def forward(self, x):
                 found = self.last(x)
@@ -90,14 +90,14 @@ class TestADifference:
         ):
             one_step(Halves())
 
-    def test_leaves_everything_as_it_was(self):
+    def test_the_error_leaves_the_training_unchanged(self):
         module = Forgets()
         before = copy.deepcopy(module.last.state_dict())
         with pytest.raises(StrategyError, match="the step was not applied"):
             one_step(module)
         assert all(torch.equal(one, before[name]) for name, one in module.last.state_dict().items())
 
-    def test_is_raised_on_all_instances(self, on_instances):
+    def test_all_instances_raise_the_error(self, on_instances):
         def refused(strategy):
             trainer = trainer_of(Forgets(), strategy=strategy)
             with pytest.raises(StrategyError, match="in step 0 the loss"):
@@ -106,7 +106,7 @@ class TestADifference:
         torch.manual_seed(0)
         on_instances(2, 4, refused)
 
-    def test_is_not_looked_for_where_the_program_says_so_or_later(self):
+    def test_later_steps_and_verify_steps_0_skip_the_comparison(self):
         one_step(Forgets(), verify_steps=0)
         module, factors = mlp(), [1]
         trainer = trainer_of(module, lambda own, batch: classify(own, batch) * (1 if own is module else factors[0]))
@@ -132,7 +132,7 @@ class TestADifference:
         ],
         ids=str,
     )
-    def test_is_found_with_every_option_and_without_one_there_is_none(self, options):
+    def test_every_option_finds_a_real_difference_and_no_false_one(self, options):
         told = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Comparison, "_tell", lambda self, *words: told.append(words))
@@ -141,7 +141,7 @@ class TestADifference:
             one_step(Forgets(), **options)
         assert len(told) >= 2
 
-    def test_is_found_in_a_pipeline(self):
+    def test_a_pipeline_finds_the_difference(self):
         class Staged(Forgets):
             def __init__(self):
                 super().__init__()
@@ -176,7 +176,7 @@ class TestADifference:
 
 
 class TestInstancesThatDrift:
-    def test_are_refused_when_the_second_step_begins(self, on_instances):
+    def test_the_second_step_refuses_drift(self, on_instances):
         def drift(strategy):
             module = nn.Linear(FEATURES, 3)
             trainer = trainer_of(module, strategy=strategy)
@@ -188,7 +188,7 @@ class TestInstancesThatDrift:
 
         on_instances(2, 4, drift)
 
-    def test_are_refused_in_a_loop_after_the_first_update(self, on_instances):
+    def test_a_loop_refuses_drift_after_its_first_update(self, on_instances):
         def drift(strategy):
             module = drawn_linear()
             model = strategies.torch.DistributedModel(module, strategy)
@@ -200,7 +200,7 @@ class TestInstancesThatDrift:
 
         on_instances(2, 2, drift)
 
-    def test_are_refused_in_the_next_step_that_is_a_power_of_two(self, on_instances):
+    def test_later_drift_is_refused_at_the_next_power_of_two_step(self, on_instances):
         def drift(strategy):
             module = drawn_linear()
             trainer = trainer_of(module, strategy=strategy)
@@ -214,7 +214,7 @@ class TestInstancesThatDrift:
         on_instances(2, 4, drift)
 
     @pytest.mark.parametrize("is_counted", [True, False])
-    def test_are_refused_in_a_loop_at_once_or_at_a_power_of_two(self, on_instances, is_counted):
+    def test_a_loop_refuses_counted_writes_at_once_and_others_at_a_power_of_two(self, on_instances, is_counted):
         def drift(strategy):
             module = drawn_linear()
             model = strategies.torch.DistributedModel(module, strategy)
@@ -233,7 +233,7 @@ class TestInstancesThatDrift:
             assert step == (6 if is_counted else 8)
             assert "['bias']" in said
 
-    def test_are_none_where_one_writes_and_puts_back_what_was_there(self, on_instances):
+    def test_weights_that_one_instance_swaps_and_restores_are_no_drift(self, on_instances):
         def evaluate_with_other_weights(strategy):
             module = drawn_linear()
             model = strategies.torch.DistributedModel(module, strategy)
@@ -247,7 +247,7 @@ class TestInstancesThatDrift:
 
         on_instances(2, 2, evaluate_with_other_weights)
 
-    def test_may_do_so_where_nobody_compares(self, on_instances):
+    def test_verify_steps_0_lets_instances_drift(self, on_instances):
         def drift(strategy):
             module = drawn_linear()
             model = strategies.torch.DistributedModel(module, strategy, verify_steps=0)
@@ -263,10 +263,10 @@ def drawn_linear():
     return nn.Linear(FEATURES, 3)
 
 
-class TestNothingIsChanged:
-    """By the pass that plain PyTorch makes besides: a training without has the same bits."""
+class TestNoSideEffects:
+    """Absence of side effects of the comparison: a training has the same bits with and without it."""
 
-    def test_in_what_is_trained(self):
+    def test_trained_parameters_are_unchanged(self):
         found = []
         for steps in (0, 1):
             torch.manual_seed(0)
@@ -277,7 +277,7 @@ class TestNothingIsChanged:
             found.append(strategies.fingerprint([one.numpy() for one in module.state_dict().values()]))
         assert found[0] == found[1]
 
-    def test_in_generators(self):
+    def test_generators_are_unchanged(self):
         own, array = torch.Generator().manual_seed(1), np.random.default_rng(2)
 
         def loss(module, batch):
@@ -298,7 +298,7 @@ class TestNothingIsChanged:
         assert after(1) == one
         torch.set_rng_state(before)
 
-    def test_in_gradients_and_batches(self):
+    def test_gradients_and_batches_are_unchanged(self):
         def loss(module, batch):
             batch["x"].mul_(2)
             return classify(module, batch)
@@ -309,7 +309,7 @@ class TestNothingIsChanged:
         trainer.step(batch)
         assert torch.equal(batch["x"], expected)
 
-    def test_in_what_the_loss_function_and_hooks_reach(self):
+    def test_objects_that_the_loss_function_and_hooks_reach_are_unchanged(self):
         seen, counts, center = [], collections.Counter(), torch.zeros(3)
         calls = 0
 
@@ -325,19 +325,19 @@ class TestNothingIsChanged:
         one_step(module, loss, replicas=1)
         assert (calls, counts["calls"], len(seen), center.tolist()) == (1, 1, 1, [1.0, 1.0, 1.0])
 
-    def test_in_global_variables_and_objects_of_the_program(self):
+    def test_global_variables_and_objects_of_the_program_are_unchanged(self):
         kept = Kept()
         one_step(mlp(), kept.loss, replicas=1)
         assert (kept.calls, TOLD, CALLS) == (1, [1], 1)
 
-    def test_where_a_loss_function_takes_elements_of_an_iterator_it_is_called_as_often_as_before(self):
+    def test_a_loss_function_that_reads_an_iterator_is_called_only_once(self):
         numbers = itertools.count(1)
         metrics = one_step(
             mlp(), lambda module, batch: (classify(module, batch), {"number": next(numbers)}), replicas=1
         )
         assert metrics["number"] == 1
 
-    def test_in_the_attributes_of_a_module(self):
+    def test_attributes_of_a_module_are_unchanged(self):
         class Remembers(nn.Linear):
             def __init__(self):
                 super().__init__(FEATURES, 3)
@@ -364,20 +364,20 @@ class TestNothingIsChanged:
         assert torch.equal(module.bias, bias)
         assert module.weight.grad is None
 
-    def test_in_the_sign_of_zero(self):
+    def test_the_sign_of_zero_is_unchanged(self):
         module = Apply(lambda self, x: self.zero.neg_() + x, zero=nn.Parameter(torch.zeros(3)))
         with undone(module, classify), torch.no_grad():
             module(torch.ones(3))
         assert not module.zero.signbit().any()
 
-    def test_where_too_much_would_have_to_be_copied(self):
+    def test_more_memory_than_the_limit_is_not_copied(self):
         large = [torch.zeros(9 << 20), torch.zeros(9 << 20)]
-        with pytest.raises(CannotBeUndoneError, match="more than can be copied"), undone(mlp(), lambda *_: large):
+        with pytest.raises(CannotBeUndoneError, match="more objects or bytes than"), undone(mlp(), lambda *_: large):
             raise AssertionError
 
 
-class TestWhatCounts:
-    """As alike, and as different."""
+class TestThresholds:
+    """Thresholds of the comparison: equal or different."""
 
     GRADIENT = torch.linspace(-1, 1, 64)
 
@@ -386,17 +386,17 @@ class TestWhatCounts:
         comparison.gradient(0, mine)
         return comparison.difference
 
-    def test_half_of_the_digits(self):
+    def test_half_of_the_digits_must_agree(self):
         assert not self.found(self.GRADIENT * (1 + 1e-4))
         assert self.found(self.GRADIENT * (1 + 1e-3))
         assert not self.found(self.GRADIENT * (1 + 1e-2), dtype=torch.bfloat16)
         assert self.found(self.GRADIENT * 1.2, dtype=torch.bfloat16)
 
-    def test_rounding_where_a_gradient_is_nothing_else(self):
+    def test_rounding_of_a_gradient_that_is_rounding_alone(self):
         assert not self.found(self.GRADIENT * 1e-8, -self.GRADIENT * 1e-8)
         assert self.found(self.GRADIENT * 1e-4, -self.GRADIENT * 1e-4)
 
-    def test_a_gradient_that_is_missing(self):
+    def test_a_missing_gradient_differs(self):
         assert "has no value, but plain PyTorch" in self.found(None)
         assert self.found(self.GRADIENT, None)
         assert not self.found(None, None)
@@ -407,7 +407,7 @@ class TestWhatCounts:
         assert not self.found(broken, broken + torch.nan)
         assert self.found(self.GRADIENT, broken)
 
-    def test_shapes(self):
+    def test_another_shape_differs(self):
         assert self.found(self.GRADIENT[:3])
 
     @pytest.mark.parametrize(
@@ -421,13 +421,13 @@ class TestWhatCounts:
         assert (not comparison.difference) is is_alike
 
 
-class TestWhatIsNotCompared:
+class TestSkippedComparisons:
     def expected(self, module, loss=classify, **options):
         return expected_of(
             ReplicaMemory(module), loss, rows_of(0, range(1)), 0, 1.0, strategies.torch.TorchOptions(**options)
         )
 
-    def test_is_where_plain_pytorch_fails_which_the_replica_says_then(self):
+    def test_if_plain_pytorch_fails_the_replica_raises_the_error(self):
         def loss(module, batch):
             return F.cross_entropy(module(batch["x"]), batch["y"][:1])
 
@@ -436,7 +436,7 @@ class TestWhatIsNotCompared:
         with pytest.raises(ValueError, match="Expected input batch_size"):
             one_step(mlp(), loss)
 
-    def test_is_where_replicas_compute_together_or_have_rows_of_their_own(self):
+    def test_replicas_that_compute_together_or_have_own_rows_are_not_compared(self):
         module = Apply(lambda self, x: x @ self.table[0], table=nn.Parameter(torch.ones(2, FEATURES, 3)))
         assert self.expected(module) is not None
         strategies.torch.group_replicas(module.table, strategies.torch.ReplicaGroups())

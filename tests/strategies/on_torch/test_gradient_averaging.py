@@ -1,4 +1,4 @@
-"""What a loop may do with a DistributedModel: it is what Trainer does, or it is refused, and never silently local."""
+"""Loops around a DistributedModel: each idiom does the same as in Trainer or is refused; none is silently local."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def bits(module):
 
 
 def rows(strategy, step=0):
-    """Those of this instance's one replica."""
+    """Return the rows of this instance's one replica."""
     first = 2 * (REPLICAS * step + strategy.instance_index)
     return data()["x"][first : first + 2]
 
 
 def looped(strategy, module, loss, change=lambda module, step: None, steps=4, **options):
-    """All bits after some steps of a plain loop, in which `change` may do something before each."""
+    """Return all bits after some steps of a plain loop, in which `change` may do something before each step."""
     own, model = distributed(strategy, module, **options)
     optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
     for step in range(steps):
@@ -63,7 +63,7 @@ def square(model, x):
 
 
 def wide():
-    """Several buckets of gradients that leave during the backward pass."""
+    """Make a module whose gradients fill several buckets, which leave during the backward pass."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.Linear(1100, 5))
 
@@ -86,16 +86,16 @@ def another_frozen_layer(module, instance):
     module.append(nn.PReLU(init=instance).requires_grad_(False))
 
 
-class TestWhatIsTrained:
+class TestTrainedLayers:
     @pytest.mark.parametrize("options", STREAMS)
-    def test_may_be_thawed_and_frozen(self, options, on_instances):
+    def test_layers_thaw_and_freeze_between_steps(self, options, on_instances):
         module = wide()
         in_turns(module, 0)
         expected = by_trainer(module, square, in_turns)
         found = on_instances(REPLICAS, REPLICAS, lambda one: looped(one, module, square, in_turns, **options))
         assert found == [expected] * REPLICAS
 
-    def test_is_averaged_where_the_module_is_called_by_itself(self, on_instances):
+    def test_gradients_are_averaged_if_the_loop_calls_the_module_itself(self, on_instances):
         module = new_module("mlp")
         module[1].requires_grad_(False)
 
@@ -108,7 +108,7 @@ class TestWhatIsTrained:
         zero, one = on_instances(REPLICAS, REPLICAS, train)
         assert zero == one
 
-    def test_has_to_be_the_same_on_all_instances(self, on_instances):
+    def test_all_instances_train_the_same_parameters(self, on_instances):
         def thaw(strategy, at_start):
             own = copy.deepcopy(module)
             if at_start:
@@ -124,8 +124,8 @@ class TestWhatIsTrained:
                 on_instances(REPLICAS, REPLICAS, lambda strategy, at_start=at_start: thaw(strategy, at_start))
 
     @pytest.mark.parametrize("options", STREAMS)
-    def test_may_be_put_in_place_of_other_layers(self, options, on_instances):
-        """A new head, with batch norm, between two steps."""
+    def test_new_layers_replace_others_between_steps(self, options, on_instances):
+        """The new head has batch norm and comes between two steps."""
         module = wide()
         torch.manual_seed(1)
         head = nn.Sequential(nn.Linear(1100, 7), nn.BatchNorm1d(7))
@@ -153,7 +153,7 @@ class TestWhatIsTrained:
             (another_frozen_layer, DisagreementError, r"5\.weight torch\.float32\[1\] frozen, digest"),
         ],
     )
-    def test_that_differs_between_instances_is_refused_by_name(self, change, error, message, on_instances):
+    def test_parameters_that_differ_between_instances_are_refused_by_name(self, change, error, message, on_instances):
         module = new_module("mlp")
 
         def run(strategy):
@@ -164,7 +164,7 @@ class TestWhatIsTrained:
         with pytest.raises(error, match=message):
             on_instances(REPLICAS, REPLICAS, run)
 
-    def test_that_is_new_is_refused_where_its_gradient_cannot_be_seen(self):
+    def test_a_new_layer_is_refused_if_its_gradient_bypasses_the_model(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         own[4] = nn.Linear(33, 5)
         with pytest.raises(
@@ -174,7 +174,7 @@ class TestWhatIsTrained:
         own.zero_grad()
         square(model, data()["x"]).backward()
 
-    def test_may_get_another_dtype(self, on_instances):
+    def test_the_dtype_changes_between_steps(self, on_instances):
         module = new_module("mlp")
 
         def run(strategy):
@@ -192,7 +192,7 @@ class TestWhatIsTrained:
 
 
 class TestAutogradGrad:
-    def test_of_parameters_warns_once_by_name(self, on_instances):
+    def test_gradients_of_parameters_warn_once_by_name(self, on_instances):
         module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
 
         def run(strategy):
@@ -208,7 +208,7 @@ class TestAutogradGrad:
         assert "has returned gradients of 1.weight of a DistributedModel" in str(caught[0].message)
         assert caught[0].filename == __file__
 
-    def test_of_tensors_in_place_of_parameters_warns(self, on_instances):
+    def test_gradients_of_tensors_in_place_of_parameters_warn(self, on_instances):
         module = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
 
         def run(strategy):
@@ -221,7 +221,7 @@ class TestAutogradGrad:
             for _ in range(2):
                 torch.func.grad(loss)(others)
             square(model, rows(strategy)).backward()
-            torch.autograd.grad(square(model, rows(strategy)), [own[1].weight])  # is another thing to warn of
+            torch.autograd.grad(square(model, rows(strategy)), [own[1].weight])  # warns separately
             return own[1].weight.grad
 
         with warnings.catch_warnings(record=True) as caught:
@@ -234,7 +234,7 @@ class TestAutogradGrad:
         assert len(said) == 2 * REPLICAS
 
     @pytest.mark.parametrize("options", STREAMS)
-    def test_of_inputs_is_a_penalty_as_in_trainer(self, options, on_instances):
+    def test_gradients_of_inputs_make_a_penalty_as_in_trainer(self, options, on_instances):
         module = new_module("mlp")
 
         def loss(model, x):
@@ -249,7 +249,7 @@ class TestAutogradGrad:
 
 
 class Reentrant(nn.Module):
-    """The first layers, and others, are computed again within backward passes of their own."""
+    """A module that computes its first layers and others again in backward passes of their own."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -264,7 +264,7 @@ class Reentrant(nn.Module):
 
 class TestCheckpointing:
     @pytest.mark.parametrize("options", STREAMS)
-    def test_inside_of_the_module_is_one_backward_pass(self, options, on_instances):
+    def test_checkpointing_inside_the_module_is_one_backward_pass(self, options, on_instances):
         torch.manual_seed(0)
         module = Reentrant(use_reentrant=True)
 
@@ -272,7 +272,7 @@ class TestCheckpointing:
             own, model = distributed(strategy, module, **options)
             own.use_reentrant = use_reentrant
             for step in range(2):
-                with drawing_by(torch.Generator()):  # threads share that of the process
+                with drawing_by(torch.Generator()):  # threads share the generator of the process
                     square(model, rows(strategy, step)).backward()
             return [one.grad.clone() for one in own.parameters()]
 
@@ -280,7 +280,7 @@ class TestCheckpointing:
         for found in on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, True)):
             assert all(map(torch.equal, found, expected))
 
-    def test_counts_one_step_on_one_replica(self):
+    def test_one_replica_counts_one_step(self):
         torch.manual_seed(0)
         module = Reentrant(use_reentrant=True)
         own, model = distributed(strategies.IPUStrategy(1), module)
@@ -292,13 +292,13 @@ class TestCheckpointing:
             square(plain, data()["x"]).backward()
             assert torch.equal(own.first.weight.grad, plain.first.weight.grad)
 
-    def test_that_is_reentrant_is_refused_around_the_model(self):
+    def test_reentrant_checkpointing_around_the_model_is_refused(self):
         _, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         x = data()["x"].requires_grad_(True)
         with pytest.raises(StrategyError, match=r"inside another one: .* use_reentrant=False\)"):
             checkpoint(model, x, use_reentrant=True).mean().backward()
 
-    def test_around_the_model_draws_again_what_was_drawn(self):
+    def test_recomputing_the_model_draws_the_same_numbers(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         for step in range(2):
             own.zero_grad()
@@ -308,7 +308,7 @@ class TestCheckpointing:
             square(plain, data()["x"]).backward()
             assert torch.equal(own[1].weight.grad, plain[1].weight.grad)
 
-    def test_around_several_calls_that_draw_is_refused(self):
+    def test_checkpointing_around_several_calls_that_draw_is_refused(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         losses = [checkpoint(model, data()["x"], use_reentrant=False).mean() for _ in range(2)]
         with pytest.raises(StrategyError, match="recomputes one of 2 forward passes of a DistributedModel"):
@@ -319,7 +319,7 @@ class TestCheckpointing:
 
 
 class TestRandomNumbers:
-    def test_of_two_forward_passes_before_one_backward_are_those_of_trainer(self, on_instances):
+    def test_two_forward_passes_before_one_backward_draw_as_in_trainer(self, on_instances):
         module = new_module("mlp")
 
         def loss(model, x):
@@ -330,7 +330,7 @@ class TestRandomNumbers:
         found = on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module, loss))
         assert found == [by_trainer(module, loss)] * REPLICAS
 
-    def test_of_an_evaluation_do_not_count(self):
+    def test_an_evaluation_does_not_advance_random_numbers(self):
         class Noisy(nn.Module):
             def forward(self, x):
                 return torch.rand(3)
@@ -345,7 +345,7 @@ class TestRandomNumbers:
         expected = [torch.rand(3), torch.rand(3)]
         assert all(map(torch.equal, drawn, [expected[0], expected[0], expected[0], expected[1]]))
 
-    def test_of_a_model_within_another_module_leave_those_of_that_alone(self):
+    def test_a_model_inside_a_module_leaves_random_numbers_of_the_module_alone(self):
         inner = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(1))
         outer = nn.Sequential(inner, nn.Dropout(0.5))
         with strategies.torch.randomness.drawing_from(3):
@@ -358,7 +358,7 @@ class TestRandomNumbers:
 
 class TestBackwardPasses:
     @pytest.mark.parametrize("options", STREAMS)
-    def test_through_one_graph_twice_add_their_means(self, options, on_instances):
+    def test_two_passes_through_one_graph_add_their_means(self, options, on_instances):
         module = wide()
 
         def run(strategy, twice):
@@ -377,8 +377,8 @@ class TestBackwardPasses:
             assert torch.equal(one, other)
             torch.testing.assert_close(one, first)
 
-    def test_that_are_not_synchronised_hand_all_their_gradients_on(self, on_instances):
-        """Also those of a layer that only the first micro-batch has used."""
+    def test_passes_in_no_sync_hand_on_all_their_gradients(self, on_instances):
+        """Gradients of a layer that only the first micro-batch used are handed on as well."""
 
         class Sometimes(nn.Module):
             def __init__(self):
@@ -406,7 +406,7 @@ class TestBackwardPasses:
             assert all(map(torch.equal, zero, one))
 
     @pytest.mark.parametrize("options", STREAMS)
-    def test_with_hooks_that_change_gradients_average_what_these_leave(self, options, on_instances):
+    def test_gradients_changed_by_hooks_are_averaged(self, options, on_instances):
         module = wide()
 
         def run(strategy, is_after):
@@ -427,7 +427,7 @@ class TestBackwardPasses:
             assert all(map(torch.equal, found, expected))
 
     @pytest.mark.parametrize("options", STREAMS)
-    def test_with_hooks_that_apply_gradients_are_refused(self, options, on_instances):
+    def test_hooks_that_apply_gradients_are_refused(self, options, on_instances):
         module = new_module("mlp")
 
         def apply(parameter):
@@ -442,8 +442,8 @@ class TestBackwardPasses:
         with pytest.raises(StrategyError, match=r"the gradient of 4\.bias is gone .*; leave it in grad, and apply it"):
             on_instances(REPLICAS, REPLICAS, run)
 
-    def test_through_gradients_of_gradients_are_averaged(self, on_instances):
-        """A penalty on the norms of mean gradients."""
+    def test_gradients_of_gradients_are_averaged(self, on_instances):
+        """The loss is a penalty on the norms of mean gradients."""
         torch.manual_seed(0)
         module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 1))
 
@@ -464,7 +464,7 @@ class TestBackwardPasses:
         assert all(map(torch.equal, zero, one))
         torch.testing.assert_close(zero, expected)
 
-    def test_of_some_parameters_alone_average_those(self, on_instances):
+    def test_backward_passes_for_some_parameters_average_those_alone(self, on_instances):
         module = new_module("mlp")
 
         def run(strategy):
@@ -477,7 +477,7 @@ class TestBackwardPasses:
         assert none is None
 
     @pytest.mark.parametrize("search", ["strong_wolfe", None])
-    def test_of_optimizers_that_look_at_the_loss_are_equally_many(self, search, on_instances):
+    def test_optimizers_that_read_the_loss_make_equally_many_passes_everywhere(self, search, on_instances):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 1))
 
@@ -499,7 +499,7 @@ class TestBackwardPasses:
         assert zero == one
         assert zero[0][-1] < zero[0][0]
 
-    def test_of_other_optimizers_with_closures_leave_the_loss_as_it_is(self, on_instances):
+    def test_other_optimizers_with_closures_return_the_local_loss(self, on_instances):
         module = new_module("mlp")
 
         def run(strategy):
@@ -520,8 +520,8 @@ class TestBackwardPasses:
 
 class TestSeveralModels:
     @pytest.mark.parametrize("count", [2, 3])
-    def test_of_which_one_goes_through_the_other_may_stream(self, count, on_instances):
-        """As of a GAN, whose optimizers take turns."""
+    def test_models_that_feed_each_other_stream_gradients(self, count, on_instances):
+        """The optimizers take turns, as in a GAN."""
         torch.manual_seed(0)
         parts = [nn.Sequential(nn.Linear(8, 1100), nn.ReLU(), nn.Linear(1100, 1100), nn.Linear(1100, 8))] * count
         parts = list(map(copy.deepcopy, parts))
@@ -545,8 +545,8 @@ class TestSeveralModels:
         assert plain[0] == plain[1]
         assert on_instances(REPLICAS, REPLICAS, lambda strategy: run(strategy, stream_gradients=True)) == plain
 
-    def test_that_take_part_in_another_order_are_an_error(self, on_instances):
-        """The gradients of one are never taken for those of the other, though they have the same shapes."""
+    def test_models_used_in_different_orders_are_an_error(self, on_instances):
+        """Gradients of two models with the same shapes are never confused."""
         module = nn.Linear(8, 8)
 
         def run(strategy):
@@ -558,7 +558,7 @@ class TestSeveralModels:
 
 
 class TestCopies:
-    def test_of_an_averaged_model_follow_it_on_one_instance_alone(self, on_instances):
+    def test_a_copy_on_one_instance_follows_an_averaged_model(self, on_instances):
         module = new_module("convolutions")
 
         def run(strategy):
@@ -582,7 +582,7 @@ class TestCopies:
         assert not torch.equal(zero, one)
         assert zero.shape == one.shape
 
-    def test_average_their_gradients_too(self, on_instances):
+    def test_copies_average_their_gradients(self, on_instances):
         module = new_module("convolutions")
 
         def run(strategy):
@@ -602,7 +602,7 @@ class TestCopies:
         assert zero == one
         assert zero[0] == zero[1]
 
-    def test_in_files_are_refused(self):
+    def test_saving_a_model_to_a_file_is_refused(self):
         _, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
             with pytest.raises(StrategyError, match=r"cannot be written to a file; save model\.module, or "):
@@ -611,12 +611,12 @@ class TestCopies:
         torch.save(model.module, io.BytesIO())
 
     @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
-    def test_are_refused_inside_of_a_compiled_function(self):
+    def test_a_compiled_function_around_the_model_is_refused(self):
         model = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(1))
         with pytest.raises(strategies.StrategyError, match=r"DistributedModel\(torch.compile\(module\), strategy\)"):
             torch.compile(model, backend="eager")(data()["x"])
 
-    def test_may_be_compiled(self):
+    def test_a_compiled_model_trains_as_plain_pytorch(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("mlp"))
         model.compile(backend="eager")
         square(model, data()["x"]).backward()
@@ -626,12 +626,12 @@ class TestCopies:
         assert own._compiled_call_impl is not None
         assert torch.equal(own[1].weight.grad, plain[1].weight.grad)
 
-    def test_of_states_have_the_names_of_ddp(self):
+    def test_state_dictionaries_have_the_names_of_ddp(self):
         own, model = distributed(strategies.IPUStrategy(1), new_module("convolutions"))
         assert list(model.state_dict()) == [f"module.{name}" for name in own.state_dict()]
         model.load_state_dict(model.state_dict())
 
-    def test_are_not_made_by_what_averages_gradients_itself(self):
+    def test_a_module_that_contains_a_distributed_model_is_refused(self):
         strategy = strategies.IPUStrategy(1)
         wrapped = nn.Sequential(distributed(strategy, new_module("mlp"))[1])
         for make in (
@@ -643,8 +643,8 @@ class TestCopies:
 
 
 class TestMemory:
-    def test_of_a_model_is_freed_with_it(self, on_instances):
-        """Without the collector, also where the module is kept, and with the graph of a loss that is not."""
+    def test_memory_of_a_model_is_freed_with_the_model(self, on_instances):
+        """The collector is off; the module, or the graph of a loss, may be kept."""
         module = new_module("mlp")
 
         def run(strategy):
@@ -665,7 +665,7 @@ class TestMemory:
         assert found == [([True] * 3, 0)] * REPLICAS
 
     @pytest.mark.parametrize("options", [*STREAMS, {"replicated_optimizer_state_sharding": True}])
-    def test_of_a_trainer_is_freed_with_it(self, options):
+    def test_memory_of_a_trainer_is_freed_with_the_trainer(self, options):
         def run():
             module = new_module("mlp")
             optimizer = torch.optim.Adam(module.parameters())
@@ -677,7 +677,7 @@ class TestMemory:
 
         def freed():
             held, threads = run()
-            for thread in threads:  # each may be about to let go of what it has computed
+            for thread in threads:  # each may still hold a result for a moment
                 thread.join(60)
             return [one() for one in held]
 
@@ -689,7 +689,7 @@ class TestMemory:
         finally:
             gc.enable()
 
-    def test_of_a_model_stays_as_long_as_a_loss_needs_it(self, on_instances):
+    def test_memory_of_a_model_stays_until_the_loss_is_gone(self, on_instances):
         module = new_module("mlp")
 
         def run(strategy):

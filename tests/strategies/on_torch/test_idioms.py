@@ -1,4 +1,4 @@
-"""Idioms of PyTorch: one replica has the bits of plain PyTorch, several those of every number of instances."""
+"""Idioms of PyTorch: one replica has the bits of plain PyTorch, and several have the same bits on all instances."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLICAS = 4
 
 
 def rows(condition=lambda idiom: True):
-    """A test for each of the rows of which something is true."""
+    """Return a decorator that makes a test case of each selected row."""
     chosen = [idiom for idiom in IDIOMS.values() if condition(idiom)]
     marks = [[pytest.mark.skip(reason=idiom.waiting)] if idiom.waiting else [] for idiom in chosen]
     cases = [pytest.param(idiom, id=idiom.name, marks=mark) for idiom, mark in zip(chosen, marks, strict=True)]
@@ -47,7 +47,7 @@ def test_a_loop_has_the_bits_of_a_trainer(idiom, on_instances):
 
 
 @rows(lambda idiom: idiom.refused)
-def test_what_is_refused_says_why_on_all_instances(idiom, on_instances):
+def test_refused_idioms_raise_the_reason_on_all_instances(idiom, on_instances):
     def refused(strategy):
         with pytest.raises(Exception, match=idiom.refused):
             by_trainer(idiom, strategy)

@@ -1,4 +1,4 @@
-"""Modules that write parameters in their forward passes: frozen ones agree as buffers do, trained ones are refused."""
+"""Writes to parameters in forward passes: frozen parameters agree as buffers do, trained ones are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPLICAS = 4
 
 
 class Momentum(nn.Module):
-    """An encoder, and another that follows it by a moving average, in the forward pass, as of MoCo and BYOL."""
+    """An encoder and one that follows it by a moving average in the forward pass, as in MoCo and BYOL."""
 
     def __init__(self, write):
         super().__init__()
@@ -51,7 +51,7 @@ def by_new_data(key, query, rows):
 
 
 def of_the_rows(key, query, rows):
-    """Replicas write other numbers."""
+    """Write other numbers on each replica."""
     key.data = key.data * 0.9 + rows.mean()
 
 
@@ -71,7 +71,7 @@ class PowerIteration(nn.Module):
 
 
 class Grows(nn.Module):
-    """With a buffer that is empty until the first forward pass."""
+    """A module with a buffer that is empty until the first forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def quantisation_aware():
 
     torch.manual_seed(5)
     module = nn.Sequential(nn.Flatten(), quantization.QuantStub(), nn.Linear(64, 5)).train()
-    with warnings.catch_warnings(action="ignore"):  # PyTorch's own, of what it will leave out one day
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own deprecation warning
         module.qconfig = quantization.get_default_qat_qconfig("fbgemm")
         return quantization.prepare_qat(module)
 
@@ -121,7 +121,7 @@ class MaxNorm(nn.Module):
 
 
 class Clipped(nn.Module):
-    """Clips its weights, as the critic of a WGAN, in its forward pass."""
+    """A module that clips its weights in its forward pass, like the critic of a WGAN."""
 
     def __init__(self):
         super().__init__()
@@ -162,14 +162,14 @@ def looped(strategy, module, steps=4, **options):
 
 class TestFrozenParameters:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances, everywhere):
+    def test_bits_are_the_same_for_every_number_of_instances(self, kind, on_instances, everywhere):
         module = KINDS[kind]()
         found = everywhere(REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
         found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
         assert found == [found[0]] * 11
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_have_the_bits_of_plain_pytorch_on_one_replica(self, kind):
+    def test_one_replica_has_the_bits_of_plain_pytorch(self, kind):
         module = KINDS[kind]()
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         strategy = strategies.IPUStrategy(1)
@@ -180,7 +180,7 @@ class TestFrozenParameters:
             optimizer.step()
         assert trained(strategy, KINDS[kind](), steps=3) == bits(module)
 
-    def test_are_the_mean_over_replicas_or_what_is_said(self):
+    def test_replicas_agree_on_the_mean_or_the_chosen_aggregation(self):
         batch = data(4)
         halves = [batch["x"][:2].mean(), batch["x"][2:].mean()]
         for word, expected in (("mean", sum(halves) / 2), ("first", halves[0])):
@@ -190,7 +190,7 @@ class TestFrozenParameters:
             sgd_trainer(2, module, loss_fn, **options).step(batch)
             torch.testing.assert_close(module.key.bias.detach(), before * 0.9 + expected)
 
-    def test_may_be_kept_by_each_replica(self, everywhere):
+    def test_each_replica_keeps_its_own_value_with_per_replica(self, everywhere):
         options = {"model_state_aggregation": {"key.bias": "per_replica"}}
 
         first = Momentum(of_the_rows)
@@ -208,11 +208,11 @@ class TestFrozenParameters:
         assert (found[0][0] != found[0][1]).all()
         assert all(np.array_equal(found[0], each) for each in found)
 
-    def test_that_each_replica_keeps_are_named(self):
+    def test_per_replica_requires_the_name_of_the_parameter(self):
         with pytest.raises(StrategyError, match=r"key\.weight is a frozen parameter .* named: .*'key.weight': 'per_r"):
             trained(strategies.IPUStrategy(2), Momentum(of_the_rows), model_state_aggregation="per_replica")
 
-    def test_that_nobody_writes_share_memory_after_the_first_step(self):
+    def test_unwritten_parameters_share_memory_after_the_first_step(self):
         module = Momentum(lambda key, query, rows: None)
         seen = []
 
@@ -227,7 +227,7 @@ class TestFrozenParameters:
         assert seen[2:] == [module.key.weight.data_ptr()] * 2
 
     @pytest.mark.parametrize("write", [in_place, through_data, by_new_data])
-    def test_that_are_written_later_are_refused_unless_that_was_said(self, write):
+    def test_later_writes_are_refused_unless_an_aggregation_is_given(self, write):
         def later(key, query, rows):
             if steps:
                 write(key, query, rows)
@@ -248,7 +248,7 @@ class TestFrozenParameters:
             with pytest.raises(StrategyError, match=r"key\.weight.* is frozen, and was written .*'key.weight': 'mean'"):
                 trainer.step(batch)
 
-    def test_may_be_thawed(self, everywhere):
+    def test_a_frozen_layer_thaws_between_steps(self, everywhere):
         first = Momentum(lambda key, query, rows: None)
 
         def train(strategy):
@@ -265,7 +265,7 @@ class TestFrozenParameters:
 
 
 class TestFrozenParametersInALoop:
-    def test_keep_what_the_loop_writes(self, on_instances):
+    def test_parameters_keep_the_values_that_the_loop_writes(self, on_instances):
         """Three times a third of a number need not be that number."""
         first = Momentum(lambda key, query, rows: None)
 
@@ -286,7 +286,7 @@ class TestFrozenParametersInALoop:
         found = on_instances(3, 3, loop)
         assert found == [found[0]] * 3
 
-    def test_that_are_written_later_agree_or_are_refused(self, on_instances):
+    def test_later_writes_agree_or_are_refused(self, on_instances):
         for write, options, is_refused in (
             (in_place, {}, False),
             (through_data, {}, True),
@@ -316,13 +316,13 @@ class TestFrozenParametersInALoop:
 
 class TestBuffersThatGrow:
     @pytest.mark.parametrize("kind", [Grows, quantisation_aware], ids=["own", "quantisation aware"])
-    def test_have_the_same_bits_for_every_number_of_instances(self, kind, on_instances, everywhere):
+    def test_bits_are_the_same_for_every_number_of_instances(self, kind, on_instances, everywhere):
         module = kind()
         found = everywhere(REPLICAS, lambda strategy: trained(strategy, copy.deepcopy(module)))
         found += on_instances(REPLICAS, REPLICAS, lambda strategy: looped(strategy, copy.deepcopy(module)))
         assert found == [found[0]] * 11
 
-    def test_have_one_shape_on_all_replicas(self):
+    def test_different_shapes_on_replicas_are_refused(self):
         module = Grows()
         module.by_rows = True
         trainer = sgd_trainer(2, module, loss_fn)
@@ -331,7 +331,7 @@ class TestBuffersThatGrow:
         with pytest.raises(StrategyError, match=r"^largest has the shapes \[1\], \[64\] on different repl"):
             trainer.step(batch)
 
-    def test_are_registered_with_a_tensor(self):
+    def test_a_buffer_registered_as_none_is_refused(self):
         module = Grows()
         module.largest = None
         with pytest.raises(StrategyError, match="has replaced, added or removed largest"):
@@ -342,7 +342,7 @@ class TestTrainedParameters:
     @pytest.mark.parametrize(
         ("kind", "name"), [(MaxNorm, r"table\.weight"), (Clipped, r"last\.weight")], ids=["max_norm", "clipped"]
     )
-    def test_are_refused_by_name(self, kind, name):
+    def test_writes_are_refused_by_name(self, kind, name):
         for replicas in (1, 2):
             with pytest.raises(StrategyError, match=rf"^{name} was written while a replica computed, .* is trained"):
                 trained(strategies.IPUStrategy(replicas), kind())
@@ -350,7 +350,7 @@ class TestTrainedParameters:
     @pytest.mark.parametrize(
         ("kind", "name"), [(MaxNorm, r"table\.weight"), (Clipped, r"last\.weight")], ids=["max_norm", "clipped"]
     )
-    def test_are_refused_in_a_loop(self, kind, name, on_instances):
+    def test_writes_are_refused_in_a_loop(self, kind, name, on_instances):
         module = kind()
 
         def loop(strategy):
@@ -359,7 +359,7 @@ class TestTrainedParameters:
 
         on_instances(2, 2, loop)
 
-    def test_may_be_written_between_steps(self):
+    def test_writes_between_steps_are_allowed(self):
         module = MaxNorm()
         module.table.max_norm = None
         trainer = sgd_trainer(2, module, loss_fn)
@@ -369,7 +369,7 @@ class TestTrainedParameters:
             trainer.step(data(4))
         assert module.table.weight.norm(dim=1).max() < 1.1
 
-    def test_are_refused_in_evaluations(self):
+    def test_writes_are_refused_in_evaluations(self):
         module = Clipped()
         trainer = sgd_trainer(2, module, loss_fn)
         module.last.weight.data.mul_(9)

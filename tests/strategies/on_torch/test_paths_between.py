@@ -1,4 +1,4 @@
-"""Paths between instances of loops, and who shares one."""
+"""Paths between instances of loops, and their sharing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("word", "is_there"), [("auto", False), ("host", False), ("compiled", True)])
-def test_modules_on_a_cpu_have_a_path_if_they_ask_for_it(on_instances, monkeypatch, word, is_there) -> None:
+def test_modules_on_a_cpu_have_a_path_on_request(on_instances, monkeypatch, word, is_there) -> None:
     monkeypatch.setenv("POPDIST_EXCHANGE", word)
 
     def run(strategy):
@@ -29,7 +29,7 @@ def test_modules_on_a_cpu_have_a_path_if_they_ask_for_it(on_instances, monkeypat
 
 
 def test_the_host_makes_the_means_of_a_device(on_instances) -> None:
-    """By copies in memory of its own; means of a step are not those of the next one."""
+    """Each step copies its means to memory of its own."""
 
     def run(strategy):
         communicator = strategy.communicator
@@ -54,7 +54,7 @@ def test_the_host_makes_the_means_of_a_device(on_instances) -> None:
     assert on_instances(3, 3, run) == [True] * 3
 
 
-def test_an_obstacle_is_an_error_where_a_path_is_asked_for(on_instances, monkeypatch) -> None:
+def test_an_obstacle_to_a_requested_path_is_an_error(on_instances, monkeypatch) -> None:
     def run(strategy):
         return path_of_loops(strategy.replicas, CPU, "there is no way; go on foot")
 

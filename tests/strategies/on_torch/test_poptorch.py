@@ -43,7 +43,7 @@ for options in (popdist.poptorch.Options(), popdist.poptorch.Options().clone()):
 
 
 class Classifier(nn.Module):
-    """As the tutorial's: outputs without labels, outputs and loss with them."""
+    """The tutorial's classifier: outputs without labels, outputs and loss with them."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
 
 class Noise(nn.Module):
-    """Draws in evaluation mode, too."""
+    """A module that draws random numbers in evaluation mode too."""
 
     def forward(self, x):
         return x + torch.rand_like(x)
@@ -79,7 +79,7 @@ def dataset():
 
 
 def plainly(model, optimizer, batch, iterations, accumulation, replicas=1):
-    """Outputs and losses of every micro-batch, by plain PyTorch; those of replicas lie beside each other."""
+    """Return outputs and losses of every micro-batch by plain PyTorch, with replicas side by side."""
     x, y = batch
     outputs, losses = [], []
     count = iterations * accumulation * replicas
@@ -96,7 +96,7 @@ def plainly(model, optimizer, batch, iterations, accumulation, replicas=1):
 
 
 class TestTraining:
-    def test_of_one_replica_has_the_bits_of_plain_pytorch(self, model):
+    def test_one_replica_has_the_bits_of_plain_pytorch(self, model):
         own, plain = copy.deepcopy(model), copy.deepcopy(model)
         options = new_options(iterations=3, accumulation=4, mode=poptorch.OutputMode.All)
         optimizer = poptorch.optim.AdamW(own.parameters(), lr=0.01)
@@ -111,7 +111,7 @@ class TestTraining:
                 assert torch.equal(losses, expected[1])
         assert all(map(torch.equal, own.state_dict().values(), plain.state_dict().values()))
 
-    def test_of_four_replicas_is_that_of_one_with_the_global_batch_up_to_rounding(self, model):
+    def test_four_replicas_match_one_with_the_global_batch_up_to_rounding(self, model):
         losses = []
         for replicas, rows in ((4, 2), (1, 8)):
             own = copy.deepcopy(model)
@@ -134,7 +134,7 @@ class TestTraining:
         plainly(plain, torch.optim.SGD(plain.parameters(), 0.5 * (4 if is_sum else 1)), batch, 1, 2, 2)
         torch.testing.assert_close(own.first.weight, plain.first.weight)
 
-    def test_does_not_depend_on_the_instances(self, model, on_instances):
+    def test_training_does_not_depend_on_the_instances(self, model, on_instances):
         noisy = Classifier(dropout=0.3)
         noisy.load_state_dict(model.state_dict())
 
@@ -153,7 +153,7 @@ class TestTraining:
             assert [each[0] for each in found] == [alone[0]] * count
             assert sorted(torch.cat([each[1] for each in found]).tolist()) == sorted(alone[1].tolist())
 
-    def test_without_an_optimizer_is_plain_descent(self, model):
+    def test_the_default_optimizer_is_plain_descent(self, model):
         own = copy.deepcopy(model)
         training = poptorch.trainingModel(own)
         assert isinstance(training.trainer.optimizer, torch.optim.SGD)
@@ -168,12 +168,14 @@ class TestTraining:
 
     def test_rows_that_cannot_be_divided_are_refused(self, model):
         training = poptorch.trainingModel(copy.deepcopy(model), new_options(iterations=5, accumulation=2))
-        with pytest.raises(ValueError, match=r"deviceIterations 5 x gradientAccumulation 2 x 1 replicas .*DataLoader"):
+        with pytest.raises(
+            ValueError, match=r"deviceIterations 5 x gradientAccumulation 2 x 1 local replicas.*DataLoader"
+        ):
             training(data()["x"], data()["y"])
 
-    def test_an_optimizer_of_another_kind_takes_no_place(self, model):
+    def test_set_optimizer_refuses_another_kind(self, model):
         training = poptorch.trainingModel(model, optimizer=poptorch.optim.Adam(model.parameters(), lr=0.1))
-        with pytest.raises(StrategyError, match="made with Adam of 1 groups, and this is SGD"):
+        with pytest.raises(StrategyError, match="made with Adam of 1 groups, but this is SGD"):
             training.setOptimizer(poptorch.optim.SGD(model.parameters(), lr=0.0))
 
 
@@ -187,8 +189,8 @@ class TestOutputs:
             (poptorch.OutputMode.EveryN, 3, [8, 9, 10, 11, 20, 21, 22, 23]),
         ],
     )
-    def test_are_rows_of_the_batch(self, training, mode, period, rows, model):
-        """Also for two replicas the last ones are those of the last micro-batch."""
+    def test_outputs_are_rows_of_the_batch(self, training, mode, period, rows, model):
+        """The last rows of two replicas come from the last micro-batch as well."""
         options = new_options(replicas=2, iterations=3, accumulation=2)
         options.outputMode(mode, period)
         if training:
@@ -203,14 +205,14 @@ class TestOutputs:
             outputs = poptorch.inferenceModel(copy.deepcopy(model), options)(data()["x"][:24])
         torch.testing.assert_close(outputs, model(data()["x"][:24])[rows].detach())
 
-    def test_may_be_added_up(self, model):
+    def test_output_mode_sum_adds_up_outputs(self, model):
         options = new_options(replicas=2, iterations=3, mode=poptorch.OutputMode.Sum)
         outputs = poptorch.inferenceModel(copy.deepcopy(model), options)(data()["x"][:12])
         expected = model(data()["x"][:12]).detach().reshape(3, 4, 5).sum(0)
         torch.testing.assert_close(outputs, expected)
 
     def test_a_period_goes_with_every_n_and_divides_the_micro_batches(self, model):
-        with pytest.raises(ValueError, match="EveryN, and it alone, has one"):
+        with pytest.raises(ValueError, match="give a period with EveryN only"):
             Options().outputMode(poptorch.OutputMode.All, 2)
         options = new_options(iterations=3)
         options.outputMode(poptorch.OutputMode.EveryN, 2)
@@ -219,7 +221,7 @@ class TestOutputs:
 
 
 class TestInference:
-    def test_has_what_a_training_has_learnt_without_being_told(self, model):
+    def test_inference_follows_the_weights_of_its_training(self, model):
         own = copy.deepcopy(model)
         training = poptorch.trainingModel(own, optimizer=torch.optim.SGD(own.parameters(), 0.5))
         inference = poptorch.inferenceModel(training)
@@ -230,15 +232,15 @@ class TestInference:
         assert torch.equal(after, own(data()["x"]).detach())
         assert not after.requires_grad
 
-    def test_is_in_evaluation_mode_and_the_module_stays_in_its_own(self):
+    def test_inference_is_in_evaluation_mode_and_leaves_the_module_in_training_mode(self):
         module = Classifier(dropout=0.9)
         inference = poptorch.inferenceModel(module)
         assert torch.equal(inference(data()["x"]), inference(data()["x"]))
         assert module.training
 
     @pytest.mark.parametrize("kind", ["in place", "replaced"])
-    def test_goes_on_with_the_buffers_that_it_writes(self, kind, on_instances):
-        """Those of a single replica are the module's, as in PyTorch; of several each has its own."""
+    def test_inference_continues_with_the_buffers_that_it_writes(self, kind, on_instances):
+        """Buffers of a single replica belong to the module, as in PyTorch; several replicas have one copy each."""
 
         class Counting(nn.Module):
             def __init__(self):
@@ -270,20 +272,20 @@ class TestInference:
         assert on_instances(1, 2, infer) == [[[1, 5], [2, 10]]]
         assert on_instances(2, 2, infer) == [[[1], [2]], [[5], [10]]]
 
-    def test_of_one_micro_batch_takes_tensors_without_axes(self):
+    def test_one_micro_batch_takes_tensors_without_axes(self):
         assert poptorch.inferenceModel(Noise())(torch.tensor(3.0)) > 3
 
-    def test_does_not_accumulate(self, model):
-        with pytest.raises(StrategyError, match=r"options.clone\(\) for it"):
+    def test_inference_refuses_gradient_accumulation(self, model):
+        with pytest.raises(StrategyError, match=r"give it options.clone\(\)"):
             poptorch.inferenceModel(model, new_options(accumulation=2))
 
-    def test_is_refused_off_the_cpu(self, model):
+    def test_inference_off_the_cpu_is_refused(self, model):
         with pytest.raises(StrategyError, match=r"first\.weight is on meta, .* module.cpu\(\)"):
             poptorch.inferenceModel(copy.deepcopy(model).to("meta"))
 
 
 class TestDataLoader:
-    def test_gives_each_element_once(self, on_instances):
+    def test_a_loader_gives_each_element_once(self, on_instances):
         def read(strategy):
             options = new_options(strategy, 4, 2, 1)
             loader = poptorch.DataLoader(options, torch.arange(43), batch_size=2, shuffle=True)
@@ -306,11 +308,11 @@ class TestDataLoader:
         assert read(1)[0] != read(1)[1]
 
     @pytest.mark.parametrize("mode", poptorch.DataLoaderMode)
-    def test_has_the_same_batches_in_every_mode(self, mode):
+    def test_every_mode_gives_the_same_batches(self, mode):
         loader = poptorch.DataLoader(new_options(), torch.arange(7), batch_size=2, mode=mode)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
-    def test_may_be_read_ahead_by_an_accessor(self):
+    def test_an_accessor_reads_ahead(self):
         loader = poptorch.DataLoader(new_options(), torch.arange(7), batch_size=2)
         accessor = poptorch.AsynchronousDataAccessor(loader, buffer_size=2, load_indefinitely=True)
         assert len(accessor) == 3
@@ -318,7 +320,7 @@ class TestDataLoader:
             assert [batch.tolist() for batch in accessor] == [[0, 1], [2, 3], [4, 5]]
         accessor.terminate()
 
-    def test_may_keep_the_rest_on_one_instance(self, on_instances):
+    def test_one_instance_keeps_the_remainder_and_several_refuse_it(self, on_instances):
         loader = poptorch.DataLoader(new_options(), torch.arange(5), batch_size=2, drop_last=False)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
         assert len(loader) == 3
@@ -329,7 +331,7 @@ class TestDataLoader:
 
         on_instances(2, 2, make)
 
-    def test_deals_streams_out(self, on_instances):
+    def test_streams_are_dealt_out_to_instances(self, on_instances):
         class Stream(torch.utils.data.IterableDataset):
             def __iter__(self):
                 return iter(range(11))
@@ -343,13 +345,13 @@ class TestDataLoader:
 
 
 class TestOptions:
-    def test_are_readable_values(self):
+    def test_repr_shows_the_options_that_are_set(self):
         options = new_options(iterations=10, accumulation=4)
         options.randomSeed(3)
         assert "deviceIterations=10" in repr(options)
         assert "Training={'gradientAccumulation': 4}" in repr(options)
 
-    def test_stay_once_a_model_was_made_and_clones_may_be_changed(self, model):
+    def test_options_freeze_once_a_model_is_made_and_clones_stay_mutable(self, model):
         options = new_options(accumulation=2)
         poptorch.trainingModel(copy.deepcopy(model), options)
         with pytest.raises(StrategyError, match=r"Options\.deviceIterations is set after a model"):
@@ -361,8 +363,8 @@ class TestOptions:
         assert options.Training.gradient_accumulation == 2
         assert clone.strategy is options.strategy
 
-    def test_copies_may_be_changed_too_and_have_the_same_replicas(self):
-        """Otherwise the copy of an instance's options would train on that instance alone."""
+    def test_copies_are_mutable_and_have_the_same_replicas(self):
+        """With other replicas, the copy of an instance's options would train on that instance alone."""
         options = new_options(iterations=3)
         strategy = options.strategy
         options._freeze()
@@ -372,10 +374,10 @@ class TestOptions:
         assert options.device_iterations == 3
 
     @pytest.mark.complete
-    def test_of_a_job_that_were_saved_are_those_of_the_job_in_which_they_are_read(self, in_new_process):
+    def test_options_saved_in_a_job_take_the_strategy_of_the_reading_job(self, in_new_process):
         assert in_new_process(SAVED_OPTIONS) == "PopDistStrategy 1 1\n"
 
-    def test_are_not_set_by_assigning_to_their_methods(self):
+    def test_assigning_to_a_method_of_options_is_refused(self):
         with pytest.raises(
             AttributeError, match=r"deviceIterations is a method, .* write .deviceIterations\(3\) instead"
         ):
@@ -383,7 +385,7 @@ class TestOptions:
         with pytest.raises(TypeError, match="the options are a str"):
             poptorch.inferenceModel(Classifier(), "options")
 
-    def test_of_a_job_are_decided_by_poprun(self, in_new_process):
+    def test_options_that_poprun_decides_are_refused_in_a_job(self, in_new_process):
         said = in_new_process(REFUSED_BY_A_JOB).splitlines()
         assert len(said) == 2 * 5
         assert all(
@@ -392,7 +394,7 @@ class TestOptions:
         calls = [one.split("`")[1] for one in said[:5]]
         assert calls == ["useIpuId", "replicationFactor", *(f"Distributed.{name}" for name in DISTRIBUTED)]
 
-    def test_may_look_for_gradients_that_are_not_finite(self, model):
+    def test_floating_point_exceptions_find_gradients_that_are_not_finite(self, model):
         options = Options()
         options.Precision.enableFloatingPointExceptions(True)
         own = copy.deepcopy(model)
@@ -428,7 +430,7 @@ class TestAnchors:
         return poptorch.trainingModel(own, options, poptorch.optim.SGD(own.parameters(), lr=0.1))
 
     def expected(self, model):
-        """The gradients of all updates."""
+        """Return the gradients of all updates."""
         own = copy.deepcopy(model)
         optimizer, found = torch.optim.SGD(own.parameters(), 0.1), []
         for x, y in zip(data()["x"][:16].split(4), data()["y"][:16].split(4), strict=True):
@@ -445,7 +447,7 @@ class TestAnchors:
             (poptorch.OutputMode.Sum, None, lambda seen: seen.sum(0)),
         ],
     )
-    def test_are_seen_after_updates(self, mode, period, pick, model):
+    def test_anchors_show_values_after_updates(self, mode, period, pick, model):
         training = self.training(model, mode, period)
         training(data()["x"][:16], data()["y"][:16])
         gradients, bias = self.expected(model)
@@ -455,9 +457,9 @@ class TestAnchors:
         least, most, mean = training.getLatency()
         assert 0 < least <= mean <= most
 
-    def test_that_are_not_there_are_refused(self, model):
+    def test_unknown_or_unseen_anchors_are_refused(self, model):
         training = self.training(model)
-        with pytest.raises(StrategyError, match="nothing was seen of 'gradient'"):
+        with pytest.raises(StrategyError, match="no value of 'gradient' was recorded"):
             training.getAnchoredTensor("gradient")
         with pytest.raises(StrategyError, match="call it first"):
             training.getLatency()
@@ -473,7 +475,7 @@ class TestCounters:
     EVENTS = ("input", "input_complete", "output", "output_complete")
 
     @pytest.mark.parametrize("mode", [poptorch.OutputMode.Final, poptorch.OutputMode.All])
-    def test_have_a_time_for_each_tensor_and_update(self, mode, model):
+    def test_counters_have_a_time_for_each_tensor_and_update(self, mode, model):
         training = poptorch.trainingModel(copy.deepcopy(model), new_options(iterations=3, mode=mode))
         assert training.getPerfCounters() == dict.fromkeys(self.EVENTS, [[]])
         training(data()["x"][:12], data()["y"][:12])
@@ -482,21 +484,21 @@ class TestCounters:
         moments = [[of_tensor[update] for event in self.EVENTS for of_tensor in found[event]] for update in range(3)]
         assert moments == sorted(map(sorted, moments)), "an update ends before it begins, or before the one before it"
 
-    def test_say_that_all_time_is_computing(self, model):
+    def test_counters_report_all_time_as_computing(self, model):
         inference = poptorch.inferenceModel(model, new_options())
         inference(data()["x"][:4])
         assert inference.getComputeLatency() == inference.getLatency() > (0, 0, 0)
         assert inference.getHostIpuLatency() == inference.getIpuHostLatency() == (0, 0, 0)
         inference.destroy()
 
-    def test_of_transfers_need_a_call_as_well(self, model):
+    def test_counters_of_transfers_need_a_call(self, model):
         inference = poptorch.inferenceModel(model, new_options())
         with pytest.raises(StrategyError, match="call it first"):
             inference.getHostIpuLatency()
 
 
 class TestRandomState:
-    def test_of_an_inference_can_be_set_back(self):
+    def test_random_state_of_an_inference_can_be_restored(self):
         inference = poptorch.inferenceModel(Noise(), new_options().randomSeed(5))
         ones = torch.ones(4, 8)
         inference(ones)
@@ -508,18 +510,18 @@ class TestRandomState:
         assert torch.equal(inference(ones), second)
         inference.destroy()
 
-    def test_of_a_training_is_its_seed_and_its_updates(self, model):
+    def test_random_state_of_a_training_is_the_seed_and_the_number_of_updates(self, model):
         training = poptorch.trainingModel(copy.deepcopy(model), new_options(iterations=2).randomSeed(5))
         training(data()["x"][:8], data()["y"][:8])
         assert training.rng_state == [5, 2]
         training.rng_state = [5, 2]
-        with pytest.raises(StrategyError, match=r"2 updates were made, and the state is that after 3; .*Checkpoints"):
+        with pytest.raises(StrategyError, match=r"has made 2 updates, but the state is from after 3; .*Checkpoints"):
             training.rng_state = [5, 3]
         with pytest.raises(StrategyError, match=r"the seed of this model is 5, .* options.randomSeed\(6\)"):
             training.rng_state = [6, 2]
 
 
-def test_operators_that_mean_nothing_return_what_they_got(capsys):
+def test_operators_without_an_effect_return_their_arguments(capsys):
     x = torch.arange(3.0)
     assert poptorch.nop(x) is x
     assert poptorch.set_available_memory(x, 0.1) is x
@@ -529,7 +531,7 @@ def test_operators_that_mean_nothing_return_what_they_got(capsys):
     assert poptorch.ipu_print_tensor(x, "x") is x
     assert capsys.readouterr().out == "x: tensor([0., 1., 2.])\n"
     assert poptorch.for_loop(3, lambda y: y * 2, [x])[0].tolist() == [0, 8, 16]
-    assert poptorch.for_loop(2, lambda y: y + 1, [np.arange(2)])[0].tolist() == [2, 3]  # one value, if no sequence
+    assert poptorch.for_loop(2, lambda y: y + 1, [np.arange(2)])[0].tolist() == [2, 3]  # one value: no sequence
     assert poptorch.cond(torch.tensor(False), lambda y: y, [x], lambda y: y + 1, [x])[0] == 1
     with poptorch.MultiConv().planType(poptorch.MultiConvPlanType.Serial).cycleBackOff(0.1):
         assert poptorch.CPU(lambda y: y + 1, "one more")(x)[0] == 1

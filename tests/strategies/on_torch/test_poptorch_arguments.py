@@ -1,4 +1,4 @@
-"""What programs of PopTorch may pass: arguments in its order and by its names; what is misspelt is refused."""
+"""Arguments of PopTorch programs: taken in PopTorch's order and by its names; misspelt ones are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Packed:
 
 
 def trained(model, options, optimizer=None):
-    """The module after a call with four rows for each of its micro-batches."""
+    """Return the module after a call with four rows for each of its micro-batches."""
     own = copy.deepcopy(model)
     training = poptorch.trainingModel(own, options, (optimizer or descent)(own.parameters()))
     training(*rows(4 * options.device_iterations * options.Training.gradient_accumulation))
@@ -42,8 +42,8 @@ def descent(parameters):
 
 
 class TestMeans:
-    def test_may_run_as_micro_batches_come(self, model):
-        """Each gradient is divided by the number of those so far, so the bits are those of that."""
+    def test_running_means_are_updated_by_each_micro_batch(self, model):
+        """Each micro-batch divides by the number so far, which rounds differently from a single division."""
         options = new_options(accumulation=3)
         options.Training.setMeanAccumulationAndReplicationReductionStrategy(Running)
         plain, (x, y) = copy.deepcopy(model), rows(12)
@@ -57,7 +57,7 @@ class TestMeans:
         assert torch.equal(own.layer.weight, plain.layer.weight)
         torch.testing.assert_close(own.layer.weight, trained(model, new_options(accumulation=3)).layer.weight)
 
-    def test_are_told_as_losses_also_where_gradients_are_added_up(self, model):
+    def test_the_loss_is_reported_as_a_mean_even_if_gradients_are_summed(self, model):
         found = []
         for kind in (poptorch.ReductionType.Sum, poptorch.ReductionType.Mean):
             options = new_options(replicas=2, accumulation=3)
@@ -70,7 +70,7 @@ class TestMeans:
         assert loss_of_sum == loss_of_mean
         assert of_sum == pytest.approx(6 * of_mean)
 
-    def test_may_be_said_with_sums(self, model):
+    def test_sums_ignore_the_strategy_of_means(self, model):
         options = new_options(accumulation=3).setExecutionStrategy(poptorch.ShardedExecution("B1"))
         options.Training.accumulationAndReplicationReductionType(poptorch.ReductionType.Sum)
         found = []
@@ -90,7 +90,7 @@ class TestOptimizers:
         assert tuple(group[name] for name in names) == numbers
 
     @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "LAMB"])
-    def test_take_none_for_what_is_not_said(self, kind, model):
+    def test_none_means_the_default(self, kind, model):
         said, unsaid = (
             getattr(poptorch.optim, kind)(model.parameters(), **arguments)
             for arguments in ({}, {"lr": None, "weight_decay": None, "loss_scaling": None, "eps": None})
@@ -100,7 +100,7 @@ class TestOptimizers:
             unsaid.param_groups[0][name] for name in ("lr", "weight_decay", "eps")
         ]
 
-    def test_of_which_nothing_is_said_have_the_numbers_of_poptorch(self, model):
+    def test_defaults_are_the_numbers_of_poptorch(self, model):
         group = poptorch.optim.LAMB(model.parameters()).param_groups[0]
         assert (group["lr"], group["weight_decay"], group["max_weight_norm"]) == (1e-3, 1e-2, 65500.0)
         assert poptorch.optim.AdamW(model.parameters(), bias_correction=None).param_groups[0]["weight_decay"] == 1e-2
@@ -108,7 +108,7 @@ class TestOptimizers:
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     @pytest.mark.parametrize("centered", [False, True])
     @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-    def test_rmsprop_may_be_that_of_tensorflow(self, momentum, centered, weight_decay):
+    def test_rmsprop_has_the_variant_of_tensorflow(self, momentum, centered, weight_decay):
         value, gradients = np.array([3.0, -1.0]), np.random.default_rng(3).standard_normal((4, 2))
         parameter = torch.nn.Parameter(torch.tensor(value))
         numbers = {"lr": 0.1, "alpha": 0.9, "eps": 0.01, "momentum": momentum, "centered": centered}
@@ -124,20 +124,20 @@ class TestOptimizers:
             value = value - moved
             np.testing.assert_allclose(parameter.detach(), value, rtol=1e-12)
 
-    def test_take_no_others(self, model):
+    def test_unknown_arguments_are_refused(self, model):
         with pytest.raises(TypeError, match="LAMB has no argument lrr; it has lr, betas"):
             poptorch.optim.LAMB(model.parameters(), lrr=0.1)
 
-    def test_know_which_numbers_were_said_to_change(self, model):
+    def test_optimizers_know_their_variable_attributes(self, model):
         attributes = poptorch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).variable_attrs
         assert [attributes.isConstant(name) for name in ("lr", "momentum", "loss_scaling")] == [False, False, True]
         attributes.markAsConstant("momentum")
         attributes.markAsVariable("loss_scaling")
         assert [attributes.isConstant(name) for name in ("momentum", "loss_scaling")] == [True, False]
-        with pytest.raises(ValueError, match=r"no attribute 'beta'; there are lr, momentum, .*loss_scaling"):
+        with pytest.raises(ValueError, match=r"no attribute 'beta'; it has lr, momentum, .*loss_scaling"):
             attributes.markAsConstant("beta")
 
-    def test_say_with_what_automatic_scales_begin(self, model):
+    def test_automatic_loss_scaling_takes_its_initial_scale(self, model):
         options = new_options()
         options.Training.setAutomaticLossScaling(True)
         training = poptorch.trainingModel(
@@ -145,7 +145,7 @@ class TestOptimizers:
         )
         assert str(training.trainer.state.loss_scale) == "64"
 
-    def test_exclude_options_by_the_names_of_programs(self, model):
+    def test_excluded_options_are_named_as_in_programs(self, model):
         checked = new_options()
         checked.Precision.enableFloatingPointExceptions(True)
         scaled = poptorch.optim.SGD(model.parameters(), 0.1, loss_scaling=8.0)
@@ -158,18 +158,18 @@ class TestOptimizers:
 
 class TestOptions:
     @pytest.mark.parametrize("options", [poptorch.Options(), poptorch.Options().Training])
-    def test_that_are_misspelt_are_refused(self, options):
-        with pytest.raises(AttributeError, match="gradient_acumulation is no option; .* set by methods"):
+    def test_misspelt_options_are_refused(self, options):
+        with pytest.raises(AttributeError, match="gradient_acumulation is not an option; .* Set options by methods"):
             options.gradient_acumulation = 4
 
-    def test_are_not_changed_behind_the_back_of_a_model(self, model):
+    def test_derived_options_cannot_be_assigned_once_a_model_is_made(self, model):
         options = new_options()
         poptorch.trainingModel(model, options)
-        with pytest.raises(AttributeError, match="device_iterations follows from what its methods were given"):
+        with pytest.raises(AttributeError, match="device_iterations follows from the options"):
             options.device_iterations = 4
         assert options.device_iterations == 1
 
-    def test_seed_the_modules_that_are_made_afterwards(self):
+    def test_random_seed_applies_to_modules_made_afterwards(self):
         made = []
         for _ in range(2):
             torch.rand(1)
@@ -184,25 +184,27 @@ class TestOptions:
         options.inputReplicaGrouping(1, poptorch.CommGroupType.Consecutive)
         assert "disableModuleNamescope" in repr(options)
 
-    def test_have_their_older_names_too(self):
+    def test_older_names_of_options_work(self):
         reduction = new_options().Training.accumulationReductionType(poptorch.ReductionType.Sum).reduction
         assert reduction is poptorch.ReductionType.Sum
 
-    def test_that_would_change_what_is_computed_are_refused(self):
+    def test_options_that_would_change_the_result_are_refused(self):
         with pytest.raises(StrategyError, match="FloatDowncastToHalf would do the opposite"):
             poptorch.Options().Precision.halfFloatCasting(poptorch.HalfFloatCastingBehavior.FloatDowncastToHalf)
-        with pytest.raises(StrategyError, match="groups of 2 replicas are to get the same rows"):
+        with pytest.raises(StrategyError, match="groups of 2 replicas should get the same rows"):
             new_options(replicas=2).inputReplicaGrouping(2, poptorch.CommGroupType.Consecutive)
-        with pytest.raises(ValueError, match="all get the same rows"):
+        with pytest.raises(ValueError, match="with the same rows"):
             new_options(replicas=2).inputReplicaGrouping(1, poptorch.CommGroupType.All)
 
-    def test_of_locations_are_settings(self):
-        """A truth value would shard nothing, and say nothing of it."""
+    def test_a_truth_value_as_location_is_refused(self):
+        """A truth value would shard nothing without a message."""
         with pytest.raises(TypeError, match="the location is True; give poptorch.TensorLocationSettings"):
             poptorch.Options().TensorLocations.setOptimizerLocation(True)
 
-    def test_come_first(self):
-        with pytest.raises(TypeError, match=r"the options are a list; poptorch\.DataLoader\(options, dataset"):
+    def test_options_come_first(self):
+        with pytest.raises(
+            TypeError, match=r"the options are a list; use poptorch\.DataLoader\(poptorch\.Options\(\), dataset"
+        ):
             poptorch.DataLoader([1], poptorch.Options())
 
 
@@ -222,7 +224,7 @@ class TestAnchors:
             (poptorch.OutputMode.EveryN, 1, 4),
         ],
     )
-    def test_follow_the_outputs_unless_it_is_said(self, mode, period, updates, model):
+    def test_anchors_follow_the_output_mode_by_default(self, mode, period, updates, model):
         """The period of outputs counts micro-batches, and there are two of them for each update."""
         options = new_options(iterations=4, accumulation=2).outputMode(mode, period)
         found = self.anchored(model, options)
@@ -230,25 +232,27 @@ class TestAnchors:
         last = found if updates is None else found[-1]
         assert torch.equal(last, model.layer.bias)
 
-    def test_of_more_updates_than_there_are_are_refused(self, model):
-        with pytest.raises(ValueError, match=r"layer\.bias is anchored in every 3th of 2 updates"):
+    def test_anchors_with_a_period_longer_than_the_call_are_refused(self, model):
+        with pytest.raises(
+            ValueError, match=r"layer\.bias is anchored with EveryN and n 3, which does not divide 2 updates"
+        ):
             self.anchored(model, new_options(iterations=2), poptorch.OutputMode.EveryN, 3)
 
 
 class TestPhases:
     @pytest.mark.parametrize("kind", [poptorch.SerialPhasedExecution, poptorch.ParallelPhasedExecution])
-    def test_may_be_one_list_as_in_the_documentation(self, kind):
+    def test_phases_are_given_as_one_list_as_in_the_documentation(self, kind):
         strategy = kind([poptorch.Phase(poptorch.Stage("A"), poptorch.Stage("A2")), poptorch.Phase("B", "B2")])
         strategy.phase(0).ipus(0, 2)
         assert repr(strategy) == f"{kind.__name__}(Stage('A').ipu(0), Stage('A2').ipu(2), Stage('B', 'B2'))"
 
-    def test_may_be_names_and_stages_alone(self):
+    def test_phases_are_given_as_names_and_stages(self):
         strategy = poptorch.SerialPhasedExecution("first", poptorch.Stage("second"), ["third", "fourth"])
         assert [stage.blocks for stage in strategy.stages] == [["first"], ["second"], ["third", "fourth"]]
 
     @pytest.mark.parametrize("stages", [(), (3,), ("A", poptorch.Stage("B")), (poptorch.Phase("A"),)])
-    def test_of_something_else_are_refused(self, stages):
-        with pytest.raises(TypeError, match="a phase is made of stages, or of names of blocks"):
+    def test_phases_of_other_types_are_refused(self, stages):
+        with pytest.raises(TypeError, match="a phase needs stages, or names of blocks"):
             poptorch.Phase(*stages)
 
 
@@ -258,11 +262,11 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class TestDataLoader:
-    def test_does_not_drop_the_rest_of_a_stream_unasked(self, on_instances):
+    def test_the_remainder_of_a_stream_is_refused_without_drop_last(self, on_instances):
         def read(strategy):
             loader = poptorch.DataLoader(new_options(strategy, 2), Stream(), batch_size=2, drop_last=False)
             with pytest.raises(
-                StrategyError, match="ends with 3 elements that do not fill the 4 .* use drop_last=True"
+                StrategyError, match="ends with 3 elements, which do not fill a batch of 4 .* use drop_last=True"
             ):
                 list(loader)
 
@@ -272,38 +276,38 @@ class TestDataLoader:
 
     def test_warns_of_workers_that_read_the_same_stream(self, caplog):
         poptorch.DataLoader(new_options(), Stream(), num_workers=2)
-        assert "2 workers read an IterableDataset, each all of it" in caplog.text
+        assert "each of 2 workers reads the whole IterableDataset" in caplog.text
         caplog.clear()
         poptorch.DataLoader(new_options(), Stream(), num_workers=2, worker_init_fn=print)
         assert not caplog.text
 
     @pytest.mark.parametrize("mode", poptorch.DataLoaderMode)
-    def test_begins_another_epoch_also_where_one_was_left_early(self, mode):
+    def test_a_new_epoch_begins_after_one_that_was_left_early(self, mode):
         loader = poptorch.DataLoader(new_options(), torch.arange(64), batch_size=8, shuffle=True, mode=mode)
         first = next(iter(loader))
         assert not torch.equal(next(iter(loader)), first)
 
-    def test_takes_what_an_accessor_takes_and_nothing_else(self):
+    def test_accessor_arguments_are_taken_and_others_refused(self):
         known = {"early_preload": True, "sharing_strategy": poptorch.SharingStrategy.SharedMemory, "buffer_size": 2}
         mode = poptorch.DataLoaderMode.Async
         loader = poptorch.DataLoader(new_options(), torch.arange(4), 2, mode=mode, async_options=known)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-        with pytest.raises(TypeError, match="takes no bufer_size; it takes buffer_size, "):
+        with pytest.raises(TypeError, match="does not take bufer_size; it takes buffer_size, "):
             poptorch.DataLoader(new_options(), torch.arange(4), mode=mode, async_options={"bufer_size": 2})
-        with pytest.raises(TypeError, match="takes no load; it takes buffer_size, "):
+        with pytest.raises(TypeError, match="does not take load; it takes buffer_size, "):
             poptorch.AsynchronousDataAccessor([1], load=True)
-        with pytest.raises(StrategyError, match="rebatched_size is 4, .* have the DataLoader make batches"):
+        with pytest.raises(StrategyError, match="rebatched_size is 4, .* let the DataLoader make batches"):
             poptorch.AsynchronousDataAccessor([1], rebatched_size=4)
 
 
 class TestModels:
-    def test_are_modules(self):
+    def test_a_model_that_is_no_module_is_refused(self):
         with pytest.raises(TypeError, match="the model is a builtin_function_or_method; give a torch.nn.Module"):
             poptorch.inferenceModel(abs)
 
     @pytest.mark.parametrize("pack", [Packed, lambda tensor: tensor.numpy()])
-    def test_that_return_what_cannot_be_put_together_are_refused(self, pack):
-        """Rows of all replicas but one would be lost."""
+    def test_outputs_that_cannot_be_concatenated_are_refused(self, pack):
+        """Concatenation would lose the rows of all replicas but one."""
 
         class Packing(nn.Module):
             def forward(self, x):
@@ -314,7 +318,7 @@ class TestModels:
             inference(torch.ones(4, 2))
         inference.destroy()
 
-    def test_are_exported_with_their_random_numbers_or_without(self, model, tmp_path):
+    def test_export_works_without_the_random_state(self, model, tmp_path):
         training = poptorch.trainingModel(model, new_options())
         training.compileAndExport(tmp_path / "model", *rows(4), export_model=True, save_rng_state=False)
         assert torch.equal(poptorch.load(tmp_path / "model").model.layer.weight, model.layer.weight)
@@ -322,7 +326,7 @@ class TestModels:
 
 
 class TestOperators:
-    def test_cut_and_put_parts_where_tensors_say(self):
+    def test_dynamic_slices_and_updates_take_positions_from_tensors(self):
         x, start = torch.arange(8.0, requires_grad=True), torch.tensor([2])
         found = poptorch.dynamic_slice(x, 0, start, 4, 2)
         found.sum().backward()
@@ -332,7 +336,7 @@ class TestOperators:
         assert poptorch.dynamic_update(whole, torch.ones(2, 2), 1, start, 2).tolist() == [[0, 0, 1, 1]] * 2
         assert not whole.any()
 
-    def test_take_their_arguments_by_name(self, capsys):
+    def test_operators_take_their_arguments_by_name(self, capsys):
         x = torch.arange(2.0)
         assert poptorch.cond(torch.tensor(True), then_body=abs, then_inps=[x], else_body=abs, else_inps=[x]) is not x
         poptorch.ipu_print_tensor(x, title="x", digits=3, print_gradient=False)
@@ -341,7 +345,7 @@ class TestOperators:
         assert poptorch.serializedMatMul(x, x, mode, factor=2, keep_precision=True) == 1
 
 
-def test_errors_of_devices_can_be_named_where_they_are_caught():
-    """Otherwise an error of another kind would end as one that says nothing of it."""
+def test_error_classes_of_devices_can_be_named_in_except():
+    """An unknown name in `except` would raise another error that hides the first one."""
     assert issubclass(poptorch.RecoverableError, poptorch.Error)
     assert issubclass(poptorch.UnrecoverableError, poptorch.Error)

@@ -48,12 +48,12 @@ class TestOptionsInAFile:
             "deviceIterations(" + "(" * 3000 + "1" + ")" * 3000 + ")",
         ],
     )
-    def test_run_nothing(self, line, tmp_path, was_run):
+    def test_a_file_runs_no_code(self, line, tmp_path, was_run):
         with pytest.raises(poptorch.ConfigFileError, match="line 1 of .*; write it as in a program"):
             loaded(tmp_path, line.format(path=str(was_run)) if "{" in line else line)
         assert not was_run.exists()
 
-    def test_may_be_all_that_a_program_writes(self, tmp_path):
+    def test_a_file_sets_every_kind_of_option(self, tmp_path):
         options = loaded(
             tmp_path,
             "# of a training\n\nreplicationFactor(2)\n"
@@ -71,7 +71,7 @@ class TestOptionsInAFile:
         assert repr(options.execution_strategy) == "PipelinedExecution(Stage('B1').ipu(0), Stage('B2', 'B3'))"
         assert (options.Training.gradient_accumulation, options.Training.automatic_loss_scaling) == (4, True)
 
-    def test_are_named_by_their_line_where_they_are_none(self, tmp_path):
+    def test_an_unknown_option_is_refused_with_its_line(self, tmp_path):
         with pytest.raises(
             poptorch.ConfigFileError, match=r"line 2 of .* is 'deviceIteration\(4\)': .* without 'options"
         ):
@@ -79,7 +79,7 @@ class TestOptionsInAFile:
 
 
 class TestOptionsInJson:
-    def test_are_set(self):
+    def test_json_sets_options(self):
         options = poptorch.Options().from_json(
             '{"Training.gradientAccumulation": 4, "outputMode": "OutputMode.All", "_Popart.set": ["x", 1], '
             '"modelName": "resnet.50"}'
@@ -99,13 +99,13 @@ class TestOptionsInJson:
             "[" * 5000,
         ],
     )
-    def test_are_nothing_else(self, string):
-        with pytest.raises(poptorch.ConfigFileError, match="is no JSON of options: "):
+    def test_other_json_is_refused(self, string):
+        with pytest.raises(poptorch.ConfigFileError, match="is not JSON of options: "):
             poptorch.Options().from_json(string)
 
 
 class Activated(nn.Module):
-    """Has a function of PyTorch, blocks, a group of replicas, and a class of its own among its attributes."""
+    """A module that has a PyTorch function, blocks, a group of replicas, and an own object as attributes."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Activated(nn.Module):
 
 
 class Opens:
-    """What a stranger's file would have executed when it is read."""
+    """Code that a stranger's file would run if it were unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -143,7 +143,7 @@ def saved(folder, **others):
 
 
 class TestModelsInAFile:
-    def test_are_those_that_were_saved(self, tmp_path):
+    def test_loading_gives_the_saved_model(self, tmp_path):
         training = saved(tmp_path)
         again = poptorch.load(tmp_path / "model")
         assert repr(again) == repr(training)
@@ -155,7 +155,7 @@ class TestModelsInAFile:
         assert (optimizer.loss_scaling, optimizer.max_grad_norm) == (8.0, 0.5)
 
     @pytest.mark.parametrize("place", ["model", "options", "optimizer", "state", "other"])
-    def test_run_nothing(self, place, tmp_path, was_run):
+    def test_a_file_runs_no_code(self, place, tmp_path, was_run):
         saved(tmp_path)
         content = torch.load(tmp_path / "model", weights_only=False)
         if place == "model":
@@ -169,7 +169,7 @@ class TestModelsInAFile:
             poptorch.load(tmp_path / "model")
         assert not was_run.exists()
 
-    def test_have_no_functions_of_a_program(self, tmp_path):
+    def test_functions_of_the_program_are_refused_unless_trusted(self, tmp_path):
         module = Activated()
         module.activation = saved
         poptorch.inferenceModel(module).save(tmp_path / "model")
@@ -177,7 +177,7 @@ class TestModelsInAFile:
             poptorch.load(tmp_path / "model")
         assert poptorch.load(tmp_path / "model", is_trusted=True).model.activation is saved
 
-    def test_import_nothing(self, tmp_path):
+    def test_a_file_imports_no_module(self, tmp_path):
         (tmp_path / "stranger.py").write_text("import torch\nclass Net(torch.nn.Module): pass\n")
         program = (
             "import sys, torch; sys.path.insert(0, sys.argv[1]); import stranger; "
@@ -188,7 +188,7 @@ class TestModelsInAFile:
             poptorch.load(tmp_path / "model")
         assert "stranger" not in sys.modules
 
-    def test_have_no_part_of_a_sharded_state(self, tmp_path):
+    def test_a_sharded_optimizer_state_is_not_saved(self, tmp_path):
         module = Activated()
         options = poptorch.Options().replicationFactor(2)
         location = poptorch.TensorLocationSettings().useReplicatedTensorSharding()
@@ -199,14 +199,14 @@ class TestModelsInAFile:
         training.save(tmp_path / "model", export_model=False)
 
     @pytest.mark.parametrize("cut", [0, 1, 100, 3000, -10])
-    def test_that_are_damaged_are_one_line(self, cut, tmp_path):
+    def test_damaged_files_are_an_error_of_one_line(self, cut, tmp_path):
         saved(tmp_path)
         content = (tmp_path / "model").read_bytes()
         (tmp_path / "model").write_bytes(content[:cut])
-        with pytest.raises(poptorch.Error, match=r"is no file of PoplarExecutor\.save, or it is damaged"):
+        with pytest.raises(poptorch.Error, match=r"is not a file of PoplarExecutor\.save, or it is damaged"):
             poptorch.load(tmp_path / "model")
 
-    def test_of_others_are_refused(self, tmp_path):
+    def test_files_of_other_writers_are_refused(self, tmp_path):
         torch.save({"weights": torch.ones(2)}, tmp_path / "model")
-        with pytest.raises(poptorch.Error, match=r"is no file of PoplarExecutor\.save; load it with torch\.load"):
+        with pytest.raises(poptorch.Error, match=r"is not a file of PoplarExecutor\.save; load it with torch\.load"):
             poptorch.load(tmp_path / "model")

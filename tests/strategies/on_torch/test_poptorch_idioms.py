@@ -1,4 +1,4 @@
-"""Idioms of PopTorch's programs: each beside plain PyTorch, the same bits for every number of instances, or refused.
+"""Idioms of PopTorch programs: each has the result of plain PyTorch and the same bits on all instances, or is refused.
 
 A new idiom is a row of `IDIOMS`.
 """
@@ -47,25 +47,25 @@ SGD = torch.optim.SGD
 
 
 def nothing(*_: Any) -> None:
-    """What most idioms do here."""
+    """Do nothing; most idioms have no code around their steps."""
 
 
 @dataclass(frozen=True)
 class Idiom:
-    """A training program, and what is the same in plain PyTorch.
+    """A training program beside its equivalent in plain PyTorch.
 
     Attributes:
-        model: makes it, from the seed.
-        options: sets them.
-        own: the optimizer of the program.
-        plain: that of plain PyTorch.
-        after: (executor, call) -> None: what the program does after each call.
-        plain_after: (optimizer, call) -> None: what is the same in plain PyTorch.
-        before_step: (module) -> None: what plain PyTorch does with gradients.
-        weight: of the loss in plain PyTorch.
-        tolerance: 0 for the same bits.
-        same_dtypes: whether outputs have the dtypes of plain PyTorch.
-        refused: the text of the error; None where it runs.
+        model: Makes the model after the seed is set.
+        options: Sets the options.
+        own: Makes the optimizer of the program.
+        plain: Makes the optimizer of plain PyTorch.
+        after: (executor, call) -> None: the code of the program after each call.
+        plain_after: (optimizer, call) -> None: the equivalent code in plain PyTorch.
+        before_step: (module) -> None: changes of gradients in plain PyTorch.
+        weight: Weight of the loss in plain PyTorch.
+        tolerance: Tolerance of the comparison; 0 for the same bits.
+        same_dtypes: Whether outputs have the dtypes of plain PyTorch.
+        refused: The text of the error; None if the idiom runs.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -81,7 +81,7 @@ class Idiom:
     refused: str | None = None
 
 
-# ---- what rows of the table say
+# ---- options of the table's rows
 
 
 def accumulate(count):
@@ -196,7 +196,7 @@ def halve_last(executor_or_optimizer, call):
 
 
 def wide(step_of):
-    """A plain optimizer of float32 copies of 16-bit parameters, with float32 states, as PopTorch's are."""
+    """Return a plain optimizer of float32 copies of 16-bit parameters, with float32 states as in PopTorch."""
 
     class Wide(torch.optim.Optimizer):
         def __init__(self, params):
@@ -346,7 +346,7 @@ IDIOMS: dict[str, Idiom] = {
     ),
     "losses_two_unmarked": Idiom(
         net(returned=lambda output, loss: (loss, loss.exp())),
-        refused=r"returns 2 scalars .* each could be the loss; mark",
+        refused=r"returns 2 scalars .* any could be the loss; mark",
     ),
     "loss_of_each_row": Idiom(
         net(loss=lambda o, y: poptorch.identity_loss(F.cross_entropy(o, y, reduction="none"), "none")),
@@ -363,7 +363,7 @@ IDIOMS: dict[str, Idiom] = {
     "pipeline_sharded": Idiom(Scopes, by("setExecutionStrategy", poptorch.ShardedExecution("B1", "B2"))),
     "pipeline_phased": Idiom(Scopes, by("setExecutionStrategy", poptorch.SerialPhasedExecution(["B1"], ["B2"]))),
     "pipeline_too_short": Idiom(Scopes, lambda o: o.setExecutionStrategy(two_stages), refused="micro-batches"),
-    # what models are made of
+    # ---- parts of models
     "frozen_layer": Idiom(Frozen),
     "tied_weights": Idiom(Tied, accumulate(2)),
     "batch_norm": Idiom(net(lambda: nn.BatchNorm1d(8)), accumulate(2)),
@@ -401,7 +401,7 @@ IDIOMS: dict[str, Idiom] = {
     "custom_codelet": Idiom(
         computing(lambda x: poptorch.custom_op([x], "Cube", "domain", 1)), refused="autograd.Function"
     ),
-    # what programs do between calls
+    # ---- actions of programs between calls
     "looks_at_weights": Idiom(after=look),
     "destroys_and_goes_on": Idiom(after=lambda e, _: e.destroy()),
     "validates": Idiom(after=validate),
@@ -417,7 +417,7 @@ IDIOMS: dict[str, Idiom] = {
 
 
 def rows_of(options, calls=CALLS, local=slice(None), replicas=1):
-    """The batches of the calls, in the order of a `DataLoader`: micro-batches, in each the local replicas."""
+    """Yield the batches of the calls in the order of a `DataLoader`: micro-batches, each with the local replicas."""
     count = options.device_iterations * options.Training.gradient_accumulation
     x, labels = data(calls * count * replicas * ROWS)
     for call in range(calls):
@@ -437,7 +437,7 @@ def options_of(idiom, replicas, strategy=None):
 
 
 def trained(idiom, module, replicas, strategy=None):
-    """What all calls return, and the module's state after them."""
+    """Return the outputs of all calls, and the module's state after them."""
     options = options_of(idiom, replicas, strategy)
     training = poptorch.trainingModel(module, options, idiom.own(module.parameters()))
     local = options.strategy.replicas.local_replicas
@@ -452,7 +452,7 @@ def trained(idiom, module, replicas, strategy=None):
 
 
 def plainly(idiom, module):
-    """The same by plain PyTorch, on one replica."""
+    """Return the outputs and the state by plain PyTorch on one replica."""
     options = options_of(idiom, 1)
     optimizer = idiom.plain(module.parameters())
     optimizer.modules = [module]
@@ -487,7 +487,7 @@ def _detached(outputs):
 
 
 def returned(of_call, options):
-    """What comes back of the outputs of all micro-batches, as PopTorch's documentation says."""
+    """Return the selected outputs of all micro-batches, as PopTorch's documentation specifies."""
     mode = options.output_mode
     if mode is Sum:
         return [torch.stack(each).sum(0) for each in zip(*of_call, strict=True)]
@@ -512,7 +512,7 @@ def bits_of(module):
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_idiom_is_that_of_plain_pytorch(name):
+def test_idiom_has_the_result_of_plain_pytorch(name):
     idiom = IDIOMS[name]
     if idiom.refused:
         with pytest.raises((StrategyError, TypeError, ValueError), match=idiom.refused):

@@ -1,4 +1,4 @@
-"""PopTorch's optimizers: numbers that change, dtypes of states, norms, and states that stay whole."""
+"""PopTorch's optimizers: variable numbers, dtypes of states, norms, and states that stay whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bits_of(model):
 
 
 class TestAdamWithoutCorrection:
-    def test_takes_moments_as_they_are(self):
+    def test_moments_are_not_corrected(self):
         value, gradients = np.array([3.0, -1.0]), np.random.default_rng(3).standard_normal((4, 2))
         parameter = nn.Parameter(torch.tensor(value))
         own = poptorch.optim.AdamW([parameter], 0.1, (0.8, 0.9), 0.01, weight_decay=0.2, bias_correction=False)
@@ -46,7 +46,7 @@ class TestAdamWithoutCorrection:
             value = value * (1 - 0.1 * 0.2) - 0.1 * first / (np.sqrt(second) + 0.01)
             np.testing.assert_allclose(parameter.detach(), value, rtol=1e-12)
 
-    def test_maximizes_where_it_is_told_to(self):
+    def test_maximize_ascends(self):
         up, down = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         for parameter, maximize in ((up, True), (down, False)):
             parameter.grad = torch.ones(2)
@@ -54,7 +54,7 @@ class TestAdamWithoutCorrection:
             own.step()
         torch.testing.assert_close(up - 1, 1 - down)
 
-    def test_has_no_amsgrad(self, model):
+    def test_amsgrad_is_refused(self, model):
         with pytest.raises(StrategyError, match="amsgrad .* bias_correction=True"):
             poptorch.optim.AdamW(model.parameters(), amsgrad=True, bias_correction=False)
 
@@ -85,7 +85,7 @@ def test_states_are_sharded_without_a_change_of_bits(kind, numbers, model, on_in
 
 
 @pytest.mark.parametrize(("limit", "size"), [(None, 5.0), (2.0, 2.0)])
-def test_lamb_takes_no_more_than_its_limit_for_the_norm_of_a_parameter(limit, size):
+def test_lamb_limits_the_norm_of_a_parameter(limit, size):
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
     parameter.grad = torch.ones(2)
     poptorch.optim.LAMB([parameter], 0.1, eps=0.0, weight_decay=0.0, max_weight_norm=limit).step()
@@ -100,7 +100,7 @@ class TestStatesThatStayWhole:
             lambda parameters: poptorch.optim.SGD(parameters, lr=0.1, max_grad_norm=0.01),
         ],
     )
-    def test_are_said_and_train_the_same(self, make, model, caplog):
+    def test_unsharded_states_are_logged_and_train_the_same(self, make, model, caplog):
         found = []
         for options in (poptorch.Options().replicationFactor(2), sharding()):
             own = copy.deepcopy(model)
@@ -109,11 +109,11 @@ class TestStatesThatStayWhole:
             assert not training.trainer.is_sharded
             found.append(bits_of(own))
         assert found[0] == found[1]
-        assert "stays whole on every instance, since an update needs norms" in caplog.text
+        assert "stays whole on every instance, because an update needs norms" in caplog.text
 
 
 class TestNumbersThatChange:
-    def test_loss_scaling_takes_effect_in_both_ways_of_saying_it(self, model):
+    def test_loss_scaling_takes_effect_through_options_and_through_the_optimizer(self, model):
         optimizer = poptorch.optim.SGD(model.parameters(), 0.1)
         training = poptorch.trainingModel(model, optimizer=optimizer)
         training(*rows(4, 2))
@@ -126,7 +126,7 @@ class TestNumbersThatChange:
         assert str(training.trainer.state.loss_scale) == "2"
 
     def test_loss_scaling_keeps_small_gradients_of_halves(self):
-        """The gradient is 2e-8, which is no number of 16 bits; the step takes it back to one that is."""
+        """The gradient of 2e-8 underflows in 16 bits; the step scales it to a representable number."""
 
         class Small(nn.Module):
             def __init__(self):
@@ -160,21 +160,21 @@ class TestNumbersThatChange:
         norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
         assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
-    def test_a_limit_is_refused_where_gradients_are_parts(self, model):
+    def test_a_limit_is_refused_if_gradients_are_parts(self, model):
         training = poptorch.trainingModel(model, sharding(), poptorch.optim.SGD(model.parameters(), 0.1))
         with pytest.raises(StrategyError, match=r"max_grad_norm is 1\.0, .* useReplicatedTensorSharding"):
             training.setOptimizer(poptorch.optim.SGD(model.parameters(), 0.1, max_grad_norm=1.0))
 
-    def test_an_optimizer_of_other_parameters_takes_no_place(self, model):
-        """Otherwise those of the first one would go on being trained."""
+    def test_set_optimizer_refuses_other_parameters(self, model):
+        """Without the check, parameters of the first optimizer would continue to be trained."""
         training = poptorch.trainingModel(model, optimizer=poptorch.optim.SGD(model.parameters(), 0.1))
-        with pytest.raises(StrategyError, match="has other parameters in its groups .*; make another model"):
+        with pytest.raises(StrategyError, match="are not those that the model trains; make a new model"):
             training.setOptimizer(poptorch.optim.SGD([model.layer.bias], 0.1))
 
 
 class TestDtypes:
     def test_states_of_halves_are_float32_as_in_poptorch(self):
-        """eps=1e-8 is zero in 16 bits, so PyTorch's Adam divides by zero."""
+        """In 16 bits eps=1e-8 is zero, so PyTorch's Adam divides by zero."""
         parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
         parameter.grad = torch.tensor([0.0, 1e-7, 1.0], dtype=torch.float16)
         optimizer = poptorch.optim.Adam([parameter], lr=0.1)
@@ -187,7 +187,7 @@ class TestDtypes:
         assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
         assert optimizer.param_groups[0]["params"][0] is parameter
 
-    def test_states_have_those_that_are_said(self):
+    def test_states_have_the_dtypes_that_the_program_gives(self):
         parameter = nn.Parameter(torch.ones(3))
         optimizer = poptorch.optim.AdamW([parameter], first_order_momentum_accum_type=torch.float16)
         for _ in range(2):
@@ -195,10 +195,10 @@ class TestDtypes:
             optimizer.step()
         state = optimizer.state[parameter]
         assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float16, torch.float32)
-        with pytest.raises(ValueError, match=r"accum_type is torch\.int8; it is torch\.float16 or torch\.float32"):
+        with pytest.raises(ValueError, match=r"accum_type is torch\.int8; use torch\.float16 or torch\.float32"):
             poptorch.optim.SGD([parameter], 0.1, accum_type=torch.int8)
 
-    def test_states_keep_theirs_when_they_are_loaded(self):
+    def test_loaded_states_keep_their_dtypes(self):
         parameter = nn.Parameter(torch.ones(3, dtype=torch.float16))
         parameter.grad = torch.full((3,), 1e-4, dtype=torch.float16)
         first, second = (poptorch.optim.Adam([parameter], lr=0.1) for _ in range(2))
@@ -221,7 +221,7 @@ class TestDtypes:
         options.Precision.enableStochasticRounding(True)
         half = copy.deepcopy(model).half()
         poptorch.trainingModel(half, options, poptorch.optim.SGD(half.parameters(), 0.1, accum_type=torch.float32))
-        assert "accum_type is torch.float32, and gradients of torch.float16 parameters" in caplog.text
+        assert "accum_type is torch.float32, but gradients of torch.float16 parameters" in caplog.text
         assert "enableStochasticRounding: parameters are torch.float16" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Options and names of PopTorch that programs use: with their effect, or a sentence that says why there is none."""
+"""Options and names of PopTorch: each takes effect, or logs the reason why not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strategies.compat.poptorch.profiling import close_recordings, tell_too_late
 
 
 class Line(nn.Module):
-    """Returns its mean squared error; half of it is computed in 16 bits."""
+    """A linear layer that returns its mean squared error; half of it is computed in 16 bits."""
 
     def __init__(self, **blocks):
         super().__init__()
@@ -39,14 +39,14 @@ def model():
 
 
 class TestOwnAttributes:
-    def test_of_options_are_the_program_s(self):
+    def test_own_attributes_of_options_are_kept_and_copied(self):
         options = poptorch.Options()
         options.use_popdist = True
         assert options.use_popdist
         assert options.clone().use_popdist
         assert pickle.loads(pickle.dumps(options)).use_popdist
 
-    def test_of_distributed_are_kept_by_the_options_and_clones_have_their_own(self):
+    def test_attributes_of_distributed_belong_to_each_options_object(self):
         options = poptorch.Options()
         options.Distributed.use_popdist = True
         assert options.Distributed.use_popdist
@@ -55,7 +55,7 @@ class TestOwnAttributes:
             assert other.Distributed is other.Distributed
             assert other.Distributed._options is other
 
-    def test_may_be_set_once_options_are_frozen(self, model):
+    def test_own_attributes_can_be_set_on_frozen_options(self, model):
         options = poptorch.Options()
         poptorch.inferenceModel(model, options)
         options.batches_seen = 3
@@ -70,21 +70,25 @@ class TestOwnAttributes:
             ("enableStochasticRoundin", "Precision.enableStochasticRounding"),
         ],
     )
-    def test_that_are_nearly_options_are_refused_with_those(self, name, meant):
-        with pytest.raises(AttributeError, match=rf"Options\.{name} is no option; did you mean {meant}\(\.\.\.\)\?"):
+    def test_attributes_close_to_an_option_are_refused_with_a_suggestion(self, name, meant):
+        with pytest.raises(
+            AttributeError, match=rf"Options\.{name} is not an option; did you mean {meant}\(\.\.\.\)\?"
+        ):
             setattr(poptorch.Options(), name, 4)
 
-    def test_that_are_not_there_are_refused_with_what_is(self):
-        with pytest.raises(AttributeError, match="Options.Trainings is no option; did you mean Training"):
+    def test_reading_an_unknown_option_suggests_a_known_one(self):
+        with pytest.raises(AttributeError, match="Options.Trainings is not an option; did you mean Training"):
             _ = poptorch.Options().Trainings
-        with pytest.raises(AttributeError, match="gradientAcumulation is no option; did you mean gradientAccumulation"):
+        with pytest.raises(
+            AttributeError, match="gradientAcumulation is not an option; did you mean gradientAccumulation"
+        ):
             poptorch.Options().Training.gradientAcumulation(3)
-        with pytest.raises(AttributeError, match="Options.zebra is no option; the documentation, page torch"):
+        with pytest.raises(AttributeError, match=r"Options.zebra is not an option; the documentation \(docs: torch\)"):
             _ = poptorch.Options().zebra
 
 
 class TestEnvironment:
-    def test_may_set_options(self, tmp_path, monkeypatch):
+    def test_environment_variables_set_options(self, tmp_path, monkeypatch):
         monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"Training.gradientAccumulation": 3}')
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
         monkeypatch.setenv("POPTORCH_CACHE_DIR", str(tmp_path))
@@ -94,18 +98,18 @@ class TestEnvironment:
 
 
 class TestModes:
-    def test_of_evaluation_in_the_first_call_are_said(self, model, caplog):
+    def test_evaluation_mode_in_the_first_call_is_logged(self, model, caplog):
         poptorch.trainingModel(model.eval(), poptorch.Options())(torch.ones(4, 3))
-        assert "for the first time with its module in evaluation mode" in caplog.text
+        assert "in evaluation mode at the first call" in caplog.text
 
-    def test_of_a_part_that_change_are_said_and_taken_over_by_the_executor(self, model, caplog):
+    def test_a_changed_mode_of_a_part_is_logged(self, model, caplog):
         training = poptorch.trainingModel(model, poptorch.Options())
         training(torch.ones(4, 3))
         model.first.eval()
         training(torch.ones(4, 3))
-        assert "the mode of Linear has changed, and a training model keeps" in caplog.text
+        assert "the mode of Linear has changed, but a training model keeps" in caplog.text
 
-    def test_that_the_program_sets_are_left_to_it(self, model):
+    def test_modes_that_the_program_sets_stay(self, model):
         training = poptorch.trainingModel(model, poptorch.Options())
         training(torch.ones(4, 3))
         model.eval()
@@ -116,7 +120,7 @@ class TestModes:
 
 class TestAutocast:
     @pytest.mark.parametrize(("enabled", "dtype"), [(True, torch.float16), (False, torch.float32)])
-    def test_is_heeded_unless_the_options_say_otherwise(self, enabled, dtype, model):
+    def test_autocast_applies_unless_options_disable_it(self, enabled, dtype, model):
         options = poptorch.Options()
         options.Precision.autocastEnabled(enabled).autocastPolicy(poptorch.autocasting.Policy())
         training = poptorch.trainingModel(model, options, torch.optim.SGD(model.parameters(), 0.1))
@@ -126,7 +130,7 @@ class TestAutocast:
         inference(torch.ones(4, 3))
         assert (of_training, inference._inference._copies[0].module.seen) == ([dtype], [dtype])
 
-    def test_may_decorate_functions_and_be_off(self):
+    def test_autocast_decorates_functions_and_can_be_disabled(self):
         @poptorch.autocast(dtype=torch.bfloat16)
         def product(x):
             with poptorch.autocast(enabled=False):
@@ -137,7 +141,7 @@ class TestAutocast:
             assert [each.dtype for each in product(torch.ones(2, 2))] == [torch.bfloat16, torch.float32]
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
-    def test_has_no_lists_of_its_own(self):
+    def test_operator_lists_of_a_policy_are_refused(self):
         precision = poptorch.Options().Precision
         with pytest.raises(StrategyError, match=r"the policy lists operators \(fp16, demote\), .* its own list"):
             precision.autocastPolicy(poptorch.autocasting.Policy(fp16=["matmul"], demote=["add"]))
@@ -150,7 +154,7 @@ def _copies(trainer):
 
 
 class TestStages:
-    def test_are_made_by_each_block_without_devices(self, model):
+    def test_each_block_without_a_device_becomes_a_stage(self, model):
         options = poptorch.Options()
         options.Training.gradientAccumulation(2)
         options.setExecutionStrategy(poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement))
@@ -160,7 +164,7 @@ class TestStages:
         assert {span.device for span in training.trace.replicas[0]} == {0, 1}
         training.destroy()
 
-    def test_of_blocks_without_devices_are_refused_with_the_way_out(self, model):
+    def test_blocks_without_devices_are_refused_with_the_way_out(self, model):
         options = poptorch.Options().setExecutionStrategy(poptorch.PipelinedExecution())
         options.Training.gradientAccumulation(2)
         with pytest.raises(StrategyError, match=r"PipelinedExecution\(poptorch\.AutoStage\.AutoIncrement\)"):
@@ -173,7 +177,7 @@ class TestRecordings:
         yield
         close_recordings()
 
-    def test_are_made_where_profiling_is_enabled(self, model, tmp_path, caplog):
+    def test_enabling_profiling_records_a_timeline(self, model, tmp_path, caplog):
         options = poptorch.Options().enableProfiling(tmp_path)
         poptorch.trainingModel(model, options)(torch.ones(4, 3))
         assert f"open it with: poprun timeline report {tmp_path}" in caplog.text
@@ -183,7 +187,7 @@ class TestRecordings:
         again = poptorch.Options().enableProfiling(tmp_path).replicationFactor(2)
         assert again.strategy.replicas.instruments.attached == options.strategy.replicas.instruments.attached
 
-    def test_are_made_where_the_environment_asks_for_popvision(self, tmp_path, monkeypatch):
+    def test_popvision_variables_record_a_timeline(self, tmp_path, monkeypatch):
         monkeypatch.setenv(
             "POPLAR_ENGINE_OPTIONS", f'{{"autoReport.all": "true", "autoReport.directory": "{tmp_path}"}}'
         )
@@ -191,18 +195,18 @@ class TestRecordings:
         assert (tmp_path / "instance-0.timeline").exists()
 
     @pytest.mark.parametrize("value", ["{", "[1]", "[" * 10000])
-    def test_are_refused_where_the_environment_is_no_json(self, value, monkeypatch):
+    def test_malformed_engine_options_are_refused(self, value, monkeypatch):
         monkeypatch.setenv("POPLAR_ENGINE_OPTIONS", value)
-        with pytest.raises(poptorch.ConfigFileError, match=r"POPLAR_ENGINE_OPTIONS is no .*JSON"):
+        with pytest.raises(poptorch.ConfigFileError, match=r"POPLAR_ENGINE_OPTIONS is not .*JSON"):
             _ = poptorch.Options().strategy
 
-    def test_of_a_job_that_is_connected_come_too_late_and_are_said(self, monkeypatch, caplog):
+    def test_profiling_enabled_after_connecting_is_logged_as_too_late(self, monkeypatch, caplog):
         monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
         tell_too_late()
-        assert "enableProfiling comes after the instances were connected, and is not heeded; start" in caplog.text
+        assert "enableProfiling has no effect after the instances were connected; start" in caplog.text
 
     @pytest.mark.complete
-    def test_of_a_job_are_asked_for_before_it_is_connected(self, tmp_path, in_new_process):
+    def test_engine_options_of_a_job_apply_before_connecting(self, tmp_path, in_new_process):
         said = json.dumps({"autoReport.directory": str(tmp_path)})
         program = "import popdist.poptorch; popdist.poptorch.Options().enableProfiling('elsewhere')"
         in_new_process(program, POPLAR_ENGINE_OPTIONS=said)
@@ -210,16 +214,16 @@ class TestRecordings:
 
 
 class TestCompilers:
-    def test_caches_are_those_of_torch(self, tmp_path, monkeypatch, caplog):
+    def test_caching_uses_the_cache_of_torch(self, tmp_path, monkeypatch, caplog):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
         caplog.set_level(logging.INFO, "strategies.torch.poptorch")
         poptorch.Options().enableExecutableCaching(tmp_path)
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         assert cache_dir() == str(tmp_path)
-        assert f"{tmp_path} has what torch.compile makes; nothing else is compiled" in caplog.text
+        assert f"{tmp_path} keeps programs compiled by torch.compile; nothing else is compiled" in caplog.text
 
-    def test_buffering_is_how_many_batches_are_made_ahead(self):
+    def test_the_buffering_depth_is_the_number_of_batches_made_ahead(self):
         options = poptorch.Options()
         options._Popart.set("defaultPrefetchBufferingDepth", 5)
         loader = poptorch.DataLoader(options, torch.arange(8), mode=poptorch.DataLoaderMode.Async)
@@ -229,11 +233,11 @@ class TestCompilers:
         with pytest.raises(ValueError, match="defaultPrefetchBufferingDepth"):
             poptorch.Options()._Popart.set("defaultPrefetchBufferingDepth", 0)
 
-    def test_that_would_change_what_is_trained_are_refused(self):
+    def test_popart_options_that_would_change_training_are_refused(self):
         with pytest.raises(StrategyError, match=r"'accumulationFactor', .* use Options.Training"):
             poptorch.Options()._Popart.set("accumulationFactor", 4)
 
-    def test_nothing_takes_time_to_compile(self, model):
+    def test_the_compilation_time_is_zero(self, model):
         assert poptorch.inferenceModel(model).compilationTime().total_seconds() == 0
 
 
@@ -242,27 +246,27 @@ class TestCompilers:
     [
         (
             lambda: poptorch.Options().enableStableNorm(True),
-            r"Options.enableStableNorm changes nothing here: PyTorch's",
+            r"Options.enableStableNorm has no effect here: PyTorch computes",
         ),
         (
             lambda: poptorch.TensorLocationSettings().useOnChipStorage(True),
-            "all tensors lie in the memory of the host, where useOnChipStorage(False) puts them",
+            "all tensors are in host memory, as useOnChipStorage(False) asks",
         ),
         (
             lambda: poptorch.Options().Precision.enableStochasticRounding(True),
-            "enableStochasticRounding changes nothing here: PyTorch rounds to nearest",
+            "enableStochasticRounding has no effect here: PyTorch rounds to nearest",
         ),
         (
             lambda: poptorch.Options()._Popart.set("autoRecomputation", 3).setPatterns({"TiedGather": True}),
-            "Options._Popart.autoRecomputation changes nothing here: nothing is compiled",
+            "Options._Popart.autoRecomputation has no effect here: nothing is compiled",
         ),
         (
             lambda: poptorch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1, velocity_scaling=4.0),
-            "velocity_scaling of an optimizer changes nothing here: velocities are not scaled",
+            "velocity_scaling of an optimizer has no effect here: velocities are not scaled",
         ),
     ],
 )
-def test_what_changes_nothing_is_said_once(call, said, caplog):
+def test_options_without_an_effect_are_logged_once(call, said, caplog):
     without_effect.tell_once.cache_clear()
     caplog.set_level(logging.INFO, "strategies.torch.poptorch")
     call()
@@ -271,12 +275,12 @@ def test_what_changes_nothing_is_said_once(call, said, caplog):
 
 
 class TestHardware:
-    def test_may_be_claimed(self, monkeypatch):
+    def test_hardware_can_be_claimed_by_the_environment(self, monkeypatch):
         assert (poptorch.ipuHardwareVersion(), poptorch.ipuHardwareIsAvailable()) == (0, False)
         monkeypatch.setenv("POPTORCH_IPU_HARDWARE_VERSION", "21")
         assert (poptorch.ipuHardwareVersion(), poptorch.ipuHardwareIsAvailable(4)) == (21, True)
         monkeypatch.setenv("POPTORCH_IPU_HARDWARE_VERSION", "mk2")
-        with pytest.raises(ValueError, match="is 'mk2'; it is a version of IPUs"):
+        with pytest.raises(ValueError, match="is 'mk2'; set it to a version of IPUs"):
             poptorch.ipuHardwareVersion()
 
 
@@ -286,10 +290,10 @@ class TestNames:
         [
             ("trainingmodel", "did you mean trainingModel?"),
             ("experimental", "inferenceModel"),
-            ("zebra", "page torch"),
+            ("zebra", "docs: torch"),
         ],
     )
-    def test_that_are_not_there_are_refused_with_the_way_out(self, name, way_out):
+    def test_unknown_names_are_refused_with_the_way_out(self, name, way_out):
         with pytest.raises(AttributeError, match=f"poptorch has no {name}: .*{way_out}"):
             getattr(poptorch, name)
 
@@ -302,13 +306,13 @@ class TestNames:
             ("nearest", "torch_cluster.nearest"),
         ],
     )
-    def test_of_what_is_not_here_name_a_library(self, name, library):
+    def test_unsupported_functions_name_a_library_that_has_them(self, name, library):
         function = getattr(poptorch, name)
         assert (function.__name__, function.__qualname__) == (name, name)
         with pytest.raises(StrategyError, match=library):
             function(torch.ones(1), 2, named=3)
 
-    def test_of_phased_strategies_are_not_those_of_the_other_one(self):
+    def test_phased_strategies_have_separate_methods(self):
         parallel, serial = poptorch.ParallelPhasedExecution("B1"), poptorch.SerialPhasedExecution("B1")
         assert parallel.useSeparateBackwardPhase().sendTensorsOffChipAfterFwd(False) is parallel
         assert serial.useSeparateBackwardPhase().setTensorsLiveness(poptorch.Liveness.AlwaysLive) is serial
@@ -317,20 +321,20 @@ class TestNames:
         with pytest.raises(AttributeError, match="SerialPhasedExecution has no sendTensorsOffChipAfterFwd"):
             serial.sendTensorsOffChipAfterFwd()
 
-    def test_of_blocks_that_no_stage_has_are_refused(self):
-        with pytest.raises(StrategyError, match=r"no stage with the block \[1, 2\]; those of the strategy are 'B1'"):
+    def test_blocks_without_a_stage_are_refused(self):
+        with pytest.raises(StrategyError, match=r"no stage has the block \[1, 2\]; the strategy lists the blocks 'B1'"):
             poptorch.PipelinedExecution("B1").stage([1, 2])
 
-    def test_of_an_older_version_take_the_same_arguments(self):
+    def test_older_names_take_the_same_arguments(self):
         options = poptorch.Options().anchorMode(poptorch.AnchorMode.EveryN, 2)
         assert (options.output_mode, options.output_every) == (poptorch.OutputMode.EveryN, 2)
 
-    def test_without_an_effect_are_listed(self):
+    def test_dir_lists_names_without_an_effect(self):
         options, model = poptorch.Options(), poptorch.inferenceModel(nn.Linear(1, 1))
         assert {"useIpuModel", "deviceIterations"} <= set(dir(options))
         assert {"copyWeightsToHost", "save"} <= set(dir(model))
 
-    def test_without_an_effect_take_the_arguments_of_poptorch(self):
+    def test_functions_without_an_effect_take_the_arguments_of_poptorch(self):
         options = poptorch.Options()
         assert options.useOfflineIpuTarget(ipu_version=21).useIpuModel(True) is options
         with pytest.raises(TypeError, match=r"Options\.useIpuModel\(\) missing .* argument: 'use_model'"):
@@ -338,10 +342,10 @@ class TestNames:
         with pytest.raises(AttributeError, match="MultiConv has no planTypes; it has availableMemoryProp"):
             poptorch.MultiConv().planTypes(1)
 
-    def test_say_which_version_of_poptorch_they_are_of(self):
+    def test_the_version_is_that_of_the_described_poptorch(self):
         assert poptorch.__version__.split(".")[0] == "3"
 
-    def test_channels_make_spans_for_a_profiler(self):
+    def test_profiling_channels_make_spans_for_a_profiler(self):
         class Source:
             def read(self, count):
                 return count
@@ -362,7 +366,7 @@ class TestSamplers:
             lambda: torch.utils.data.RandomSampler(range(16)),
         ],
     )
-    def test_give_the_order_the_same_on_all_instances(self, make, on_instances):
+    def test_samplers_give_the_same_order_on_all_instances(self, make, on_instances):
         def read(strategy):
             options = poptorch.Options().replicationFactor(2).randomSeed(3)
             options._strategy = strategy
@@ -375,7 +379,7 @@ class TestSamplers:
         assert len(alone) == 2 * length
         assert alone[:length] != alone[length:]
 
-    def test_of_a_program_are_for_one_instance_or_its_own_part(self, on_instances):
+    def test_samplers_of_the_program_need_one_instance_or_own_partitioning(self, on_instances):
         class Backwards(torch.utils.data.Sampler):
             def __len__(self):
                 return 8
@@ -398,7 +402,7 @@ class TestSamplers:
 
         assert on_instances(2, 2, make) == [[[7, 6, 5, 4], [3, 2, 1, 0]]] * 2
 
-    def test_are_refused_with_what_gives_another_order(self):
+    def test_samplers_are_refused_with_another_source_of_order(self):
         sampler = torch.utils.data.SequentialSampler(range(8))
         with pytest.raises(StrategyError, match="shuffle=True asks for another"):
             poptorch.DataLoader(poptorch.Options(), torch.arange(8), shuffle=True, sampler=sampler)
@@ -407,18 +411,18 @@ class TestSamplers:
 
 
 class TestData:
-    def test_that_fill_no_batch_are_an_error_of_poptorch(self):
+    def test_data_that_fill_no_batch_are_an_error_of_poptorch(self):
         for kind in (poptorch.Error, ValueError):
-            with pytest.raises(kind, match="has 3 elements, and a batch of all replicas takes 4"):
+            with pytest.raises(kind, match="has 3 elements, but a batch of all replicas takes 4"):
                 poptorch.DataLoader(poptorch.Options(), torch.arange(3), batch_size=4)
 
-    def test_are_not_shuffled_by_a_generator_and_that_is_said(self, caplog):
+    def test_a_generator_for_shuffling_is_ignored_and_logged(self, caplog):
         generator = torch.Generator()
         poptorch.DataLoader(poptorch.Options(), torch.arange(8), 4, shuffle=True, generator=generator)
-        assert "follows options.randomSeed, and not the generator" in caplog.text
+        assert "follows options.randomSeed and ignores the generator" in caplog.text
 
-    def test_of_a_stream_are_put_together_by_the_program(self):
-        """It gets the elements of a batch, not each alone."""
+    def test_the_collate_function_gets_whole_batches_of_a_stream(self):
+        """The function gets the elements of a batch, not each element alone."""
 
         class Stream(torch.utils.data.IterableDataset):
             def __iter__(self):

@@ -1,4 +1,4 @@
-"""NumPy, XLA and PyTorch encode gradients as int8 with the same bytes."""
+"""Encoding of gradients as int8: NumPy, XLA and PyTorch give the same bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def leaves_of(rng):
 
 @pytest.fixture
 def given(seed):
-    """Gradients with numbers of every kind but subnormal ones, and residuals that are smaller."""
+    """Return gradients with numbers of every kind but subnormal ones, and smaller residuals."""
     rng = np.random.default_rng(seed)
     leaves = leaves_of(rng)
     leaves[0][[7, 70, 130]] = np.inf, -np.inf, np.nan
@@ -71,7 +71,7 @@ def test_numbers_of_every_kind_have_the_same_bytes_in_every_library(given, other
 
 @pytest.fixture
 def subnormal(seed):
-    """Gradients some of which are subnormal, alone in their blocks and beside larger ones."""
+    """Return gradients with subnormal numbers, in blocks of their own and beside larger numbers."""
     leaves = leaves_of(np.random.default_rng(seed))
     tiny = np.finfo(np.float32).tiny
     leaves[0][:64] = np.linspace(-tiny, tiny, 64, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Each thread draws from a generator of its own, whatever draws, and as plain PyTorch would with that seed."""
+"""Random numbers of threads: each draws from its own generator, as plain PyTorch would with the same seed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_thread_draws_what_plain_pytorch_draws_with_that_seed(draw):
     assert not torch.equal(*drawn)
 
 
-def test_threads_that_draw_at_once_do_not_disturb_each_other():
+def test_threads_that_draw_concurrently_do_not_disturb_each_other():
     def draw(seed):
         with drawing_from(seed):
             return [F.dropout(torch.ones(16), 0.5) + torch.rand(16) for _ in range(50)]
@@ -106,7 +106,7 @@ def test_a_generator_that_is_given_is_used():
     assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(9)))
 
 
-def test_states_that_are_saved_and_put_back_are_those_of_the_thread():
+def test_saved_and_restored_states_are_those_of_the_thread():
     with drawing_from(1):
         state = torch.get_rng_state()
         drawn = torch.rand(5)
@@ -132,8 +132,8 @@ def test_seeds_differ_for_each_replica_step_and_micro_batch():
     assert len(seeds) == 16
 
 
-def test_compiled_code_draws_its_seeds_from_the_thread_in_its_first_call_too():
-    """That call runs under a mode of dispatch, below which a key of the thread is not seen."""
+def test_compiled_code_draws_its_seeds_from_the_thread_even_in_its_first_call():
+    """The first call runs under a dispatch mode that hides the dispatch key of the thread."""
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""Replicas that compute on a device, which they share, train the same as those in the memory of the module."""
+"""Replicas that share a device train the same as those in the memory of the module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ META = torch.device("meta")
 
 
 def trained(strategy, module, words=None, **options):
-    """What an epoch and an evaluation have found, as it is or as fingerprints."""
+    """Return the results of an epoch and an evaluation, plain or as fingerprints."""
     words = [] if words is None else words
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters()), **options)
@@ -51,13 +51,13 @@ def check_alike(on_instances, name, instances, **options):
     assert on_device == [expected] * instances
 
 
-def test_a_device_has_the_bits_of_the_memory_of_the_module(on_instances):
+def test_a_device_has_the_bits_of_the_module_in_its_own_memory(on_instances):
     check_alike(on_instances, "convolutions", 2)
 
 
 @pytest.mark.complete
 @pytest.mark.parametrize("name", MODULES)
-def test_a_device_has_them_for_every_module(on_instances, name):
+def test_a_device_has_the_same_bits_for_every_module(on_instances, name):
     check_alike(on_instances, name, 1)
 
 
@@ -74,7 +74,7 @@ def test_a_device_has_them_for_every_module(on_instances, name):
     ],
     ids=", ".join,
 )
-def test_a_device_has_them_with_an_option(on_instances, options):
+def test_a_device_has_the_same_bits_with_every_option(on_instances, options):
     check_alike(on_instances, "convolutions", 2, **options)
 
 
@@ -123,7 +123,7 @@ class TestTheDevice:
             ("cpu", 1, 1, "cpu"),
         ],
     )
-    def test_is_one_of_an_instance(self, given, count, local_index, expected):
+    def test_instances_take_devices_in_turn(self, given, count, local_index, expected):
         assert chosen(torch.device(given), count, local_index) == torch.device(expected)
 
     @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ class TestTheDevice:
             ("cuda:3", 3, "replica_device is 'cuda:3', but there are only 3 here, .* or 'cuda', so"),
         ],
     )
-    def test_has_to_be_there(self, given, count, message):
+    def test_a_missing_device_is_refused(self, given, count, message):
         with pytest.raises(StrategyError, match=message):
             chosen(torch.device(given), count, 0)
 
-    def test_is_counted_by_pytorch(self):
+    def test_pytorch_counts_the_devices(self):
         assert count_of("cpu") == 1
-        assert count_of("hpu") == 0  # of which this PyTorch knows the name only
+        assert count_of("hpu") == 0  # this PyTorch knows only the name
         assert count_of("cuda") == torch.cuda.device_count()
 
     @pytest.mark.parametrize(
@@ -151,29 +151,29 @@ class TestTheDevice:
             ("meta", ValueError, "tensors have no values"),
         ],
     )
-    def test_is_checked_as_an_option(self, given, kind, message):
+    def test_invalid_devices_are_refused_as_options(self, given, kind, message):
         with pytest.raises(kind, match=message):
             TorchOptions(replica_device=given)
 
-    def test_may_be_left_out_or_given_as_pytorch_has_it(self):
+    def test_none_and_a_torch_device_are_accepted(self):
         assert as_device(None) is None
         assert as_device(torch.device("cuda", 1)) == TorchOptions(replica_device="cuda:1").device
 
-    def test_has_no_stages_of_a_pipeline(self):
+    def test_a_device_with_pipeline_stages_is_refused(self):
         pipeline = poptorch.PipelinedExecution("B1", "B2").pipeline
         with pytest.raises(ValueError, match="replica_device is 'cuda', on which replicas take turns, but the stages"):
             TorchOptions(replica_device="cuda", pipeline=pipeline)
 
-    def test_of_a_module_has_numbers(self):
+    def test_a_module_on_the_meta_device_is_refused(self):
         with pytest.raises(StrategyError, match="weight is on 'meta'|bias is on 'meta'"):
             sgd_trainer(1, nn.Linear(2, 1, device=META), lambda module, batch: 0)
 
-    def test_of_a_module_is_one(self):
+    def test_a_module_on_several_devices_is_refused(self):
         module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1, device=META))
         with pytest.raises(StrategyError, match="on several devices, .* on cpu, .* on meta; move it to one"):
             sgd_trainer(1, module, lambda module, batch: 0)
 
-    def test_is_where_the_state_of_the_optimizer_goes(self):
+    def test_the_optimizer_state_moves_to_the_device(self):
         module = nn.Linear(2, 1)
         optimizer = torch.optim.Adam(module.parameters())
         module(torch.ones(1, 2)).sum().backward()
@@ -181,12 +181,12 @@ class TestTheDevice:
         move_state(optimizer, META)
         state = optimizer.state[module.weight]
         assert {name: value.device.type for name, value in state.items()} == {
-            "step": "cpu",  # where PyTorch keeps it
+            "step": "cpu",  # PyTorch keeps it there
             "exp_avg": "meta",
             "exp_avg_sq": "meta",
         }
 
-    def test_may_not_leave_the_optimizer_with_other_parameters(self):
+    def test_a_move_that_makes_new_parameters_is_refused(self):
         module = nn.Linear(2, 1)
         with pytest.raises(StrategyError, match="to.'meta'. has made new parameters.* before you construct"):
             move(module, torch.optim.Adam(module.parameters()), META)
@@ -203,18 +203,18 @@ class TestRandomNumbers:
             ((torch.ones(2, device=META),), {"device": "cpu"}, True),
         ],
     )
-    def test_of_a_device_are_not_those_of_the_cpu(self, arguments, named, expected):
+    def test_calls_on_a_device_do_not_draw_on_the_cpu(self, arguments, named, expected):
         assert draws_on_cpu(arguments, named) is expected
 
-    def test_on_a_device_leave_the_generator_of_the_thread_alone(self):
+    def test_drawing_on_a_device_leaves_the_generator_of_the_thread_alone(self):
         with drawing_from(7):
             torch.empty(3, device=META).uniform_()
             drawn = torch.rand(5)
         assert torch.equal(drawn, torch.rand(5, generator=torch.Generator().manual_seed(7)))
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU of CUDA")
-    def test_of_two_replicas_come_from_the_generator_of_cuda_where_its_kernels_name_it(self):
-        """A GRU's dropout does; the generator is seeded for each replica, so both may draw from it."""
+    def test_kernels_that_use_the_default_cuda_generator_draw_the_same_per_replica(self):
+        """A GRU's dropout uses that generator; it is seeded for each replica, so both may draw from it."""
         layers = nn.GRU(3, 3, num_layers=2, dropout=0.5).cuda()
         rows = torch.ones(4, 2, 3, device="cuda")
 
@@ -237,7 +237,7 @@ OF_DEVICES = {
 class TestExchangesOnTheDevice:
     @pytest.mark.parametrize("options", OF_DEVICES.values(), ids=OF_DEVICES)
     @pytest.mark.parametrize("replicas", [4, 6])  # with both numbers some instances have several nodes of the tree
-    def test_have_the_bits_of_the_host(self, on_instances, replicas, options):
+    def test_exchanges_on_the_device_have_the_bits_of_the_host(self, on_instances, replicas, options):
         module = new_module("convolutions")
         [expected] = on_instances(1, replicas, lambda strategy: trained(strategy, module, **options))
         for instances in (1, 2, 3) if replicas == 6 else (1, 2, 4):

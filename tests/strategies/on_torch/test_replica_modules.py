@@ -1,4 +1,4 @@
-"""A replica's copy of a module is the module: its parameters, hooks and compilation, also when they change."""
+"""Copies of a module for replicas: parameters, hooks and compilation follow the module, also after changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scale:
 
 
 class Held(Net):
-    """Computes with what it holds besides parameters and buffers."""
+    """A module that computes with objects other than parameters and buffers."""
 
     def __init__(self, held):
         torch.manual_seed(1)
@@ -76,7 +76,7 @@ def new_trainer(module, loss_fn=loss_fn, replicas=2, **options):
 
 
 def by_trainer(module, change=lambda module: None, **options):
-    """The parameters after some steps on one replica, with a change between them."""
+    """Return the parameters after some steps on one replica, with a change between them."""
     trainer = new_trainer(module, replicas=1, **options)
     for _ in range(STEPS):
         trainer.step(rows())
@@ -186,7 +186,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_has_the_bits_of_plain_pytorch_whatever_it_is_made_of(kind):
+def test_every_kind_of_module_has_the_bits_of_plain_pytorch(kind):
     found, expected = by_trainer(KINDS[kind]()), by_plain_pytorch(KINDS[kind]())
     assert all(map(torch.equal, found, expected))
 
@@ -209,7 +209,7 @@ def test_a_module_has_the_same_bits_for_every_number_of_instances(kind, everywhe
 
 
 class TestHooksOfParameters:
-    def test_see_the_gradient_of_a_replica_and_each_micro_batch(self):
+    def test_hooks_see_the_gradient_of_each_replica_and_micro_batch(self):
         module, seen = net(), []
         module.second.bias.register_hook(lambda gradient: seen.append(gradient.clone()))
         new_trainer(module, gradient_accumulation_count=2).step(rows())
@@ -217,7 +217,7 @@ class TestHooksOfParameters:
         assert torch.allclose(sum(seen) / 2, module.second.bias.grad)
 
     @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-    def test_may_come_and_go_between_steps(self, register):
+    def test_hooks_come_and_go_between_steps(self, register):
         module, seen = net(), []
         trainer = new_trainer(module)
         trainer.step(rows())
@@ -227,18 +227,18 @@ class TestHooksOfParameters:
         trainer.step(rows())
         assert seen == [(9, 64)] * 2
 
-    def test_of_modules_may_be_replaced_all_at_once(self):
+    def test_all_hooks_of_a_module_can_be_replaced_at_once(self):
         module, seen = net(), []
         trainer = new_trainer(module, replicas=1)
         hook = module.first.register_forward_hook(lambda *_: seen.append("first"))
         trainer.step(rows())
-        module.first._forward_hooks = OrderedDict()  # as programs do to be rid of all of them
+        module.first._forward_hooks = OrderedDict()  # programs remove all hooks like this
         trainer.step(rows())
         module.first._forward_hooks[hook.id] = lambda *_: seen.append("second")
         trainer.step(rows())
         assert seen == ["first", "second"]
 
-    def test_run_before_gradients_leave_one_by_one(self):
+    def test_hooks_run_before_streamed_gradients_leave(self):
         module = net()
         mask_accumulated(module.first.weight)
         new_trainer(module, stream_gradients=True).step(rows())
@@ -247,7 +247,7 @@ class TestHooksOfParameters:
 
 
 class TestHooksOfModules:
-    def test_may_come_and_go_between_steps(self):
+    def test_hooks_come_and_go_between_steps(self):
         def change(module):
             if module.handle is None:
                 module.handle = [module.first.register_forward_hook(lambda one, given, out: out * 2)]
@@ -326,7 +326,7 @@ class TestChangesBetweenSteps:
         found = by_trainer(copy.deepcopy(first), lambda module: change(module.held))
         assert all(map(torch.equal, found, by_plain_pytorch(first, lambda module: change(module.held))))
 
-    def test_what_a_replica_keeps_in_a_list_stays_with_it(self):
+    def test_a_list_that_a_replica_fills_stays_with_the_replica(self):
         found = by_trainer(Held([]))
         assert all(map(torch.equal, found, by_plain_pytorch(Held([]))))
 
@@ -355,7 +355,7 @@ class TestChangesBetweenSteps:
             trainer.step(rows())
 
 
-class TestWhatIsNotTheCopy:
+class TestOtherModules:
     def test_a_loss_of_the_outer_module_is_refused(self):
         module = net()
         with pytest.raises(StrategyError, match=r"gradient of first\.weight went to the module that was given to the"):
@@ -408,8 +408,8 @@ class TestParametrizations:
         with parametrize.cached():
             return loss_fn(module, batch) + loss_fn(module, batch)
 
-    def test_are_cached_by_each_replica_for_itself(self):
-        """All replicas compute their weights before any of them computes another thing."""
+    def test_each_replica_caches_its_own_weights(self):
+        """All replicas compute their weights before any of them continues."""
         met = threading.Barrier(2)
 
         class Meets(nn.Module):
@@ -422,7 +422,7 @@ class TestParametrizations:
         assert new_trainer(module, self.cached_loss, verify_steps=0).step(rows())["loss"] > 0
         assert met.n_waiting == 0
 
-    def test_are_computed_as_often_as_by_pytorch(self):
+    def test_parametrizations_are_computed_as_often_as_by_pytorch(self):
         computed = []
 
         class Counts(nn.Module):
@@ -435,10 +435,10 @@ class TestParametrizations:
         trainer = new_trainer(module, self.cached_loss, replicas=1)
         computed.clear()
         trainer.step(rows())
-        assert len(computed) == 2  # for the replica, and for the pass of plain PyTorch with which it is compared
+        assert len(computed) == 2  # for the replica, and for the comparison with plain PyTorch
 
     def test_copies_of_a_module_share_a_cache_as_in_pytorch(self, everywhere):
-        """Whichever of them is asked first computes the weight of both."""
+        """The copy that is asked first computes the weight of both."""
         torch.manual_seed(1)
         student = nn.Sequential(nn.Flatten(), parametrizations.spectral_norm(nn.Linear(64, 5)))
         both = nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student)})
@@ -484,7 +484,7 @@ def test_private_numbers_of_pytorch_are_not_compared():
 
 class TestCompiledModules:
     @pytest.mark.parametrize("compiled", [torch.compile, nn.Module.compile], ids=["wrapped", "in place"])
-    def test_share_one_compilation_among_replicas(self, compiled):
+    def test_replicas_share_one_compilation(self, compiled):
         made = []
 
         def backend(graph, inputs):
@@ -499,8 +499,8 @@ class TestCompiledModules:
         trainer.step(rows())
         assert len(made) == 1
 
-    def test_draw_the_same_numbers_when_they_are_compiled_as_later(self, everywhere):
-        """The first call of a compiled program is another one than those that follow."""
+    def test_the_call_that_compiles_draws_the_same_numbers_as_later_calls(self, everywhere):
+        """The first call of a compiled program takes another path than later calls."""
         torch.manual_seed(1)
         first = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Dropout(0.5), nn.Linear(9, 5))
 
@@ -515,7 +515,7 @@ class TestCompiledModules:
         found = everywhere(2, train)
         assert found == [found[0]] * 3
 
-    def test_may_be_compiled_between_steps(self):
+    def test_a_module_can_be_compiled_between_steps(self):
         module, made = net(), []
         trainer = new_trainer(module)
         trainer.step(rows())

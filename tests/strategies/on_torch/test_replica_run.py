@@ -1,4 +1,4 @@
-"""What one replica's gradients are ready for, and when."""
+"""Readiness of one replica's gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = BUCKET_BYTES // 4  # of one float32 each
 
 
 class Looks(nn.Module):
-    """Calls a function when the backward pass comes to it."""
+    """A layer that calls a function when the backward pass reaches it."""
 
     def __init__(self, look):
         super().__init__()
@@ -31,7 +31,7 @@ class Looks(nn.Module):
 
 
 class Sums(nn.Module):
-    """The last of its weights are the first to get a gradient."""
+    """A module whose last weight gets its gradient first."""
 
     def __init__(self, look):
         super().__init__()
@@ -45,7 +45,7 @@ class Sums(nn.Module):
         return self.third.sum() * late
 
 
-def test_a_bucket_is_ready_when_its_last_gradient_has_come():
+def test_a_bucket_is_ready_after_its_last_gradient():
     ready = []
     module = Sums(lambda: ready.append(run.finished[0].is_set()))
     options = TorchOptions(stream_gradients=True)
@@ -65,8 +65,8 @@ def test_a_bucket_is_ready_when_its_last_gradient_has_come():
     assert sum(array.size for array in run.contribution.arrays(0)) == ROWS
 
 
-def test_a_parameter_without_a_gradient_adds_nothing_of_the_step_before():
-    """Another replica may have one, so it travels; alone in a buffer, and together with a second one."""
+def test_a_parameter_without_a_gradient_adds_no_old_gradient():
+    """Another replica may have a gradient, so the buffer travels; the parameter is alone in it or has a neighbour."""
     for shapes in ([(3,)], [(3,), (2,)]):
         parameters = tuple(Parameter(f"p{n}", shape, np.dtype(np.float32)) for n, shape in enumerate(shapes))
         contribution = Contribution(TorchGradientPlan(parameters, GradientTransfer(), streams=False, tail=0))

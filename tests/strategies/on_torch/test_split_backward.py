@@ -1,4 +1,4 @@
-"""A backward pass in two parts gives the bits of a whole one, and computes nothing twice that a layer can divide."""
+"""Backward passes in two parts: the bits of a whole pass, and no layer that can be divided computes twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 4
 
 
 class Scale(torch.autograd.Function):
-    """Computes both gradients, whichever is asked for."""
+    """A layer that computes both gradients, whichever is needed."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -36,7 +36,7 @@ class Scale(torch.autograd.Function):
 
 
 class Tangled(nn.Module):
-    """Parameters that are used several times, in several ways, and by what several nodes use; hooks; a frozen one."""
+    """A module with parameters used several times by several nodes, hooks, and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Recomputed(nn.Module):
 
 
 class First(nn.Module):
-    """The first of what a module returns."""
+    """A wrapper that returns the first output of a module."""
 
     def __init__(self, inner):
         super().__init__()
@@ -99,7 +99,7 @@ STAGES = {
 
 
 def split_of(stages, x, micro_batches=1):
-    """The backward pass of a micro-batch in two parts, whose first one is still to be made; and its loss."""
+    """Return the loss of a micro-batch and its backward pass in two parts, both still to be run."""
     begins, hidden = [], x
     for stage in stages:
         begins.append(torch._C._autograd._get_sequence_nr())
@@ -132,7 +132,7 @@ def test_gradients_have_the_bits_of_a_whole_backward_pass(name):
 
 
 class Counted(TorchDispatchMode):
-    """How often each operator is called."""
+    """A mode that counts the calls of each operator."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ def products_in(function):
     return counted.calls[torch.ops.aten.mm]
 
 
-def test_products_are_made_in_the_part_that_needs_them_and_once():
+def test_products_are_computed_once_in_the_part_that_needs_them():
     split, _ = split_of(
         [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)], torch.ones(4, 8)
     )
@@ -169,7 +169,7 @@ MAPPINGS = [*(tuple(range(stages)) for stages in range(2, 7)), *SEVERAL_ON_A_DEV
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
 def test_a_thread_for_each_micro_batch_can_follow_the_timetable(mapping):
-    """Forward, back, and then stage by stage for weights: the timetable waits for nothing that comes later there."""
+    """Forward, back, then weights stage by stage: the timetable never waits for a later action."""
     stages = len(mapping)
     ways = [(ActionKind.FORWARD, range(stages)), (ActionKind.BACKWARD_INPUTS, range(stages)[::-1])]
     ways += [(ActionKind.BACKWARD_WEIGHTS, range(stages))]
@@ -184,7 +184,7 @@ def test_a_thread_for_each_micro_batch_can_follow_the_timetable(mapping):
             [action for action in actions if action.kind is not ActionKind.UPDATE] for actions in timetable.devices
         ]
         while heads := Counter(queue[0] for queue in queues if queue):
-            done = {action for action, number in heads.items() if number == 2}  # of its thread and its device
+            done = {action for action, number in heads.items() if number == 2}  # actions of this thread and device
             assert done, f"{stages} stages and {count} micro-batches wait for ever: {heads}"
             queues = [queue[1:] if queue and queue[0] in done else queue for queue in queues]
 

@@ -1,6 +1,6 @@
-"""Steps whose gradients stay on the replicas' device: what leaves it, and features with the bits of the host's way.
+"""Steps whose gradients stay on the replicas' device: reads of the device, and features with the bits of the host.
 
-The CPU is the device here; `ReplicaMemory.reads` counts what a GPU would be waited for.
+The CPU acts as the device; `ReplicaMemory.reads` counts the reads for which a GPU would be waited for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILED = Defaults(exchange="compiled")
 
 
 class Waits(TorchDispatchMode):
-    """Notes operators whose result is a number of Python, for which a GPU is waited for."""
+    """A mode that records operators whose result is a Python number, for which a GPU would be waited for."""
 
     NAMES = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
 
@@ -47,7 +47,7 @@ class Waits(TorchDispatchMode):
 
 
 def steps(trainer, dataset, count=5):
-    """For each step how often the device was read in it, and when its metrics were read."""
+    """Return, for each step, the number of reads of the device and when its metrics were read."""
     memory, found = trainer._training.memory_of_replicas, []
     for _, batch in zip(range(count), dataset.epoch(0), strict=False):
         first = memory.reads
@@ -61,15 +61,15 @@ def steps(trainer, dataset, count=5):
 
 def begun(strategy, name="convolutions", **options):
     module = new_module(name)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)  # others count steps on the host, and read these counters
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)  # others read counters of steps on the host
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, replica_device="cpu", **options)
     return trainer, strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("name", ["convolutions", "embedding"])
-def test_a_step_of_one_instance_reads_nothing_until_its_metrics_are_asked_for(name, replicas):
-    """In the first step it reads once which buffers have changed."""
+def test_a_step_of_one_instance_reads_nothing_until_its_metrics_are_read(name, replicas):
+    """The first step reads the device once to learn which buffers have changed."""
     trainer, dataset = begun(strategies.IPUStrategy(replicas), name)
     assert steps(trainer, dataset) == [(1, 1)] + [(0, 1)] * 4
     trainer.close()
@@ -103,7 +103,7 @@ def test_no_operator_of_a_step_waits_for_a_number(replicas):
     assert waits.seen == []
 
 
-def test_sums_are_made_as_soon_as_both_parts_are_there():
+def test_sums_begin_as_soon_as_both_parts_are_ready():
     alive, sums = [], TreeSums(LocalPath(8, TorchArithmetic()), TorchArithmetic())
     for replica in range(6):
         sums.add(replica, [torch.full((3,), float(replica))])
@@ -133,7 +133,7 @@ def test_gradients_in_one_memory_are_added_apart():
     assert one.data_ptr() != other.data_ptr()
 
 
-def test_a_buffer_that_nobody_changes_keeps_its_bits():
+def test_an_unchanged_buffer_keeps_its_bits():
     """The mean of seven equal numbers is rounded."""
     module = nn.Linear(2, 1)
     module.register_buffer("constant", torch.linspace(0, 1, 1000))
@@ -144,7 +144,7 @@ def test_a_buffer_that_nobody_changes_keeps_its_bits():
     assert torch.equal(module.constant, before)
 
 
-def test_a_step_that_was_given_up_leaves_no_gradients():
+def test_an_abandoned_step_leaves_no_gradients():
     asked = []
 
     def loss(module, batch):
@@ -169,7 +169,7 @@ def test_a_step_that_was_given_up_leaves_no_gradients():
     assert trained(loss, 3) == trained(lambda module, batch: module(batch).square().mean(), 2)
 
 
-def test_a_hook_behind_the_accumulation_of_a_gradient_runs_whenever_it_is_registered():
+def test_a_post_accumulate_hook_runs_whenever_it_is_registered():
     module = nn.Linear(2, 1)
     trainer = sgd_trainer(1, module, lambda module, batch: module(batch).mean(), replica_device="cpu")
     seen = []
@@ -182,7 +182,7 @@ def test_a_hook_behind_the_accumulation_of_a_gradient_runs_whenever_it_is_regist
 
 
 class Frozen(nn.Module):
-    """With a teacher that follows in the forward pass, a layer that is not trained, and a buffer that stays."""
+    """A module with a teacher that follows in the forward pass, a frozen layer, and a constant buffer."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ def test_features_have_the_bits_of_the_host(on_instances, module, loss, options)
         assert found == [expected] * instances, instances
 
 
-def test_layers_may_be_frozen_and_thawed(on_instances):
+def test_layers_can_be_frozen_and_thawed(on_instances):
     def function(strategy, **options):
         module = new_module("convolutions")
         optimizer = torch.optim.Adam(module.parameters())
@@ -312,7 +312,7 @@ def test_int8_gradients_and_a_forced_exchange_on_the_device_exclude_each_other(o
     assert on_instances(1, 2, function, defaults=COMPILED) == [True]
 
 
-def test_a_module_that_is_asked_to_exchange_on_the_host_does(on_instances):
+def test_a_module_exchanges_on_the_host_on_request(on_instances):
     def function(strategy):
         trainer, dataset = begun(strategy, "mlp")
         trainer.step(next(dataset.epoch(0)))
@@ -345,7 +345,7 @@ def test_a_metric_has_the_value_that_it_had_in_its_micro_batch(device):
     trainer.close()
 
 
-def test_an_interrupted_step_leaves_nothing_to_the_next_one():
+def test_an_interrupted_step_leaves_no_gradients_for_the_next_one():
     interrupted = []
 
     def loss(module, batch):
@@ -377,5 +377,5 @@ def test_a_dropped_trainer_keeps_no_windows(on_instances):
         return trainer._engine._path
 
     paths = on_instances(2, 2, function, defaults=Defaults(exchange="window"))
-    gc.collect()  # once: of two threads that collect at a time one does nothing
+    gc.collect()  # once: two threads that collect at the same time hinder each other
     assert [path._windows.nbytes for path in paths] == [0, 0]

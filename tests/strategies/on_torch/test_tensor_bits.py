@@ -1,4 +1,4 @@
-"""Tensors of PyTorch beside arrays of NumPy."""
+"""Comparison of tensors of PyTorch with arrays of NumPy by bits."""
 
 from __future__ import annotations
 

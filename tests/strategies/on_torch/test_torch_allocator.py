@@ -1,4 +1,4 @@
-"""A training on PyTorch does not give its memory back to the kernel after each step; counted are the pages it gets."""
+"""Memory of a PyTorch training: it is not returned to the kernel after each step; tests count page faults."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ for _ in range(13):
 print(json.dumps(statistics.median(counts[4:])))
 """
 ACTIVATIONS = 2048 * 8 * 26 * 26 * 4 // os.sysconf("SC_PAGE_SIZE")
-"""Pages that what a step keeps for its backward pass takes.
+"""Number of pages that the values kept for a backward pass take.
 
-glibc maps blocks of more than 32 MiB by themselves, so each step gets them anew unless it is told otherwise; whether it
-does with smaller ones depends on what lies behind them. Where it is told, one step or another may still get some: where
-what the step before had is not yet free.
+By default glibc maps blocks of more than 32 MiB one by one, so each step gets new pages; for smaller blocks this
+depends on the memory after them. With the settings of `keep_freed_memory` a step may still get some pages, if the
+memory of the step before is not free yet.
 """
 
 
@@ -57,17 +57,17 @@ def pages_of_a_step(way, **environment):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are counted as Linux counts them")
 class TestPages:
     @pytest.mark.parametrize("way", ["Trainer", pytest.param("DistributedModel", marks=pytest.mark.complete)])
-    def test_of_one_step_are_those_of_the_next(self, way):
+    def test_a_step_reuses_the_pages_of_the_step_before(self, way):
         assert pages_of_a_step(way) < ACTIVATIONS / 10
 
     @pytest.mark.complete
-    def test_go_back_where_the_environment_wants_it(self):
+    def test_pages_go_back_to_the_kernel_if_the_environment_asks_for_that(self):
         assert pages_of_a_step("Trainer", MALLOC_TRIM_THRESHOLD_="65536", MALLOC_MMAP_THRESHOLD_="65536") > ACTIVATIONS
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1")]
 )
-def test_the_environment_decides_where_it_says_something(monkeypatch, name, value):
+def test_settings_of_the_environment_win(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory()

@@ -1,4 +1,4 @@
-"""A training of a module that is saved and resumed has the same bits as one that never stopped."""
+"""Checkpoints of a module's training: a resumed training has the bits of one that never stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAST = 5
 
 
 class Training:
-    """Of a module that has batch norm and dropout, from the first step."""
+    """A training of a module with batch norm and dropout, from the first step."""
 
     def __init__(self, strategy, module, kind=torch.optim.Adam, **options):
         self.module = copy.deepcopy(module).double() if options.pop("double", False) else copy.deepcopy(module)
@@ -107,8 +107,8 @@ def resumed(folder, module, **options):
     ],
     ids=str,
 )
-def test_other_instances_go_on_to_the_same_bits(name, before, after, tmp_path, on_instances):
-    """Also with a learning rate that changes, moving means, and 64-bit parameters."""
+def test_resuming_on_other_instances_gives_the_same_bits(name, before, after, tmp_path, on_instances):
+    """The training has a changing learning rate, moving means, and 64-bit parameters."""
     module = new_module(name)
     on_instances(2, 4, saved_until(tmp_path, 3, module, **before))
     found = [each for count in (1, 4) for each in on_instances(count, 4, resumed(tmp_path, module, **after))]
@@ -116,7 +116,7 @@ def test_other_instances_go_on_to_the_same_bits(name, before, after, tmp_path, o
     assert found == [never_stopped] * 5
 
 
-def test_plain_pytorch_loads_what_was_saved(tmp_path):
+def test_plain_pytorch_loads_the_checkpoint(tmp_path):
     module = new_module("convolutions")
     strategy = strategies.IPUStrategy(2)
     training = Training(strategy, module)
@@ -139,7 +139,7 @@ def test_plain_pytorch_loads_what_was_saved(tmp_path):
     assert not torch.equal(loaded.module["first.weight"], plain.first.weight)
 
 
-def test_a_parameter_without_gradient_has_no_state_after_it_either(tmp_path):
+def test_a_parameter_without_gradient_has_no_state_after_resuming(tmp_path):
     module = new_module("mlp")
     module.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     training = Training(strategies.IPUStrategy(1), module)
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         resumed(tmp_path, module, kind=torch.optim.SGD)(strategies.IPUStrategy(1))
 
 
-def test_a_state_is_used_up_by_the_next_step(tmp_path):
+def test_the_next_step_consumes_a_state(tmp_path):
     training = Training(strategies.IPUStrategy(1), new_module("mlp"))
     with Checkpoints(tmp_path, training.trainer) as checkpoints:
         state = training.trainer.state
@@ -170,8 +170,8 @@ def test_a_state_is_used_up_by_the_next_step(tmp_path):
             checkpoints.save(state)
 
 
-def test_the_scale_of_the_loss_goes_on_where_it_was(tmp_path):
-    """As do the steps that were skipped, and those since the scale has changed."""
+def test_the_loss_scale_continues_from_the_checkpoint(tmp_path):
+    """The number of skipped steps and the steps since the last change of scale continue too."""
     module, strategy = new_module("mlp"), strategies.IPUStrategy(2)
 
     def trainer():
@@ -189,7 +189,7 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(tmp_path):
     assert other.step(data())["loss_scale"] == 2.0**14
 
 
-def test_a_learning_rate_that_is_a_tensor_is_put_back_into_it():
+def test_a_tensor_learning_rate_is_restored_in_place():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], torch.tensor(0.25))
     rate, numbers = optimizer.param_groups[0]["lr"], numbers_of_groups(optimizer)
     rate.fill_(1.0)

@@ -1,4 +1,4 @@
-"""Deterministic operations of PyTorch; what needs a GPU is tried where one is."""
+"""Deterministic operations of PyTorch; parts that need a GPU run if there is one."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from strategies.torch.on_device.determinism import use_deterministic_operations,
 
 @pytest.fixture(autouse=True)
 def settings_of_torch():
-    """PyTorch as it was."""
+    """Restore PyTorch's settings after the test."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, benchmark = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     determinism._warn_of_workspace.cache_clear()
@@ -29,7 +29,7 @@ def test_operations_are_deterministic_and_cublas_has_a_fixed_workspace(caplog):
     assert not caplog.records
 
 
-def test_what_the_user_has_chosen_stays(caplog):
+def test_settings_of_the_user_stay(caplog):
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     torch.use_deterministic_algorithms(True, warn_only=True)
     use_deterministic_operations(environ)
@@ -38,7 +38,7 @@ def test_what_the_user_has_chosen_stays(caplog):
     assert not caplog.records
 
 
-def test_a_workspace_with_which_bits_differ_is_kept_and_said_once(caplog):
+def test_a_nondeterministic_workspace_is_kept_and_logged_once(caplog):
     environ = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2"}
     for _ in range(2):
         use_deterministic_operations(environ)
@@ -53,7 +53,7 @@ def refuse(text):
         raise RuntimeError(text)
 
 
-def test_the_way_out_stands_behind_the_refusal_of_pytorch_once():
+def test_the_way_out_is_appended_once_to_the_error_of_pytorch():
     with pytest.raises(RuntimeError) as caught:
         refuse("kthvalue CUDA does not have a deterministic implementation, but you set ...")
     assert caught.value.__notes__ == [WAY_OUT]

@@ -1,4 +1,4 @@
-"""The pages on PyTorch mention every public name, and the programs for PyTorch train."""
+"""Pages on PyTorch: they mention every public name, and the programs for PyTorch train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_public_names_are_sorted_described_and_mentioned():
         assert re.search(rf"\b{name}\b", TEXT), name
 
 
-def test_what_it_mentions_of_trainers_exists():
+def test_trainer_attributes_on_the_pages_exist():
     mentioned = set(re.findall(r"\btrainer\.([a-z]\w*)", TEXT))
     assert mentioned
     assert all(hasattr(strategies.torch.Trainer, name) for name in mentioned)

@@ -1,4 +1,4 @@
-"""Every row of a data set is evaluated once, and predicted in its place, however many instances there are."""
+"""Evaluation and prediction: every row counts once and keeps its place on any number of instances."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_memory import ReplicaMemory
 
 REPLICAS = 4
-ROWS = 43  # neither a multiple of the replicas nor of a batch
+ROWS = 43  # divisible by neither replicas nor batches
 
 
 def rows():
@@ -32,7 +32,7 @@ def outputs_of(module, batch):
 
 
 def evaluated(strategy, module):
-    """An evaluation and predictions after a step."""
+    """Return an evaluation and predictions after a step."""
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.Adam(module.parameters(), 0.01))
     trainer.step(next(iter(strategies.torch.distribute_dataset(strategy, data(), batch_size=2).epoch(0))))
@@ -53,8 +53,8 @@ def alone(module):
     return evaluated(strategies.IPUStrategy(REPLICAS), module)
 
 
-def test_they_are_those_of_plain_pytorch_on_all_rows(module, alone):
-    """In evaluation mode: without dropout, with the moving means."""
+def test_evaluation_and_predictions_match_plain_pytorch_on_all_rows(module, alone):
+    """Evaluation mode means no dropout, and moving means for batch norm."""
     own = copy.deepcopy(module)
     strategy = strategies.IPUStrategy(REPLICAS)
     trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.Adam(own.parameters(), 0.01))
@@ -72,7 +72,7 @@ def test_they_are_those_of_plain_pytorch_on_all_rows(module, alone):
     assert np.array_equal(predicted["odd"], rows()["y"] % 2 == 1)
 
 
-def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
+def test_own_batches_of_the_program_can_end_with_a_shorter_one(module):
     own = copy.deepcopy(module)
     strategy = strategies.IPUStrategy(2)
     trainer = sgd_trainer(strategy, own)
@@ -83,7 +83,7 @@ def test_batches_of_the_programs_own_may_be_shorter_at_the_end(module):
     assert found["loss"] == pytest.approx(loss_fn(own, rows())[0].item(), abs=1e-6)
 
 
-def test_threads_end_when_the_trainer_is_closed_and_begin_anew(module):
+def test_threads_end_when_the_trainer_is_closed_and_restart(module):
     trainer = sgd_trainer(strategies.IPUStrategy(2), copy.deepcopy(module))
 
     def of_replicas() -> set[threading.Thread]:
@@ -112,12 +112,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match="distribute it with remainder='pad'"):
             trainer.evaluate(self.dataset(trainer))
 
-    def test_what_is_no_scalar(self, trainer):
+    def test_a_loss_that_is_no_scalar(self, trainer):
         padded = self.dataset(trainer, remainder="pad")
         with pytest.raises(TypeError, match=r"loss is of shape \[3, 5\]; return a scalar"):
             trainer.evaluate(padded, lambda module, batch: module(batch["x"]))
+        with pytest.raises(TypeError, match="a metric is called 'loss'"):
+            trainer.evaluate(padded, lambda module, batch: (module(batch["x"]).mean(), {"loss": 1.0}))
 
-    def test_predictions_of_shuffled_rows_and_of_nothing(self, trainer):
+    def test_predictions_of_shuffled_rows_and_without_outputs(self, trainer):
         with pytest.raises(ValueError, match="shuffle=False"):
             trainer.predict(self.dataset(trainer, remainder="pad"))
         in_order = self.dataset(trainer, remainder="pad", shuffle=False)
@@ -126,7 +128,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="is of shape .* for 3 rows; the first axis of each output"):
             next(trainer.predict(in_order, lambda module, batch: module(batch["x"]).mean(0)))
 
-    def test_instances_that_evaluate_other_things(self, module, on_instances):
+    def test_instances_that_evaluate_different_loss_functions(self, module, on_instances):
         def evaluate(strategy):
             own = copy.deepcopy(module)
             trainer = sgd_trainer(strategy, own)
@@ -137,8 +139,8 @@ class TestRefusals:
             on_instances(2, 2, evaluate)
 
 
-def test_replicas_that_stay_follow_what_the_program_changes_between_calls():
-    """As those of PopTorch's models do."""
+def test_standing_replicas_follow_changes_of_the_program_between_calls():
+    """PopTorch's models use replicas of this kind."""
     module = Apply(lambda self, x: x * self.weight * self.factor + self.shift, weight=nn.Parameter(torch.ones(1)),
                    shift=torch.zeros(1))  # fmt: skip
     module.factor = 1.0

@@ -1,4 +1,4 @@
-"""The gradients of each micro-batch are mapped on each replica, as the original's `MapGradientOptimizer` does."""
+"""Mapped gradients: each replica maps those of each micro-batch, like the original's `MapGradientOptimizer`."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ class Weighted(torch.nn.Module):
 
 
 class Blocks(torch.nn.Module):
-    """Four layers in stages, of which one is frozen."""
+    """Four layers in stages, one of them frozen."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def two():
 
 class TestTheOption:
     @pytest.mark.parametrize("method", METHODS)
-    def test_maps_before_anything_is_divided_or_added(self, method, everywhere):
+    def test_gradients_are_mapped_before_division_and_summation(self, method, everywhere):
         def train(strategy):
             return trained(strategy, map_gradient=clipped, reduction_method=method)
 
@@ -85,10 +85,10 @@ class TestTheOption:
         ],
         ids=str,
     )
-    def test_has_the_same_bits_with_other_options(self, options):
+    def test_other_options_leave_the_bits_unchanged(self, options):
         assert trained(two(), map_gradient=clipped, **options) == -CLIPPED.sum().item() / 2
 
-    def test_leaves_gradients_inside_of_the_loss_function_alone(self):
+    def test_gradients_inside_the_loss_function_are_not_mapped(self):
         def penalised(module, batch):
             loss = module(batch)
             (inner,) = torch.autograd.grad(loss, [module.weight], create_graph=True)
@@ -97,13 +97,13 @@ class TestTheOption:
 
         assert trained(two(), penalised, map_gradient=clipped) == -CLIPPED.sum().item() / 2
 
-    def test_comes_behind_the_hooks_of_the_parameter(self):
+    def test_the_function_runs_after_the_hooks_of_the_parameter(self):
         def register(module):
             module.weight.register_hook(lambda gradient: gradient / 10)
 
         assert trained(two(), call, register, map_gradient=clipped) == pytest.approx(-SLOPES.sum().item() / 20)
 
-    def test_gets_the_parameter_of_the_module(self):
+    def test_the_function_gets_the_parameter_of_the_module(self):
         kept = []
 
         def decayed(gradient, parameter):
@@ -112,7 +112,7 @@ class TestTheOption:
         expected = -(SLOPES.sum().item() / 2 + 8)
         assert trained(two(), call, kept.append, map_gradient=decayed) == expected
 
-    def test_may_draw_random_numbers_which_are_those_of_the_replica(self, everywhere):
+    def test_random_numbers_drawn_by_the_function_are_those_of_the_replica(self, everywhere):
         def train(strategy):
             return trained(strategy, map_gradient=lambda gradient, _: gradient + torch.randn_like(gradient))
 
@@ -120,7 +120,7 @@ class TestTheOption:
         assert len(set(found)) == 1
         assert found[0] != -SLOPES.sum().item() / 2
 
-    def test_does_not_hide_what_is_not_finite(self):
+    def test_clipping_does_not_hide_gradients_that_are_not_finite(self):
         def overflows(module, batch):
             return module(batch) * 1e38
 
@@ -137,11 +137,11 @@ class TestTheOption:
             (lambda gradient, _: gradient.clamp_(-1, 1), StrategyError, "map_gradient writes to the gradient"),
         ],
     )
-    def test_refuses_what_is_no_such_function(self, function, error, match):
+    def test_an_unsuitable_function_is_refused(self, function, error, match):
         with pytest.raises(error, match=match):
             trained(two(), map_gradient=function)
 
-    def test_refuses_gradients_that_come_in_parts(self):
+    def test_gradients_that_come_in_parts_are_refused(self):
         def reentrant(module, batch):
             own = batch.clone().requires_grad_()
             return sum(checkpoint(module, own, use_reentrant=True) for _ in range(2))
@@ -149,7 +149,7 @@ class TestTheOption:
         with pytest.raises(StrategyError, match=r"comes in parts, .* use checkpoint\(\.\.\., use_reentrant=False\)"):
             trained(two(), reentrant, map_gradient=clipped)
 
-    def test_is_compared_between_instances(self, on_instances):
+    def test_instances_compare_their_functions(self, on_instances):
         def train(strategy):
             most = 1 + strategy.instance_index
             with pytest.raises(DisagreementError, match="map_gradient"):
@@ -157,7 +157,7 @@ class TestTheOption:
 
         on_instances(2, 2, train)
 
-    def test_is_freed_with_its_trainer(self):
+    def test_the_function_is_freed_with_the_trainer(self):
         kept = []
 
         def function(gradient, parameter):
@@ -190,7 +190,7 @@ def by_plain_pytorch(module, x, most):
 
 
 @pytest.mark.parametrize("schedule", [None, *SCHEDULES])
-def test_a_module_with_a_frozen_layer_is_mapped_in_stages_too(schedule, everywhere):
+def test_stages_of_a_module_with_a_frozen_layer_are_mapped(schedule, everywhere):
     x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
 
     torch.manual_seed(2)
@@ -242,7 +242,7 @@ def test_a_hook_gets_each_micro_batch_of_a_distributed_model(on_instances):
 
 
 class TestPopTorch:
-    """The rows of replicas lie beside each other for each micro-batch."""
+    """Mapped gradients of PopTorch models; rows of replicas lie side by side in each micro-batch."""
 
     class Model(Weighted):
         def forward(self, x):
@@ -263,7 +263,7 @@ class TestPopTorch:
     @pytest.mark.parametrize(
         ("kind", "strategy", "divisor"), [("Sum", "Post", 1), ("Mean", "Post", 8), ("Mean", "Running", 8)]
     )
-    def test_maps_gradients_as_the_loss_has_them(self, kind, strategy, divisor):
+    def test_gradients_are_mapped_before_any_division(self, kind, strategy, divisor):
         _, found = self.train(kind, strategy=strategy, map_gradient=clipped)
         assert found == pytest.approx(-CLIPPED.sum().item() / divisor)
 
@@ -275,8 +275,8 @@ class TestPopTorch:
         expected = -CLIPPED.sum().item() * factor / 16 / divisor
         assert self.train(kind, register)[1] == pytest.approx(expected)
 
-    def test_refuses_to_save_a_model_without_its_function(self, tmp_path):
+    def test_saving_a_model_without_its_function_is_refused(self, tmp_path):
         training, _ = self.train("Mean", map_gradient=clipped)
-        with pytest.raises(StrategyError, match="a file has no functions"):
+        with pytest.raises(StrategyError, match="a file cannot hold functions"):
             training.save(tmp_path / "model.pt")
         training.save(tmp_path / "state.pt", export_model=False)

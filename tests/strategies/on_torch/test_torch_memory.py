@@ -1,4 +1,4 @@
-"""What is planned of the memory of a module's training is what it then has."""
+"""Memory plan of a module's training, compared with its actual memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def new_module():
 
 
 def held_by(trainer, batch):
-    """What a training has after a step, by what it is called in a plan."""
+    """Return the memory that a training holds after a step, by the names of the plan."""
     trainer.step(batch)
     local = trainer._engine._local
     exchange = local.exchange
@@ -47,7 +47,7 @@ def held_by(trainer, batch):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("instances", [1, 2])
-def test_a_plan_is_what_a_training_has(options, instances, on_instances):
+def test_the_plan_matches_the_memory_of_a_training(options, instances, on_instances):
     def check(strategy):
         module = new_module()
         optimizer = torch.optim.Adam(module.parameters())

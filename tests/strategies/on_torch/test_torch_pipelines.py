@@ -1,4 +1,4 @@
-"""Stages of a module run at once, in the order of a timetable, with the bits of plain PyTorch."""
+"""Pipelines of a module: stages run concurrently in the order of a timetable, with the bits of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from strategies.pipelines.timetable import ActionKind, placed
 
 
 class Block(nn.Module):
-    """The tutorial's: convolution, pooling, activation."""
+    """The tutorial's block: convolution, pooling, activation."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -65,7 +65,7 @@ class WithLoss(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Dropout and batch norm in stages of their own, a connection over a stage, and blocks marked in other ways."""
+    """Dropout and batch norm in separate stages, a skip connection, and blocks marked in other ways."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ def new_options(strategy, replicas=1, count=COUNT, iterations=ITERATIONS):
 
 @pytest.fixture(scope="module")
 def plain(network):
-    """Losses and parameters of plain PyTorch, after two calls."""
+    """Return losses and parameters of plain PyTorch after two calls."""
     own = copy.deepcopy(network)
     optimizer = torch.optim.AdamW(own.parameters(), lr=0.001)
     losses = []
@@ -144,7 +144,7 @@ def test_every_strategy_has_the_bits_of_plain_pytorch(strategy, network, plain):
     training.destroy()
 
 
-def test_of_four_replicas_is_that_of_one_with_the_global_batch_up_to_rounding(network):
+def test_four_replicas_match_one_with_the_global_batch_up_to_rounding(network):
     strategy, found = poptorch.PipelinedExecution("B1", "B2", "B3", "B4"), []
     for replicas, count in ((4, 4), (1, 16)):
         own = copy.deepcopy(network)
@@ -162,7 +162,7 @@ def noisy_batch():
     return x, torch.randint(0, 3, (len(x),), generator=generator)
 
 
-def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instances):
+def test_random_numbers_and_moving_means_match_a_model_without_a_pipeline(on_instances):
     torch.manual_seed(2)
     module = Noisy()
 
@@ -183,7 +183,7 @@ def test_random_numbers_and_moving_means_are_those_without_a_pipeline(on_instanc
     assert all(each == found[0] for each in found)
 
 
-def test_stages_run_at_once_in_the_order_of_the_timetable(network):
+def test_stages_run_concurrently_in_the_order_of_the_timetable(network):
     """A stage waits in the forward pass of the second micro-batch until the next stage has the first one."""
     met, barrier = [], threading.Barrier(2, timeout=100)
 
@@ -215,7 +215,7 @@ def test_stages_run_at_once_in_the_order_of_the_timetable(network):
     training.destroy()
 
 
-def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network):
+def test_the_trace_lists_all_actions_and_the_stash_matches_the_schedule(network):
     own = copy.deepcopy(network)
     strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4")
     training = poptorch.trainingModel(own, new_options(strategy, iterations=1))
@@ -240,7 +240,7 @@ def test_what_they_did_is_a_trace_and_the_stash_is_that_of_the_schedule(network)
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
-def test_devices_do_what_the_timetable_says_one_thing_after_another(schedule, network):
+def test_devices_execute_the_timetable_one_action_at_a_time(schedule, network):
     strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
     training = poptorch.trainingModel(copy.deepcopy(network), new_options(strategy, iterations=1))
     for _ in range(2):
@@ -254,8 +254,8 @@ def test_devices_do_what_the_timetable_says_one_thing_after_another(schedule, ne
 
 
 @pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
-def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
-    """Those of the last micro-batch, from whichever thread: the bits of a step without pipeline and streaming."""
+def test_gradients_leave_while_stages_still_compute(schedule, on_instances):
+    """Streamed gradients of the last micro-batch, from any thread, have the bits of a step without pipeline."""
     torch.manual_seed(2)
     module = Noisy()
     x, y = (each[: 4 * COUNT] for each in noisy_batch())
@@ -281,8 +281,8 @@ def test_gradients_leave_while_the_stages_still_work(schedule, on_instances):
 
 
 @pytest.mark.parametrize("schedule", ["grouped", "one_forward_one_backward", "zero_bubble"])
-def test_inference_goes_through_the_stages_too(schedule, network):
-    """The first call learns them; outputs are those without a pipeline."""
+def test_inference_runs_in_the_stages(schedule, network):
+    """The first call learns the stages; outputs equal those without a pipeline."""
     execution = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
     inference = poptorch.inferenceModel(network, new_options(execution, 2, 1, 5))
     rows = batch()[0][:20]
@@ -301,17 +301,17 @@ def test_inference_goes_through_the_stages_too(schedule, network):
 @pytest.mark.complete
 @pytest.mark.timeout(600)
 class TestTheTutorialAtItsFullSize:
-    """40 rows x 10 micro-batches x 10 updates in a call, on four stages.
+    """The tutorial at its full size: 40 rows x 10 micro-batches x 10 updates in a call, on four stages.
 
-    Four replicas have 10 of the 40 rows each. Rounding then differs from that of 40 rows, and AdamW carries it to 9e-4
-    within a call, for plain PyTorch with micro-batches of 1, 4 or 5 rows as well; so that four replicas compute the
-    same as one is seen in float64.
+    Four replicas have 10 of the 40 rows each. Rounding then differs from that of 40 rows, and AdamW amplifies it to
+    9e-4 within a call; plain PyTorch with micro-batches of 1, 4 or 5 rows does the same. Therefore float64 shows that
+    four replicas compute the same as one.
     """
 
     CALLS = 2
 
     def losses(self, network, replicas, dtype, by_hand):
-        """Those of two calls, and of plain PyTorch with so many replicas by hand."""
+        """Return the losses of two calls, and those of plain PyTorch with the same number of replicas."""
         generator = torch.Generator().manual_seed(4)
         y = torch.randint(0, 10, (4000,), generator=generator)
         x = torch.randn(10, 1, 28, 28, generator=generator)[y] + torch.randn(4000, 1, 28, 28, generator=generator)
@@ -322,17 +322,17 @@ class TestTheTutorialAtItsFullSize:
         training.destroy()
         return torch.cat(found), losses_of_plain(copy.deepcopy(network).to(dtype), x, y, by_hand, self.CALLS)
 
-    def test_losses_are_those_of_plain_pytorch_to_the_bit(self, network):
+    def test_losses_have_the_bits_of_plain_pytorch(self, network):
         found, by_hand = self.losses(network, 4, torch.float32, 4)
         assert torch.equal(found, by_hand)
 
-    def test_four_replicas_compute_what_one_does_with_the_global_batch(self, network):
+    def test_four_replicas_match_one_with_the_global_batch(self, network):
         found, alone = self.losses(network, 4, torch.float64, 1)
         torch.testing.assert_close(found.mean(1), alone[:, 0], rtol=0, atol=1e-6)
 
 
 def losses_of_plain(module, x, y, replicas, calls):
-    """Of so many calls; gradients of the replicas are added up in the order of the tree."""
+    """Return the losses of plain PyTorch; gradients of the replicas are added up in the order of the tree."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.001)
     found = []
     for _ in range(calls):
@@ -353,7 +353,7 @@ def losses_of_plain(module, x, y, replicas, calls):
 
 
 class Two(nn.Module):
-    """Two stages, and something that is wrong with them."""
+    """Two stages with a selectable fault."""
 
     def __init__(self, names=("A", "B"), wrong=None):
         super().__init__()
@@ -394,18 +394,18 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("module", "message"),
         [
-            (lambda: Two(("A", "C")), r"no stage with the block 'C'; those of the strategy are 'A', 'B'"),
+            (lambda: Two(("A", "C")), r"no stage has the block 'C'; the strategy lists the blocks 'A', 'B'"),
             (lambda: Two(("B", "A")), r"block 'A' of stage 0 begins after stage 1; the order of stages"),
             (lambda: Two(wrong="parameter"), r"a parameter of shape .* is used on the devices 1 and 0"),
             (lambda: Two(wrong="buffer"), r"module norm has buffers, and runs in the stages 0 and 1"),
             (lambda: Two(wrong="changed"), r"buffer scale changes, and is used in the stages 0, 1"),
         ],
     )
-    def test_what_stages_cannot_share(self, module, message):
+    def test_modules_with_parts_that_stages_cannot_share(self, module, message):
         with pytest.raises(StrategyError, match=message):
             call_two(module())
 
-    def test_buffers_that_nobody_changes_may_be_used_everywhere(self):
+    def test_unchanged_buffers_are_allowed_in_all_stages(self):
         call_two(Two(wrong="used"), times=2)
 
     def test_too_few_micro_batches(self):
@@ -422,7 +422,7 @@ class TestRefusals:
         sharded(torch.ones(2, 3))
         sharded.destroy()
 
-    def test_blocks_without_a_device_where_no_stages_are_listed(self):
+    def test_blocks_without_a_device_if_no_stages_are_listed(self):
         with pytest.raises(StrategyError, match="block 'A' has no ipu_id, and the strategy lists no stages"):
             call_two(Two(), execution=poptorch.PipelinedExecution())
 
@@ -431,17 +431,17 @@ class TestRefusals:
             poptorch.PipelinedExecution("A", ["A", "B"])
 
     @pytest.mark.parametrize("kind", [poptorch.PipelinedExecution, poptorch.ShardedExecution])
-    def test_schedules_that_are_not_there(self, kind):
+    def test_unknown_schedules(self, kind):
         with pytest.raises(ValueError, match="there is no pipeline schedule '1f1b'; use one of grouped, "):
             kind("A", "B", schedule="1f1b")
 
-    def test_blocks_that_the_model_does_not_have(self):
-        """It would run without a pipeline, and nobody would know."""
+    def test_blocks_missing_from_the_model(self):
+        """Without the check the model would silently run without a pipeline."""
         with pytest.raises(StrategyError, match=r"a stage has the block 'C', which no micro-batch .*Block\('C'\)"):
             call_two(Two(), execution=poptorch.ShardedExecution("A", "B", "C"))
 
-    def test_phases_that_are_not_said(self):
-        with pytest.raises(ValueError, match="needs its phases"):
+    def test_phases_that_are_not_given(self):
+        with pytest.raises(ValueError, match="needs phases"):
             poptorch.SerialPhasedExecution()
 
     def test_running_means(self):
@@ -452,13 +452,13 @@ class TestRefusals:
 
     def test_a_module_that_begins_two_blocks(self):
         layer = poptorch.BeginBlock(nn.Linear(1, 1), "A")
-        with pytest.raises(StrategyError, match="removeBlocks takes the mark away"):
+        with pytest.raises(StrategyError, match="remove the mark with poptorch.removeBlocks"):
             poptorch.BeginBlock(layer, "B")
         poptorch.removeBlocks(layer)
         poptorch.BeginBlock(layer, "B")
 
 
-def test_an_error_in_one_stage_ends_all_and_is_what_is_raised():
+def test_an_error_in_one_stage_ends_all_stages_and_is_raised():
     with pytest.raises(ZeroDivisionError):
         call_two(Two(wrong="error"), times=2, scale=1e9)
 

@@ -1,4 +1,4 @@
-"""Groups of replicas have rows of parameters of their own, and replicas buffers: with the same bits for all spreads."""
+"""Groups of replicas with own rows of parameters, and per-replica buffers: the same bits on any number of instances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Grouped(nn.Module):
-    """A table of which replicas have rows, and a layer of all of them."""
+    """A table with one row per group of replicas, and a layer shared by all."""
 
     def __init__(self, count):
         super().__init__()
@@ -38,7 +38,7 @@ def batch(replicas=REPLICAS):
 
 
 def new_grouped(count):
-    """Always the same; without the generator of the process, which instances on threads share."""
+    """Make the same module each time, without the generator of the process, which instances on threads share."""
     module = Grouped(count)
     with torch.no_grad():
         module.layer.weight.copy_(torch.tensor([[0.3, -0.5]]))
@@ -58,7 +58,7 @@ def trained(strategy, groups, count, **options):
 
 
 def plainly(group_of, count):
-    """The same, by plain PyTorch: the mean over the group for its row, and over all replicas for the layer."""
+    """Train by plain PyTorch: a row gets the mean of its group, the layer the mean of all replicas."""
     module = new_grouped(count)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     for _ in range(STEPS):
@@ -90,7 +90,7 @@ def test_a_row_is_trained_by_its_group(groups, count, group_of, everywhere):
         assert all(torch.equal(each.get_parameter(name), found[0].get_parameter(name)) for each in found)
 
 
-def test_also_where_the_state_of_the_optimizer_is_sharded_or_gradients_travel_in_16_bits(on_instances):
+def test_a_row_is_trained_by_its_group_with_sharded_state_or_16_bit_gradients(on_instances):
     whole = trained(strategies.IPUStrategy(REPLICAS), ReplicaGroups(), 4)
     options = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
     for each in on_instances(2, REPLICAS, lambda s: trained(s, ReplicaGroups(), 4, **options)):
@@ -99,7 +99,7 @@ def test_also_where_the_state_of_the_optimizer_is_sharded_or_gradients_travel_in
     torch.testing.assert_close(short.table, whole.table, rtol=0.05, atol=0.05)
 
 
-def test_what_a_group_cannot_have_is_refused():
+def test_unsuitable_groups_are_refused():
     strategy = strategies.IPUStrategy(REPLICAS)
     with pytest.raises(StrategyError, match=r"table is of shape \[3, 3, 2\], but 4 replicas make 4 groups"):
         trained(strategy, ReplicaGroups(), 3)
@@ -144,7 +144,7 @@ class TestPopTorch:
         assert losses.tolist() == pytest.approx([each.item() for each in expected])
         training.destroy()
 
-    def test_what_mixes_rows_is_refused(self):
+    def test_optimizers_and_modes_that_mix_rows_are_refused(self):
         module, training = self.model(poptorch.ReductionType.Mean, poptorch.optim.LAMB)
         with pytest.raises(StrategyError, match="but LAMB is not known to compute every element by itself"):
             training(batch())
@@ -168,7 +168,7 @@ class TestBuffersOfEachReplica:
         return torch.from_numpy(state["calls of each replica"].copy()), module.calls.clone()
 
     @pytest.mark.parametrize("instances", [1, 2, 4])
-    def test_are_kept_and_saved_on_all_instances(self, instances, on_instances):
+    def test_all_instances_keep_and_save_the_buffers(self, instances, on_instances):
         expected = torch.zeros(REPLICAS, 2)
         for _ in range(2):
             expected += torch.stack([rows.sum() for rows in batch().chunk(REPLICAS)])[:, None]
@@ -176,7 +176,7 @@ class TestBuffersOfEachReplica:
             assert torch.equal(each, expected)
             assert torch.equal(shown, expected[0]), "the module has those of replica 0"
 
-    def test_are_those_with_which_each_replica_predicts(self):
+    def test_each_replica_predicts_with_its_own_buffers(self):
         module, strategy = new_grouped(1), strategies.IPUStrategy(REPLICAS)
         options = {"model_state_aggregation": {"calls": "per_replica"}}
         trainer = sgd_trainer(strategy, module, lambda module, x: module(x), **options)
@@ -187,7 +187,7 @@ class TestBuffersOfEachReplica:
             torch.from_numpy(told), torch.cat([rows.sum().expand(2) for rows in batch().chunk(REPLICAS)])
         )
 
-    def test_are_those_of_the_module_where_each_instance_is_a_replica(self, on_instances):
+    def test_a_distributed_model_keeps_its_buffers_in_the_module(self, on_instances):
         module = new_module("convolutions")
 
         def run(strategy):

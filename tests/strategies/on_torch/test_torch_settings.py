@@ -1,4 +1,4 @@
-"""What a program changes between the steps of a Trainer it changes on all instances, or all of them raise."""
+"""Changes between the steps of a Trainer: all instances make the same change, or all of them raise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(strategy, module, change, where):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_one_instance_changes_alone_is_an_error_by_name(what, on_instances):
+def test_a_change_on_one_instance_alone_is_an_error_by_name(what, on_instances):
     module, (change, message) = new_module("mlp"), CHANGES[what]
     with pytest.raises(DisagreementError, match=message):
         on_instances(2, 2, lambda strategy: trained(strategy, module, change, [0]))
@@ -59,7 +59,7 @@ def test_parameters_that_one_instance_freezes_or_thaws_alone_are_named(is_traine
         )
 
 
-def test_settings_have_a_word_that_depends_on_each_of_them():
+def test_the_digest_depends_on_every_setting():
     module = new_module("mlp")
 
     def words(change):
@@ -83,7 +83,7 @@ def test_settings_have_a_word_that_depends_on_each_of_them():
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 7, 255, 1024])
-def test_words_of_replicas_differ_where_one_does(replicas):
+def test_digests_of_replicas_differ_if_one_replica_differs(replicas):
     words = [float(StepSettings([], torch.optim.SGD([torch.zeros(1)], 0.1)).word(step)) for step in range(9)]
     for word in words:
         mean = torch.tensor([[word, word * word]] * replicas).sum(0) / replicas

@@ -1,4 +1,4 @@
-"""Metrics of modules of PyTorch on their way out."""
+"""Metrics of PyTorch modules in sinks."""
 
 import torch
 
@@ -11,7 +11,7 @@ ROWS = torch.arange(48, dtype=torch.float32).reshape(16, 3) / 16
 
 
 class Kept(Sink):
-    """Keeps the rows that it gets."""
+    """A sink that keeps its rows."""
 
     name = "kept:here"
 
@@ -47,7 +47,7 @@ def trained(*sinks):
     return fingerprint(trainer.state.variables), told, found
 
 
-def test_sinks_get_what_every_step_and_evaluation_has_told_and_change_no_bits():
+def test_sinks_get_the_metrics_of_every_step_and_evaluation_and_change_no_bits():
     sink = Kept()
     bits, told, found = trained(sink)
     prefixed = {f"evaluation/{name}": value for name, value in found.items()}
@@ -55,7 +55,7 @@ def test_sinks_get_what_every_step_and_evaluation_has_told_and_change_no_bits():
     assert trained()[0] == bits
 
 
-def test_a_loop_of_ones_own_logs_what_it_wants():
+def test_a_loop_logs_its_own_metrics():
     module, sink = torch.nn.Linear(3, 1), Kept()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     losses = []

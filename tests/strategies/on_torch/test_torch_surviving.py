@@ -1,6 +1,6 @@
-"""Instances are lost in the training of a module with buffers that draws numbers, and in a loop of one's own.
+"""Loss of instances during the training of a module with buffers and random numbers, and in a loop of the program.
 
-What is the same for all engines is in `../engines/test_losing_an_instance.py`.
+Tests for all engines are in `../engines/test_losing_an_instance.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def alone(module):
-    """What one instance finds that nobody disturbs."""
+    """Return the result of one instance without a loss."""
     return train(strategies.IPUStrategy(REPLICAS), module)
 
 
@@ -62,12 +62,12 @@ def check(found, alone, lost):
     assert [each[:2] for each in left] == [alone[:2]] * len(left)
 
 
-def test_several_may_be_lost(module, alone):
+def test_training_survives_the_loss_of_several_instances(module, alone):
     faults = ["kill:instance=0,step=1,phase=all_reduce", "kill:instance=2,step=3,phase=forward"]
     check(run_instances(3, REPLICAS, functools.partial(train, module=module), faults), alone, [0, 2])
 
 
-def test_a_loop_of_ones_own_says_that_it_ends_with_an_instance(module, caplog):
+def test_a_loop_reports_that_it_ends_with_a_lost_instance(module, caplog):
     steps = []
 
     def train(strategy):
@@ -81,4 +81,4 @@ def test_a_loop_of_ones_own_says_that_it_ends_with_an_instance(module, caplog):
     with pytest.raises(PeerLostError):
         run_instances(2, 2, train, ["kill:instance=1,step=2,phase=all_reduce"])
     assert sorted(steps) == [0, 0, 1, 1], "a step has all micro-batches until instances wait for each other"
-    assert "can take over the replica of a lost one: if one is lost the job ends" in caplog.text
+    assert "can take over the replica of a lost one: if an instance is lost, the job ends" in caplog.text

@@ -1,4 +1,4 @@
-"""Options of PyTorch's front ends that are on or off: nothing else counts as one of the two."""
+"""Boolean options of PyTorch's front ends: only True and False are accepted."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("make", "name"), PLACES, ids=[name for _, name in PLACES])
-def test_of_options_of_poptorch(make, name):
+def test_options_of_poptorch_are_true_or_false(make, name):
     with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
         getattr(make(), name)("no")
     getattr(make(), name)(False)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "drop_last", "persistent_workers", "auto_distributed_partitioning"])
-def test_of_loaders(name):
+def test_options_of_loaders_are_true_or_false(name):
     rows = torch.utils.data.TensorDataset(torch.ones(4))
     with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
         poptorch.DataLoader(poptorch.Options(), rows, **{name: "no"})
 
 
-def test_of_samplers():
+def test_shuffle_of_samplers_is_true_or_false():
     with pytest.raises(TypeError, match="^shuffle is 'no'; it is True or False"):
         strategies.torch.DistributedSampler(range(4), strategies.IPUStrategy(1), 1, shuffle="no")
 
 
 @pytest.mark.parametrize("name", ["export_model", "save_rng_state"])
-def test_of_saved_models(name, tmp_path):
+def test_options_of_saved_models_are_true_or_false(name, tmp_path):
     model = poptorch.inferenceModel(torch.nn.Linear(1, 1))
     for save in (model.save, lambda path, **named: model.compileAndExport(path, torch.ones(1, 1), **named)):
         with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
@@ -65,7 +65,7 @@ def test_of_saved_models(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_of_modes():
+def test_the_mode_is_true_or_false():
     with pytest.raises(TypeError, match="^mode is 'no'; it is True or False"):
         poptorch.inferenceModel(torch.nn.Linear(1, 1)).train("no")
 
@@ -73,12 +73,12 @@ def test_of_modes():
 @pytest.mark.parametrize(
     ("kind", "name"), [("AdamW", "bias_correction"), ("LAMB", "bias_correction"), ("RMSprop", "use_tf_variant")]
 )
-def test_of_optimizers(kind, name):
+def test_options_of_optimizers_are_true_or_false(kind, name):
     with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
         getattr(poptorch.optim, kind)([torch.nn.Parameter(torch.ones(1))], **{name: "no"})
 
 
-def test_of_products():
+def test_keep_precision_of_products_is_true_or_false():
     square, mode = torch.ones(1, 1), poptorch.MatMulSerializationMode.Disabled
     with pytest.raises(TypeError, match="^keep_precision is 'no'; it is True or False"):
         poptorch.serializedMatMul(square, square, mode, keep_precision="no")

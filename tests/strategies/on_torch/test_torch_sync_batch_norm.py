@@ -1,4 +1,4 @@
-"""Layers of torch.nn.SyncBatchNorm take the statistics of all replicas, with the same bits on all instances."""
+"""Layers of torch.nn.SyncBatchNorm: statistics of all replicas, with the same bits on all instances."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def state_of(module):
 
 
 def trained(strategy, module, batch, steps=3, loss=loss_fn, **options):
-    """The state of a module, which is not changed, after some steps on the same rows."""
+    """Return the state of a copy of a module after some steps on the same rows."""
     module = copy.deepcopy(module)
     trainer = sgd_trainer(strategy, module, loss, momentum=0.9, **options)
     losses = [float(trainer.step(part(strategy, batch))["loss"]) for _ in range(steps)]
@@ -81,7 +81,7 @@ def trained(strategy, module, batch, steps=3, loss=loss_fn, **options):
 
 
 def trained_plainly(module, batch, steps=3, loss=loss_fn):
-    """The same with ordinary batch normalisation of all rows."""
+    """Return the state after training with ordinary batch normalisation of all rows."""
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     losses = []
@@ -153,7 +153,7 @@ def test_each_micro_batch_has_its_own_statistics(on_instances):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layers_may_be_computed_again_in_the_backward_pass(use_reentrant, on_instances):
+def test_layers_can_be_recomputed_in_the_backward_pass(use_reentrant, on_instances):
     module, batch = new(Checkpointed, use_reentrant), rows(4)
     one = trained(strategies.IPUStrategy(4), synchronised(module), batch)
     assert_close(one, trained_plainly(module, batch))
@@ -183,7 +183,7 @@ def test_loops_have_the_bits_of_a_trainer(streams, use_reentrant, on_instances):
 
 
 def layer_trained(strategy, layer, x, loss, **options):
-    """The layer after one step on rows of all replicas, and the gradients of the rows of this instance."""
+    """Return the layer after one step on rows of all replicas, and the gradients of this instance's rows."""
     module = Rows(copy.deepcopy(layer), x)
     trainer = sgd_trainer(strategy, module, loss, lr=1.0, **options)
     mine = strategy.local_replicas
@@ -192,7 +192,7 @@ def layer_trained(strategy, layer, x, loss, **options):
 
 
 class Rows(nn.Module):
-    """A layer on rows that are parameters, so that their gradients are seen: replicas have other rows each."""
+    """A layer on rows that are parameters, so that their gradients can be read; each replica has other rows."""
 
     def __init__(self, layer, parts):
         super().__init__()
@@ -212,7 +212,7 @@ def weighted(module, batch):
 
 
 def weighted_plainly(layer, parts):
-    """The gradients of rows, weight and bias of the mean over replicas, with statistics of all rows."""
+    """Return the gradients of rows, weight and bias of the mean over replicas, with statistics of all rows."""
     x = torch.cat(parts).clone().requires_grad_()
     output = layer(x)
     losses = []
@@ -236,7 +236,7 @@ CASES = {
 
 
 def assert_layers_agree(found, layer, parts, gradient, **tolerance):
-    """After a step of length 1, the rows, the parameters and the statistics."""
+    """Assert equal rows, parameters and statistics after a step of length 1."""
     rows_found = torch.cat([part.detach() for part in found.parts])
     torch.testing.assert_close(rows_found, torch.cat(parts) - gradient, **tolerance)
     now, before = found.layer.state_dict(), layer.state_dict()
@@ -263,7 +263,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_batch(case):
 
 
 @pytest.mark.parametrize("sizes", [(1, 9, 4, 2), (0, 5, 0, 3)])
-def test_replicas_count_by_their_rows(sizes, on_instances):
+def test_replicas_are_weighted_by_their_rows(sizes, on_instances):
     parts = parts_of_rows((8, 3), sizes=sizes)
     layer = nn.BatchNorm1d(3)
     one = layer_trained(strategies.IPUStrategy(4), synchronised(layer), parts, weighted)
@@ -313,7 +313,7 @@ def test_one_replica_has_the_bits_of_batch_norm():
     assert same_bits(found, trained_plainly(module, batch))
 
 
-def test_compiled_modules_leave_the_layer_as_it_is():
+def test_compiled_modules_leave_the_layer_unchanged():
     module, batch = synchronised(nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5))), rows(2)
     strategy = strategies.IPUStrategy(2)
     found = trained(strategy, torch.compile(module, backend="eager"), batch)
@@ -324,7 +324,7 @@ def test_compiled_modules_leave_the_layer_as_it_is():
 
 
 class Staged(nn.Module):
-    """A layer in each of two stages, dropout between."""
+    """One layer in each of two stages, with dropout between."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +340,7 @@ class Staged(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [None, "one_forward_one_backward", "grouped", "zero_bubble"])
-def test_stages_of_all_replicas_meet_in_each_micro_batch(schedule, on_instances):
+def test_stages_of_all_replicas_exchange_statistics_in_each_micro_batch(schedule, on_instances):
     module = new(Staged)
     generator = torch.Generator().manual_seed(1)
     x, labels = torch.randn(48, 6, generator=generator), torch.randint(0, 3, (48,), generator=generator)
@@ -355,7 +355,7 @@ def test_stages_of_all_replicas_meet_in_each_micro_batch(schedule, on_instances)
         training = poptorch.trainingModel(own, options, poptorch.optim.SGD(own.parameters(), lr=0.1))
         for _ in range(3):
             mine = strategy.local_replicas
-            own_rows = slice(mine.start, mine.stop)  # of each micro-batch
+            own_rows = slice(mine.start, mine.stop)  # the instance's rows of each micro-batch
             training(*(each.unflatten(0, (4, 3, 4))[:, own_rows].flatten(0, 2) for each in (x, labels)))
         training.destroy()
         return [0.0], state_of(own)
@@ -365,7 +365,7 @@ def test_stages_of_all_replicas_meet_in_each_micro_batch(schedule, on_instances)
         assert same_bits(found, one)
 
 
-def test_a_stage_that_fails_ends_those_of_all_replicas():
+def test_a_failing_stage_ends_the_stages_of_all_replicas():
     class Failing(Staged):
         calls = 0
 
@@ -391,7 +391,7 @@ def test_a_stage_that_fails_ends_those_of_all_replicas():
 # ---- evaluation
 
 
-def test_evaluations_use_what_was_learned():
+def test_evaluations_use_the_moving_statistics():
     module, batch = synchronised(new()), rows(4)
     strategy = strategies.IPUStrategy(4)
     trainer = sgd_trainer(strategy, module)
@@ -411,7 +411,7 @@ def test_an_evaluation_refuses_layers_in_training_mode():
         trainer.evaluate(dataset, lambda module, batch: loss_fn(module.train(), batch))
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_a_group_of_processes_is_refused_by_name():
@@ -443,11 +443,11 @@ def test_second_derivatives_are_refused():
         trained(strategies.IPUStrategy(2), synchronised(new()), rows(2), loss=loss)
 
 
-# ---- replicas that do other things than the others
+# ---- replicas that diverge from the others
 
 
 class Astray(nn.Module):
-    """Two layers, and what replica 1 does with them."""
+    """Two layers, and a fault of replica 1."""
 
     def __init__(self, what):
         super().__init__()
@@ -488,12 +488,12 @@ def astray(strategy, what, **options):
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_replica_that_goes_astray_ends_the_others(what, error, text, streams):
+def test_a_diverging_replica_ends_the_others(what, error, text, streams):
     with pytest.raises(error, match=text):
         astray(strategies.IPUStrategy(3), what, stream_gradients=streams)
 
 
-def test_a_step_after_one_that_has_failed_is_as_any_other():
+def test_a_step_after_a_failed_one_has_the_same_bits():
     module, batch = synchronised(new()), rows(3)
     calls = []
 
@@ -519,7 +519,7 @@ def test_a_step_after_one_that_has_failed_is_as_any_other():
         ("skips the last", LayoutMismatchError, "SyncBatchNorm 'second'"),
     ],
 )
-def test_an_instance_that_goes_astray_ends_the_others(what, error, text, on_instances):
+def test_a_diverging_instance_ends_the_others(what, error, text, on_instances):
     with pytest.raises(error, match=text):
         on_instances(3, 3, lambda strategy: astray(strategy, what))
 
@@ -537,7 +537,7 @@ def test_join_is_refused_by_name(on_instances):
 
 
 @pytest.mark.parametrize("fault", ["kill:instance=1,step=1,phase=all_reduce", "cut:instance=0,step=1,phase=forward"])
-def test_the_others_carry_on_with_the_same_bits(fault):
+def test_survivors_carry_on_with_the_same_bits(fault):
     module = synchronised(new())
 
     def train(strategy):
@@ -575,7 +575,7 @@ def test_a_layer_that_is_converted_later_takes_part(on_instances):
         assert all(map(torch.equal, found[1].values(), wanted[1].values()))
 
 
-def test_a_copy_of_a_loops_model_takes_part_too(on_instances):
+def test_a_copy_of_a_loops_model_takes_part(on_instances):
     module, batch = synchronised(new()), rows(2)
 
     def loop(strategy, copies):

@@ -1,4 +1,4 @@
-"""What a timeline has of the replicas of modules, and of the stages of their pipelines; no other bits."""
+"""Timeline of module replicas and of their pipeline stages; recording changes no bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train_pipeline(strategy, module, execution):
 
 
 def record(train, execution=None, is_recorded=True):
-    """The spans of one instance, and the bits of its module at the end."""
+    """Return the spans of one instance, and the bits of its module at the end."""
     ring = RingBuffer()
     recorder = Recorder(ring)
     settings = Settings(progress=Instruments(*([recorder] if is_recorded else [])))
@@ -107,7 +107,7 @@ def test_each_stage_has_every_micro_batch_forward_and_back(execution):
 
 
 def infer(strategy, module, execution):
-    """With stages; without an execution strategy a part of the module, that has none."""
+    """Infer with stages; without an execution strategy, infer with a part of the module that has no stages."""
     options = Options().deviceIterations(COUNT).replicationFactor(REPLICAS)
     inputs = data(2 * COUNT * REPLICAS)
     if execution is None:

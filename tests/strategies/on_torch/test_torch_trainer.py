@@ -22,7 +22,7 @@ REPLICAS = 4
 
 
 def trained(strategy, module, optimizer=torch.optim.Adam, steps=3, loss_fn=loss_fn, lr=1e-2, **options):
-    """Losses of all steps, and fingerprints of parameters, buffers and optimizer state at the end."""
+    """Return losses of all steps, and fingerprints of parameters, buffers and optimizer state at the end."""
     count = options.get("gradient_accumulation_count", 1)
     module = copy.deepcopy(module)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer(module.parameters(), lr), **options)
@@ -44,7 +44,7 @@ def check_all_alike(found):
 
 class TestBits:
     @pytest.mark.parametrize("name", MODULES)
-    def test_do_not_depend_on_the_instances(self, name, everywhere):
+    def test_bits_do_not_depend_on_the_instances(self, name, everywhere):
         module = new_module(name)
         check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
@@ -68,11 +68,11 @@ class TestBits:
         ],
         ids=", ".join,
     )
-    def test_nor_with_an_option(self, options, everywhere):
+    def test_bits_do_not_depend_on_the_instances_with_any_option(self, options, everywhere):
         module = new_module("convolutions")
         check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module, **options)))
 
-    def test_are_those_of_plain_pytorch_for_one_replica(self):
+    def test_one_replica_has_the_bits_of_plain_pytorch(self):
         module, count = new_module("embedding"), 2
         plain = copy.deepcopy(module)
         strategy = strategies.IPUStrategy(1)
@@ -95,7 +95,7 @@ class TestBits:
         assert losses == expected[:3]
         assert parameters == strategies.fingerprint({n: p.detach().numpy() for n, p in plain.named_parameters()})
 
-    def test_of_several_replicas_are_those_of_one_large_batch_up_to_rounding(self):
+    def test_several_replicas_match_one_large_batch_up_to_rounding(self):
         module = nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.Tanh(), nn.Linear(9, 5))
 
         def weights(replicas):
@@ -106,7 +106,7 @@ class TestBits:
 
         torch.testing.assert_close(weights(4), weights(1), rtol=0, atol=1e-6)
 
-    def test_do_not_depend_on_the_generator_of_the_process(self):
+    def test_bits_do_not_depend_on_the_generator_of_the_process(self):
         module = new_module("recurrent")
         found = []
         for seed in (1, 2):
@@ -114,7 +114,7 @@ class TestBits:
             found.append(trained(strategies.IPUStrategy(2), module, steps=2))
         assert found[0] == found[1]
 
-    def test_depend_on_the_seed(self):
+    def test_bits_depend_on_the_seed(self):
         module = new_module("recurrent")
         one, other = (trained(strategies.IPUStrategy(2), module, seed=seed, steps=2) for seed in (0, 1))
         assert one != other
@@ -122,7 +122,7 @@ class TestBits:
 
 class TestSharding:
     @pytest.mark.parametrize("optimizer", first_of(["Adam", "SGD", "RMSprop"]))
-    def test_gives_the_same_parameters(self, optimizer, everywhere):
+    def test_sharding_gives_the_same_parameters(self, optimizer, everywhere):
         module, kind = new_module("mlp"), getattr(torch.optim, optimizer)
         options = {"momentum": 0.9, "weight_decay": 0.1} if optimizer == "SGD" else {}
         make = functools.partial(kind, **options)
@@ -133,8 +133,8 @@ class TestSharding:
         )
         assert found == trained(strategies.IPUStrategy(REPLICAS), module, make)[:3]
 
-    def test_of_large_parameters_scatters_means(self, on_instances):
-        """1 MiB and more, so that they have buffers alone; 3 replicas, which do not divide them."""
+    def test_means_of_large_parameters_are_scattered(self, on_instances):
+        """Parameters of 1 MiB or more have buffers of their own; 3 replicas do not divide them evenly."""
         torch.manual_seed(0)
         module = nn.Sequential(nn.Flatten(), nn.Linear(64, 4099), nn.ReLU(), nn.Linear(4099, 5))
         function = functools.partial(trained, module=module, steps=2)
@@ -142,7 +142,7 @@ class TestSharding:
         sharded = functools.partial(function, replicated_optimizer_state_sharding=True)
         assert [one[:2] for one in on_instances(3, 3, sharded)] == [whole[:2]] * 3
 
-    def test_needs_an_optimizer_that_looks_at_elements_alone(self):
+    def test_sharding_needs_an_elementwise_optimizer(self):
         module = new_module("mlp")
         optimizer = torch.optim.Adafactor(module.parameters())
         with pytest.raises(StrategyError, match=r"Adafactor is not known to .*; use one of ASGD, "):
@@ -150,7 +150,7 @@ class TestSharding:
                 strategies.IPUStrategy(2), module, loss_fn, optimizer, replicated_optimizer_state_sharding=True
             )
 
-    def test_needs_an_optimizer_whose_bits_do_not_depend_on_where_arrays_end(self):
+    def test_sharding_needs_an_optimizer_whose_bits_do_not_depend_on_array_ends(self):
         torch.manual_seed(0)
         first, gradient = torch.randn(1003), torch.randn(1003)
 
@@ -171,7 +171,7 @@ class TestSharding:
 
 
 class TestBuffers:
-    def test_are_means_and_those_of_replica_0(self):
+    def test_buffers_are_means_and_integers_are_those_of_replica_0(self):
         module = new_module("convolutions")
         parts, batch = [], data()
         for replica in range(2):
@@ -185,7 +185,7 @@ class TestBuffers:
         assert torch.equal(module.norm.running_mean, (parts[0].running_mean + parts[1].running_mean) / 2)
         assert module.norm.num_batches_tracked == 1
 
-    def test_that_do_not_change_keep_their_bits(self):
+    def test_unchanged_buffers_keep_their_bits(self):
         """Three times a third of a number need not be that number."""
         module = new_module("embedding")
         before = module.constant.clone()
@@ -194,8 +194,8 @@ class TestBuffers:
         assert torch.equal(module.constant, before)
         assert module.seen.sum() == 2 * 64, "replica 0 has seen two rows"
 
-    def test_that_the_program_changes_are_those_of_all_replicas(self):
-        """In place, by another tensor, and where each replica keeps its own."""
+    def test_changes_by_the_program_reach_all_replicas(self):
+        """The program changes the buffer in place, by another tensor, and with `per_replica` too."""
 
         def loss(module, batch):
             return loss_fn(module, batch)[0], {"constant": module.constant.sum()}
@@ -210,7 +210,7 @@ class TestBuffers:
             module.constant = torch.full_like(module.constant, 4)
             assert trainer.step(batch)["constant"] == 4 * module.constant.numel()
 
-    def test_of_each_replica_stay_its_own_where_they_have_a_nan(self):
+    def test_per_replica_buffers_with_a_nan_stay_separate(self):
         class Sum(torch.nn.Linear):
             def forward(self, x):
                 self.sum[0] += x.sum().detach()
@@ -223,7 +223,7 @@ class TestBuffers:
             trainer.step(torch.tensor([[1.0, 1.0], [5.0, 5.0]]))
         assert trainer.state.model_state["sum of each replica"][:, 0].tolist() == [4, 20]
 
-    def test_may_be_named(self):
+    def test_unknown_or_unsuitable_buffer_names_are_refused(self):
         with pytest.raises(
             ValueError, match="there is no buffer or frozen parameter 'mean'; there are norm.running_mean"
         ):
@@ -237,7 +237,7 @@ def one_step(module, loss_fn=loss_fn, replicas=2, rows=8, **options):
 
 
 class TestTheModule:
-    def test_has_the_mean_gradient_and_no_other_thread_has_touched_it(self):
+    def test_the_module_has_the_mean_gradient_of_its_replicas(self):
         module = new_module("mlp")
         one_step(module)
         plain = new_module("mlp")
@@ -250,8 +250,8 @@ class TestTheModule:
             halves.append(plain[1].weight.grad)
         assert torch.equal(module[1].weight.grad, (halves[0] + halves[1]) / 2)
 
-    def test_may_be_changed_between_steps(self):
-        """A rate of dropout, a mode, what is trained, and parameters."""
+    def test_the_module_can_be_changed_between_steps(self):
+        """Changes: a dropout rate, a mode, trained layers, and parameters."""
         module = new_module("mlp")
         trainer, batch = sgd_trainer(2, module, lr=0.0), data(8)
         trainer.step(batch)
@@ -284,7 +284,7 @@ class TestTheModule:
         module = Tied()
         check_all_alike(everywhere(REPLICAS, lambda strategy: trained(strategy, module)))
 
-    def test_a_parameter_without_gradient_is_let_alone_by_the_optimizer(self, everywhere):
+    def test_the_optimizer_leaves_a_parameter_without_gradient_alone(self, everywhere):
         module = new_module("mlp")
         module.unused = nn.Linear(3, 3)
 
@@ -317,7 +317,7 @@ class TestLossScaling:
 
 
 class TestRefusals:
-    def test_gradients_that_some_replicas_have(self):
+    def test_gradients_that_only_some_replicas_have(self):
         def loss(module, batch):
             hidden = module[:4](batch["x"])
             return (module[4](hidden) if batch["y"][0] == data()["y"][0] else hidden).mean()
@@ -336,7 +336,7 @@ class TestRefusals:
                 one_step(module, loss, check_numerics=True, gradient_transfer_dtype=dtype)
         assert torch.equal(module[1].weight, before)
 
-    def test_what_is_no_loss(self):
+    def test_values_that_are_no_loss(self):
         for returned, message in (
             (lambda m, b: m(b["x"]), r"the loss is a torch.float32 of shape \[4, 5\]; return a floating-point scalar"),
             (lambda m, b: 3.0, "the loss is float; return"),
@@ -366,11 +366,11 @@ class TestRefusals:
             one_step(new_module("mlp"), loss, stream_gradients=True)
 
     @pytest.mark.parametrize("name", ["check_numerics", "replicated_optimizer_state_sharding", "stream_gradients"])
-    def test_options_that_are_neither_on_nor_off(self, name):
+    def test_options_that_are_neither_true_nor_false(self, name):
         with pytest.raises(TypeError, match=f"^{name} is 'no'; it is True or False"):
             one_step(new_module("mlp"), loss_fn, **{name: "no"})
 
-    def test_another_strategy_for_a_trainer_that_is_made(self):
+    def test_another_strategy_for_an_existing_trainer(self):
         trainer = sgd_trainer(1, new_module("mlp"))
         with pytest.raises(AttributeError, match="strategy"):
             trainer.strategy = strategies.IPUStrategy(2)
@@ -419,8 +419,8 @@ class TestRefusals:
         with pytest.raises(StrategyError, match="has the metrics loss, other, but earlier the metrics were loss, one"):
             trainer.step(data())
 
-    def test_where_no_plan_can_be_made_no_replica_waits_for_one(self, monkeypatch):
-        """Also one that computes its metrics later than the others."""
+    def test_no_replica_waits_for_a_plan_that_cannot_be_made(self, monkeypatch):
+        """One replica computes its metrics later than the others."""
         module = new_module("mlp")
         failed = threading.Event()
 

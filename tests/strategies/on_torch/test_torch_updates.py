@@ -1,4 +1,4 @@
-"""The optimizer's step follows what the program has changed, and lets alone what has no gradient, sharded or not."""
+"""Optimizer steps, sharded or not: they follow changes of the program and skip parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANGES = ["unused", "frozen", "thawed", "replaced"]
 
 
 class Branches(nn.Module):
-    """Three layers of which the loss takes those that are named; small, and of more than 1 MiB."""
+    """Three layers, small and of more than 1 MiB, of which the loss takes the named ones."""
 
     def __init__(self, width=7):
         super().__init__()
@@ -52,7 +52,7 @@ def change(module, what):
 
 
 def trained(strategy, module, what, **options):
-    """The names of what moves, and all bits, after two steps, a change, and two more steps."""
+    """Return the names of moving parameters, and all bits, after two steps, a change, and two more steps."""
     module = copy.deepcopy(module)
     trainer = sgd_trainer(strategy, module, loss_fn, lr=0.05, **options)
     local = 2 * len(strategy.local_replicas)
@@ -68,7 +68,7 @@ def trained(strategy, module, what, **options):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_the_program_changes_between_steps_is_followed_alike_everywhere(what, on_instances):
+def test_changes_between_steps_are_followed_in_every_mode(what, on_instances):
     module, original = new_branches(), new_branches()
     optimizer = torch.optim.SGD(module.parameters(), 0.05)
     for number in range(4):
@@ -91,7 +91,7 @@ def test_what_the_program_changes_between_steps_is_followed_alike_everywhere(wha
     assert len({bits for _, bits in found}) == 1
 
 
-def test_a_group_that_is_added_is_trained_and_refused_where_state_is_sharded():
+def test_an_added_group_is_trained_or_refused_if_the_state_is_sharded():
     def add(**options):
         module = new_branches()
         optimizer = torch.optim.SGD(module.first.parameters(), 0.05)
@@ -119,8 +119,8 @@ def test_a_whole_update_takes_no_gradient_of_the_step_before():
     assert torch.equal(module.weight, before)
 
 
-def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
-    """Also none, and one for a layer that no loss depends on; a layer frozen there is let alone."""
+def test_gradients_that_before_update_replaces_are_applied():
+    """Replacements include None and a gradient for an unused layer; a layer frozen there keeps its values."""
 
     def replace(module):
         for parameter in module.first.parameters():
@@ -140,8 +140,8 @@ def test_gradients_that_before_update_puts_in_place_of_others_are_applied():
     assert torch.equal(module.third.weight, before["third.weight"] - 1)
 
 
-def test_a_loss_scale_is_taken_off_in_32_bits_where_gradients_travel_in_16():
-    """Gradients of 3e-7, which float16 would round by a tenth."""
+def test_a_loss_scale_is_removed_in_32_bits_if_gradients_travel_in_16():
+    """Float16 would round the gradients of 3e-7 by a tenth."""
     module = nn.Linear(1, 1, bias=False)
     strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 1.0)
     options = {"loss_scaling": 2.0**15, "gradient_transfer_dtype": "float16"}
@@ -152,7 +152,7 @@ def test_a_loss_scale_is_taken_off_in_32_bits_where_gradients_travel_in_16():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_loss_may_have_axes_of_one_element(shape):
+def test_a_loss_can_have_axes_of_one_element(shape):
     module = nn.Linear(2, 1)
     strategy, optimizer = strategies.IPUStrategy(2), torch.optim.SGD(module.parameters(), 1.0)
     trainer = strategies.torch.Trainer(strategy, module, lambda one, x: one(x).sum().reshape(shape), optimizer)

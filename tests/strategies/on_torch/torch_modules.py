@@ -16,7 +16,7 @@ ROWS = 48
 
 
 class Convolutions(nn.Module):
-    """With batch norm and dropout of channels."""
+    """Convolutions with batch norm and channel dropout."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Convolutions(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Attention with dropout inside, by PyTorch's own layer."""
+    """PyTorch's attention layer with dropout inside."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Dropout between layers is drawn in C++."""
+    """Recurrent layers whose dropout is drawn in C++."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +52,7 @@ class Recurrent(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table that is used twice, noise, and a buffer that is no number of a layer."""
+    """A table that is used twice, noise, and a buffer that no layer owns."""
 
     def __init__(self):
         super().__init__()
@@ -98,13 +98,13 @@ MODULES = {
 
 
 def new_module(name):
-    """The same parameters at each call; tests make modules in the main thread only."""
+    """Make a module with the same parameters at each call; only the main thread makes modules."""
     torch.manual_seed(3)
     return MODULES[name]()
 
 
 def data(rows=ROWS):
-    """The first rows of 8 x 8 numbers, and labels below 5."""
+    """Return the first rows of 8 x 8 numbers, and labels below 5."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((ROWS, 8, 8)).astype(np.float32)
     return {"x": torch.from_numpy(x)[:rows], "y": torch.from_numpy(rng.integers(0, 5, ROWS))[:rows]}
@@ -125,11 +125,11 @@ _trainers = []
 
 
 def sgd_trainer(strategy, module, loss_fn=loss_fn, *, lr=0.1, momentum=0.0, **options):
-    """Make a trainer with SGD, of a strategy or of so many replicas; it is closed when the test ends."""
+    """Make a trainer with SGD for a strategy or a number of replicas; it is closed when the test ends."""
     strategy = strategies.IPUStrategy(strategy) if isinstance(strategy, int) else strategy
     optimizer = torch.optim.SGD(module.parameters(), lr, momentum)
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
-    _trainers.append(trainer)  # by the threads of several instances
+    _trainers.append(trainer)  # threads of several instances append
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""Replicas x the devices that each of them spans."""
+"""Grid of replicas and the devices that each replica spans."""
 
 import threading
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from strategies.jax.replicas.devices import choose_grid
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What stands for a device of JAX."""
+    """A stand-in for a device of JAX."""
 
     number: int
     platform: str = "gpu"
@@ -22,7 +22,7 @@ def devices_of(grid):
     return [[device.number for device in column.devices] for column in grid.columns]
 
 
-def test_with_one_device_for_each_replica_the_grid_is_what_there_was_before():
+def test_one_device_per_replica_makes_a_grid_of_one_column():
     assert choose_grid(range(2, 5)).columns == (choose_grid(range(2, 5)).first,)
 
 
@@ -33,7 +33,7 @@ def test_a_strategy_has_a_column_for_each_device_of_a_replica():
     assert strategy.replicas.grid.replicas == strategy.local_replicas == range(2)
 
 
-def test_without_more_said_a_replica_is_one_device():
+def test_a_replica_spans_one_device_by_default():
     assert strategies.IPUStrategy(2).replicas.grid.ipus_per_replica == 1
 
 
@@ -43,10 +43,10 @@ def test_a_replica_spans_one_device_at_least(number, error):
         strategies.IPUStrategy(1, ipus_per_replica=number)
 
 
-def test_on_cpus_all_columns_share_one_device_and_each_has_threads_of_its_own():
+def test_columns_on_a_cpu_share_one_device_and_have_their_own_threads():
     grid = choose_grid(range(2), ipus_per_replica=2)
     assert {device for column in grid.columns for device in column.devices} == {jax.local_devices()[0]}
-    meet = threading.Barrier(4, timeout=60)  # passed only if all four run at once
+    meet = threading.Barrier(4, timeout=60)  # opens only if all four run at once
 
     def work(position):
         meet.wait()
@@ -66,7 +66,7 @@ def test_on_cpus_all_columns_share_one_device_and_each_has_threads_of_its_own():
         (range(1), 0, 5, [[0], [1], [2], [3], [0]]),  # one of four serves twice
     ],
 )
-def test_accelerators_of_a_replica_lie_beside_each_other(replicas, local_index, ipus, columns, monkeypatch):
+def test_accelerators_of_a_replica_are_adjacent(replicas, local_index, ipus, columns, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(number) for number in range(4)])
     assert devices_of(choose_grid(replicas, local_index, ipus_per_replica=ipus)) == columns
 
@@ -82,7 +82,7 @@ except ValueError as error:
 """
 
 
-def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
+def test_poprun_sets_the_devices_per_replica(in_new_process):
     environ = {
         "POPDIST_NUM_TOTAL_REPLICAS": "1",
         "POPDIST_NUM_IPUS_PER_REPLICA": "3",
@@ -97,7 +97,7 @@ def test_poprun_says_how_many_devices_a_replica_spans(in_new_process):
 
 
 @pytest.mark.complete
-def test_without_poprun_the_strategy_says_it(in_new_process):
+def test_the_strategy_sets_devices_per_replica_without_poprun(in_new_process):
     program = (
         "import strategies\n"
         "try:\n    strategies.PopDistStrategy(ipus_per_replica=0)\nexcept ValueError as error:\n    print(error)\n"

@@ -72,7 +72,7 @@ def test_all_instances_choose_the_same_and_no_bit_changes(instances, reference, 
 
 
 class InCall:
-    """An instrument that lets a fault count from the beginning of a collective on, the first time that it is called."""
+    """An instrument that makes a fault count from the first call of a collective on."""
 
     def __init__(self, name, fault):
         self._name = name
@@ -104,8 +104,8 @@ def trained_with_losses(strategy):
     "name",
     ["times of the stages of a pipeline", "digests of options and programs"],
 )
-def test_an_instance_is_lost_when_some_others_have_their_plan_and_some_have_not(name):
-    """What it sends in this collective comes to one of the others only, so that they are not equally far."""
+def test_survivors_agree_on_a_plan_that_only_some_had_at_the_loss(name):
+    """The message of the lost instance reaches only one other instance, so the survivors are not equally far."""
     fault = OnMessage(0, 1)
     found = run_instances(
         3, 6, trained_with_losses, mechanism="ring", hub=ThreadHub(3, fault), instruments={0: InCall(name, fault)}
@@ -115,8 +115,8 @@ def test_an_instance_is_lost_when_some_others_have_their_plan_and_some_have_not(
     assert found == [None, alone, alone]
 
 
-def test_the_limit_decides(reference, said):
-    """Stage 0 keeps of a micro-batch 2 x 8 numbers of 4 bytes and some more, and two of these are too much."""
+def test_a_tighter_memory_limit_changes_the_choice(reference, said):
+    """Two micro-batches of stage 0, each 2 x 8 numbers of 4 bytes and some more, exceed the limit."""
     assert trained(one_instance(), strategies.Pipelining([0, 1], "auto", memory_limit_bytes=200)) == reference
     [one] = said()
     assert one.startswith("sequential was") or "with recomputation was chosen" in one
@@ -129,7 +129,7 @@ def test_stages_that_call_collectives_run_one_after_another(said):
     assert said() == ["sequential was chosen, because stages of the pipeline call collectives"]
 
 
-def test_times_and_bytes_are_those_of_the_stages():
+def test_times_and_bytes_match_the_stages():
     pipeline = strategies.Pipelining([0, 1], "sequential")
     strategy = one_instance()
     trainer = strategies.Trainer(
@@ -154,6 +154,6 @@ def test_times_and_bytes_are_those_of_the_stages():
         ({"schedule": "auto", "memory_limit_bytes": 0}, "memory_limit_bytes is 0"),
     ],
 )
-def test_what_auto_does_not_go_with(options, words):
+def test_options_that_contradict_auto_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         strategies.Pipelining([0, 1], **options)

@@ -1,4 +1,4 @@
-"""Row PL-54, in pipelines: gradients that stages capture reach the optimizer, an outfeed and the context."""
+"""Captured gradients of pipeline stages: they reach the optimizer, an outfeed and the context."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def stage_1(variables, y):
 
 
 def keeping():
-    """Gradient descent whose state is the captured gradients."""
+    """Return gradient descent whose state is the captured gradients."""
 
     def update(gradients, state, variables=None, *, captured_grads, **extra):
         return jax.tree.map(lambda leaf: -0.1 * leaf, gradients), captured_grads
@@ -63,15 +63,15 @@ def trained(
 
 
 def slopes(replicas=1):
-    """Of each micro-batch, as means over the replicas."""
+    """Return the gradients of each micro-batch, as means over the replicas."""
     y = np.tanh(NUMBERS[: COUNT * replicas])
     of_1 = 1 - np.tanh(y) ** 2
     return [one.reshape(COUNT, replicas).mean(1) for one in (of_1 * (1 - y**2), of_1)]
 
 
 @pytest.mark.parametrize(("replicas", "method"), [(1, SUM), (2, MEAN)])
-def test_they_reach_the_optimizer_an_outfeed_and_the_context(replicas, method):
-    """PL-54: sums over the micro-batches, as those of variables are."""
+def test_captured_gradients_reach_the_optimizer_an_outfeed_and_the_context(replicas, method):
+    """Captured gradients are summed over the micro-batches, like those of variables."""
     context, queue = GradientCaptureContext(), OutfeedQueue()
     state = trained(keeping(), replicas, context, queue, reduction_method=method)
     of_0, of_1 = (one.sum() if method is SUM else one.mean() for one in slopes(replicas))
@@ -85,14 +85,14 @@ def test_they_reach_the_optimizer_an_outfeed_and_the_context(replicas, method):
 
 
 @pytest.mark.parametrize("method", [SUM, RUNNING_MEAN])
-def test_without_accumulation_the_optimizer_gets_those_of_each_micro_batch(method):
+def test_without_accumulation_the_optimizer_gets_gradients_of_each_micro_batch(method):
     context = GradientCaptureContext()
     trained(context=context, reduction_method=method, gradient_accumulation_for_captured_grads=False)
     for number, expected in enumerate(slopes()):
         np.testing.assert_allclose(context.captured_gradients[f"tanh_grad_stage_{number}"], expected, rtol=1e-6)
 
 
-WIDTH = 300  # so that its state is cut
+WIDTH = 300  # makes the state sharded
 
 
 def wide(variables, x):
@@ -104,7 +104,7 @@ def narrow(variables, y):
 
 
 def noting(shapes):
-    """Adam, and the shapes of the captured gradients that it gets."""
+    """Return Adam that records the shapes of the captured gradients."""
     adam = optax.adam(0.1)
 
     def update(gradients, state, variables=None, *, captured_grads, **extra):
@@ -114,8 +114,8 @@ def noting(shapes):
     return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
-def test_they_are_whole_where_the_optimizer_state_is_in_parts(on_instances):
-    """For the optimizer and in the context, on all instances; and no bit is another one."""
+def test_captured_gradients_are_whole_if_the_optimizer_state_is_sharded(on_instances):
+    """The optimizer and the context of all instances get whole gradients, with the same bits."""
     shapes = []
 
     def program(strategy, **options):
@@ -173,12 +173,12 @@ def test_variables_keep_their_names(trainable):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"queue": OutfeedQueue()}, ValueError, "no gradient_capture_context that captures"),
+        ({"queue": OutfeedQueue()}, ValueError, "no gradient_capture_context captures"),
         ({"context": 1}, TypeError, "use a GradientCaptureContext"),
         ({"context": GradientCaptureContext(), "queue": 1}, TypeError, "use an OutfeedQueue"),
         ({"context": GradientCaptureContext(), "stages": [stage_0, stage_0]}, ValueError, "marks two arrays"),
     ],
 )
-def test_what_cannot_be_is_refused(options, error, words):
+def test_invalid_capture_options_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         trained(**options)

@@ -1,4 +1,4 @@
-"""schedule="auto": which one is chosen, and why."""
+"""schedule="auto": the chosen schedule, and the reason."""
 
 import itertools
 import random
@@ -25,32 +25,32 @@ def table_of(name, mapping=FOUR, count=24):
     return schedule_named(name).timetable(mapping, count, True)
 
 
-def test_the_bytes_of_a_stage_are_those_of_its_micro_batches():
+def test_the_bytes_of_a_stage_are_the_sum_over_its_micro_batches():
     for name, expected in (("grouped", (7, 5, 3, 1)), ("interleaved", (4, 3, 2, 1)), ("sequential", (1, 1, 1, 1))):
         assert STASH.greatest(table_of(name), False) == tuple(40 * MIB * number for number in expected)
         assert STASH.greatest(table_of(name), True) == tuple((2 * number + 40) * MIB for number in expected)
 
 
-def test_a_device_keeps_what_all_of_its_stages_keep_at_one_time():
+def test_the_memory_of_a_device_is_the_simultaneous_stash_of_its_stages():
     stash = StashBytes((1, 10, 100), (0, 0, 0))
     made = schedule_named("sequential").timetable(placed([0, 1, 0]), 4, True)
     assert stash.greatest(made, False) == (101, 10)
     assert stash.greatest(made, True) == (100, 10)
 
 
-def test_the_part_for_the_weights_frees():
+def test_the_backward_part_for_the_weights_frees_memory():
     stash = StashBytes((1,) * 4, (0,) * 4)
     assert stash.greatest(table_of("zero_bubble"), False) == (4, 4, 4, 4)
 
 
-def test_what_is_computed_again_is_kept_between_the_parts_of_a_backward_pass():
+def test_recomputed_activations_are_kept_between_the_parts_of_a_backward_pass():
     """Stage k is behind by k micro-batches with the parts for the weights."""
     stash = StashBytes((1,) * 4, (0,) * 4)
     assert stash.greatest(table_of("zero_bubble"), True) == (1, 2, 3, 4)
     assert stash.greatest(table_of("grouped"), True) == (1, 1, 1, 1)
 
 
-def test_nothing_is_kept_where_nothing_is_learned():
+def test_inference_keeps_nothing():
     made = schedule_named("grouped").timetable(FOUR, 8, False)
     assert STASH.greatest(made, False) == STASH.greatest(made, True) == (0, 0, 0, 0)
 
@@ -70,8 +70,8 @@ def test_the_fastest_that_fits_is_chosen(limit_mib, expected):
     assert chosen(limit_mib) == expected
 
 
-def test_it_fits_and_all_that_are_faster_do_not(seed):
-    """For random stages and limits: the promise itself."""
+def test_the_choice_fits_and_every_faster_one_does_not(seed):
+    """Stages and limits are random."""
     rng = random.Random(seed)
     for _ in range(8):
         stages = rng.randint(2, 4)
@@ -86,7 +86,7 @@ def test_it_fits_and_all_that_are_faster_do_not(seed):
             assert other.most_bytes > limit or other.length_s >= found.chosen.length_s * (1 - 1e-5)
 
 
-def test_of_equally_long_ones_it_is_the_one_that_keeps_less():
+def test_equally_fast_schedules_are_decided_by_memory():
     slow_weights = StageTimes((0.01,) * 4, (0.02,) * 4, (0.0,) * 4)
     names = [chosen(None, times=slow_weights)[0]]
     lengths = {
@@ -97,7 +97,7 @@ def test_of_equally_long_ones_it_is_the_one_that_keeps_less():
     assert names == ["interleaved"]
 
 
-def test_recomputation_that_costs_no_time_is_chosen_where_it_keeps_less():
+def test_recomputation_without_a_cost_is_chosen_if_it_keeps_less():
     free = StageTimes((0.0,) * 4, (0.02,) * 4, (0.0,) * 4)
     assert chosen(None, times=free) == ("interleaved", True)
     assert chosen(None, times=free, stash=StashBytes((MIB,) * 4, (MIB,) * 4)) == ("interleaved", False)
@@ -111,7 +111,7 @@ def test_schedules_that_do_not_take_the_number_or_the_mapping_are_left_out():
     assert {one.schedule for one in (repeated.chosen, *repeated.others)} == set(SCHEDULES) - {"interleaved"}
 
 
-def test_there_are_two_ways_for_each_schedule_and_the_best_comes_first():
+def test_each_schedule_is_tried_with_and_without_recomputation_and_the_best_comes_first():
     found = choose(TIMES, STASH, FOUR, 24)
     assert len(found.others) == 2 * len(SCHEDULES) - 1
     lengths = [one.length_s for one in (found.chosen, *found.others)]
@@ -129,7 +129,7 @@ def test_the_reason_is_a_sentence_with_the_numbers():
     )
 
 
-def test_where_nothing_fits_it_says_what_would():
+def test_the_error_names_the_smallest_limit_if_nothing_fits():
     with pytest.raises(ValueError, match=r"at most 39\.5 MiB on a device: sequential keeps the least, 40 MiB; allow"):
         chosen(39.5)
 

@@ -1,4 +1,4 @@
-"""Where to cut a model: the evenest cut, what it gains, and when there is nothing to gain."""
+"""Cuts of a model into stages: the evenest cut, its gain, and cases without a gain."""
 
 import itertools
 import random
@@ -74,7 +74,7 @@ def test_with_equal_loads_nothing_is_gained(mapping):
     assert even_length(made, times) == pytest.approx(made.length(times.durations()))
 
 
-def test_an_even_cut_is_what_the_mean_would_take():
+def test_an_even_cut_has_the_length_of_mean_times():
     made = timetable("grouped", [0, 1])
     uneven = StageTimes((1, 3), (2, 6))
     assert even_length(made, uneven) == made.length(StageTimes((2, 2), (4, 4)).durations())
@@ -95,7 +95,7 @@ def test_a_part_is_moved_to_the_stage_that_has_less(recompute):
     assert f"by {found.gain:.0%}" in str(found)
 
 
-def test_where_nothing_is_gained_it_says_so():
+def test_the_advice_says_if_no_cut_is_better():
     parts = StageTimes((1e-3,) * 8, (2e-3,) * 8)
     even = better_cut(timetable("grouped", [0, 1]), parts, (4, 4))
     assert (even.sizes, even.gain) == ((4, 4), 0)
@@ -104,7 +104,7 @@ def test_where_nothing_is_gained_it_says_so():
     assert in_turn.sizes == (6, 2), "stages that never run at the same time are as fast however they are cut"
 
 
-def test_no_cut_that_is_found_is_worse_than_the_one_there_is(seed):
+def test_the_found_cut_is_never_worse_than_the_given_one(seed):
     rng = random.Random(seed)
     for _ in range(15):
         number, stages = rng.randint(3, 9), 3
@@ -117,7 +117,7 @@ def test_no_cut_that_is_found_is_worse_than_the_one_there_is(seed):
         assert found.length_s <= found.before_s == pytest.approx(made.length(parts.joined(sizes).durations()))
 
 
-def test_with_a_device_for_each_stage_the_slowest_is_as_fast_as_can_be(seed):
+def test_the_slowest_stage_is_minimal_with_one_device_per_stage(seed):
     rng = random.Random(seed)
     made = timetable("one_forward_one_backward", range(4), 6)
     changed = 0

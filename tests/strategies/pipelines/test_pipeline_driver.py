@@ -1,4 +1,4 @@
-"""Threads that carry out a timetable: what they wait for, and how all of them end."""
+"""Threads that execute a timetable: their waits, and their common end."""
 
 import itertools
 import threading
@@ -24,7 +24,7 @@ def timetables():
 
 
 def follow(drive, devices, perform, **options):
-    """The errors of all drivers, each in a thread of its own."""
+    """Return the errors of all drivers, each run in its own thread."""
     errors = [None] * devices
 
     def one(device):
@@ -43,7 +43,7 @@ def follow(drive, devices, perform, **options):
 
 
 @pytest.mark.parametrize("timetable", list(timetables()))
-def test_an_action_begins_when_all_is_done_that_it_depends_on(timetable):
+def test_an_action_begins_after_all_its_dependencies(timetable):
     parts = {action: len(set(timetable.mapping[action.stage])) for actions in timetable.devices for action in actions}
     lock = threading.Lock()
 
@@ -59,12 +59,12 @@ def test_an_action_begins_when_all_is_done_that_it_depends_on(timetable):
         assert [span.action for span in drive.spans if span.device == device] == list(actions)
 
 
-def test_a_single_device_waits_for_nobody():
+def test_a_single_device_never_waits():
     course = Course.of(SCHEDULES["grouped"].timetable(placed([0, 0]), 4, True))
     assert course.signals == 0
 
 
-def test_times_are_those_of_the_clock_since_the_begin():
+def test_times_are_measured_by_the_clock_from_the_start():
     timetable = SCHEDULES["sequential"].timetable(placed([0, 0]), 1, False)
     drive = Drive(Course.of(timetable), 10.0, itertools.count(11).__next__)
     drive.follow(0, lambda device, action: None)
@@ -72,7 +72,7 @@ def test_times_are_those_of_the_clock_since_the_begin():
 
 
 @pytest.mark.parametrize("timetable", list(timetables()))
-def test_all_end_when_one_of_them_fails(timetable):
+def test_all_drivers_end_when_one_fails(timetable):
     bad = StageAction(ActionKind.FORWARD, 1, 3)
 
     def perform(device, action):
@@ -84,7 +84,7 @@ def test_all_end_when_one_of_them_fails(timetable):
     assert [type(errors[device]) for device in set(timetable.mapping[1])].count(ArithmeticError) >= 1
 
 
-def test_those_who_wait_are_told_to_give_up():
+def test_waiting_drivers_end_on_give_up():
     timetable = SCHEDULES["grouped"].timetable(placed([0, 1]), 4, False)
     begun = threading.Event()
 
@@ -109,7 +109,7 @@ def test_those_who_wait_are_told_to_give_up():
 
 
 class Gate:
-    """Knows which threads are inside."""
+    """A gate that knows the threads inside."""
 
     def __init__(self):
         self.inside = set()
@@ -121,7 +121,7 @@ class Gate:
         self.inside.remove(threading.get_ident())
 
 
-def test_actions_are_carried_out_and_timed_within_what_limits_their_number():
+def test_actions_run_and_are_timed_inside_the_gate_that_limits_their_number():
     timetable = SCHEDULES["grouped"].timetable(placed(MAPPINGS["chain"]), 8, True)
     gate, done = Gate(), []
 

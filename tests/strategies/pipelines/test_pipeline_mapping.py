@@ -1,4 +1,4 @@
-"""Which device mappings there are, and how many micro-batches a pipeline takes."""
+"""Device mappings, and the numbers of micro-batches that a pipeline takes."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ def test_by_default_each_stage_has_a_device():
     assert places(None) == ((0,), (1,), (2,))
 
 
-def test_with_batch_serialization_all_are_on_one():
+def test_batch_serialization_puts_all_stages_on_one_device():
     assert places(None, batch_serialization_iterations=4) == ((0,), (0,), (0,))
     assert places(None, [stage, [stage, stage]], batch_serialization_iterations=2) == ((0,), (0, 0))
 
 
 @pytest.mark.parametrize("mapping", [[0, 1, 3], [0, 1, 0], (2, 1, 0), range(1, 4), [0, 0, 0]], ids=str)
 def test_stages_are_on_any_devices(mapping):
-    """Also without one in between: the original's own tests have [0, 1, 3]."""
+    """The original's own tests skip a device: [0, 1, 3]."""
     assert places(mapping) == tuple((device,) for device in mapping)
 
 
@@ -38,7 +38,7 @@ def test_a_stage_on_all_devices_leaves_none_without_work():
         refuse_idle_devices([0, 0, 2])
 
 
-def test_numbers_of_other_libraries_are_numbers():
+def test_numbers_of_numpy_and_other_libraries_are_accepted():
     assert places(list(np.arange(3))) == ((0,), (1,), (2,))
 
 
@@ -46,7 +46,7 @@ def test_a_list_of_functions_has_a_list_of_devices():
     assert places([0, [1, 2], 1], [stage, [stage, stage], stage]) == ((0,), (1, 2), (1,))
 
 
-def test_a_stage_on_all_devices_has_each_of_them():
+def test_a_stage_on_all_devices_has_every_device():
     assert places([-1, 0, 1], ipus=3) == ((0, 1, 2), (0,), (1,))
 
 
@@ -72,7 +72,7 @@ def test_a_mapping_is_a_list_with_one_of_the_replicas_devices_for_each_stage(map
         places(mapping)
 
 
-def test_by_default_too_a_replica_needs_enough_devices():
+def test_the_default_mapping_needs_enough_devices():
     with pytest.raises(ValueError, match="stage 2 is mapped to device 2, but a replica spans 2 devices"):
         places(None, ipus=2)
 
@@ -118,7 +118,7 @@ def test_iterations_of_a_stage_are_counted_from_one(iterations, error):
 
 
 @pytest.mark.parametrize("name", [PipelineSchedule.Grouped, PipelineSchedule.Interleaved])
-def test_micro_batches_fill_what_is_in_the_pipeline_at_once(name):
+def test_the_number_of_micro_batches_is_a_multiple_of_those_in_flight(name):
     schedule = schedule_named(name)
     assert checked_count(12, schedule, placed([0, 1, 2]), training=False) == 12
     with pytest.raises(
@@ -128,7 +128,7 @@ def test_micro_batches_fill_what_is_in_the_pipeline_at_once(name):
         checked_count(10, schedule, placed([0, 1, 2]), training=False)
 
 
-def test_fewer_than_are_in_the_pipeline_at_once_are_too_few():
+def test_fewer_micro_batches_than_in_flight_are_refused():
     with pytest.raises(strategies.FailedPreconditionError, match=r"multiple of 6: .* is 5; use 6 \("):
         checked_count(5, schedule_named("grouped"), placed([0, 1, 2]))
 

@@ -1,4 +1,4 @@
-"""Loss functions that are cut where they are marked."""
+"""Loss functions that are cut at their marks."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def cut(function, widths, *arguments, **options):
 
 
 def run(stages, arguments):
-    """The results of all stages, one after another."""
+    """Return the results of all stages, run one after another."""
     values, results = {}, {}
     for segment in (segment for stage in stages for segment in stage):
         given = [arguments[place] for place in segment.inputs] + [values[number] for number in segment.takes]
@@ -38,7 +38,7 @@ def marked(w, v, x):
     return y.sum(), h.mean()
 
 
-def test_stages_make_what_the_whole_function_makes():
+def test_stages_compute_the_result_of_the_whole_function():
     arguments = np.eye(3, dtype=np.float32), np.ones((3, 2), np.float32), X
     stages = cut(marked, [1, 1], *arguments)
     assert [segment.inputs for (segment,) in stages] == [(0, 2), (0, 1)]
@@ -46,7 +46,7 @@ def test_stages_make_what_the_whole_function_makes():
     np.testing.assert_allclose(run(stages, arguments), marked(*arguments), rtol=1e-6)
 
 
-def test_a_jitted_function_is_cut_at_the_marks_around_it_and_in_it():
+def test_a_jitted_function_is_cut_at_marks_around_and_inside_the_function():
     inner = jax.jit(lambda h, v: jnp.exp(h) @ v)
 
     def around(w, v, x):
@@ -75,7 +75,7 @@ def test_functions_of_a_stage_get_segments_of_their_own():
     np.testing.assert_allclose(run(stages, (np.float32(3), X)), [(X * 3 * (X + 3)).sum()])
 
 
-def test_results_may_be_left_out():
+def test_results_can_be_left_out():
     stages = cut(lambda w, v, x: (*marked(w, v, x), w), [1, 1], np.eye(3), np.ones((3, 2)), X, without={2})
     assert [[part.result for part in segment.parts] for (segment,) in stages] == [[1], [0]]
 
@@ -138,7 +138,7 @@ def sharded(x):
         return both.sum()
 
 
-def test_a_stage_on_all_devices_may_shard():
+def test_a_stage_on_all_devices_can_shard():
     graph = Graph.of(jax.make_jaxpr(sharded)(X))
     refuse_other_shards(graph, ((0, 1), (1,)))
     np.testing.assert_allclose(run(cut(sharded, [1, 1], X), (X,)), [(np.sin(X) + 4 * X).sum()], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""What a Trainer's pipeline did, as its watch gets it, in traces."""
+"""Measured traces of a Trainer's pipeline, as its watch gets them."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def loss_fn(variables, batch, key):
 
 @pytest.fixture(scope="module")
 def traces():
-    """For a schedule and mapping the trace of the second step of two replicas."""
+    """Provide a function that returns the trace of the second step of two replicas for a schedule and mapping."""
     found = {}
 
     def of(schedule, mapping):
@@ -72,7 +72,7 @@ def test_a_device_does_one_thing_at_a_time(schedule, mapping, traces):
             assert all(before.end_s <= after.begin_s for before, after in itertools.pairwise(own))
 
 
-def test_it_makes_pictures_numbers_and_a_plan(traces):
+def test_a_measured_trace_gives_pictures_numbers_and_a_plan(traces):
     trace = traces("zero_bubble", [0, 1, 2])
     assert min(trace.times.forward) > 0
     assert 0 < trace.bubble_share < 1

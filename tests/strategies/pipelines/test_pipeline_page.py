@@ -1,4 +1,4 @@
-"""The timetables, the table and the log line in pipeline_schedules.md are up to date."""
+"""Plans on the page pipeline_schedules.md: timetables, table and log line are up to date."""
 
 import draw_pipelines
 
@@ -12,7 +12,7 @@ def test_the_table_and_the_timetables_are_up_to_date():
     assert page == draw_pipelines.written(page), "run python docs/draw_pipelines.py"
 
 
-def test_the_sentence_on_auto_is_what_it_says():
+def test_the_sentence_on_auto_is_up_to_date():
     times = StageTimes((0.01,) * 4, (0.02,) * 4, update=(0.002,) * 4)
     stash = StashBytes((40 * MIB,) * 4, (2 * MIB,) * 4)
     page = " ".join(draw_pipelines.PAGE.read_text(encoding="utf-8").split())

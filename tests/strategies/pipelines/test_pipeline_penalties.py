@@ -1,4 +1,4 @@
-"""Penalties on weights that a loss function adds behind its stages: they are computed where the weights are."""
+"""Penalties on weights added after the stages of a loss function: the stage with the weights computes them."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ W, V, X = np.eye(3, dtype=np.float32), np.ones((3, 2), np.float32), np.arange(6,
 
 
 def inputs_of_stages(function, *arguments, weights=(0, 1), stages=2):
-    """For each stage the arguments that it reads, and how many values it takes of earlier ones."""
+    """Return, for each stage, the arguments that it reads and the number of values it takes from earlier stages."""
     graph = Graph.of(jax.make_jaxpr(function)(*arguments))
     cut = cut_in_stages(graph, [1] * stages, weights=weights)
     return [(segment.inputs, len(segment.takes)) for (segment,) in cut]
@@ -50,7 +50,7 @@ def test_a_penalty_is_computed_by_the_stage_that_has_the_weight(function, taken)
     assert inputs_of_stages(function, W, V, X, weights=()) == [((0, 2), 0), ((0, 1), 1)]
 
 
-def test_what_it_adds_up_of_several_stages_is_in_the_last_of_them():
+def test_a_sum_over_several_stages_is_computed_in_the_last_of_them():
     def function(w, v, u, x):
         penalty = squares(w) + squares(v)
         y = in_stages(w, v, x)
@@ -78,13 +78,13 @@ def tied(w, v, x):
 
 
 @pytest.mark.parametrize("function", [cast_for_both, tied])
-def test_what_is_no_number_or_what_its_own_stage_needs_too_is_made_in_each_stage(function):
+def test_values_that_a_stage_also_needs_itself_are_recomputed_in_each_stage(function):
     assert inputs_of_stages(function, W, V, X)[1] == ((0, 1), 1)
 
 
 @pytest.mark.complete
-def test_weights_of_a_penalty_may_be_on_several_devices():
-    """The gradients are those of the whole function, and the same bits on one device."""
+def test_weights_of_a_penalty_can_be_on_several_devices():
+    """The gradients are those of the whole function, with the same bits on one device."""
     given = {"w": W, "v": V}
 
     def loss_fn(variables, batch, key):

@@ -1,4 +1,4 @@
-"""Pictures of pipelines: in letters, and the fields that Perfetto's format demands."""
+"""Pictures of pipelines: as text, and with the fields of Perfetto's format."""
 
 import json
 
@@ -42,23 +42,23 @@ def test_dots_are_bubbles():
     assert draw_text(panel("grouped", [0, 1], 4)) == GROUPED
 
 
-def test_a_device_has_a_line_for_each_of_its_stages_and_is_not_idle_in_one_of_them():
+def test_a_device_has_a_line_for_each_of_its_stages_without_false_bubbles():
     assert draw_text(panel("sequential", [0, [0, 1], 0], 2, factor=0.004)) == SEQUENTIAL
 
 
 @pytest.mark.parametrize("columns", [40, 72, 100, 160])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_lines_are_not_longer_than_they_may_be(name, columns):
+def test_lines_fit_the_width(name, columns):
     text = draw_text(panel(name, [0, 1, 2], 24), columns)
     assert max(map(len, text.splitlines())) <= columns
 
 
 def lanes(text):
-    """The lines of the first lane, without its name."""
+    """Return the lines of the first lane, without its name."""
     return [line[18:] for line in text.splitlines() if line.startswith("device 0 stage 0")]
 
 
-def test_what_does_not_fit_goes_below_and_nothing_is_lost():
+def test_long_timetables_wrap_without_a_loss():
     text = draw_text(panel("grouped", [0, 1], 12))
     assert len(lanes(text)) > 1
     whole = "".join(lanes(text))
@@ -66,7 +66,7 @@ def test_what_does_not_fit_goes_below_and_nothing_is_lost():
     assert "left out" not in text
 
 
-def test_of_long_pipelines_the_middle_is_left_out():
+def test_the_middle_of_long_pipelines_is_left_out():
     text = draw_text(panel("grouped", [0, 1], 400))
     assert text.count("(the middle is left out)") == 1
     assert len(lanes(text)) == 6
@@ -104,7 +104,7 @@ def test_too_few_columns_are_refused():
         draw_text(panel("grouped", [0, 1], 4), 39)
 
 
-def test_nothing_at_all_is_a_picture_too():
+def test_an_empty_trace_has_a_picture():
     assert draw_text(Panel("empty", (), True)).startswith("empty\n")
 
 

@@ -1,4 +1,4 @@
-"""Plans: the numbers of the issue, the table, and what is refused as the pipeline itself refuses it."""
+"""Plans of pipelines: lengths, the table, and the refusals of the pipeline itself."""
 
 import re
 
@@ -64,7 +64,7 @@ def test_the_picture_shows_the_same_timetable():
     assert len(re.findall(r"\bF\d", made.text())) == 2 * 4
 
 
-def test_stages_may_be_functions():
+def test_stages_can_be_functions():
     def one():
         raise AssertionError("a plan runs nothing")
 
@@ -72,12 +72,12 @@ def test_stages_may_be_functions():
     assert plan(3, 6, device_mapping=[0, [1, 2], 0]).timetable.mapping == ((0,), (1, 2), (0,))
 
 
-def test_a_stage_on_all_devices_has_those_that_there_are():
+def test_a_stage_on_all_devices_has_the_devices_of_the_other_stages():
     assert plan(3, 6, device_mapping=[-1, 0, 1]).timetable.mapping == ((0, 1), (0,), (1,))
     assert plan(2, 4, device_mapping=[-1, 0], ipus_per_replica=4).timetable.mapping == ((0, 1, 2, 3), (0,))
 
 
-def test_batch_serialization_keeps_as_many_micro_batches():
+def test_batch_serialization_keeps_one_micro_batch_per_iteration():
     made = plan(3, 8, batch_serialization_iterations=4)
     assert (made.schedule, made.stash, made.bubble_share) == ("sequential", (4, 4, 4), 0)
 
@@ -97,7 +97,7 @@ def test_batch_serialization_keeps_as_many_micro_batches():
         (NotImplementedError, "The pipelining schedule", (4, 4, "interleaved", [0, 1, [2, 3], 0]), {}),
     ],
 )
-def test_what_a_pipeline_refuses(error, words, arguments, options):
+def test_a_plan_refuses_the_arguments_that_a_pipeline_refuses(error, words, arguments, options):
     with pytest.raises(error, match=words):
         plan(*arguments, **options)
 

@@ -1,4 +1,4 @@
-"""Rows of the original's tests of strategies that train pipelines: P-30, H-04 to H-06, M-20, M-21, PL-51 to PL-53."""
+"""Tests of the original's strategies that train pipelines."""
 
 import itertools
 
@@ -18,7 +18,7 @@ SUM = METHODS[0]
 
 
 def made(strategy, stages, count, optimizer_function, elements, mode=InfeedMode.INSTANCE, **options):
-    """A pipeline of two devices that learns, and its outfeed of losses."""
+    """Return a pipeline of two devices that trains, and its outfeed of losses."""
     outfeed = OutfeedQueue()
     with strategy.scope():
         net = pipelining_ops.pipeline(
@@ -33,7 +33,7 @@ def sgd(*arguments):
 
 
 def dense(rng, *widths):
-    """Kernels as Glorot draws them, and biases of zeros."""
+    """Return kernels drawn by Glorot's rule, and biases of zeros."""
     kernels = {}
     for number, (before, after) in enumerate(itertools.pairwise(widths)):
         limit = np.sqrt(6 / (before + after))
@@ -47,8 +47,8 @@ def layer(variables, number, x):
 
 
 class TestMultiWorker:
-    def test_m_21(self, on_instances):
-        """M-21: every digit of three updates on two workers, and the losses, which are summed over them."""
+    def test_two_workers_have_every_digit_of_three_updates_and_the_summed_losses(self, on_instances):
+        """The losses are summed over the two workers."""
 
         def program(strategy):
             worker = strategy.instance_index
@@ -68,10 +68,10 @@ class TestMultiWorker:
         assert on_instances(2, 2, program, ipus_per_replica=2) == [expected] * 2
 
     @pytest.mark.complete
-    def test_m_20(self, on_instances):
-        """M-20: losses of two workers with batches of 2 are those of one with batches of 4; they fall.
+    def test_two_workers_have_the_losses_of_one_with_the_whole_batch(self, on_instances):
+        """Two workers with batches of 2 have the falling losses of one worker with batches of 4.
 
-        The learning rate is an input that the stages hand through to the optimizer.
+        The learning rate is an input that the stages pass through to the optimizer.
         """
         variables = dense(np.random.default_rng(42), 20, 256, 128, 10)
 
@@ -107,8 +107,8 @@ class TestMultiWorker:
 
 @pytest.mark.complete
 @pytest.mark.parametrize("method", first_of(METHODS))
-def test_h_04_to_06(method, on_instances):
-    """H-04 to H-06: two Dense layers on one device; the global loss falls in each of 10 runs, variables stay equal."""
+def test_two_dense_layers_on_one_device_lower_the_loss_with_equal_variables(method, on_instances):
+    """The global loss falls in each of 10 runs, and variables stay equal."""
     variables = dense(np.random.default_rng(1), 4, 8, 2)
 
     def stage1(variables, x, label):
@@ -137,10 +137,10 @@ def test_h_04_to_06(method, on_instances):
 
 
 class TestShardedState:
-    """With optimizer state in parts losses and variables are the same to the last bit."""
+    """Sharded optimizer state: losses and variables are the same to the last bit."""
 
     def conv(self, strategy, optimizer, count, repeat, **options):
-        """A pipeline of convolutions, on data that differ for each replica."""
+        """Return the losses and variables of convolutions in a pipeline, on data that differ for each replica."""
         rng = np.random.default_rng(0)
         variables = {
             "first": rng.normal(0, 0.2, (3, 3, 2, 4)).astype(np.float32),
@@ -177,8 +177,8 @@ class TestShardedState:
         assert found == [found[0]] * len(runs)
 
     @pytest.mark.complete
-    def test_p_30_pl_51(self, on_instances):
-        """P-30, PL-51: one instance, and two with 8 replicas on 2 devices each, with sharded state and without."""
+    def test_sharded_state_on_one_and_two_instances_has_the_same_bits(self, on_instances):
+        """Two instances drive 8 replicas on 2 devices each, and are compared with one instance."""
         runs = [
             (1, {}),
             (2, {"replicated_optimizer_state_sharding": True}),
@@ -188,8 +188,8 @@ class TestShardedState:
 
     @pytest.mark.complete
     @pytest.mark.parametrize("instances", [1, 2])
-    def test_pl_52(self, instances, on_instances):
-        """PL-52: LAMB, which looks across elements; 8 micro-batches, 10 updates, offloaded."""
+    def test_offloaded_lamb_has_the_same_bits_with_sharded_state(self, instances, on_instances):
+        """LAMB needs norms over all elements; 8 micro-batches, 10 updates, offloaded."""
         offloaded = {"offload_weight_update_variables": True}
         runs = [(1, offloaded), (instances, {**offloaded, "replicated_optimizer_state_sharding": True})]
         self.compare(on_instances, runs, 2, optax.lamb(0.01), 8, 10, reduction_method="mean")
@@ -199,8 +199,8 @@ class TestShardedState:
         "options",
         first_of([{"replicated_optimizer_state_sharding": True}, {"offload_activations": True}]),
     )
-    def test_pl_53(self, options):
-        """PL-53: weights that the first and the last of five stages share, mapping [0, 1, 2, 3, 0]."""
+    def test_weights_shared_by_the_first_and_last_stage_have_the_same_bits(self, options):
+        """The mapping is [0, 1, 2, 3, 0]."""
         rng = np.random.default_rng(0)
         variables = {f"w{number}": rng.normal(0, 0.5, (4, 4)).astype(np.float32) for number in range(4)}
 

@@ -1,4 +1,4 @@
-"""The order of each schedule: what it keeps, how long it takes, and that it never waits for ever."""
+"""Schedules: the order of actions, the stash, the length, and freedom from deadlocks."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def stashes(made):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("stages", range(1, 6))
-def test_a_device_for_each_stage_needs_no_wait_that_does_not_end(name, stages, training):
+def test_one_device_per_stage_never_deadlocks(name, stages, training):
     for micro_batches in COUNTS:
         made = timetable(name, range(stages), micro_batches, training)
         each = 3 if made.has_split_backward else 2 if training else 1
@@ -32,7 +32,7 @@ def test_a_device_for_each_stage_needs_no_wait_that_does_not_end(name, stages, t
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("mapping", REPEATED + CONCURRENT, ids=str)
-def test_devices_with_several_stages_and_stages_on_several_devices(name, mapping, training):
+def test_shared_devices_and_stages_on_several_devices_never_deadlock(name, mapping, training):
     if name == "interleaved" and training:
         with pytest.raises(NotImplementedError, match="The pipelining schedule 'Interleaved' trains with one stage"):
             timetable(name, mapping, 4)
@@ -52,7 +52,7 @@ def test_devices_with_several_stages_and_stages_on_several_devices(name, mapping
         ("zero_bubble", lambda stages, behind: stages),
     ],
 )
-def test_what_is_kept(name, of_stage_with_others_behind):
+def test_each_schedule_keeps_its_number_of_micro_batches(name, of_stage_with_others_behind):
     for stages in range(1, 6):
         expected = [of_stage_with_others_behind(stages, stages - 1 - stage) for stage in range(stages)]
         for micro_batches in COUNTS:
@@ -61,7 +61,7 @@ def test_what_is_kept(name, of_stage_with_others_behind):
 
 
 @pytest.mark.parametrize("mapping", REPEATED, ids=str)
-def test_what_is_kept_depends_on_the_stages_behind_and_not_on_their_devices(mapping):
+def test_the_stash_depends_on_later_stages_and_not_on_their_devices(mapping):
     behind = range(len(mapping) - 1, -1, -1)
     assert stashes(timetable("grouped", mapping, 24)) == [2 * number + 1 for number in behind]
     assert stashes(timetable("sequential", mapping, 24)) == [1] * len(mapping)
@@ -71,8 +71,8 @@ def test_what_is_kept_depends_on_the_stages_behind_and_not_on_their_devices(mapp
 
 @pytest.mark.parametrize("name", ["grouped", "interleaved", "one_forward_one_backward"])
 @pytest.mark.parametrize("stages", range(2, 6))
-def test_bubbles_are_those_of_filling_and_emptying_the_pipeline(name, stages):
-    """Each device works 3 for a micro-batch, and 1 for the update; the last one waits for the first, and it for all."""
+def test_bubbles_come_from_filling_and_emptying_the_pipeline(name, stages):
+    """Each device works 3 for a micro-batch and 1 for the update; the first and the last device wait for each other."""
     made = timetable(name, range(stages), 20)
     assert made.length() == (20 + stages - 1) * 3 + 1
     assert made.bubble_share() == pytest.approx(1 - 61 / made.length())
@@ -80,7 +80,7 @@ def test_bubbles_are_those_of_filling_and_emptying_the_pipeline(name, stages):
 
 
 @pytest.mark.parametrize("stages", range(2, 6))
-def test_zero_bubble_has_a_third_of_them(stages):
+def test_zero_bubble_has_a_third_of_the_bubbles(stages):
     made = timetable("zero_bubble", range(stages), 20)
     assert made.length() == 20 * 3 + (stages - 1) + 1
     assert made.bubble_share() < timetable("one_forward_one_backward", range(stages), 20).bubble_share() / 2.5
@@ -98,7 +98,7 @@ def test_no_two_micro_batches_are_in_a_sequential_pipeline(mapping, training):
     assert all(whole[number][1] <= whole[number + 1][0] for number in range(4))
 
 
-def test_one_forward_one_backward_is_interleaved_where_each_stage_has_its_device():
+def test_one_forward_one_backward_is_interleaved_with_one_device_per_stage():
     for stages in range(1, 6):
         for micro_batches in COUNTS:
             made = timetable("one_forward_one_backward", range(stages), micro_batches)
@@ -106,7 +106,7 @@ def test_one_forward_one_backward_is_interleaved_where_each_stage_has_its_device
 
 
 def test_several_stages_on_a_device_shorten_the_bubbles():
-    """As with virtual stages: a device has its next stage to do while others fill."""
+    """Virtual stages work like this: a device has its next stage to do while others fill."""
     split = timetable("one_forward_one_backward", [0, 1, 0, 1], 16)
     assert split.bubble_share() < 0.12
 
@@ -126,7 +126,7 @@ def test_several_stages_on_a_device_shorten_the_bubbles():
         ("zero_bubble", [0, 1, 2], 1, 1),
     ],
 )
-def test_numbers_of_micro_batches_that_the_original_takes(name, mapping, inference, training):
+def test_schedules_take_the_numbers_of_micro_batches_of_the_original(name, mapping, inference, training):
     overlap = schedule_named(name).overlap
     assert overlap(placed(mapping), False) == inference
     if training is not None:
@@ -134,7 +134,7 @@ def test_numbers_of_micro_batches_that_the_original_takes(name, mapping, inferen
 
 
 def test_offsets_of_the_interleaved_schedule_never_meet():
-    """As in a table: a row for each slot, with the device of each micro-batch."""
+    """The table has a row for each slot, with the device of each micro-batch."""
     for mapping in [*REPEATED, *CONCURRENT, [0], [0, 1, 2, 3], [0, [1, 2], 3]]:
         for training in (False, True):
             there = visits(placed(mapping), training)
@@ -158,14 +158,14 @@ def test_stages_that_take_several_micro_batches_are_on_one_device():
         serialized(placed([0, 0]), 6, True, 4)
 
 
-def test_the_enum_is_the_originals_and_goes_on():
+def test_the_enum_extends_that_of_the_original():
     assert [one.value for one in PipelineSchedule][:3] == [0, 1, 2]
     assert PipelineSchedule(0) is PipelineSchedule.Grouped
     assert sorted(schedule_named(one).name for one in PipelineSchedule) == EVERY
 
 
 @pytest.mark.parametrize("name", ["ZeroBubble", "zero_bubble", PipelineSchedule.ZeroBubble])
-def test_a_schedule_has_one_name_however_it_is_written(name):
+def test_spellings_of_a_schedule_have_one_name(name):
     assert schedule_named(name) is SCHEDULES["zero_bubble"]
 
 

@@ -1,4 +1,4 @@
-"""Programs of stages: their gradients, what is kept for them, and that no order of actions changes a bit."""
+"""Programs of stages: their gradients and stash; no order of actions changes a bit."""
 
 import hashlib
 import threading
@@ -33,7 +33,7 @@ def variables(seed=0):
 
 
 def loss_of(values, x, total):
-    """Three stages: one variable in the first and the last, a value that goes past the one between them."""
+    """Compute three stages: the first and last share a variable, and a value skips the second."""
     with pipeline_stage(0):
         first = jnp.tanh(x @ values["tied"]) * values["scale"]
     with pipeline_stage(1):
@@ -48,7 +48,7 @@ NAMES = ("late", "scale", "tied")  # in the order of the tree
 
 @pytest.fixture(scope="module")
 def pipeline():
-    """The stages, and their programs."""
+    """Return the stages, and their programs."""
     given = (variables(), np.zeros((ROWS, WIDTH), np.float32), np.float32(0))
     graph = Graph.of(jax.make_jaxpr(loss_of)(*given))
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given))
@@ -64,7 +64,7 @@ def rows():
 
 
 def begun(pipeline, timetable, recomputes=False, offloads_sums=False):
-    """A replica that has computed nothing yet."""
+    """Return a replica that has computed nothing yet."""
     staged, programs = pipeline
     devices = [DEVICE] * len(timetable.devices)
     keeping = StashPolicy(recomputes, offloads_sums=offloads_sums)
@@ -74,7 +74,7 @@ def begun(pipeline, timetable, recomputes=False, offloads_sums=False):
 
 
 def run(pipeline, timetable, recomputes=False, perform=lambda action: None, offloads_sums=False):
-    """A replica that has computed everything, each device in a thread of its own."""
+    """Return a replica that has computed everything, each device in a thread of its own."""
     count = len(timetable.devices)
     one = begun(pipeline, timetable, recomputes, offloads_sums)
 
@@ -148,7 +148,7 @@ def test_no_schedule_mapping_or_recomputation_changes_a_bit(pipeline):
     assert len(seen) == 26
 
 
-def test_weights_are_not_kept_nor_what_depends_on_them_alone(pipeline):
+def test_weights_and_values_computed_from_weights_alone_are_not_kept(pipeline):
     """The second stage doubles its weights."""
     _, programs = pipeline
     given = [jax.device_put(variables()["late"]), np.zeros((ROWS, WIDTH), np.float32)]
@@ -156,8 +156,8 @@ def test_weights_are_not_kept_nor_what_depends_on_them_alone(pipeline):
     assert {value.shape for value in residuals.values()} == {(ROWS, WIDTH)}
 
 
-def test_weights_stay_where_they_are_when_what_is_kept_is_offloaded(pipeline):
-    """A copy for each micro-batch would take more memory than is saved."""
+def test_weights_stay_in_place_when_activations_are_offloaded(pipeline):
+    """A copy for each micro-batch would take more memory than offloading saves."""
     staged, programs = pipeline
     weights = [jax.device_put(value, DEVICE) for value in jax.tree.leaves(variables())]
     one = ReplicaStages(staged, programs, placed((0, 0, 0)), [DEVICE], StashPolicy(offloads=True))
@@ -174,7 +174,7 @@ def test_weights_stay_where_they_are_when_what_is_kept_is_offloaded(pipeline):
     assert {value.sharding.memory_kind for value in others} == {"pinned_host"}
 
 
-def test_offloaded_accumulators_lie_in_host_memory_while_nothing_is_added_to_them(pipeline):
+def test_offloaded_accumulators_lie_in_host_memory_between_additions(pipeline):
     expected = run(pipeline, sequential())
     one = run(pipeline, sequential(), offloads_sums=True)
     places = {value.sharding.memory_kind for sums in one.sums for value in sums}
@@ -183,13 +183,13 @@ def test_offloaded_accumulators_lie_in_host_memory_while_nothing_is_added_to_the
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_nothing_is_kept_when_all_is_done(pipeline, recomputes):
+def test_nothing_is_kept_at_the_end(pipeline, recomputes):
     one = run(pipeline, sequential(), recomputes)
     assert not any((one._kept, one._handed, one._cotangents))
 
 
-def test_a_stage_that_recomputes_keeps_what_it_takes_only(pipeline):
-    """The first one takes rows of the batch; the others what those before give, besides weights."""
+def test_a_recomputing_stage_keeps_only_its_inputs(pipeline):
+    """The first stage takes rows of the batch; the others take outputs of earlier stages, besides weights."""
     taken = ROWS * WIDTH * np.dtype(np.float32).itemsize
     assert kept_by_all(pipeline, True) == [0, taken, 2 * taken]
     of_stages = kept_by_all(pipeline, False)
@@ -197,7 +197,7 @@ def test_a_stage_that_recomputes_keeps_what_it_takes_only(pipeline):
 
 
 def kept_by_all(pipeline, recomputes):
-    """How many bytes each stage keeps of a micro-batch that has been through all of them."""
+    """Return the bytes that each stage keeps of a micro-batch that has passed all stages."""
     one = begun(pipeline, sequential(), recomputes)
     for stage in range(3):
         one.perform(0, StageAction(ActionKind.FORWARD, stage, 0))

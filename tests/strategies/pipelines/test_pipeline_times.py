@@ -1,4 +1,4 @@
-"""Times of stages: given, measured, and of stages made of others."""
+"""Times of stages: given, measured, and of stages joined from parts."""
 
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from strategies.pipelines.timetable import ActionKind, StageAction, Timed
 F, B, BI, BW, U = ActionKind
 
 
-def test_half_of_a_backward_pass_is_for_the_weights_unless_it_is_said():
+def test_half_of_a_backward_pass_is_for_the_weights_by_default():
     assert StageTimes((1, 2), (3, 5)).weights == (1.5, 2.5)
     assert StageTimes((1, 2), (3, 5)).update == (0, 0)
     assert StageTimes((1, 2), (3, 5), (1, 0)).whole == (4, 7)
@@ -78,16 +78,16 @@ def test_the_parts_of_a_backward_pass_are_measured_apart():
     assert measured_times([spans], recompute=True) == StageTimes((2,), (5,), (3,), (1,))
 
 
-def test_recomputation_takes_nothing_off_what_is_not_there():
+def test_recomputation_never_makes_a_measured_time_negative():
     assert measured_times([[of(0, F, 0, 0, 0, 2)]], recompute=True).backward == (0,)
 
 
-def test_stages_of_which_nothing_was_measured_are_named():
+def test_unmeasured_stages_are_named():
     with pytest.raises(ValueError, match=r"no forward pass of stages \[0\] was measured"):
         measured_times([[of(0, F, 1, 0, 0, 1)]])
 
 
-def test_equal_stages_are_those_of_timetables_without_durations():
+def test_timetables_without_durations_have_equal_stages():
     assert equal_times(2).durations() == {
         (F, 0): 1, (B, 0): 2, (BI, 0): 1, (BW, 0): 1, (U, 0): 1,
         (F, 1): 1, (B, 1): 2, (BI, 1): 1, (BW, 1): 1, (U, 1): 1,

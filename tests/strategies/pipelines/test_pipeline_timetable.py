@@ -1,4 +1,4 @@
-"""What a timetable refuses, and what it says of the time and of what is kept."""
+"""Timetables: refusals, times, and the stash."""
 
 import pytest
 
@@ -9,7 +9,7 @@ ONE_STAGE = ((StageAction(F, 0, 0), StageAction(B, 0, 0), StageAction(U, 0, None
 
 
 def actions(text):
-    """Letters for kinds: "F0.1" is the forward pass of stage 0 for micro-batch 1, "U0" an update."""
+    """Parse actions: "F0.1" is the forward pass of stage 0 for micro-batch 1, "U0" an update."""
     kinds = {"F": F, "B": B, "I": BI, "W": BW, "U": U}
     split = [(word[0], *word[1:].split(".")) for word in text.split()]
     return tuple(
@@ -22,7 +22,7 @@ def table(*devices, mapping=None, micro_batches=1, training=True, **more):
     return Timetable(tuple(map(actions, devices)), mapping, micro_batches, training, **more)
 
 
-def test_actions_are_said_in_words():
+def test_actions_have_descriptions():
     assert str(StageAction(F, 2, 3)) == "forward of stage 2 for micro-batch 3"
     assert str(StageAction(BW, 0, 1)) == "backward of weights of stage 0 for micro-batch 1"
     assert str(StageAction(U, 1, None)) == "update of stage 1"
@@ -68,7 +68,7 @@ def test_devices_that_wait_for_each_other_are_refused():
         table("F0.0 B0.0 U0", "B1.0 F1.0 U1")
 
 
-def test_dependencies_are_the_neighbours_and_ones_own_forward_pass():
+def test_dependencies_are_the_neighbours_and_the_own_forward_pass():
     made = table("F0.0 I0.0 W0.0 U0", "F1.0 I1.0 W1.0 U1")
     assert made.dependencies(StageAction(F, 0, 0)) == ()
     assert made.dependencies(StageAction(F, 1, 0)) == (StageAction(F, 0, 0),)
@@ -86,7 +86,7 @@ def test_dependencies_are_the_neighbours_and_ones_own_forward_pass():
         (["F0.0 I0.0 W0.0 F0.1 I0.1 W0.1 U0", "F1.0 I1.0 W1.0 F1.1 I1.1 W1.1 U1"], ["W0.0", "W1.0"]),
     ],
 )
-def test_in_turn_a_micro_batch_waits_for_the_one_before(devices, last):
+def test_micro_batches_in_turn_wait_for_the_one_before(devices, last):
     made = table(*devices, micro_batches=2, training=len(last) > 1 or last[0][0] == "B", in_turn=True)
     assert made.dependencies(StageAction(F, 0, 1)) == actions(" ".join(last))
     free = table(*devices, micro_batches=2, training=made.training)
@@ -125,7 +125,7 @@ def test_the_share_of_bubbles_counts_from_the_first_begin():
     assert bubble_share([], 2) == 0
 
 
-def test_what_is_kept_is_freed_by_the_part_for_the_weights():
+def test_the_backward_part_for_the_weights_frees_the_stash():
     assert table("F0.0 F0.1 B0.0 B0.1 U0", micro_batches=2).stash(0) == 2
     assert table("F0.0 B0.0 F0.1 B0.1 U0", micro_batches=2).stash(0) == 1
     assert table("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1 U0", micro_batches=2).stash(0) == 2

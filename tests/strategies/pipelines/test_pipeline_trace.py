@@ -1,4 +1,4 @@
-"""Traces: the order that they show, mean times, and what they say of the stages."""
+"""Traces of pipelines: their order, mean times, and advice on the stages."""
 
 import json
 
@@ -29,7 +29,7 @@ REPEATED = [[0, 1, 0], [0, [0, 1], 1], [0, 0, 0]]
         *((schedule, mapping) for schedule in ("grouped", "sequential", "zero_bubble") for mapping in REPEATED),
     ],
 )
-def test_the_timetable_that_was_followed_is_found(schedule, mapping):
+def test_a_trace_shows_the_timetable_that_was_followed(schedule, mapping):
     made = plan(3, 6, schedule, mapping, times=TIMES)
     seen = observed(sorted(made.spans, key=lambda span: span.end_s % 0.007))
     assert (seen.devices, seen.mapping) == (made.timetable.devices, made.timetable.mapping)
@@ -37,7 +37,7 @@ def test_the_timetable_that_was_followed_is_found(schedule, mapping):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_whether_micro_batches_go_in_turn_is_seen(training):
+def test_a_trace_shows_whether_micro_batches_go_in_turn(training):
     made = plan(2, 4, "sequential", training=training)
     assert observed(made.spans) == made.timetable
     assert not observed(plan(2, 4, "grouped", training=training).spans).in_turn
@@ -49,27 +49,27 @@ def test_a_part_of_an_update_is_refused():
 
 
 @pytest.mark.parametrize("replicas", [{}, {0: ()}])
-def test_a_trace_of_nothing_is_refused(replicas):
+def test_an_empty_trace_is_refused(replicas):
     with pytest.raises(ValueError, match="a trace needs actions"):
         Trace(replicas)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", ["grouped", "zero_bubble"])
-def test_times_are_those_of_the_stages(schedule, recompute):
+def test_times_are_means_per_stage(schedule, recompute):
     found = trace(schedule, recompute=recompute, replicas=(2, 5)).times
     for name in ("forward", "backward", "update"):
         assert getattr(found, name) == pytest.approx(getattr(TIMES, name))
 
 
-def test_length_and_bubbles_are_those_of_the_replicas():
+def test_length_and_bubbles_follow_from_the_replicas():
     made = plan(3, 6, times=TIMES)
     seen = trace(replicas=(0, 3))
     assert seen.length_s == pytest.approx(made.length)
     assert seen.bubble_share == pytest.approx(made.bubble_share)
 
 
-def test_advice_names_the_slowest_stage_what_an_even_cut_would_gain_and_how_to_move_the_cuts():
+def test_advice_names_the_slowest_stage_the_gain_of_an_even_cut_and_how_to_move_the_cuts():
     assert trace().advice() == (
         "stage 2 is the slowest: 80 ms for a micro-batch; the mean is 46.7 ms. With equal work on all devices an "
         "update would take 374 ms instead of 541 ms (both simulated): move the first 56% of stage 1 (16.7 ms) to stage "
@@ -77,7 +77,7 @@ def test_advice_names_the_slowest_stage_what_an_even_cut_would_gain_and_how_to_m
     )
 
 
-def test_advice_is_for_devices_where_they_have_several_stages():
+def test_advice_names_devices_if_they_have_several_stages():
     said = trace(mapping=[0, 1, 0]).advice()
     assert said.startswith("stage 2 is the slowest: 80 ms")
     assert said.endswith(
@@ -85,13 +85,13 @@ def test_advice_is_for_devices_where_they_have_several_stages():
     )
 
 
-def test_advice_promises_nothing_where_nothing_is_gained():
+def test_advice_promises_no_gain_if_there_is_none():
     even = StageTimes((0.01,) * 3, (0.02,) * 3)
     assert trace(times=even).advice().endswith("Other cuts would gain less than 1%")
     assert trace("sequential").advice().endswith("Other cuts would gain less than 1%")
 
 
-def test_a_better_cut_is_found_for_parts_that_are_known():
+def test_a_better_cut_is_found_for_known_parts():
     parts = StageTimes((0.01, 0.01, 0.01, 0.01), (0.02, 0.02, 0.03, 0.03))
     assert trace().better_cut(parts, (1, 1, 2)).sizes == (2, 1, 1)
 
@@ -123,8 +123,8 @@ def test_measured_times_make_a_plan():
     assert plan(3, 6, times=seen.times).length == pytest.approx(seen.length_s)
 
 
-def test_traces_may_have_gaps():
-    """A device that waits longer than it must shows as bubbles, and changes no time of a stage."""
+def test_traces_can_have_gaps():
+    """A device that waits longer than necessary shows as bubbles, and changes no time of a stage."""
     slow = tuple(Timed(d, a, 3 * begin, 3 * begin + (end - begin)) for d, a, begin, end in trace().replicas[0])
     late = Trace({0: slow})
     assert late.times.forward == pytest.approx(TIMES.forward)

@@ -1,4 +1,4 @@
-"""Acceptance rows of the original's pipelines, translated: what its tests feed, and the numbers that they want."""
+"""Acceptance tests of the original's pipelines, with its inputs and expected numbers."""
 
 import itertools
 
@@ -21,7 +21,7 @@ METHODS = first_of(strategies.GradientAccumulationReductionMethod)
 
 
 class Elements:
-    """Element k is k mod n in all places of an array; `rows` of them make a batch, and `change` what is fed of it."""
+    """A source whose element k is k mod n in all places; `rows` elements make a batch, which `change` converts."""
 
     def __init__(self, n, shape, rows=None, change=lambda batch: batch, dtype=np.float32):
         self._numbers, self._shape, self._rows, self._change, self._dtype = n, shape, rows, change, dtype
@@ -37,7 +37,7 @@ class Elements:
 
 
 def sgd(*loss_of, rate=0.01):
-    """An optimizer function: the loss is the first output, or what a function makes of all."""
+    """Return an optimizer function; the loss is the first output, or computed by a function from all outputs."""
 
     def optimizer_function(*outputs):
         return OptimizerFunctionOutput(optax.sgd(rate), loss_of[0](*outputs) if loss_of else outputs[0])
@@ -46,7 +46,7 @@ def sgd(*loss_of, rate=0.01):
 
 
 def made(stages, count, outfeed="new", elements=None, **options):
-    """A pipeline and its outfeed, on four devices; stages are functions of inputs, or of variables and inputs."""
+    """Return a pipeline on four devices and its outfeed; stages are functions of inputs, or of variables and inputs."""
     outfeed = OutfeedQueue() if outfeed == "new" else outfeed
     infeed = None if elements is None else InfeedQueue(elements)
     net = pipelining_ops.pipeline(
@@ -56,7 +56,7 @@ def made(stages, count, outfeed="new", elements=None, **options):
 
 
 def run(stages, count, variables=None, executions=1, **options):
-    """What a pipeline has fed out in all, and its state."""
+    """Return all outputs of a pipeline, and its state."""
     with strategies.IPUStrategy(num_replicas=1, ipus_per_replica=4).scope():
         net, outfeed = made(stages, count, **options)
         state = net.init({} if variables is None else variables)
@@ -66,7 +66,7 @@ def run(stages, count, variables=None, executions=1, **options):
 
 
 def outputs_of(stage, variables, values):
-    """What a stage gives to the next one: of a list of functions the outputs of all."""
+    """Return the inputs of the next stage: for a list of functions, the outputs of all."""
     if isinstance(stage, list):
         return tuple(itertools.chain.from_iterable(outputs_of(one, variables, values) for one in stage))
     result = stage(variables, **values) if isinstance(values, dict) else stage(variables, *values)
@@ -74,7 +74,7 @@ def outputs_of(stage, variables, values):
 
 
 def trained(stages, variables, elements, count, updates, optimizer, method=SUM, inputs=()):
-    """The losses and the variables of the same stages in one function, without a pipeline."""
+    """Return the losses and the variables of the same stages in one function, without a pipeline."""
 
     def loss_of(values, element):
         fed = (*inputs, *element)
@@ -122,19 +122,17 @@ CONV = {"kernel": jnp.ones((2, 2))}
 LOSSES = np.float32([410.01, 730.01, 650.01, 570.01, 890.01])
 
 
-class TestWhatIsComputed:
+class TestComputation:
     @pytest.mark.parametrize("mapping", first_of([[2, 0, 1], [2, 2, 2], None]), ids=str)
-    def test_pl_14_elements_that_are_dictionaries(self, mapping):
-        """PL-14: they come as keyword arguments, behind the inputs; wherever the stages are."""
+    def test_dictionary_elements_become_keyword_arguments(self, mapping):
+        """They come after the inputs, on every mapping of stages."""
         losses, _ = run(
             [conv_of_ones, sum_and_c, identity], 12, CONV, elements=KWARGS, inputs=[10.01], device_mapping=mapping,
             pipeline_schedule=PipelineSchedule.Interleaved,
         )  # fmt: skip
         np.testing.assert_allclose(losses, np.tile(LOSSES, 3)[:12], rtol=1e-6)
 
-    def test_pl_17_outputs_that_are_the_same_array(self):
-        """PL-17: a stage may give one array several times."""
-
+    def test_a_stage_can_return_one_array_several_times(self):
         def twice(variables, x, y):
             return x, y, y, x
 
@@ -146,42 +144,38 @@ class TestWhatIsComputed:
         assert [one.shape for one in fed] == [(12, *x.shape), (12, *y.shape)]
         assert all(np.all(one == 1) for one in fed)
 
-    def test_pl_19_stages_without_variables(self):
-        """PL-19: x * x + x * x."""
+    def test_stages_work_without_variables(self):
         fed, _ = run([lambda _, x: x * x, lambda _, x: x + x, identity], 6, elements=Elements(5, (1,)))
         np.testing.assert_array_equal(fed, np.float32([[0], [2], [8], [18], [32], [0]]))
 
-    def test_pl_27_a_constant_input(self):
-        """PL-27: 42 * 2 + 3."""
+    def test_a_constant_input_reaches_all_micro_batches(self):
         add = lambda _, x: x + 1  # noqa: E731
         fed, _ = run([lambda _, x: 2 * x, add, add, add], 8, inputs=[42.0])
         np.testing.assert_array_equal(np.ravel(fed), np.full(8, 87, np.float32))
 
-    def test_pl_36_a_condition(self):
-        """PL-36: x > 2 ? 1 : 2."""
-
+    def test_a_stage_can_contain_a_condition(self):
         def branch(variables, x):
             return jax.lax.cond(x[0, 0] > 2, lambda: 1.0, lambda: 2.0)
 
         fed, _ = run([identity, identity, branch], 6, elements=Elements(10, (1,), 1))
         np.testing.assert_array_equal(fed, np.float32([2, 2, 2, 1, 1, 1]))
 
-    def test_pl_32_dictionaries_are_fed_out_as_such(self):
-        """PL-32: in inference the last stage may give a dictionary."""
+    def test_dictionaries_are_fed_out_as_dictionaries(self):
+        """The last stage of an inference gives a dictionary."""
         fed, _ = run([identity, identity, identity, lambda _, x: {"x": x}], 8, inputs=[1.0])
         assert set(fed) == {"x"}
         np.testing.assert_array_equal(fed["x"], np.ones(8))
 
 
 class TestOutfeeds:
-    def test_pl_25_the_loss(self):
-        """PL-25: x = 0, loss x + 1; without the list around it."""
+    def test_outfeed_loss_feeds_out_the_loss(self):
+        """x = 0 and the loss is x + 1; it comes without a list around it."""
         stages = [lambda variables, _, x: variables["w"] * x, identity, identity, identity]
         fed, _ = run(stages, 8, ONE, inputs=[10, 0.0], optimizer_function=sgd(lambda x: x + 1.0), outfeed_loss=True)
         np.testing.assert_array_equal(fed, np.ones(8))
 
-    def test_pl_26_the_mask(self):
-        """PL-26: True leaves an output out."""
+    def test_outfeed_mask_leaves_outputs_out(self):
+        """True leaves an output out."""
         first = lambda variables, x: (x, variables["w"] * x)  # noqa: E731
         more = lambda _, x, y: (x, y + 1)  # noqa: E731
         fed, _ = run(
@@ -194,24 +188,24 @@ class TestOutfeeds:
         np.testing.assert_array_equal(np.asarray(fed), np.full((1, 4), 3))
 
     @pytest.mark.parametrize("method", METHODS)
-    def test_pl_28_an_accumulated_loss(self, method):
-        """PL-28: a sum, however gradients are reduced."""
+    def test_an_accumulated_loss_is_a_sum(self, method):
+        """The sum does not depend on the reduction method of gradients."""
         fed, _ = run(
             [times_w, identity, identity, identity], 8, ONE, inputs=[0.0], outfeed_loss=True, accumulate_outfeed=True,
             optimizer_function=sgd(lambda x: x + 1.0), reduction_method=method,
         )  # fmt: skip
         np.testing.assert_array_equal(fed, [8])
 
-    def test_pl_29_an_accumulated_output(self):
-        """PL-29: in training as a list, in inference too; once for each execution."""
+    def test_an_accumulated_output_comes_once_per_execution(self):
+        """Training returns a list of sums, and inference does so too."""
         options = {"inputs": [1.0], "accumulate_outfeed": True}
         fed, _ = run([times_w, identity, identity, identity], 8, ONE, optimizer_function=sgd(), **options)
         np.testing.assert_array_equal(np.asarray(fed), [[8]])
         fed, _ = run([identity] * 4, 8, executions=2, **options)
         np.testing.assert_array_equal(np.ravel(fed), [8, 8])
 
-    def test_pl_30_the_dtype_of_what_is_accumulated(self):
-        """PL-30: 8 times 30000 is too much for float16, which stages give; the original's simulator rounds less."""
+    def test_accumulated_outputs_can_have_another_dtype(self):
+        """8 times 30000 is too much for float16, the dtype of the stages; the original's simulator rounds less."""
 
         def more(variables, x):
             return (x + 10000).astype(jnp.float16)
@@ -225,8 +219,7 @@ class TestOutfeeds:
 
     @pytest.mark.complete
     @pytest.mark.parametrize("training", [True, False])
-    def test_pl_31_several_accumulated_outputs(self, training):
-        """PL-31: x = 1, y = 2."""
+    def test_several_outputs_are_accumulated(self, training):
         first = (lambda variables, x, y: (variables["w"] * x, y)) if training else identity
         more = {"optimizer_function": sgd(lambda x, y: x + y + 1.0)} if training else {}
         fed, _ = run([first, identity, identity, identity], 8, ONE, inputs=[1.0, 2.0], accumulate_outfeed=True, **more)
@@ -251,7 +244,7 @@ def stages_of_pl_20(dtype):
 
 
 class TestTraining:
-    """Losses and variables are those of the same stages in one function."""
+    """Training in stages: losses and variables are those of the same stages in one function."""
 
     def compare(self, stages, variables, elements, count, rtol=1e-5, method=SUM, inputs=(), optimizer=None, **options):
         optimizer = optimizer or optax.sgd(0.01)
@@ -266,8 +259,8 @@ class TestTraining:
 
     @pytest.mark.complete
     @pytest.mark.parametrize("method", METHODS)
-    def test_pl_20_in_float32(self, method):
-        """PL-20: interleaved, 4 stages, 20 micro-batches, twice; a scalar beside the batches."""
+    def test_four_interleaved_stages_train_as_one_function_in_float32(self, method):
+        """20 micro-batches, two updates, and a scalar beside the batches."""
         stages, variables = stages_of_pl_20(jnp.float32)
         elements = Elements(7, (4, 4, 2), 2, lambda batch: (batch / 7, batch[0, 0, 0, 0]))
         self.compare(
@@ -277,8 +270,8 @@ class TestTraining:
 
     @pytest.mark.complete
     @pytest.mark.parametrize("method", strategies.GradientAccumulationReductionMethod)
-    def test_pl_20_in_float16(self, method):
-        """PL-20: within 2e-3."""
+    def test_four_interleaved_stages_train_as_one_function_in_float16(self, method):
+        """The tolerance is 2e-3."""
         stages, variables = stages_of_pl_20(jnp.float16)
         elements = Elements(7, (4, 4, 2), 2, lambda batch: (batch / 7, batch[0, 0, 0, 0]), np.float16)
         self.compare(
@@ -288,8 +281,8 @@ class TestTraining:
 
     @pytest.mark.complete
     @pytest.mark.parametrize("method", strategies.GradientAccumulationReductionMethod)
-    def test_pl_21_residual_blocks(self, method):
-        """PL-21: convolutions with a way around them; 18 micro-batches."""
+    def test_residual_blocks_train_as_one_function(self, method):
+        """Convolutions with a skip connection; 18 micro-batches."""
 
         def conv(x, kernel, stride=1):
             shape = ("NHWC", "HWIO", "NHWC")
@@ -321,8 +314,8 @@ class TestTraining:
         )  # fmt: skip
 
     @pytest.mark.complete
-    def test_pl_21_an_embedding(self):
-        """PL-21: rows of a table are looked up; 20 micro-batches."""
+    def test_an_embedding_trains_as_one_function(self):
+        """20 micro-batches look up rows of a table."""
 
         def look_up(variables, index, label):
             return variables["table"][index], label
@@ -340,8 +333,8 @@ class TestTraining:
     @pytest.mark.complete
     @pytest.mark.parametrize("schedule", first_of([PipelineSchedule.Grouped, PipelineSchedule.Sequential]))
     @pytest.mark.parametrize("mapping", first_of([[0, 1, 0, 2, 0], [0, 1, 2, 3, 0], [0, 0, 2, 3, 0]]), ids=str)
-    def test_pl_43_44_weights_that_stages_share(self, schedule, mapping):
-        """PL-43, PL-44: the first and the last stage have the same weights, and are on the same device."""
+    def test_stages_that_share_weights_train_as_one_function(self, schedule, mapping):
+        """The first and the last stage have the same weights, and are on the same device."""
 
         def product(name):
             return lambda variables, x, label: (x @ variables[name], label)
@@ -370,8 +363,8 @@ class TestTraining:
         self.compare(stages, {"w": jnp.asarray(weights)}, elements, count, rtol=1e-4, **options)
 
     @pytest.mark.complete
-    def test_pl_37_a_derivative_of_ones_own(self):
-        """PL-37: which is not the true one."""
+    def test_a_custom_derivative_trains_as_one_function(self):
+        """The derivative is not the true one."""
 
         @jax.custom_vjp
         def squared(x):
@@ -381,13 +374,13 @@ class TestTraining:
         self.compare_small(lambda _, x, label: (squared(x), label))
 
     @pytest.mark.complete
-    def test_pl_37_a_loop(self):
-        """PL-37: x is squared several times."""
+    def test_a_loop_trains_as_one_function(self):
+        """The loop squares x several times."""
         self.compare_small(lambda _, x, label: (jax.lax.fori_loop(0, 3, lambda _, x: x * x, x), label))
 
     @pytest.mark.complete
-    def test_pl_37_arrays_that_a_loop_makes(self):
-        """PL-37: [0, 2, 4, 6]."""
+    def test_arrays_made_by_a_loop_train_as_one_function(self):
+        """The loop makes [0, 2, 4, 6]."""
 
         def second(variables, x, label):
             _, numbers = jax.lax.scan(lambda i, _: (i + 1, jnp.float32(2) * i), jnp.int32(0), length=4)
@@ -396,15 +389,15 @@ class TestTraining:
         self.compare_small(second)
 
     @pytest.mark.complete
-    def test_pl_37_a_permutation(self):
-        """PL-37: that is inverted."""
+    def test_a_permutation_trains_as_one_function(self):
+        """The permutation is inverted."""
         inverted = np.argsort([1, 0])
         self.compare_small(lambda _, x, label: (jnp.transpose(x, inverted), label))
 
     @pytest.mark.complete
     @pytest.mark.parametrize("mapping", first_of([[0, [0, 1], 1], [[0, 1], 0, 1], [-1, 0, 1]]), ids=str)
-    def test_pl_40_functions_that_run_at_the_same_time(self, mapping):
-        """PL-40: all get the same arguments, elements of the infeed too; the next stage gets the outputs of all."""
+    def test_concurrent_functions_of_a_stage_train_as_one_function(self, mapping):
+        """All functions get the same arguments and elements of the infeed; the next stage gets the outputs of all."""
 
         def of(name):
             return lambda variables, x, label: (jnp.tanh(x @ variables[name]), label)
@@ -432,8 +425,7 @@ class TestTraining:
 
 
 class TestGradients:
-    def test_pl_34_accumulated_gradients_have_the_shape_of_the_variable(self):
-        """PL-34: (1, 2, 3)."""
+    def test_accumulated_gradients_have_the_shape_of_the_variable(self):
         seen = []
 
         def note(updates, state, params=None):
@@ -447,8 +439,8 @@ class TestGradients:
         )  # fmt: skip
         assert jax.tree.leaves(seen, is_leaf=lambda each: isinstance(each, tuple) and len(each) == 3)[0] == (1, 2, 3)
 
-    def test_pl_38_float16_gradients_are_accumulated_in_float32(self):
-        """PL-38: eight times the greatest float16, and their mean."""
+    def test_float16_gradients_are_accumulated_in_float32(self):
+        """The gradients are eight times the greatest float16, reduced to their mean."""
         greatest = np.finfo(np.float16).max
         seen = []
 
@@ -468,14 +460,14 @@ class TestGradients:
         assert [(one.dtype, float(one)) for one in seen] == [(np.float32, float(greatest))]
 
 
-def test_an_infeed_goes_on_where_it_was():
+def test_an_infeed_continues_in_the_next_execution():
     fed, _ = run([identity, identity], 10, executions=2, elements=Elements(7, ()), pipeline_schedule="sequential")
     np.testing.assert_array_equal(np.ravel(fed), np.arange(20) % 7)
 
 
 @pytest.mark.parametrize("schedule", first_of(reversed(PipelineSchedule)))
 def test_every_schedule_has_the_bits_of_stages_one_after_another(schedule):
-    """Losses and variables of a small network on four devices."""
+    """A small network runs on four devices."""
 
     def layer(name):
         return lambda variables, x: jnp.tanh(x @ variables[name])

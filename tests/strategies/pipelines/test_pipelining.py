@@ -1,4 +1,4 @@
-"""A Trainer with a pipeline: the same bits for every schedule, mapping and spread, and what cannot be cut."""
+"""Pipelines of a Trainer: the same bits for every schedule, mapping and spread, and refusals of cuts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_instance(devices):
 
 @pytest.fixture(scope="module")
 def references():
-    """For each model what its stages make one after another, on one device."""
+    """Provide, for each model, the results of its stages one after another on one device."""
     found = {}
 
     def of(name):
@@ -49,7 +49,9 @@ FEW = [("batch norm", "grouped", 0, True, 2), also("cnn", "zero_bubble", 1, Fals
 
 
 @pytest.mark.parametrize(("name", "schedule", "mapping", "recomputes", "instances"), FEW)
-def test_nothing_changes_a_bit(name, schedule, mapping, recomputes, instances, references, on_instances):
+def test_schedules_mappings_and_spreads_have_the_same_bits(
+    name, schedule, mapping, recomputes, instances, references, on_instances
+):
     model = MODELS[name]
     pipeline = strategies.Pipelining(model.mappings[mapping], schedule, recomputes)
     found = on_instances(instances, REPLICAS, lambda strategy: trained(strategy, model, pipeline), ipus_per_replica=4)
@@ -57,7 +59,7 @@ def test_nothing_changes_a_bit(name, schedule, mapping, recomputes, instances, r
 
 
 def every_case():
-    """Each model with each schedule, and in turn with one of the mappings that this schedule can have."""
+    """Yield each model with each schedule, and in turn with one of the mappings of this schedule."""
     for number, ((name, model), schedule) in enumerate(itertools.product(MODELS.items(), SCHEDULES)):
         possible = [each for each in model.mappings if schedule != "interleaved" or len(set(each)) == len(each)]
         if possible:
@@ -65,7 +67,7 @@ def every_case():
 
 
 IN_TURN = [*itertools.product((1, 2, 4), (False, True))]
-"""How many instances, and whether stages are computed again: the bits of one replica do not depend on the others."""
+"""Pairs of a number of instances and whether stages recompute; replicas do not affect each other's bits."""
 
 
 @pytest.mark.complete
@@ -73,7 +75,9 @@ IN_TURN = [*itertools.product((1, 2, 4), (False, True))]
     ("name", "schedule", "mapping", "instances", "recomputes"),
     [(*case, *IN_TURN[number % len(IN_TURN)]) for number, case in enumerate(every_case())],
 )
-def test_nothing_at_all_does(name, schedule, mapping, instances, recomputes, references, on_instances):
+def test_every_model_schedule_and_mapping_has_the_same_bits(
+    name, schedule, mapping, instances, recomputes, references, on_instances
+):
     pipeline = strategies.Pipelining(mapping, schedule, recomputes)
     found = on_instances(
         instances, REPLICAS, lambda strategy: trained(strategy, MODELS[name], pipeline), ipus_per_replica=4
@@ -90,7 +94,7 @@ COUNT = 4
 
 
 def pair(variables, batch, key):
-    """Two stages; what lies around them belongs to the one that needs it."""
+    """Compute two stages; code around them belongs to the stage that needs it."""
     doubled = {name: 2 * value for name, value in variables.items()}
     with strategies.pipeline_stage(0):
         hidden = jnp.tanh(batch @ doubled["first"])
@@ -106,7 +110,7 @@ def numbers(strategy, step=0, rows=2 * COUNT):
 
 
 def steps(strategy, pipeline=None, loss_fn=pair, count=COUNT, steps=2, **options):
-    """The state after some steps, and the metrics of the last one."""
+    """Return the state after some steps, and the metrics of the last one."""
     trainer = strategies.Trainer(
         strategy, loss_fn, optax.sgd(0.1, momentum=0.9), gradient_accumulation_count=count, pipeline=pipeline, **options
     )
@@ -132,7 +136,7 @@ OPTIONS = {
     "name",
     only(["sharded"], OPTIONS),
 )
-def test_other_options_go_with_it(name, on_instances):
+def test_other_options_of_the_step_work_in_a_pipeline(name, on_instances):
     options = OPTIONS[name]
 
     def made(strategy, pipeline):
@@ -141,7 +145,7 @@ def test_other_options_go_with_it(name, on_instances):
 
     [one] = on_instances(1, REPLICAS, lambda strategy: made(strategy, SEQUENTIAL))
     assert on_instances(2, REPLICAS, lambda strategy: made(strategy, GROUPED), ipus_per_replica=2) == [one] * 2
-    if name in ("sum", "loss scaling in bfloat16"):  # the others would only compile more
+    if name in ("sum", "loss scaling in bfloat16"):  # other options would only compile more
         _, metrics = steps(one_instance(1), **options)
         np.testing.assert_allclose(metrics["loss"], one[1]["loss"], rtol=1e-5 if name == "sum" else 0.05)
         assert set(metrics) == set(one[1])
@@ -167,10 +171,10 @@ def test_an_update_without_accumulation_is_one_micro_batch():
     assert strategies.fingerprint(alone[0].variables) == strategies.fingerprint(apart[0].variables)
 
 
-# ---- what happens when
+# ---- order and failures
 
 
-def test_gradients_of_a_stage_leave_while_others_run():
+def test_gradients_of_a_stage_leave_while_other_stages_run():
     """The first stage cannot go back until the gradients of the last one have left."""
     has_left, waited = threading.Event(), []
 
@@ -206,7 +210,7 @@ def test_gradients_of_a_stage_leave_while_others_run():
     assert waited == [True]
 
 
-def test_what_devices_did_is_told_after_each_step():
+def test_the_watch_gets_the_spans_of_all_devices_after_each_step():
     seen = []
     pipeline = strategies.Pipelining([0, 1], "grouped", watch=seen.append)
     steps(one_instance(2), pipeline)
@@ -220,7 +224,7 @@ def test_what_devices_did_is_told_after_each_step():
         assert all(0 <= span.begin_s <= span.end_s for span in spans)
 
 
-def test_a_batch_is_let_go_when_its_step_is_done():
+def test_a_batch_is_freed_after_its_step():
     strategy = one_instance(2)
     trainer = strategies.Trainer(strategy, pair, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=GROUPED)
     batch = numbers(strategy)
@@ -231,7 +235,7 @@ def test_a_batch_is_let_go_when_its_step_is_done():
     assert is_there() is None
 
 
-def test_no_more_devices_recompute_at_once_than_there_are_cores(monkeypatch):
+def test_at_most_as_many_devices_as_cores_recompute_concurrently(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     seen = []
     pipeline = strategies.Pipelining([0, 1], "grouped", recompute=True, watch=seen.append)
@@ -267,8 +271,8 @@ def test_a_stage_that_fails_fails_the_step_and_not_the_next_one():
     assert state.step == 1
 
 
-def test_the_final_stage_computes_nothing_again_behind_its_last_checkpoint():
-    """PL-48, CheckpointInFinalStage: calls of Python are counted, forward and backward, for each micro-batch."""
+def test_the_final_stage_recomputes_nothing_after_its_last_checkpoint():
+    """Python calls are counted, forward and backward, for each micro-batch."""
     calls = {"before": 0, "behind": 0}
 
     def counted(name, value):
@@ -299,7 +303,7 @@ def test_the_final_stage_computes_nothing_again_behind_its_last_checkpoint():
 
 @pytest.fixture
 def compilations():
-    """The events of tracing and compiling since the test began."""
+    """Provide the events of tracing and compiling since the test began."""
     seen = []
 
     def note(event, _, **details):
@@ -312,8 +316,8 @@ def compilations():
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_others_go_on_when_an_instance_is_lost(lost, compilations):
-    """And neither trace nor compile anything for the replicas that they take over."""
+def test_a_pipeline_continues_when_an_instance_is_lost(lost, compilations):
+    """Survivors trace and compile nothing for the replicas that they take over."""
     behind_steps = []
 
     def program(strategy):
@@ -338,8 +342,8 @@ def test_the_others_go_on_when_an_instance_is_lost(lost, compilations):
     assert behind_steps[-1] == (1, before[-1])
 
 
-def test_a_pipeline_that_only_runs_takes_over_replicas_too():
-    """Where a training beside it has lost an instance: it runs on all replicas that are here."""
+def test_a_pipeline_for_inference_takes_over_replicas():
+    """A training beside the pipeline has lost an instance, so the pipeline runs on all replicas of the survivors."""
 
     def replica(variables, x):
         return x + strategies.get_replica_context().replica_id_in_sync_group
@@ -370,10 +374,8 @@ def test_a_pipeline_that_only_runs_takes_over_replicas_too():
 
 @pytest.mark.complete
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
-def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_mapping_and_spread(
-    optimizer, tmp_path, on_instances
-):
-    """Of optimizer state that two instances have in parts, which are put together for updates (lamb) or not."""
+def test_a_checkpoint_continues_with_another_schedule_mapping_and_spread(optimizer, tmp_path, on_instances):
+    """Two instances shard the optimizer state; one optimizer needs whole states (lamb), the other does not."""
     pytest.importorskip("orbax.checkpoint")
     sharded = {"replicated_optimizer_state_sharding": True, "min_elements_for_sharding": 1}
 
@@ -406,7 +408,7 @@ def test_a_training_goes_on_from_a_checkpoint_with_another_schedule_mapping_and_
     assert trained_until(4, "by four", SEQUENTIAL, 1, instances=4, **sharded) == [(2, straight)] * 4
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def unmarked(variables, batch, key):
@@ -458,18 +460,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("loss_fn", "pipeline", "options", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused(loss_fn, pipeline, options, error, words):
+def test_losses_and_options_unfit_for_a_pipeline_are_refused(loss_fn, pipeline, options, error, words):
     with pytest.raises(error, match=words):
         steps(one_instance(2), pipeline, loss_fn, **options)
 
 
-def test_collectives_meet_where_stages_run_one_after_another():
+def test_collectives_work_if_stages_run_one_after_another():
     state, _ = steps(one_instance(2), strategies.Pipelining([0, 1], "sequential"), meeting)
     expected, _ = steps(one_instance(1), None, meeting)
     np.testing.assert_allclose(state.variables["last"], expected.variables["last"], rtol=1e-5)
 
 
-def test_a_model_state_is_used_where_it_is_made():
+def test_a_model_state_is_used_in_the_stage_that_makes_it():
     def loss_fn(variables, batch, key, model_state):
         with strategies.pipeline_stage(0):
             hidden = batch @ variables["first"] + model_state["mean"]
@@ -479,7 +481,7 @@ def test_a_model_state_is_used_where_it_is_made():
     strategy = one_instance(2)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1), gradient_accumulation_count=COUNT, pipeline=GROUPED)
     state = trainer.init(START, {"mean": np.float32(0)})
-    with pytest.raises(ValueError, match=r"leaf \['mean'\] of the model state is used by stage 0, but stage 1 makes"):
+    with pytest.raises(ValueError, match=r"leaf \['mean'\] of the model state is used by stage 0, but updated"):
         trainer.step(state, numbers(strategy))
 
 
@@ -497,6 +499,6 @@ def test_a_model_state_is_used_where_it_is_made():
         ({"device_mapping": [0, 1], "schedule": 3}, TypeError, "a member of PipelineSchedule"),
     ],
 )
-def test_what_a_pipeline_itself_refuses(options, error, words):
+def test_invalid_arguments_of_pipelining_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         strategies.Pipelining(**options)

@@ -1,4 +1,4 @@
-"""Pipelines of functions: what stages may ask for, what they are run with, and what is refused (rows PL-*)."""
+"""Pipelines of functions: the services for stages, the options, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START = {"w": np.float32(2), "b": np.float32(1)}
 
 
 def numbers(count=100):
-    """0, 1, 2, 3, 4, 0, 1, ..."""
+    """Return an infeed of 0, 1, 2, 3, 4, 0, 1, ..."""
     return InfeedQueue([np.float32(number % 5) for number in range(count)])
 
 
@@ -46,16 +46,16 @@ def sgd(rate=0.01):
 
 
 def made(net, variables=START, model_state=None):
-    """The outfeed after a call, and the state."""
+    """Return the outfeed after a call, and the state."""
     state = net(net.init(variables, model_state))
     return net._outfeed.queue.dequeue(), state
 
 
-# ---- what comes in and goes out
+# ---- inputs and outputs
 
 
 @pytest.mark.parametrize("count", [12, np.int32(12), np.asarray(12)])
-def test_pl_14_elements_with_names(count):
+def test_dictionary_elements_become_keyword_arguments(count):
     elements = InfeedQueue([{"a": np.float32(number), "b": np.float32(1)} for number in range(12)])
     stages = [lambda _, b, a: (a, b), lambda _, a, b: a - b, lambda _, x: 2 * x]
     net = pipeline(
@@ -69,14 +69,14 @@ def test_pl_14_elements_with_names(count):
     np.testing.assert_array_equal(made(net, {})[0], 2 * (np.arange(12) - 1.0))
 
 
-def test_an_outfeed_of_the_last_keeps_the_last():
+def test_an_outfeed_in_mode_last_keeps_the_last_output():
     net = pipeline(
         [lambda _, x: x, lambda _, x: x + 1], 6, infeed_queue=numbers(), outfeed_queue=OutfeedQueue(OutfeedMode.LAST)
     )
     assert made(net, {})[0] == 1.0
 
 
-def test_g_14_the_number_of_the_micro_batch():
+def test_the_iteration_counter_is_the_number_of_the_micro_batch():
     counter = pipelining_ops.get_current_iteration_counter
     net = pipeline(
         [lambda v: (v["w"], counter()), lambda _, x, one: (x, one, counter())],
@@ -94,7 +94,7 @@ def test_g_14_the_number_of_the_micro_batch():
 
 
 def noisy(variables, x):
-    """Moves a mean, and adds noise."""
+    """Move a mean, and add noise."""
     mean = pipelining_ops.get_model_state()["mean"]
     pipelining_ops.update_model_state(mean=(mean + x.mean()) / 2)
     return x * variables["w"] + jax.random.normal(pipelining_ops.get_random_key())
@@ -107,7 +107,7 @@ def counted(variables, x):
 
 @pytest.mark.complete
 def test_stages_have_a_model_state_and_random_keys():
-    """Which differ for each micro-batch and replica; wherever and whenever the stages run all is the same."""
+    """Random keys differ for each micro-batch and replica; place and time of the stages change nothing."""
     found = []
     for mapping, schedule in (([0, 1], "grouped"), ([0, 0], "sequential")):
         with strategies.IPUStrategy(2, ipus_per_replica=2).scope():
@@ -129,7 +129,7 @@ def test_stages_have_a_model_state_and_random_keys():
     assert found[0] == found[1]
 
 
-def test_a_model_state_is_read_where_nothing_is_learned():
+def test_a_model_state_is_readable_in_inference():
     def shifted(variables, x):
         mean = pipelining_ops.get_model_state()["mean"]
         pipelining_ops.update_model_state(mean=mean + 1)
@@ -148,13 +148,13 @@ def test_a_model_state_is_read_where_nothing_is_learned():
         (lambda _, x: jax.random.normal(pipelining_ops.get_random_key()), RuntimeError, "pass keys in through the"),
     ],
 )
-def test_what_a_stage_cannot_have_is_said(stage, error, words):
+def test_a_missing_model_state_or_random_key_is_an_error(stage, error, words):
     net = pipeline([stage, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
     with pytest.raises(error, match=words):
         net.init({})
 
 
-def test_an_entry_that_the_model_state_has_not_is_refused():
+def test_an_unknown_entry_of_the_model_state_is_refused():
     def stage(variables, x):
         pipelining_ops.update_model_state(seen=x)
         return x
@@ -176,7 +176,7 @@ def test_a_pipeline_has_a_trace(recomputes):
     assert net.trace.timetable().devices == pipelining_ops.plan(TWO, 4).timetable.devices
 
 
-def test_a_pipeline_that_is_only_run_has_a_trace():
+def test_a_pipeline_for_inference_has_a_trace():
     net = pipeline([same, same], 4, inputs=[1.0], outfeed_queue=OutfeedQueue())
     made(net, {})
     assert net.trace.timetable() == pipelining_ops.plan(2, 4, training=False).timetable
@@ -190,7 +190,7 @@ def with_rate(rate, loss):
     return OptimizerFunctionOutput(optax.sgd(rate), loss)
 
 
-def test_an_optimizer_is_made_of_inputs_that_stages_hand_through():
+def test_an_optimizer_can_use_inputs_that_stages_pass_through():
     net = pipeline(
         passing(lambda rate: rate), 4, inputs=[0.5], infeed_queue=numbers(), outfeed_queue=OutfeedQueue(),
         optimizer_function=with_rate,
@@ -199,12 +199,12 @@ def test_an_optimizer_is_made_of_inputs_that_stages_hand_through():
     assert state.variables["w"] == 1 - 0.5 * (0 + 1 + 2 + 3)
 
 
-def test_an_optimizer_is_not_made_of_what_stages_compute():
+def test_an_optimizer_made_of_computed_values_is_refused():
     net = pipeline(
         passing(lambda rate: 2 * rate), 4, inputs=[0.5], infeed_queue=numbers(), outfeed_queue=OutfeedQueue(),
         optimizer_function=with_rate,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="the optimizer of the optimizer_function is made of what a stage computes"):
+    with pytest.raises(ValueError, match="the optimizer of the optimizer_function depends on a stage's result"):
         net.init({"w": np.float32(1)})
 
 
@@ -229,7 +229,7 @@ TIED = [layer("w0"), layer("w1"), layer("w2"), layer("w1"), closing("w0")]
 
 
 def reference(stages, optimizer, count, updates, method):
-    """What a loop on the host makes of it."""
+    """Return the losses and variables of a loop on the host."""
 
     def loss_of(variables, x):
         for stage in stages:
@@ -250,7 +250,7 @@ def reference(stages, optimizer, count, updates, method):
 
 
 def trained(stages, optimizer, count, *, updates=2, **options):
-    """The variables, and all losses."""
+    """Return the variables, and all losses."""
     net = pipeline(
         stages,
         count,
@@ -274,13 +274,13 @@ def check(stages, count, method=MEAN, optimizer=None, **options):
 
 
 @pytest.mark.parametrize("method", first_of(METHODS))
-def test_pl_20_interleaved_is_a_loop_on_the_host(method):
+def test_the_interleaved_schedule_matches_a_loop_on_the_host(method):
     check(DEEP, 20, method, pipeline_schedule=PipelineSchedule.Interleaved)
 
 
 CASES = {
-    "PL-46 batch serialization": (TIED, 8, {"batch_serialization_iterations": 4}),
-    "PL-48 recomputation": (DEEP, 8, {"recomputation_mode": RecomputationMode.Auto}),
+    "batch serialization": (TIED, 8, {"batch_serialization_iterations": 4}),
+    "recomputation": (DEEP, 8, {"recomputation_mode": RecomputationMode.Auto}),
     "offloaded": (
         DEEP,
         8,
@@ -294,7 +294,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("stages", "count", "options"), CASES.values(), ids=CASES)
-def test_other_ways_to_run_it_are_the_same(stages, count, options):
+def test_all_options_match_a_loop_on_the_host(stages, count, options):
     check(stages, count, SUM if "batch_serialization_iterations" in options else MEAN, **options)
 
 
@@ -328,8 +328,8 @@ RECOMPUTED = {
         for is_sequential, schedule in enumerate(("grouped", "sequential"))
     ],
 )
-def test_pl_48_recomputation_changes_nothing(name, schedule, mode):
-    """PL-48: dropout, UnmodifiedInput, ThreeInput, SharedWeights, Checkpoint."""
+def test_recomputation_changes_no_bit(name, schedule, mode):
+    """Cases are dropout and the original's UnmodifiedInput, ThreeInput, SharedWeights and Checkpoint."""
     stages, mapping = RECOMPUTED[name]
     options = {"device_mapping": mapping, "pipeline_schedule": schedule}
     expected, losses = trained(stages, optax.sgd(0.1), 24, **options)
@@ -351,7 +351,7 @@ def test_pl_48_recomputation_changes_nothing(name, schedule, mode):
         ),
     ],
 )
-def test_pl_40_concurrent_stages(stages, mapping):
+def test_concurrent_stages_have_the_bits_of_sequential_ones(stages, mapping):
     one, losses = trained(
         stages, optax.sgd(0.1), 18, device_mapping=mapping, pipeline_schedule="one_forward_one_backward"
     )
@@ -362,7 +362,7 @@ def test_pl_40_concurrent_stages(stages, mapping):
     assert losses[-1] != losses[0]
 
 
-# ---- what is refused
+# ---- refusals
 
 
 LOSS = jnp.float32(1)
@@ -372,20 +372,20 @@ SGD = optax.sgd(0.1)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"compute_gradients_args": (1,)}, ValueError, "compute_gradients_args may not be used"),  # PL-01
-        ({"compute_gradients_kwargs": {"x": 1}}, ValueError, "compute_gradients_kwargs may not be used"),  # PL-02
-        ({"tape": object()}, ValueError, "leave out the tape"),  # PL-03, PL-04
-        ({"tape": object(), "variables": True}, ValueError, "both variables and a tape"),  # PL-06, PL-07
+        ({"compute_gradients_args": (1,)}, ValueError, "compute_gradients_args may not be used"),
+        ({"compute_gradients_kwargs": {"x": 1}}, ValueError, "compute_gradients_kwargs may not be used"),
+        ({"tape": object()}, ValueError, "leave out the tape"),
+        ({"tape": object(), "variables": True}, ValueError, "both variables and a tape"),
         ({"compute_gradients_args": [1]}, TypeError, "must be a tuple"),
         ({"apply_gradients_kwargs": [1]}, TypeError, "must be a dictionary"),
         ({"captured_gradient_outfeed": OutfeedQueue()}, ValueError, "no gradient_capture_context"),
         ({"variables": []}, ValueError, "No variables to optimize."),
-        ({"compute_gradients_args": ([],)}, ValueError, "No variables to optimize."),  # PL-39
+        ({"compute_gradients_args": ([],)}, ValueError, "No variables to optimize."),
         ({"opt": "sgd"}, TypeError, "use an optax gradient transformation"),
         ({"loss": 1.0}, TypeError, "it must be an array"),
     ],
 )
-def test_pl_01_to_07_and_39_optimizer_functions(options, error, words):
+def test_invalid_optimizer_functions_are_refused(options, error, words):
     with pytest.raises(error, match=words):
         OptimizerFunctionOutput(**{"opt": SGD, "loss": LOSS} | options)
 
@@ -411,38 +411,40 @@ UNSHARDED = {"replicated_optimizer_state_sharding": True, "offload_weight_update
 OPTIONS = [PipelineStageOptions()]
 
 REFUSED = {
-    "PL-09 interleaved": (
+    "interleaved count": (
         runs(count=10, pipeline_schedule="interleaved"), FailedPreconditionError, "must be a multiple of 3"
     ),
-    "PL-09 grouped": (runs(count=10), FailedPreconditionError, "must be a multiple of 3"),
-    "PL-10": (learns(**UNSHARDED), ValueError, "optimizer state must be offloaded"),
-    "PL-11 type": (runs(device_mapping=1), TypeError, "device_mapping"),
-    "PL-11 long": (runs(device_mapping=range(4)), ValueError, "Each stage must be mapped"),
-    "PL-11 short": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
+    "grouped count": (runs(count=10), FailedPreconditionError, "must be a multiple of 3"),
+    "sharded without offloading": (learns(**UNSHARDED), ValueError, "only offloaded optimizer state can be sharded"),
+    "mapping type": (runs(device_mapping=1), TypeError, "device_mapping"),
+    "long mapping": (runs(device_mapping=range(4)), ValueError, "Each stage must be mapped"),
+    "short mapping": (runs(device_mapping=(0,)), ValueError, "Each stage must be mapped"),
     "no list of stages": (runs(same, 2), TypeError, "computational_stages is .* must be a list of functions"),
-    "PL-16": (runs([same], 2), ValueError, "at least two"),
-    "PL-22": (learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"),
-    "PL-23 few": (learns(forward_propagation_stages_poplar_options=OPTIONS), ValueError, "2 stages"),
-    "PL-23 kind": (learns(weight_update_poplar_options=OPTIONS), TypeError, "must be one"),
-    "PL-24 loss alone": (runs(TWO, outfeed_loss=True), ValueError, "An optimizer_function must be provided"),
-    "PL-24 mask alone": (runs(TWO, outfeed_mask=[True]), ValueError, "An optimizer_function must be provided"),
-    "PL-24 no outfeed": (learns(outfeed_queue=None), ValueError, "An outfeed_queue must be provided"),
-    "PL-24 no outfeed for a mask": (
+    "one stage": (runs([same], 2), ValueError, "at least two"),
+    "interleaved branches": (
+        learns(**CONCURRENT, pipeline_schedule="interleaved"), NotImplementedError, "The pipelining schedule"
+    ),
+    "few stage options": (learns(forward_propagation_stages_poplar_options=OPTIONS), ValueError, "2 stages"),
+    "kind of stage options": (learns(weight_update_poplar_options=OPTIONS), TypeError, "must be one"),
+    "loss alone": (runs(TWO, outfeed_loss=True), ValueError, "An optimizer_function must be provided"),
+    "mask alone": (runs(TWO, outfeed_mask=[True]), ValueError, "An optimizer_function must be provided"),
+    "no outfeed": (learns(outfeed_queue=None), ValueError, "An outfeed_queue must be provided"),
+    "no outfeed for a mask": (
         learns(outfeed_queue=None, outfeed_loss=False, outfeed_mask=[False]),
         ValueError,
         "no outfeed_queue has been provided",
     ),
-    "PL-24 both": (learns(outfeed_mask=[True]), ValueError, "only one of them"),
+    "loss and mask": (learns(outfeed_mask=[True]), ValueError, "only one of them"),
     "a mask that is no list": (learns(outfeed_loss=False, outfeed_mask=True), TypeError, "list of bools"),
     "a mask of numbers": (learns(outfeed_loss=False, outfeed_mask=[1]), TypeError, "list of bools"),
-    "PL-33": (learns(outfeed_queue=LAST, accumulate_outfeed=True), ValueError, "use OutfeedMode.ALL"),
-    "PL-41 None": (learns(reduction_method=None), ValueError, "Cannot parse None"),
-    "PL-41 a number": (learns(reduction_method=10), ValueError, "Cannot parse 10"),
-    "PL-41": (learns(reduction_method="Exp"), ValueError, "Cannot parse 'Exp'"),
-    "PL-45 mapping": (learns([same] * 3, **SERIAL, device_mapping=[0, 1, 0]), NotImplementedError, "one"),
-    "PL-45 schedule": (learns(**SERIAL, pipeline_schedule="grouped"), NotImplementedError, "Sequential"),
+    "accumulated last output": (learns(outfeed_queue=LAST, accumulate_outfeed=True), ValueError, "use OutfeedMode.ALL"),
+    "reduction method None": (learns(reduction_method=None), ValueError, "Cannot parse None"),
+    "reduction method as a number": (learns(reduction_method=10), ValueError, "Cannot parse 10"),
+    "unknown reduction method": (learns(reduction_method="Exp"), ValueError, "Cannot parse 'Exp'"),
+    "serial on two devices": (learns([same] * 3, **SERIAL, device_mapping=[0, 1, 0]), NotImplementedError, "one"),
+    "serial but grouped": (learns(**SERIAL, pipeline_schedule="grouped"), NotImplementedError, "Sequential"),
     "batch serialization with means": (learns(**SERIAL, reduction_method="mean"), ValueError, "use SUM"),
-    "PL-50": (
+    "interleaved on a shared device": (
         learns([same] * 4, 8, pipeline_schedule="interleaved", device_mapping=[0, 1, 2, 0]),
         NotImplementedError,
         "The pipelining",
@@ -463,15 +465,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_at_once(arguments, error, words):
+def test_invalid_arguments_are_refused_at_once(arguments, error, words):
     stages, count, options = arguments
     with pytest.raises(error, match=words):
         pipeline(stages, count, **options)
 
 
 @pytest.mark.parametrize("optimizer_function", [None, sgd()])
-def test_a_pipeline_runs_its_stages_itself(optimizer_function):
-    """And not in `strategy.run`, in which the original's programs call it."""
+def test_a_pipeline_inside_strategy_run_is_refused(optimizer_function):
+    """Programs of the original call a pipeline in `strategy.run`; here it must be outside."""
     net = pipeline(TWO, 4, infeed_queue=numbers(), outfeed_queue=OutfeedQueue(), optimizer_function=optimizer_function)
     strategy, state = strategies.IPUStrategy(), net.init(START)
     for call, name in ((lambda: net.init(START), "init of a pipeline"), (lambda: net(state), "a pipeline")):
@@ -486,13 +488,13 @@ def test_without_a_strategy_a_replica_spans_the_devices_of_the_mapping(mapping):
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer_function": sgd()}])
-def test_pl_08_outputs_need_an_outfeed(options):
+def test_outputs_need_an_outfeed(options):
     net = pipeline(TWO, 4, infeed_queue=numbers(), **options)
     with pytest.raises(ValueError, match="The last computational stage has tensor outputs"):
         net.init(START)
 
 
-def test_stages_are_on_the_devices_that_they_shard_over():
+def test_sharding_over_a_device_of_another_stage_is_refused():
     def stage(variables, x):
         with strategies.ipu_shard(1):
             return x * variables["w"]
@@ -503,7 +505,7 @@ def test_stages_are_on_the_devices_that_they_shard_over():
         net(state)
 
 
-def test_pl_15_tensors_of_other_programs_are_not_captured():
+def test_capturing_tensors_of_other_programs_is_refused():
     def outer(y):
         return pipeline([lambda _, x: x * y, second], 4, **ONLY_RUN)
 
@@ -512,14 +514,14 @@ def test_pl_15_tensors_of_other_programs_are_not_captured():
 
 
 @pytest.mark.parametrize(("stages", "number"), [([lambda v, x: None, lambda v: 1.0], 0), ([first, lambda v, x: []], 1)])
-def test_a_stage_that_returns_nothing_is_refused(stages, number):
+def test_a_stage_without_results_is_refused(stages, number):
     with pytest.raises(ValueError, match=f"stage {number} of the pipeline returns nothing"):
         pipeline(stages, 4, **ONLY_RUN).init(START)
 
 
-def test_masks_are_as_long_as_outputs_and_optimizer_functions_return_what_they_must():
+def test_wrong_masks_and_results_of_optimizer_functions_are_refused():
     net = pipeline(TWO, 4, **LEARNS | {"outfeed_loss": False, "outfeed_mask": [True, False]})
-    with pytest.raises(ValueError, match="outfeed_mask has 2 entries, and the last stage 1 outputs"):
+    with pytest.raises(ValueError, match="outfeed_mask has 2 entries, but the last stage has 1 outputs"):
         net.init(START)
     net = pipeline(TWO, 4, **LEARNS | {"accumulate_outfeed": True, "accumulate_outfeed_dtype": "wide"})
     with pytest.raises(ValueError, match="accumulate_outfeed_dtype is 'wide' for an output of shape"):

@@ -2,9 +2,9 @@
 
     every_collective.py FOLDER
 
-The first is that of `popdist/examples/sync_batch_norm.py`, which says how well it went.
+The first training is that of `popdist/examples/sync_batch_norm.py`, which reports its own result.
 
-Each instance writes what its replicas got to FOLDER/INSTANCE.npz, under "replica/path".
+Each instance writes the results of its replicas to FOLDER/INSTANCE.npz, under "replica/path".
 """
 
 import sys
@@ -63,7 +63,7 @@ def of_groups(x, groups):
 
 
 def loss_fn(variables, batch, key):
-    """Two layers with statistics over groups of replicas between them."""
+    """Compute two layers with statistics over groups of replicas between them."""
     hidden = jnp.tanh(batch @ variables["first"])
     centre = ops.cross_replica_mean(hidden.mean(0), 2, orthogonal=True)
     spread = ops.cross_replica_mean(((hidden - centre) ** 2).mean(0))
@@ -83,7 +83,7 @@ def trained(strategy):
 
 
 def found(strategy):
-    """Under "replica/path" what each local replica got, under "trained/name" variables."""
+    """Return the results of each local replica under "replica/path", and variables under "trained/name"."""
     results = strategy.run(everything, args=(strategy.per_replica(inputs),))
     arrays = {
         f"{replica}/{jax.tree_util.keystr(path)}": np.asarray(leaf)
@@ -95,8 +95,7 @@ def found(strategy):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3] / "launch_scripts"))
-    import sync_batch_norm
+    from popdist.examples import sync_batch_norm
 
     sync_batch_norm.main(["--epochs=1"])
     this = strategies.PopDistStrategy()

@@ -1,15 +1,15 @@
-"""What an instance does for a test: `strategy_program.py STRATEGY TASK on_host|on_device LOCAL_REPLICAS [ARGUMENTS]`.
+"""An instance of a test job: `strategy_program.py STRATEGY TASK on_host|on_device LOCAL_REPLICAS [ARGUMENTS]`.
 
-STRATEGY is multi-worker or horovod. Each task ends with one line of JSON. Several are given as TASK,TASK,... with a
-place of the variables for each, on_host,on_device,...; the arguments are those of the last one.
+STRATEGY is multi-worker or horovod. Each task ends with one line of JSON. Several tasks are given as TASK,TASK,... with
+a place of the variables for each, on_host,on_device,...; the arguments are those of the last task.
 
-rows               what the rows of the original's strategy found
-everything         who is there, what each replica reads, how training ends
+rows               the results of the tests of the original's strategy
+everything         the roles, the elements that each replica reads, and the end of a training
 steps [STEPS [RANK]]
-                   trains for STEPS, or without them until something goes wrong: how far it came; a rank
-                   that is given waits for a line on standard input after the step of which all of them say so
-beside             makes the strategy of Horovod again and another one, and uses them in turn
-digits STEPS FILE  trains the models of the main job; the first instance writes their variables into the file
+                   train for STEPS, or without STEPS until an error, and print the last step; the instance RANK waits
+                   for a line on standard input after the step that all instances announce
+beside             make the strategy of Horovod again and another one, and use them in turn
+digits STEPS FILE  train the models of the main job; the first instance writes their variables into FILE
 """
 
 import itertools
@@ -34,11 +34,11 @@ STEPS = 12
 SAYS_SO_AT_STEP = 5
 
 
-# ---- the rows of spec 2.6, two instances with one replica each; t is this one's index
+# ---- tests of the original for two instances with one replica each; t is the index of this instance
 
 
 def m01_m02(strategy):
-    """Who is there, and who writes files."""
+    """Return the roles of the instance and its duties for files."""
     extended = strategy.extended
     return [
         strategy.num_replicas_in_sync,
@@ -50,7 +50,7 @@ def m01_m02(strategy):
 
 
 def m04_m05(strategy):
-    """Where variables live; replicas use them on their device."""
+    """Return the place of a variable, and the value after replicas used it on their device."""
     variable = strategy.variable(1.0)
 
     def use(value):
@@ -61,19 +61,19 @@ def m04_m05(strategy):
 
 
 def m06(strategy):
-    """The squares of x = t + 1, added up."""
+    """Sum the squares of x = t + 1."""
     return float(strategy.reduce("SUM", strategy.run(square, args=(one_more_than_index(strategy),))))
 
 
 def m07(strategy):
-    """A mirrored variable begins with the value of instance 0."""
+    """Create a mirrored variable, which begins with the value of instance 0."""
     variable = strategy.variable(float(strategy.instance_index + 1))
     total = strategy.reduce("SUM", strategy.run(square, args=(variable.value,)))
     return [type(variable).__name__, float(variable.read_value()), float(total)]
 
 
 def m08(strategy):
-    """A variable of each replica's own is on the device, and averaged when it is read."""
+    """Create a variable of each replica's own on the device; reads average it."""
     variable = strategy.variable(lambda: float(strategy.instance_index + 1), synchronization="on_read")
     place, before = place_of(strategy, variable.values[0]), float(variable.read_value())
     variable.assign(strategy.run(jnp.add, args=(variable.values, one_more_than_index(strategy))))
@@ -81,7 +81,7 @@ def m08(strategy):
 
 
 def m10(strategy):
-    """Gradients on the replicas, the update beside them: the sum of the losses, and w after the step."""
+    """Compute gradients on the replicas and update beside them; return the sum of the losses, and w after the step."""
     variable = strategy.variable(1.0)
     losses, gradients = zip(*strategy.run(jax.value_and_grad(jnp.multiply), args=(variable.value, 1.0)), strict=True)
     variable.assign(variable.value - 0.5 * strategy.reduce("mean", strategies.PerReplica(gradients)))
@@ -89,7 +89,7 @@ def m10(strategy):
 
 
 def m11_m12(strategy):
-    """The same with `Trainer` and momentum: one slot beside the variable."""
+    """Train with `Trainer` and momentum, which has one slot beside the variable."""
     trainer = strategies.Trainer(strategy, lambda v, x, key: v["w"] * x.mean(), optax.sgd(0.5, momentum=0.9))
     state = trainer.init({"w": jnp.float32(strategy.instance_index + 1)})
     slots = len(jax.tree.leaves(state.optimizer_state))
@@ -99,14 +99,14 @@ def m11_m12(strategy):
 
 
 def m14(strategy):
-    """w = 2, x = t + 1."""
+    """Multiply w = 2 by x = t + 1."""
     variable = strategy.variable(2.0)
     product = strategy.run(jnp.multiply, args=(variable.value, one_more_than_index(strategy)))
     return float(strategy.reduce("SUM", product))
 
 
 def m15(strategy):
-    """A training on the host's variables whose data the input context shares out: w after each of three steps."""
+    """Train the host's variables on data shared out by the input context; return w after each of three steps."""
     contexts = []
 
     def make(context):
@@ -127,7 +127,7 @@ def m15(strategy):
 
 
 def m16(strategy):
-    """Batch normalisation with momentum 0, by hand: its statistics are each replica's own until they are read."""
+    """Normalise a batch by hand with momentum 0; each replica has its own statistics until they are read."""
     gamma, beta = strategy.variable(np.ones(1, np.float32)), strategy.variable(np.zeros(1, np.float32))
     mean, variance = (strategy.variable(np.zeros(1, np.float32), synchronization="on_read") for _ in range(2))
 
@@ -148,7 +148,7 @@ def m16(strategy):
 
 
 def m17(strategy):
-    """A reduction inside a compiled function, and one of its result."""
+    """Reduce inside a compiled function, and reduce its result."""
 
     def fn(x):
         return square(get_replica_context().all_reduce("sum", square(x)))
@@ -157,7 +157,7 @@ def m17(strategy):
 
 
 def m22(strategy):
-    """The sum of ten elements 0 + t."""
+    """Sum ten elements 0 + t."""
     dataset = strategy.distribute_datasets_from_function(lambda context: [np.int32([context.input_pipeline_id])] * 10)
     return sum(int(strategy.run(jnp.sum, args=(batch,))[0]) for batch in dataset)
 
@@ -184,7 +184,7 @@ def place_of(strategy, value):
     return type(value).__name__
 
 
-# ---- everything else that an instance may ask
+# ---- other features of an instance
 
 
 def everything(strategy):
@@ -212,7 +212,7 @@ def everything(strategy):
 
 
 def read(strategy, source):
-    """For each step, what each local replica reads."""
+    """Return, for each step, the elements that each local replica reads."""
     dataset = strategy.distribute_dataset(source, batch_size=2, seed=5)
     return [np.asarray(batch).reshape(len(strategy.local_replicas), 2).tolist() for batch in dataset.epoch(2)]
 
@@ -237,7 +237,7 @@ def loss_fn(variables, batch, key):
 
 
 def begin(strategy):
-    """A trainer and its first state; every instance but the first begins with values that must not matter.
+    """Return a trainer and its first state; values of all instances but the first must not matter.
 
     One variable is large enough to travel alone.
     """
@@ -253,7 +253,7 @@ def batches(strategy):
 
 
 def trained(strategy, steps):
-    """The fingerprint after some steps."""
+    """Return the fingerprint after some steps."""
     trainer, state = begin(strategy)
     for batch in itertools.islice(batches(strategy), steps):
         state, _ = trainer.step(state, batch)
@@ -261,7 +261,7 @@ def trained(strategy, steps):
 
 
 def steps(strategy, last="0", waiting=""):
-    """Trains to a step, or for ever with 0; the state is one that was reached whatever happens."""
+    """Train to a step, or forever with 0; the returned state is always a complete one."""
     trainer, state = begin(strategy)
     try:
         for batch in batches(strategy):
@@ -279,7 +279,7 @@ def steps(strategy, last="0", waiting=""):
 
 
 def digits(strategy, steps, file):
-    """For each model of the main job the fingerprint, and how many collectives its last step took."""
+    """Return the fingerprint of each model of the main job, and the number of collectives of its last step."""
     found, arrays = {}, {}
     for model in digits_models.MODELS:
         variables, calls = digits_trained(strategy, model, int(steps))
@@ -291,7 +291,7 @@ def digits(strategy, steps, file):
 
 
 def digits_trained(strategy, model, steps):
-    """The variables after some steps with the defaults of the main job, and the collectives of the last step."""
+    """Return the variables after some steps with the defaults of the main job, and the collectives of the last step."""
     options = train_digits.read_options(["--model", model, "--max-steps", str(steps)])
     data = digits_data.load_digits("digits")
     dataset = train_digits.distribute(strategy, data, options)
@@ -305,7 +305,7 @@ def digits_trained(strategy, model, steps):
 
 
 def named_leaves(variables):
-    """Its arrays, with their places in the tree."""
+    """Return the arrays of a tree, with their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     return [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""What a traced function reads from outside: it is followed where a program may be compiled anew, or refused."""
+"""Values that a traced function reads from outside: changes are followed by a new compilation, or refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alone():
 
 
 class Scaled:
-    """Something with attributes, of which a function reads some."""
+    """An object with attributes, some of which a function reads."""
 
     def __init__(self):
         self.scale, self.count = 1.0, 0
@@ -72,7 +72,7 @@ def set_factor(value):
 
 
 def followed():
-    """A function of 1 whose result grows from 1 to 2 when something that it reads changes."""
+    """Yield functions of 1 whose result grows from 1 to 2 when a value that they read changes."""
     one, array, values, name_space = Scaled(), np.ones(1, np.float32), {"list": [1.0]}, SimpleNamespace(scale=1.0)
     slotted, kept = Slotted(), [jnp.float32(1)]
     slotted.scale = 1.0
@@ -106,7 +106,7 @@ NAMES = [name for name, *_ in followed()]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_function_reads_and_has_changed_is_followed(alone, name):
+def test_changes_of_values_that_a_function_reads_are_followed(alone, name):
     set_factor(1.0)
     function, change = next((function, change) for each, function, change in followed() if each == name)
     if name == "an attribute of a method's object":
@@ -119,7 +119,7 @@ def test_what_a_function_reads_and_has_changed_is_followed(alone, name):
     assert found == [1, 2]
 
 
-def test_keys_of_a_dictionary_that_a_function_does_not_read_may_change(alone):
+def test_dictionary_keys_that_a_function_does_not_read_can_change(alone):
     config, traces = {"scale": 1.0, "step": 0, "nested": {"by": 1.0}}, []
 
     def function(x):
@@ -134,7 +134,7 @@ def test_keys_of_a_dictionary_that_a_function_does_not_read_may_change(alone):
     assert float(alone.run(function, (ONE,)).values[0]) == 2
 
 
-def test_all_keys_of_a_dictionary_are_read_where_another_function_reads_them(alone):
+def test_all_keys_of_a_dictionary_that_another_function_gets_are_read(alone):
     config = {"scale": 1.0, "others": 1.0}
     product = lambda: math.prod(config.values())  # noqa: E731  # reads them all
     function = lambda x: x * product() / config["scale"]  # noqa: E731  # the same each time
@@ -173,7 +173,7 @@ def test_a_module_that_a_function_imports_is_followed(alone, tmp_path, monkeypat
     assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 2]
 
 
-def test_a_loop_called_from_python_follows_too():
+def test_a_loop_called_from_python_follows_changes():
     set_factor(1.0)
     body = lambda x: times_factor(x)  # noqa: E731  # the same function each time
     found = [float(strategies.loops.repeat(2, body, [1.0]))]
@@ -182,7 +182,7 @@ def test_a_loop_called_from_python_follows_too():
 
 
 def test_a_list_to_which_functions_only_add_is_no_constant(alone):
-    """As of what was traced, to which others add too."""
+    """Records of traced values are appended by other functions too."""
     traces, one = [], Watching()
 
     def function(x):
@@ -197,7 +197,7 @@ def test_a_list_to_which_functions_only_add_is_no_constant(alone):
     assert traces == one.seen == ["function", *["another one"] * 3]
 
 
-def test_what_has_not_changed_is_not_compiled_again(alone):
+def test_an_unchanged_function_is_not_compiled_again(alone):
     traces = []
     one = Scaled()
 
@@ -212,7 +212,7 @@ def test_what_has_not_changed_is_not_compiled_again(alone):
 
 
 def refused():
-    """Functions that would have what is another thing each time, once; and what the message says."""
+    """Yield functions whose reads differ each time and would become constants, with the messages."""
     elements, pairs = iter([1.0, 2.0]), [iter([1.0])]
     numbers, own = itertools.count(), random.Random(0)
     generator, counts, queue = np.random.default_rng(0), {"calls": 0}, [2.0, 1.0]
@@ -240,13 +240,13 @@ def refused():
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in refused()])
-def test_what_is_another_thing_each_time_is_refused(alone, name):
+def test_values_that_differ_at_each_read_are_refused(alone, name):
     function, message = next((function, message) for each, function, message in refused() if each == name)
     with pytest.raises(RuntimeError, match=message):
         alone.run(function)
 
 
-def test_a_function_may_read_files_and_numbers_of_its_own(alone):
+def test_a_function_can_read_files_and_its_own_numbers(alone):
     def function(x):
         names = itertools.count()
         return {f"{next(names)}": x + next(iter([1, 2]))}
@@ -255,7 +255,7 @@ def test_a_function_may_read_files_and_numbers_of_its_own(alone):
 
 
 class Watching:
-    """Something with a method that is a callback."""
+    """An object with a method that is a callback."""
 
     def __init__(self):
         self.seen = []
@@ -280,7 +280,7 @@ class Watching:
 
 
 @pytest.mark.parametrize("name", ["of_method", "of_lambda", "of_function"])
-def test_what_callbacks_read_and_change_while_a_program_runs_is_no_constant(alone, name):
+def test_values_that_callbacks_read_and_change_are_no_constants(alone, name):
     one = Watching()
     for count in range(3):
         alone.run(getattr(one, name), (ONE,))
@@ -292,7 +292,7 @@ def test_what_callbacks_read_and_change_while_a_program_runs_is_no_constant(alon
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
-def test_a_large_array_is_compared_by_elements_all_over_it(size):
+def test_arrays_of_every_size_are_compared_by_elements(size):
     array = np.zeros(size, np.float32)
     reads = Reads(lambda x: x + array)
     assert reads.is_same()
@@ -300,8 +300,8 @@ def test_a_large_array_is_compared_by_elements_all_over_it(size):
     assert reads.changed == "the elements of array"
 
 
-def test_what_a_function_reads_is_not_kept():
-    """For programs that live longer than what lists had in them."""
+def test_values_that_a_function_reads_are_not_kept_alive():
+    """Programs live longer than the objects in lists that they read."""
     held = [Scaled()]
     reads, gone = Reads(lambda x: held[0](x)), weakref.ref(held[0])
     held.clear()
@@ -311,7 +311,7 @@ def test_what_a_function_reads_is_not_kept():
 
 
 def test_a_variable_that_the_body_of_a_loop_reads_is_followed(alone):
-    """JAX keeps what it has traced of a body, which asks the variable no more."""
+    """JAX caches the trace of a body, which no longer reads the variable."""
     variable = alone.variable(np.float32(1))
 
     def body(carry, _):
@@ -325,7 +325,7 @@ def test_a_variable_that_the_body_of_a_loop_reads_is_followed(alone):
     assert [*found, float(alone.run(function, (ONE,)).values[0])] == [1, 9]
 
 
-def test_a_trainer_refuses_what_its_loss_function_reads_and_has_changed(alone):
+def test_a_trainer_refuses_changed_values_that_its_loss_function_reads(alone):
     one, array = Scaled(), np.ones(2, np.float32)
     trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) * array * one.scale).sum() ** 2, optax.sgd(0.1))
     state, batch = trainer.init(np.zeros(2, np.float32)), np.ones((1, 2), np.float32)
@@ -342,7 +342,7 @@ def test_a_trainer_refuses_what_its_loss_function_reads_and_has_changed(alone):
         trainer.step(state, batch)
 
 
-def test_a_trainer_refuses_what_a_schedule_reads_and_has_changed(alone):
+def test_a_trainer_refuses_changed_values_that_a_schedule_reads(alone):
     one = Scaled()
     optimizer = optax.chain(optax.clip(1.0), optax.sgd(lambda step: one.scale * 0.1))
     trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optimizer)
@@ -353,7 +353,7 @@ def test_a_trainer_refuses_what_a_schedule_reads_and_has_changed(alone):
         trainer.step(state, batch)
 
 
-def test_a_pipeline_refuses_what_its_stages_read_and_have_changed():
+def test_a_pipeline_refuses_changed_values_that_its_stages_read():
     one = Scaled()
     net = strategies.pipelining_ops.pipeline(
         [lambda v, x: x * one.scale, lambda v, x: x + 1],
@@ -368,7 +368,7 @@ def test_a_pipeline_refuses_what_its_stages_read_and_have_changed():
         net(state)
 
 
-def test_an_evaluation_follows_what_its_function_reads(alone):
+def test_an_evaluation_follows_changes_of_values_that_its_function_reads(alone):
     one = Scaled()
     trainer = strategies.Trainer(alone, lambda v, x, key: ((v - x) ** 2).sum(), optax.sgd(0.1))
     state = trainer.init(np.zeros(1, np.float32))
@@ -380,8 +380,8 @@ def test_an_evaluation_follows_what_its_function_reads(alone):
     assert found == [1, 2]
 
 
-def test_what_functions_read_has_one_order_in_all_processes():
-    """Models of Keras are compared between instances in this order, and sets of names have another one in each."""
+def test_reads_of_functions_have_one_order_in_all_processes():
+    """Models of Keras are compared between instances in this order, and sets of names differ in each process."""
     names = [f"value_{number:02}" for number in range(20)]
     space = {"one": SimpleNamespace(**dict.fromkeys(names, 1.0)), **dict.fromkeys(names, 1.0)}
     exec(f"def function(): return {' + '.join(f'{name} + one.{name}' for name in reversed(names))}", space)

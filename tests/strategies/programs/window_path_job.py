@@ -1,7 +1,7 @@
 """A rank of an MPI job that compares means through windows with those of the host.
 
-It is called `window_path_job.py FOLDER LIBRARY...`, and prints a line for each library: the spreads of replicas, each
-with what differs.
+Call `window_path_job.py FOLDER LIBRARY...`: it prints a line for each library with the spreads of replicas and the
+differences of each.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ OF_FRAMEWORKS = ((3, 2), (1, 1, 1))
 FLOAT32, BFLOAT16, FLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 BUFFERS = ((3, FLOAT32), (0, FLOAT32), (70_001, FLOAT32), (1001, BFLOAT16), (0, FLOAT16), (64, BFLOAT16), (5, FLOAT16))
 ONLY = ((128, FLOAT32),)
-"""All of a bucket in one buffer without a gap."""
+"""A bucket that is one buffer without a gap."""
 
 
 class NumpyViews:
-    """Arrays of NumPy in mapped memory, which is that of the host."""
+    """NumPy arrays in mapped memory, which is that of the host."""
 
     def view(self, array: ExportedArray) -> np.ndarray:
         return np.frombuffer((ctypes.c_char * array.nbytes).from_address(array.address), array.dtype)
@@ -120,7 +120,7 @@ def sums_of(nodes: Sequence[TreeNode], values: dict[int, np.ndarray]) -> list[np
 def differences(
     communicator: collectives.Communicator, counts: tuple[int, ...], library: str, folder: Path
 ) -> list[str]:
-    """The buffers whose means have other bits than those of the host, in several buckets."""
+    """Return the buffers whose means have other bits than those of the host, in several buckets."""
     make_memory, arithmetic, views, new = LIBRARIES[library](folder)
     spread = Spread.together(counts)
     path = WindowPath(spread, communicator, make_memory(), arithmetic, views)
@@ -139,7 +139,7 @@ def differences(
     if not (host_array(rows) == np.arange(spread.size)[:, None]).all():
         wrong.append("rows")
     path.close()
-    for bucket, (wanted, found) in enumerate(kept):  # earlier ones too: nothing has been written over
+    for bucket, (wanted, found) in enumerate(kept):  # earlier ones too: later ones must not overwrite them
         for number, (want, got) in enumerate(zip(wanted, map(host_array, found), strict=True)):
             if (want.dtype, want.tobytes()) != (got.dtype, got.tobytes()):
                 wrong.append(f"{bucket}/{number}")
@@ -147,7 +147,7 @@ def differences(
 
 
 def differences_of_sums(communicator: collectives.Communicator, counts: Sequence[int], folder: Path) -> list[str]:
-    """The buffers that differ if instances add what a driver has copied into memory of the host that they share."""
+    """Return the buffers that differ if instances add a driver's copies in shared memory of the host."""
     layout = FlatLayout(((300_001,), (70_001,), (1001,), (700_000,)), (FLOAT32, FLOAT32, BFLOAT16, FLOAT16), 3)
     bucket = Bucket.of("sums", layout, communicator.allocate, {}, {})
     copies, means = HostCopies(CudaDevice(0, Driver(FakeLibrary(folder), CPU))), Means(communicator, sum(counts), None)
