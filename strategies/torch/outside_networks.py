@@ -119,8 +119,8 @@ def _refuse(one: _Watched) -> None:
     way_out = (
         "write it between steps, or put both networks into the Trainer's module"
         if one.slot.is_parameter
-        else "put both networks into the Trainer's module, for example with torch.nn.ModuleDict, or call .eval() on the "
-        "outside network"
+        else "put both networks into the Trainer's module, for example with torch.nn.ModuleDict, or call .eval() on "
+        "the outside network"
     )
     raise StrategyError(
         f"replicas have written {name} of {one.owner}, which is outside of the Trainer's module. Local replicas share "
