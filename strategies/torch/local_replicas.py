@@ -116,7 +116,9 @@ class LocalReplicas:
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
         functions = {"loss_fn": loss_fn, "map_gradient": options.map_gradient}
-        self._outside = OutsideNetworks(memory.module, functions) if of_all > 1 else None  # a single one may write
+        copies = [run.copy.module for run in self.runs]
+        is_single = of_all == 1  # it may write other networks
+        self._outside = None if is_single else OutsideNetworks(memory.module, copies, functions)
         waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet must not hold a lock
         self._compiling: threading.Lock | None = threading.Lock() if waits else None
         self._compiled: set[object] = set()  # the shapes of batches for which the module is compiled

@@ -48,11 +48,15 @@ class OutsideNetworks:
 
     Args:
         module: The module that was given to the trainer.
+        copies: The copies of the local replicas, which may be written.
         functions: The program's functions that replicas call, each by the name of the argument.
     """
 
-    def __init__(self, module: torch.nn.Module, functions: Mapping[str, object]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, copies: Sequence[torch.nn.Module], functions: Mapping[str, object]
+    ) -> None:
         self._module = module
+        self._copies = copies
         self._functions = functions
         self._steps = 0
         self._watched: list[_Watched] = []
@@ -66,7 +70,7 @@ class OutsideNetworks:
         self._steps += 1
         is_power_of_two = not self._steps & (self._steps - 1)
         if is_power_of_two:
-            self._watched = list(_watched(self._module, self._functions))
+            self._watched = list(_watched(self._module, self._copies, self._functions))
             self._places = [(one.slot.holder, one.slot.key) for one in self._watched]
         self._tensors = _tensors_at(self._places)
         self._versions = _versions_of(self._tensors)
@@ -155,14 +159,16 @@ def _has_bits(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.dtype in _WITH_BITS and tensor.device.type != "meta"
 
 
-def _watched(module: torch.nn.Module, functions: Mapping[str, object]) -> Iterator[_Watched]:
+def _watched(
+    module: torch.nn.Module, copies: Sequence[torch.nn.Module], functions: Mapping[str, object]
+) -> Iterator[_Watched]:
     """Yield the buffers of a module, and all tensors of the networks that functions reach outside of it."""
-    seen: set[int] = set()
+    seen = {id(slot.tensor) for one in copies for slot in all_slots_of(one)}
     for slot in all_slots_of(module):
         seen.add(id(slot.tensor))
         if not slot.is_parameter:  # other checks see writes to its parameters
             yield _Watched(slot, "", True)
-    for path, network in networks_outside(module, functions):
+    for path, network in networks_outside([module, *copies], functions):
         owner = f"{path or 'a network'} ({type(network).__name__})"
         for slot in all_slots_of(network):
             if id(slot.tensor) not in seen:

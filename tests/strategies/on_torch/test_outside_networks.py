@@ -107,11 +107,11 @@ class TestAWrite:
             (lambda module, batch: through(OUTSIDE, module, batch), "OUTSIDE"),
         ],
     )
-    def test_is_refused_in_the_first_step_wherever_the_network_is(self, loss, name):
+    def test_writes_are_refused_in_the_first_step_wherever_the_network_is(self, loss, name):
         with pytest.raises(StrategyError, match=rf"^replicas have written the buffer 1\.running_mean of {name} \(Seq"):
             steps(loss)
 
-    def test_tells_what_happens_and_the_way_out(self):
+    def test_the_error_tells_what_happens_and_the_way_out(self):
         other = with_norm()
         with pytest.raises(
             StrategyError,
@@ -120,14 +120,14 @@ class TestAWrite:
         ):
             steps(lambda module, batch: through(other, module, batch))
 
-    def test_in_a_hook_or_the_forward_method_of_the_module_is_refused(self):
+    def test_writes_in_hooks_and_forward_methods_are_refused(self):
         other, module = with_norm(), nn.Linear(FEATURES, 3)
         module.register_forward_pre_hook(lambda own, given: (other(given[0]),))
         for one, name in ((module, "other"), (CallsAGlobal(FEATURES, 3), "OUTSIDE")):
             with pytest.raises(StrategyError, match=rf"1\.running_mean of {name} \(Sequential\)"):
                 steps(classify, module=one)
 
-    def test_by_the_module_that_was_given_to_the_trainer_is_refused(self):
+    def test_writes_to_the_module_that_was_given_to_the_trainer_are_refused(self):
         module = nn.Sequential(with_norm(), nn.Linear(FEATURES, 3))
 
         def loss(own, batch):
@@ -139,11 +139,11 @@ class TestAWrite:
             steps(loss, module=module)
 
     @pytest.mark.parametrize("options", [{"stream_gradients": True}, {"replica_device": "cpu"}], ids=str)
-    def test_is_refused_with_every_exchange(self, options):
+    def test_writes_are_refused_with_every_exchange(self, options):
         with pytest.raises(StrategyError, match="of OUTSIDE"):
             steps(by_global_variable, **options)
 
-    def test_is_refused_where_instances_have_one_replica_each(self, on_instances):
+    def test_instances_with_one_replica_each_refuse_writes(self, on_instances):
         def refused(strategy):
             other, module = with_norm(), nn.Linear(FEATURES, 3)
             trainer = sgd_trainer(strategy, module, lambda own, batch: through(other, own, batch))
@@ -152,7 +152,7 @@ class TestAWrite:
 
         on_instances(2, 2, refused)
 
-    def test_of_a_network_that_trains_later_is_refused_at_once(self):
+    def test_a_network_that_trains_later_is_refused_at_once(self):
         other = with_norm().eval()
         module = nn.Linear(FEATURES, 3)
         trainer = sgd_trainer(2, module, lambda own, batch: through(other, own, batch))
@@ -162,7 +162,7 @@ class TestAWrite:
         with pytest.raises(StrategyError, match=r"1\.num_batches_tracked of other"):
             trainer.step(rows_of(4, range(4)))
 
-    def test_of_a_network_that_comes_later_is_refused_in_the_next_step_that_is_a_power_of_two(self):
+    def test_a_network_that_comes_later_is_refused_in_the_next_step_that_is_a_power_of_two(self):
         used = [with_norm().eval()]
         module = nn.Linear(FEATURES, 3)
         trainer = sgd_trainer(2, module, lambda own, batch: through(used[-1], own, batch))
@@ -213,17 +213,17 @@ class TestKindsOfWrites:
         ],
     )
     @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-    def test_to_buffers_are_refused(self, make, name):
+    def test_writes_to_buffers_are_refused(self, make, name):
         other = make()
         with pytest.raises(StrategyError, match=name):
             steps(lambda module, batch: through(other, module, batch))
 
-    def test_that_replace_a_buffer_of_the_loss_are_refused(self):
+    def test_a_loss_that_replaces_its_buffer_is_refused(self):
         criterion = Center()
         with pytest.raises(StrategyError, match=r"the buffer center of criterion \(Center\)"):
             steps(lambda module, batch: criterion(module(batch["x"]), batch["y"]))
 
-    def test_to_parameters_are_refused(self):
+    def test_writes_to_parameters_are_refused(self):
         module = nn.Linear(FEATURES, 3)
         teacher = copy.deepcopy(module).requires_grad_(False)
 
@@ -248,7 +248,7 @@ class Counts:
 
 
 class TestWhatIsAllowed:
-    def test_is_a_frozen_teacher(self):
+    def test_a_frozen_teacher_is_allowed(self):
         teacher = nn.Sequential(with_norm(), nn.utils.spectral_norm(nn.Linear(FEATURES, 3)), nn.Dropout())
         teacher.eval().requires_grad_(False)
 
@@ -257,7 +257,7 @@ class TestWhatIsAllowed:
 
         steps(loss, count=4)
 
-    def test_is_a_teacher_that_the_program_moves_between_steps(self):
+    def test_a_teacher_may_move_between_steps(self):
         module = nn.Linear(FEATURES, 3)
         teacher = copy.deepcopy(module)
         trainer = sgd_trainer(2, module, lambda own, batch: F.mse_loss(own(batch["x"]), teacher(batch["x"]) + 1))
@@ -266,11 +266,11 @@ class TestWhatIsAllowed:
             with torch.no_grad():
                 teacher.weight.lerp_(module.weight, 0.1)
 
-    def test_is_a_loss_with_class_weights(self):
+    def test_a_loss_may_have_class_weights(self):
         criterion = nn.CrossEntropyLoss(weight=torch.arange(1.0, 4))
         steps(lambda module, batch: criterion(module(batch["x"]), batch["y"]), count=4)
 
-    def test_is_a_metric_that_counts(self):
+    def test_a_metric_may_count(self):
         counts = Counts()
 
         def loss(module, batch):
@@ -281,16 +281,16 @@ class TestWhatIsAllowed:
         steps(loss, count=4)
         assert counts.rows
 
-    def test_is_a_buffer_that_is_replaced_by_an_equal_one(self):
+    def test_a_buffer_may_be_replaced_by_an_equal_one(self):
         criterion = Center(momentum=1.0)
         steps(lambda module, batch: criterion(module(batch["x"]), batch["y"]), count=4)
 
-    def test_is_a_network_made_under_inference_mode(self):
+    def test_a_network_may_be_made_under_inference_mode(self):
         with torch.inference_mode():
             table = Uncounted()
         steps(lambda module, batch: classify(module, batch) + table.mean.clone().sum(), count=4)
 
-    def test_is_everything_with_one_replica_and_gives_the_bits_of_plain_pytorch(self):
+    def test_a_single_replica_may_write_and_has_the_bits_of_plain_pytorch(self):
         torch.manual_seed(0)
         first, other = nn.Linear(FEATURES, 3), with_norm()
         plain, plain_other = copy.deepcopy((first, other))
