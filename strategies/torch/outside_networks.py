@@ -1,6 +1,6 @@
 """Detection of writes to networks that a loss function uses besides the module of the trainer.
 
-The replicas of an instance share such a network and use it at the same time. Each instance has another one.
+The replicas of an instance share the one network and use it at the same time. Each instance has its own network.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ class _Watched:
 class OutsideNetworks:
     """A watcher of the tensors of networks that replicas share: of the original module, and of those outside of it.
 
-    The search covers the closure, the defaults and the global variables of functions of the program, and objects and
-    containers that these reach. PyTorch counts most writes to a tensor; the counters are compared in every step. Batch
-    normalization does not count the writes to its moving statistics, so in steps 1, 2, 4, 8 and so on networks are
-    searched anew, and the bits of their buffers are compared, too.
+    PyTorch counts most writes to a tensor, so its counters are compared in every step. Batch normalization does not
+    count the writes to its moving statistics. In steps 1, 2, 4, 8 and so on, networks are searched anew, and the bits of
+    their buffers are compared, too.
 
     Args:
         module: The module that was given to the trainer.
@@ -128,8 +127,8 @@ def _refuse(one: _Watched) -> None:
     )
     raise StrategyError(
         f"replicas have written {name} of {one.owner}, which is outside of the Trainer's module. Local replicas share "
-        "this network and write to it at the same time, and the networks of other instances become different, so the "
-        f"training depends on timing and on the spread of the replicas; {way_out} (docs: torch_modules, Networks "
+        "this network and write to it at the same time, and each instance has its own network. So the training depends "
+        f"on timing and on the spread of the replicas; {way_out} (docs: torch_modules, Networks "
         "outside of the module)"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -25,29 +25,34 @@ _OF_PYTORCH = frozenset(vars(torch.nn.Module()))
 _HOOKS = tuple(sorted(name for name in _OF_PYTORCH if name.endswith("_hooks")))
 
 
-def networks_outside(module: torch.nn.Module, functions: Mapping[str, object]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the networks that functions, or a module's own functions and hooks, reach outside of the module.
+def networks_outside(
+    modules: Sequence[torch.nn.Module], functions: Mapping[str, object]
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the networks outside of a module to which functions, or the module's functions and hooks, refer.
 
     The search covers closures, default arguments, and the global variables of functions of the program; and objects,
     classes and containers that these reach. It calls no function of the program.
 
     Args:
-        module: The module.
+        modules: The module, and copies of it, which are not searched.
         functions: The functions, by the names of the arguments that they were given as.
 
     Yields:
         The name of each network in the program, and the network.
     """
     home = {_root_of(one) for one in functions.values()} - _LIBRARIES
-    seen: dict[int, object] = {id(one): one for one in module.modules()}  # kept, so that no address comes twice
+    parts = [part for one in modules for part in one.modules()]
+    seen: dict[int, object] = {id(one): one for one in parts}  # kept, so that no address comes twice
     waiting: deque[tuple[str, Any]] = deque(functions.items())
-    for one in module.modules():  # copies of the module have the same functions
+    for one in modules[0].modules():  # its copies have the same functions
         waiting += [("", type(one)), *(("", value) for hooks in _HOOKS for value in getattr(one, hooks, {}).values())]
-    while waiting and len(seen) < _MOST_OBJECTS:
+    searched = 0
+    while waiting and searched < _MOST_OBJECTS:
         path, found = waiting.popleft()
         if issubclass(type(found), _PLAIN) or id(found) in seen:
             continue
         seen[id(found)] = found
+        searched += 1
         if issubclass(type(found), torch.nn.Module):
             yield path, found
             seen.update((id(one), one) for one in found.modules())

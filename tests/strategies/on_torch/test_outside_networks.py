@@ -173,7 +173,7 @@ class TestAWrite:
 
 
 class Center(nn.Module):
-    """A loss with a moving mean that each call replaces, as that of DINO."""
+    """A loss that replaces its moving mean in each call, as DINO does."""
 
     def __init__(self, momentum=0.9):
         super().__init__()
@@ -280,6 +280,15 @@ class TestWhatIsAllowed:
 
         steps(loss, count=4)
         assert counts.rows
+
+    def test_a_loss_may_keep_the_copies_that_it_gets(self):
+        kept = []
+
+        def loss(module, batch):
+            kept.append(module)
+            return classify(module, batch)
+
+        steps(loss, module=nn.Sequential(with_norm(), nn.Linear(FEATURES, 3)), verify_steps=0, count=4)
 
     def test_a_buffer_may_be_replaced_by_an_equal_one(self):
         criterion = Center(momentum=1.0)
