@@ -42,8 +42,8 @@ class OutsideNetworks:
     """A watcher of the tensors of networks that replicas share: of the original module, and of those outside of it.
 
     PyTorch counts most writes to a tensor, so its counters are compared in every step. Batch normalization does not
-    count the writes to its moving statistics. In steps 1, 2, 4, 8 and so on, networks are searched anew, and the bits of
-    their buffers are compared, too.
+    count the writes to its moving statistics. In steps 1, 2, 4, 8 and so on, networks are searched anew, and the bits
+    of their buffers are compared, too.
 
     Args:
         module: The module that was given to the trainer.
@@ -97,17 +97,18 @@ class OutsideNetworks:
         """
         written = {numbers[place] for numbers, bits in self._bits for place in bits.written()}
         now = _tensors_at(self._places)
-        versions = _versions_of(now)
-        if versions != self._versions or not all(map(is_, now, self._tensors)):
-            written.update(self._changed(now, versions))
+        if _versions_of(now) != self._versions or not all(map(is_, now, self._tensors)):
+            written.update(self._changed(now))
         self._tensors, self._bits = [], []
         if written:
             _refuse(self._watched[min(written)])
 
-    def _changed(self, now: Sequence[torch.Tensor | None], versions: Sequence[int]) -> Iterator[int]:
+    def _changed(self, now: Sequence[torch.Tensor | None]) -> Iterator[int]:
         """Yield the numbers of the tensors that were written, or replaced by others with other bits."""
+        of_old = _versions_of(self._tensors)
         for number, (old, new) in enumerate(zip(self._tensors, now, strict=True)):
-            if versions[number] != self._versions[number] if old is new else not _have_same_bits(old, new):
+            is_written = of_old[number] != self._versions[number]
+            if is_written or (old is not new and not _have_same_bits(old, new)):
                 yield number
 
 
