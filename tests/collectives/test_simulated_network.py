@@ -184,7 +184,7 @@ def test_a_plot_is_written_in_two_formats(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="curves need matplotlib")
     assert main(["plot", "--most-hosts", "8", "--size", "1M", "--output", str(tmp_path / "plot")]) == 0
     drawn = (tmp_path / "plot.svg").read_text()
-    assert {"least", "ring", "tree, direct", "tree, halving"} <= set(re.findall(r"<!-- (.+?) -->", drawn))
+    assert {"least: lower bound", "ring", "tree, direct", "tree, halving"} <= set(re.findall(r"<!-- (.+?) -->", drawn))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
