@@ -21,7 +21,7 @@ from strategies.jax.replicas.gathering import told_rows
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
-from strategies.torch.replica_run import LossFunction
+from strategies.torch.replica_run import LossFunction, refuse_name_of_loss
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch, Number, Tree
@@ -40,12 +40,13 @@ class MeansOfRows(EvaluationTask):
         """Compute the loss and the metrics, by name.
 
         Raises:
-            TypeError: If a value is not a scalar, or the metrics are not a mapping.
+            TypeError: If a value is not a scalar, the metrics are not a mapping, or one of them is called "loss".
         """
         returned = self.function(module, batch)
         loss, metrics = returned[:2] if isinstance(returned, tuple) else (returned, {})
         if not isinstance(metrics, Mapping):
             raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
+        refuse_name_of_loss(metrics)
         values = {"loss": loss, **metrics}
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1:

@@ -24,6 +24,7 @@ from strategies.torch.module_parts import is_compiled
 from strategies.torch.on_device.contribution import DeviceContribution
 from strategies.torch.on_device.exchange import DeviceExchange
 from strategies.torch.options import TorchOptions
+from strategies.torch.outside_networks import OutsideNetworks
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.replica_memory import ReplicaMemory
 from strategies.torch.replica_run import LossFunction, ReplicaTurn, TorchReplicaRun
@@ -114,6 +115,10 @@ class LocalReplicas:
         self._begun: list[Future[None]] = []
         self._memory = memory
         self._bits = WrittenBits(memory.parameters)
+        functions = {"loss_fn": loss_fn, "map_gradient": options.map_gradient}
+        copies = [run.copy.module for run in self.runs]
+        is_single = of_all == 1  # it may write other networks
+        self._outside = None if is_single else OutsideNetworks(memory.module, copies, functions)
         waits = is_compiled(memory.module) and self._meetings is None  # replicas that meet must not hold a lock
         self._compiling: threading.Lock | None = threading.Lock() if waits else None
         self._compiled: set[object] = set()  # the shapes of batches for which the module is compiled
@@ -159,6 +164,8 @@ class LocalReplicas:
             self._meetings.begin()
         parts = parts_of(batch, len(self.runs))
         self._bits.begin()
+        if self._outside is not None:
+            self._outside.begin()
         for run in self.runs:
             for event in run.finished:
                 event.clear()
@@ -238,7 +245,7 @@ class LocalReplicas:
             self._add(run)
         for run in self.runs:
             run.refuse_gradients_of_others()
-        self._memory.refuse_writes(self._bits.written())
+        self._refuse_writes()
         assert isinstance(self.exchange, DeviceExchange)
         return self.exchange.buckets[0], self.exchange.take()
 
@@ -311,7 +318,13 @@ class LocalReplicas:
     def _end(self) -> None:
         """Wait until all replicas have ended, and raise the error of the first one that failed."""
         raise_first(self._wait())
+        self._refuse_writes()
+
+    def _refuse_writes(self) -> None:
+        """Raise if replicas have written tensors that they share: parameters, or networks outside of the module."""
         self._memory.refuse_writes(self._bits.written())
+        if self._outside is not None:
+            self._outside.refuse_writes()
 
     def _wait(self) -> list[Future[None]]:
         """Wait until all replicas have ended, even in a step that was given up. Return their futures."""

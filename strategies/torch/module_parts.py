@@ -57,6 +57,12 @@ def slots_of(module: torch.nn.Module) -> list[Slot]:
     return buffers + [slot for slot in parameters if not slot.tensor.requires_grad and groups_of(slot.tensor) is None]
 
 
+def all_slots_of(module: torch.nn.Module) -> list[Slot]:
+    """Return the slots of a module's buffers, then of all its parameters, each once, in their order."""
+    buffers = [Slot(*place) for place in _places(module, "_buffers")]
+    return buffers + [Slot(*place, True) for place in _places(module, "_parameters")]
+
+
 def _places(module: torch.nn.Module, attribute: str) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str]]:
     seen: set[int] = set()
     for prefix, inner in module.named_modules():

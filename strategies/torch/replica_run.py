@@ -405,7 +405,18 @@ def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree
         raise TypeError("the loss depends on no trained parameter; compute it from the outputs of the module")
     if not isinstance(metrics, Mapping):
         raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
+    refuse_name_of_loss(metrics)
     return loss, metrics, outputs
+
+
+def refuse_name_of_loss(metrics: Mapping[str, object]) -> None:
+    """Raise if a metric has the name of the loss.
+
+    Raises:
+        TypeError: If that is so.
+    """
+    if "loss" in metrics:
+        raise TypeError("a metric is called 'loss', which is the name of the loss itself; use another name")
 
 
 def _detached(leaf: object) -> object:

@@ -150,9 +150,11 @@ class Trainer:
             The means of the metrics over all replicas.
 
         Raises:
-            TypeError: If the loss is no floating-point scalar that depends on a parameter.
+            TypeError: If the loss is no floating-point scalar that depends on a parameter; or if a metric is called
+                "loss".
             ValueError: If the batch cannot be divided evenly among replicas and micro-batches.
             StrategyError: If a gradient is sparse, or None on some replicas only; or if metrics change their names.
+                Also if one of several replicas writes a buffer or parameter of a network outside of the module.
                 Also if results of replica 0 differ from plain PyTorch in a step that `verify_steps` compares.
             NonFiniteGradientError: If a gradient is not finite, with `check_numerics`. Nothing is changed then.
             DivergenceError: If instances have different bits, with `digest_every` or `verify_steps`.

@@ -195,6 +195,20 @@ IN_FRONT_ENDS = (
         caught_by="tests/strategies/on_torch/test_first_steps.py::TestADifference::test_all_instances_raise_the_error",
     ),
     Fault(
+        name="replicas write a network outside of the module without a word",
+        path="strategies/torch/local_replicas.py",
+        old="            self._outside.refuse_writes()\n",
+        new="            pass\n",
+        caught_by="tests/strategies/on_torch/test_outside_networks.py::TestAWrite::test_the_error_tells_what_happens_and_the_way_out",
+    ),
+    Fault(
+        name="a metric called loss replaces the loss",
+        path="strategies/torch/replica_run.py",
+        old='    if "loss" in metrics:\n',
+        new="    if False:\n",
+        caught_by="tests/strategies/on_torch/test_torch_evaluation.py::TestRefusals::test_a_metric_that_is_called_loss",
+    ),
+    Fault(
         name="a comparing pass leaves its statistics in the module",
         path="strategies/torch/undoing.py",
         old="                memory.copy_(saved)\n",

@@ -201,4 +201,4 @@ def test_state_held_by_one_instance_alone_is_lost_with_the_instance(row, caplog)
     with caplog.at_level(logging.WARNING), pytest.raises(PeerLostError, match="rank 1 is lost"):
         run_instances(3, REPLICAS, function, ["kill:instance=1,step=1,phase=all_reduce"], defaults=row.of_survivors)
     assert have_same == [True] * 3
-    assert "a part of the state that no other has (sharded optimizer state): if one is lost the job" in caplog.text
+    assert "a part of the state that no other has (sharded optimizer state): if an instance is lost" in caplog.text

@@ -117,6 +117,11 @@ class TestRefusals:
         with pytest.raises(TypeError, match=r"loss is of shape \[3, 5\]; return a scalar"):
             trainer.evaluate(padded, lambda module, batch: module(batch["x"]))
 
+    def test_a_metric_that_is_called_loss(self, trainer):
+        padded = self.dataset(trainer, remainder="pad")
+        with pytest.raises(TypeError, match="a metric is called 'loss'"):
+            trainer.evaluate(padded, lambda module, batch: (module(batch["x"]).mean(), {"loss": 1.0}))
+
     def test_predictions_of_shuffled_rows_and_without_outputs(self, trainer):
         with pytest.raises(ValueError, match="shuffle=False"):
             trainer.predict(self.dataset(trainer, remainder="pad"))

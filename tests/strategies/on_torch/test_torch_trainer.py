@@ -342,6 +342,7 @@ class TestRefusals:
             (lambda m, b: 3.0, "the loss is float; return"),
             (lambda m, b: torch.ones(()), "the loss depends on no trained parameter"),
             (lambda m, b: (m(b["x"]).mean(), [1]), r"the metrics are a list; return \(loss, dictionary"),
+            (lambda m, b: (m(b["x"]).mean(), {"loss": 1.0}), "a metric is called 'loss', which is the name of the"),
             (lambda m, b: (m(b["x"]).mean(), {"all": m(b["x"])}), r"the metric 'all' is of shape \[4, 5\]; .* scalars"),
             (lambda m, b: (m(b["x"]).mean(), {"word": "all"}), "the metric 'word' is 'all'; metrics are scalars"),
         ):
