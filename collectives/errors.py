@@ -10,8 +10,8 @@ CollectiveError
 ├── ClosedError             the communicator is closed: do not use it any more
 ├── BusyError               two threads called at the same time: use the named asynchronous calls
 ├── UnsupportedBufferError  no collective takes this dtype, layout or shape: pass another array (also a TypeError)
-├── CudaError               the CUDA driver refused a call: exchange on another path
-├── MappingError            ranks cannot map each other's memory: exchange on another path
+├── CudaError               the CUDA driver refused a call: set POPDIST_EXCHANGE=host
+├── MappingError            ranks cannot map each other's memory: set POPDIST_EXCHANGE=host
 └── MissingBackendError     an optional library is not installed: install it (also an ImportError)
 """
 

@@ -81,24 +81,26 @@ def command_line_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True)
     job = argparse.ArgumentParser(add_help=False)
-    job.add_argument("--instances-per-host", type=int, default=1)
-    job.add_argument("--replicas-per-instance", type=int, default=1)
+    job.add_argument("--instances-per-host", type=int, default=1, help="number of instances of each host")
+    job.add_argument("--replicas-per-instance", type=int, default=1, help="number of replicas of each instance")
     job.add_argument("--size", type=bytes_of, default=bytes_of("100M"), help="size of the array: 100M, 64KiB")
     job.add_argument("--network", type=Path, help="file of costs, see `measure`; default: 25 Gbit/s and 10 us")
     reduction = commands.add_parser("all-reduce", parents=[job], help="time, bytes and critical path of each way")
-    reduction.add_argument("--hosts", type=int, required=True)
+    reduction.add_argument("--hosts", type=int, required=True, help="number of hosts")
     reduction.set_defaults(run=_all_reduce)
     curves = commands.add_parser(
         "plot", parents=[job], help="times over numbers of hosts, as PNG and SVG; needs matplotlib"
     )
-    curves.add_argument("--most-hosts", type=int, default=4096)
+    curves.add_argument("--most-hosts", type=int, default=4096, help="largest number of hosts")
     curves.add_argument("--output", type=Path, required=True, help="file name without .png and .svg")
     curves.set_defaults(run=_plot)
     measure = commands.add_parser("measure", help="measure the costs of messages and sums here, into a file")
-    measure.add_argument("--over", choices=("loopback", "grpc", "mpi", "memory"), default="loopback")
+    measure.add_argument(
+        "--over", choices=("loopback", "grpc", "mpi", "memory"), default="loopback", help="what is measured"
+    )
     measure.add_argument("--local", action="store_true", help="costs within a host are measured, not between hosts")
     measure.add_argument("--network", type=Path, help="file with the costs that are not measured")
-    measure.add_argument("--output", type=Path, required=True)
+    measure.add_argument("--output", type=Path, required=True, help="file of costs that is written")
     measure.set_defaults(run=_measure)
     return parser
 
