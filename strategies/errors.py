@@ -8,7 +8,7 @@ StrategyError
 ├── FeedError               an infeed or outfeed is not in the right state: the message says what to do first
 │   └── EndOfDataError      an infeed has no more elements: run fewer steps, or repeat the data
 ├── FailedPreconditionError a program does not fit the objects it is used with: the message names them
-└── DeviceError             the devices are too few for lockstep, or sum wrongly: make the strategy before JAX starts, or use more devices
+└── DeviceError             too few devices, or wrong sums: make the strategy before JAX starts, or use more devices
 """
 
 
