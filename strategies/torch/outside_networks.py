@@ -13,6 +13,7 @@ from operator import is_
 import torch
 
 from strategies.errors import StrategyError
+from strategies.torch.left_gradients import LeftGradients
 from strategies.torch.module_parts import Slot, all_slots_of
 from strategies.torch.parameter_writes import WrittenBits
 from strategies.torch.reached_networks import networks_outside
@@ -63,6 +64,8 @@ class OutsideNetworks:
         self._tensors: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._bits: list[tuple[list[int], WrittenBits]] = []
+        self._parameters: list[tuple[torch.Tensor, str]] = []
+        self._gradients = LeftGradients()
 
     def begin(self) -> None:
         """Record the tensors before the replicas compute."""
@@ -71,6 +74,8 @@ class OutsideNetworks:
         if is_power_of_two:
             self._watched = list(_watched(self._module, self._copies, self._functions))
             self._places = [(one.slot.holder, one.slot.key) for one in self._watched]
+            self._parameters = list(_outside_parameters(self._watched))
+        self._gradients.begin(self._parameters)
         self._tensors = _tensors_at(self._places)
         self._versions = _versions_of(self._tensors)
         self._bits = list(self._new_bits()) if is_power_of_two else []
@@ -90,7 +95,7 @@ class OutsideNetworks:
             yield numbers, WrittenBits([one for one in map(self._tensors.__getitem__, numbers) if one is not None])
 
     def refuse_writes(self) -> None:
-        """Raise if a tensor was written or replaced since `begin`.
+        """Raise if a tensor was written or replaced since `begin`; remember gradients that were left.
 
         Raises:
             StrategyError: If that has happened. The message names the first tensor.
@@ -100,6 +105,7 @@ class OutsideNetworks:
         if _versions_of(now) != self._versions or not all(map(is_, now, self._tensors)):
             written.update(self._changed(now))
         self._tensors, self._bits = [], []
+        self._gradients.end()
         if written:
             _refuse(self._watched[min(written)])
 
@@ -110,6 +116,14 @@ class OutsideNetworks:
             is_written = of_old[number] != self._versions[number]
             if is_written or (old is not new and not _have_same_bits(old, new)):
                 yield number
+
+
+def _outside_parameters(watched: Sequence[_Watched]) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the trainable parameters of networks outside of the module, with their names in words."""
+    for one in watched:
+        tensor = one.slot.tensor
+        if one.slot.is_parameter and not one.is_original and tensor is not None and tensor.requires_grad:
+            yield tensor, f"the parameter {one.slot.name} of {one.owner}"
 
 
 def _refuse(one: _Watched) -> None:

@@ -325,3 +325,39 @@ def test_both_networks_in_one_module_give_the_same_bits_everywhere(everywhere):
         return strategies.fingerprint(module.state_dict())
 
     assert len(set(everywhere(4, train))) == 1
+
+
+def outside_and_trainer():
+    """Return a network outside of the module, its optimizer, and a trainer whose loss function uses the network."""
+    other = nn.Linear(FEATURES, FEATURES)
+    module = nn.Linear(FEATURES, 3)
+    trainer = sgd_trainer(2, module, lambda module, batch: through(other, module, batch))
+    return other, torch.optim.SGD(other.parameters(), 0.1), trainer
+
+
+def test_another_optimizer_may_not_use_gradients_left_by_replicas():
+    other, optimizer, trainer = outside_and_trainer()
+    trainer.step(rows_of(0, range(4)))
+    assert other.weight.grad is not None
+    with pytest.raises(StrategyError, match="SGD would use a gradient that the loss function of a Trainer has left in"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_another_optimizer_may_use_gradients_of_its_own(set_to_none):
+    other, optimizer, trainer = outside_and_trainer()
+    trainer.step(rows_of(0, range(4)))
+    optimizer.zero_grad(set_to_none)
+    other(torch.ones(2, FEATURES)).sum().backward()
+    optimizer.step()
+
+
+def test_gradients_that_a_step_does_not_touch_belong_to_the_program():
+    other, optimizer, trainer = outside_and_trainer()
+    for parameter in other.parameters():
+        parameter.requires_grad_(False)
+    trainer.step(rows_of(0, range(4)))
+    for parameter in other.parameters():
+        parameter.requires_grad_(True)
+    other(torch.ones(2, FEATURES)).sum().backward()
+    optimizer.step()
