@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -62,7 +61,7 @@ def _version_of(gradient: torch.Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _refuse_left(optimizer: Any, left: dict[int, _Left]) -> None:
+def _refuse_left(optimizer: torch.optim.Optimizer, left: dict[int, _Left]) -> None:
     """Raise if an optimizer is about to use a gradient that replicas have left."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
