@@ -67,7 +67,8 @@ def _refuse_left(optimizer: torch.optim.Optimizer, left: dict[int, _Left]) -> No
         for parameter in group["params"]:
             one = left.get(id(parameter))
             gradient = parameter.grad
-            if one and gradient is not None and gradient is one.gradient() and gradient._version == one.version:
+            is_left = one is not None and gradient is not None and gradient is one.gradient()
+            if one is not None and is_left and _version_of(gradient) == one.version:
                 raise StrategyError(
                     f"{type(optimizer).__name__} would use a gradient that the loss function of a Trainer has left in "
                     f"{one.name}, which is outside of the Trainer's module. It is no mean over all replicas: local "

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -43,7 +43,7 @@ def networks_outside(
     home = {_root_of(one) for one in functions.values()} - _LIBRARIES
     parts = [part for one in modules for part in one.modules()]
     seen: dict[int, object] = {id(one): one for one in parts}  # kept, so that no address comes twice
-    waiting: deque[tuple[str, Any]] = deque(functions.items())
+    waiting: deque[tuple[str, object]] = deque(functions.items())
     for one in modules[0].modules():  # its copies have the same functions
         waiting += [("", type(one)), *(("", value) for hooks in _HOOKS for value in getattr(one, hooks, {}).values())]
     searched = 0
@@ -54,9 +54,10 @@ def networks_outside(
         seen[id(found)] = found
         searched += 1
         if issubclass(type(found), torch.nn.Module):
-            yield path, found
-            seen.update((id(one), one) for one in found.modules())
-            for one in found.modules():
+            network = cast(torch.nn.Module, found)
+            yield path, network
+            seen.update((id(one), one) for one in network.modules())
+            for one in network.modules():
                 waiting += _of_module(path, one)
         else:
             waiting += _of_object(path, found, home)
@@ -72,23 +73,25 @@ def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[str, object
             yield from ((path, hook) for hook in value.values())
 
 
-def _of_object(path: str, found: Any, home: set[str]) -> Iterable[tuple[str, object]]:
+def _of_object(path: str, found: object, home: set[str]) -> Iterable[tuple[str, object]]:
     """Return the objects that an object refers to, each with its name in the program."""
     kind = type(found)
     if issubclass(kind, FunctionType):
-        return _of_function(path, found, home)
+        return _of_function(path, cast(FunctionType, found), home)
     if issubclass(kind, MethodType):
-        return [("self", found.__self__), (path, found.__func__)]
+        method = cast(MethodType, found)
+        return [("self", method.__self__), (path, method.__func__)]
     if issubclass(kind, functools.partial):
-        return [(path, one) for one in (found.func, *found.args)] + list(found.keywords.items())
+        partial = cast("functools.partial[object]", found)
+        return [(path, one) for one in (partial.func, *partial.args)] + list(partial.keywords.items())
     if issubclass(kind, dict):
-        return [(f"{path}[{_shown(key)}]", one) for key, one in _first(found.items())]
+        return [(f"{path}[{_shown(key)}]", one) for key, one in _first(cast("dict[object, object]", found).items())]
     if issubclass(kind, _CONTAINERS):
-        return [(f"{path}[{place}]", one) for place, one in enumerate(_first(found))]
+        return [(f"{path}[{place}]", one) for place, one in enumerate(_first(cast("Iterable[object]", found)))]
     if issubclass(kind, weakref.ref):
-        return [(path, found())]
+        return [(path, cast("weakref.ref[object]", found)())]
     if issubclass(kind, type):
-        return _of_class(path, found, home)
+        return _of_class(path, cast(type, found), home)
     if issubclass(kind, ModuleType) or _root_of(kind) in _LIBRARIES:
         return []
     return chain([(path, kind)], ((_joined(path, name), value) for name, value in _attributes_of(found)))
