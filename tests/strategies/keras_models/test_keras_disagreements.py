@@ -99,8 +99,8 @@ CASES = {
     "an optimizer": (between(lambda model: model.compile("adam")), "optimizer Adam, instance 0 optimizer SGD"),
     "clipping": (lambda number: fit(regression(SGD(0.05, clipnorm=1 + number))), "clipnorm 2"),
     "classes": (with_argument("class_weight", lambda number: {0: 1, 1: number}, classifier, LABELS), "class_weight"),
-    "weights of rows": (with_argument("sample_weight", lambda number: LATE**number), "same rows or weights"),
-    "rows of validation": (with_argument("validation_data", lambda number: (X * LATE**number, TARGETS)), "same rows"),
+    "weights of rows": (with_argument("sample_weight", lambda number: LATE**number), "different rows or weights"),
+    "rows of validation": (with_argument("validation_data", lambda number: (X * LATE**number, TARGETS)), "different rows"),
     "validation": (
         with_argument("validation_data", lambda number: [None, (X, TARGETS)][number]),
         "validation_data true",
@@ -109,9 +109,9 @@ CASES = {
     "the first epoch": (with_argument("initial_epoch", lambda number: number), "initial_epoch 1"),
     "steps": (with_argument("steps_per_epoch", lambda number: 1 + number), "steps_per_epoch 2"),
     "shuffling": (with_argument("shuffle", bool), "shuffle true"),
-    "rows of an evaluation": (used("evaluate", X, TARGETS), "same rows"),
-    "rows of a prediction": (used("predict", X), "same rows"),
-    "a batch": (lambda number: regression().train_on_batch(X[:8] * (1 + number), TARGETS[:8]), "same rows"),
+    "rows of an evaluation": (used("evaluate", X, TARGETS), "different rows"),
+    "rows of a prediction": (used("predict", X), "different rows"),
+    "a batch": (lambda number: regression().train_on_batch(X[:8] * (1 + number), TARGETS[:8]), "different rows"),
 }
 
 
