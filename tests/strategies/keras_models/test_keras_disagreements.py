@@ -100,7 +100,10 @@ CASES = {
     "clipping": (lambda number: fit(regression(SGD(0.05, clipnorm=1 + number))), "clipnorm 2"),
     "classes": (with_argument("class_weight", lambda number: {0: 1, 1: number}, classifier, LABELS), "class_weight"),
     "weights of rows": (with_argument("sample_weight", lambda number: LATE**number), "different rows or weights"),
-    "rows of validation": (with_argument("validation_data", lambda number: (X * LATE**number, TARGETS)), "different rows"),
+    "rows of validation": (
+        with_argument("validation_data", lambda number: (X * LATE**number, TARGETS)),
+        "different rows",
+    ),
     "validation": (
         with_argument("validation_data", lambda number: [None, (X, TARGETS)][number]),
         "validation_data true",
