@@ -151,7 +151,9 @@ def test_programs_after_for_pytorch_print_the_same_line_on_all_pages(tmp_path):
 def test_programs_before_and_after_have_the_same_loss_for_one_replica(page, tmp_path):
     needs(LIBRARIES[page])
     before, after = programs_of(page)
-    then = line_alone(written(tmp_path, before[0], in_order=True), torchrun_of_one())
+    words = written(tmp_path, before[0], in_order=True)
+    is_launched = page == "from_horovod.md"  # without a launcher, Open MPI leaves shared memory behind
+    then = line_on(1, 1, words) if is_launched else line_alone(words, torchrun_of_one())
     for program in after:
         assert loss_of(line_alone(written(tmp_path, program, in_order=True))) == pytest.approx(loss_of(then), abs=2e-5)
 
