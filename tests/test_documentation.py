@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pages import PAGES, page_text
+from write_reference import anchors_of
 
 import collectives
 import popdist
@@ -27,13 +28,6 @@ def links_of(page):
     """Return the targets of a page's links into this project: a path, and the heading after #."""
     targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(page))
     return [target.partition("#")[::2] for target in targets if "://" not in target]
-
-
-def anchors_of(page):
-    """Return the anchors that GitHub gives a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
-    plain = [re.sub(r"[^\w\- ]", "", heading.replace("`", "")) for heading in headings]
-    return {words.lower().replace(" ", "-") for words in plain}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
