@@ -23,4 +23,9 @@ def page_text(name: str) -> str:
 
 def page_programs(name: str) -> list[str]:
     """Return the blocks of Python code on the page with a file name."""
-    return re.findall(r"^```python\n(.*?)^```", page_text(name), flags=re.MULTILINE | re.DOTALL)
+    return blocks_in(page_text(name), "python")
+
+
+def blocks_in(text: str, language: str) -> list[str]:
+    """Return the blocks of a language in a text in Markdown."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ import sys
 import venv
 
 import pytest
-from pages import ROOT
+from pages import ROOT, page_programs
 
 from popdist.version import __version__
 
@@ -71,7 +71,7 @@ def poprun(environment, instances, *words, cwd):
 
 
 def test_programs_of_the_readme_have_the_same_bits_on_one_and_two_instances(environment, tmp_path):
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    programs = page_programs("README.md")
     assert len(programs) == 2
     for number, program in enumerate(programs):
         path = tmp_path / f"program_{number}.py"

@@ -9,7 +9,7 @@ import sys
 import pytest
 from horovod_installed import needs_horovod
 from jobs import poprun_jobs
-from pages import DOCS, page_programs, page_text
+from pages import DOCS, blocks_in, page_programs, page_text
 
 import strategies
 
@@ -39,7 +39,7 @@ def programs_of(page):
     found = []
     for word in ("Before", "After"):
         texts = [text for heading, text in sections if heading.startswith(word)]
-        found.append(re.findall(r"^```python\n(.*?)^```", "".join(texts), flags=re.MULTILINE | re.DOTALL))
+        found.append(blocks_in("".join(texts), "python"))
     return found
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from pages import PAGES, ROOT, page_programs
+from pages import PAGES, ROOT, blocks_in, page_programs
 
 from collectives.simulation.__main__ import command_line_parser
 from poprun.cli.command_line import find_option
@@ -155,7 +155,7 @@ def test_every_block_of_python_begins_at_the_margin_and_is_labelled_python():
 
 
 def blocks_of(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return blocks_in(page.read_text("utf-8"), language)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "sh")], ids=lambda page: page.name)

@@ -3,12 +3,11 @@
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from jobs import poprun_jobs
+from pages import page_programs
 
-README = Path(__file__).parents[1] / "README.md"
 LIBRARIES = ("torch", "jax")  # in the order of their programs
 pytestmark = pytest.mark.job
 
@@ -18,7 +17,7 @@ def program(request, tmp_path_factory):
     """Return the words that start a program for one library."""
     if importlib.util.find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")
-    programs = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    programs = page_programs("README.md")
     path = tmp_path_factory.mktemp("readme") / "program.py"
     path.write_text(dict(zip(LIBRARIES, programs, strict=True))[request.param], encoding="utf-8")
     return sys.executable, str(path)
