@@ -60,6 +60,12 @@ WIDTH, GAP, LINE, PADDING = 330, 14, 15, 10
 USED_BY_ALL = "used by all of these"
 
 
+def modules_of(package: str) -> list[Path]:
+    """Return the modules of a package, and those of the examples only for the examples."""
+    modules = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in modules if package == EXAMPLES or ROOT / EXAMPLES not in path.parents]
+
+
 def room_of(path: Path, package: str) -> str:
     """Return the room of a file of a package, or "" for a file outside rooms."""
     parts = path.relative_to(ROOT / package).parts
@@ -96,11 +102,7 @@ def name_of(path: Path) -> str:
 def imported_by(package: str) -> dict[Path, set[Path]]:
     """Return for each file of a package, except its public modules, the package's files from which it imports."""
     besides = {f"{package}/__init__.py", *COMMANDS, *DOORS}
-    files = [
-        path
-        for path in sorted((ROOT / package).rglob("*.py"))
-        if str(path.relative_to(ROOT)) not in besides and ROOT / EXAMPLES not in path.parents
-    ]
+    files = [path for path in modules_of(package) if str(path.relative_to(ROOT)) not in besides]
     names = {name_of(path): path for path in files}
     return {path: {names[name] for name in imports_of(path) if name in names} for path in files}
 

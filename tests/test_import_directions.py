@@ -12,6 +12,7 @@ from pathlib import Path
 
 import draw_rooms
 import pytest
+from draw_rooms import EXAMPLES, modules_of
 
 ROOT = Path(__file__).parents[1]
 OURS = {"collectives", "popdist", "poprun", "strategies"}
@@ -70,16 +71,6 @@ DOORS = {
 }
 """The files that import modules by name, chosen here or by the user, and their reasons."""
 PUBLIC = {"popdist", "strategies", "strategies.keras", "collectives", *OF_TORCH}
-
-
-EXAMPLES = "popdist/examples"
-"""A package inside of another, but above all packages: programs."""
-
-
-def modules_of(package: str) -> list[Path]:
-    """Return the modules of a package, and those of the examples only for the examples."""
-    modules = sorted((ROOT / package).rglob("*.py"))
-    return [path for path in modules if package == EXAMPLES or ROOT / EXAMPLES not in path.parents]
 
 
 def imports_of(path: Path) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
+from draw_rooms import EXAMPLES, modules_of
 
 import strategies
 from collectives.errors import MissingBackendError
@@ -22,22 +23,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "popdist", "strategies", "poprun")
 COMMANDS = {"poprun.__main__", "strategies.dataset_benchmark"}
 """Modules that start a command when they are imported."""
-EXAMPLES = "popdist.examples"
-"""Programs, which start when they are imported and have classes of their own."""
 NEEDS = {"horovod", "torch"}
 """Libraries of one transport, which are not installed everywhere."""
-
-
-def files_of(package: str) -> list[Path]:
-    """Return the modules of a package without the examples."""
-    return sorted(set((ROOT / package).rglob("*.py")) - set((ROOT / EXAMPLES.replace(".", "/")).rglob("*.py")))
 
 
 def classes_of(package: str) -> Iterator[type]:
     """Yield all classes of the modules of a package, nested ones included."""
     root = importlib.import_module(package)
     found = [each.name for each in pkgutil.walk_packages(root.__path__, f"{package}.")]
-    names = [name for name in found if not name.startswith(EXAMPLES)]
+    names = [name for name in found if not name.startswith(EXAMPLES.replace("/", "."))]  # importing a program starts it
     for name in [package, *names]:
         if name in COMMANDS:
             continue
@@ -96,7 +90,7 @@ def test_no_class_is_made_from_a_concrete_one(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_only_abstract_methods_are_left_to_subclasses(package: str) -> None:
     """An unsupported method raises an error that says so."""
-    modules = files_of(package)
+    modules = modules_of(package)
     assert modules
     found = [
         str(path.relative_to(ROOT))
@@ -130,7 +124,7 @@ def test_a_strategy_only_chooses_a_membership() -> None:
 def names_of_classes(package: str) -> dict[str, set[str]]:
     """Return, for each name of a class of a package, the files that define it."""
     found: dict[str, set[str]] = {}
-    for path in files_of(package):
+    for path in modules_of(package):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
