@@ -121,3 +121,13 @@ def require_known_options(taker: Callable[..., object], given: Iterable[str], op
             nearest = [meant] if meant in known else difflib.get_close_matches(name, known, 2)
             way_out = f"did you mean {' or '.join(nearest)}?" if nearest else f"it takes {', '.join(known)}"
             raise TypeError(f"{taker.__name__}() got an unexpected keyword argument {name!r}; {way_out}")
+
+
+def refuse_name_of_loss(metrics: Iterable[str]) -> None:
+    """Raise if a metric has the name of the loss.
+
+    Raises:
+        TypeError: If that is so.
+    """
+    if "loss" in metrics:
+        raise TypeError("a metric is called 'loss', which is the name of the loss itself; use another name")

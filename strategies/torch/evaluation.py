@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
 from strategies.data.sources import Masked
@@ -21,7 +22,7 @@ from strategies.jax.replicas.gathering import told_rows
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
-from strategies.torch.replica_run import LossFunction, refuse_name_of_loss
+from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.typing import Batch, Number, Tree

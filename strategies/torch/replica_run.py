@@ -16,6 +16,7 @@ import torch
 from torch.jit import optimized_execution
 
 from collectives.instruments import Instruments
+from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.errors import StrategyError
 from strategies.torch.contribution import Contribution, refuse_to_come_twice
@@ -407,16 +408,6 @@ def outcome_of(returned: Tree) -> tuple[torch.Tensor, Mapping[str, object], Tree
         raise TypeError(f"the metrics are a {type(metrics).__name__}; return (loss, dictionary of scalars)")
     refuse_name_of_loss(metrics)
     return loss, metrics, outputs
-
-
-def refuse_name_of_loss(metrics: Mapping[str, object]) -> None:
-    """Raise if a metric has the name of the loss.
-
-    Raises:
-        TypeError: If that is so.
-    """
-    if "loss" in metrics:
-        raise TypeError("a metric is called 'loss', which is the name of the loss itself; use another name")
 
 
 def _detached(leaf: object) -> object:

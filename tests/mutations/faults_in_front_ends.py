@@ -203,7 +203,7 @@ IN_FRONT_ENDS = (
     ),
     Fault(
         name="a metric called loss replaces the loss",
-        path="strategies/torch/replica_run.py",
+        path="strategies/argument_checks.py",
         old='    if "loss" in metrics:\n',
         new="    if False:\n",
         caught_by="tests/strategies/on_torch/test_torch_evaluation.py::TestRefusals::test_a_metric_that_is_called_loss",

@@ -15,6 +15,7 @@ import numpy as np
 from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
+from strategies.argument_checks import refuse_name_of_loss
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Function, Leaf, Tree, Variables
 
@@ -188,8 +189,7 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
                 f"metric {name!r} is of shape {list(metric.shape)}, but metrics are scalars, averaged over all "
                 "replicas; take jnp.mean of it, and send whole arrays through a strategies.OutfeedQueue"
             )
-        if name == "loss":
-            raise TypeError("a metric is called 'loss', which is the name of the loss itself; use another name")
+        refuse_name_of_loss([name])
     return tuple(metrics)
 
 
