@@ -17,6 +17,7 @@ case ${1:-} in
     shift
     ;;
 --parts)
+    [ -n "${2:-}" ] || fail "--parts needs a list, such as hosts,jobs; docs/project/testing.md has the names"
     parts=$2
     shift 2
     ;;

@@ -105,8 +105,12 @@ def part_of(test: Path) -> str:
 
 
 def parts_named(names: str) -> list[str]:
-    """Return the parts that a list such as "hosts,jobs" names; "all" names each. ValueError for another name."""
-    parts = list(PARTS) if names == "all" else names.split(",")
+    """Return the parts that a list such as "hosts,jobs" names; "all" names each.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    parts = list(PARTS) if names == "all" else names.split(",") if names else []
     if unknown := set(parts) - PARTS.keys():
         raise ValueError(f"no part of the complete tier: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     return parts
@@ -118,8 +122,7 @@ def _is_below(name: str, path: str) -> bool:
 
 def is_complete(config: pytest.Config, test: Path) -> bool:
     """Return whether a run of pytest takes the tests of the complete tier from a file."""
-    parts: str = config.getoption("--parts")
-    return bool(parts) and part_of(test) in parts_named(parts)
+    return part_of(test) in parts_named(config.getoption("--parts"))
 
 
 def digest(part: Part) -> str:
@@ -201,4 +204,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from complete_tier import is_complete
+from complete_tier import is_complete, parts_named
 from kept_programs import kept_programs, remove_unused
 from leftovers import Lookout
 from sharing_cores import SERVER_VARIABLE, TokenServer, cores_of
@@ -46,6 +46,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that only the complete tier runs, unless a test is named on the command line."""
+    try:
+        parts_named(config.getoption("--parts"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--parts: {error}") from None
     if not any("::" in argument for argument in config.args):
         kept: list[pytest.Item] = []
         left_out: list[pytest.Item] = []

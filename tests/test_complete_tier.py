@@ -1,6 +1,9 @@
 """The parts of the complete tier, and the changes that make them due."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import complete_tier
 import pytest
@@ -65,3 +68,10 @@ def test_a_part_without_code_has_a_digest_that_is_never_due():
 def test_the_page_on_testing_lists_every_part():
     page = (ROOT / "docs" / "project" / "testing.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE) == list(PARTS)
+
+
+def test_pytest_refuses_an_unknown_part_in_one_line():
+    command = (sys.executable, "-m", "pytest", "--quiet", "--parts", "zebra", str(Path(__file__).with_name("pages.py")))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stderr.startswith("ERROR: --parts: no part of the complete tier: zebra; there are transports, hosts,")

@@ -229,3 +229,10 @@ class TestTestScript:
     def test_chosen_tests_may_belong_to_the_complete_tier(self, run_tests):
         _, commands = run_tests("--complete", "tests/cluster")
         assert commands == ["python -m pytest --parts all tests/cluster"]
+
+    @pytest.mark.parametrize("words", [["--parts"], ["--parts", ""]])
+    def test_a_missing_list_of_parts_is_refused_before_anything_runs(self, run_tests, words):
+        done, commands = run_tests(*words)
+        assert done.returncode == 1
+        assert commands == []
+        assert done.stderr == "error: --parts needs a list, such as hosts,jobs; docs/project/testing.md has the names\n"
