@@ -47,7 +47,7 @@ class LeftGradients:
         """Remember the gradients that the step has left, and watch all optimizers from the first one on."""
         for parameter, name, gradient, version in self._before:
             now = parameter.grad
-            if now is not None and (now is not gradient or now._version != version):
+            if now is not None and (now is not gradient or _version_of(now) != version):
                 self._left[id(parameter)] = _Left(weakref.ref(now), now._version, name)
         self._before = []
         if self._left and not self._is_watching:
