@@ -211,7 +211,8 @@ class Walk:
         self._go_back(0)
         self._done()
         if self._split is not None:
-            self._go_through_weights(self._split, self._turns)
+            split, self._split = self._split, None  # hooks of nodes lead here; without a cycle, memory is freed at once
+            self._go_through_weights(split, self._turns)
 
     def _go_through_weights(self, split: SplitBackward, turns: MicroBatches | None) -> None:
         assert turns is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node
 from torch_modules import sgd_trainer
 
 import strategies
@@ -181,6 +183,20 @@ def test_random_numbers_and_moving_means_match_a_model_without_a_pipeline(on_ins
     executions.append(poptorch.PipelinedExecution(schedule="zero_bubble"))
     found = on_instances(1, 2, lambda strategy: [train(strategy, execution) for execution in executions])[0]
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+def test_a_step_leaves_no_objects_behind(schedule, network):
+    """Hooks of autograd's nodes are hidden from the garbage collector: a cycle through one would never be freed."""
+    strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
+    training = poptorch.trainingModel(copy.deepcopy(network), new_options(strategy))
+    counts = []
+    for _ in range(3):
+        training(*batch())
+        gc.collect()
+        counts.append(sum(isinstance(each, Node) for each in gc.get_objects()))
+    training.destroy()
+    assert counts[2] == counts[1], "nodes of autograd after the second and the third call"
 
 
 def test_stages_run_concurrently_in_the_order_of_the_timetable(network):
