@@ -18,10 +18,10 @@ import torch
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import Course, raise_first
+from strategies.pipelines.running.driver import raise_first
 from strategies.pipelines.schedules import schedule_named
-from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
-from strategies.torch.micro_batches import MicroBatches, weights_behind
+from strategies.pipelines.timetable import ActionKind, Timed, Timetable, placed
+from strategies.torch.micro_batches import MicroBatchCourse, MicroBatches, MicroBatchTurns, weights_behind
 from strategies.torch.recorded_graph import recorded
 from strategies.torch.split_backward import SplitBackward
 from strategies.torch.stage_entries import KnownEntries
@@ -94,14 +94,14 @@ class PipelineRun:
                     _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
-                self._course = Course.of(self._timetable, lambda part: part[1].micro_batch)
+                self._course = MicroBatchCourse(self._timetable)
             return
-        drive = MicroBatches(self._timetable, self._course)
-        walks = [self._walk(number, drive) for number in range(self._count)]
+        drive = MicroBatches(self._course)
+        walks = [self._walk(number, drive.turns_of(number)) for number in range(self._count)]
         raise_first([self._threads.submit(_walk, walk, work) for walk in walks])
         self.spans = drive.spans
 
-    def _walk(self, number: int, turns: MicroBatches | None) -> Walk:
+    def _walk(self, number: int, turns: MicroBatchTurns | None) -> Walk:
         return Walk(self._stages, self._entries, number, turns, self._instruments, self._replica)
 
     def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
@@ -138,7 +138,7 @@ class Walk:
         stages: The stages met so far.
         entries: The entries of the stages in backward passes.
         micro_batch: The number of the micro-batch.
-        turns: The turns of all micro-batches; None to run micro-batches one after another.
+        turns: The turns of the micro-batch; None to run micro-batches one after another.
         instruments: The instruments to notify.
         replica: The global index of the replica.
     """
@@ -148,7 +148,7 @@ class Walk:
         stages: MetStages,
         entries: KnownEntries,
         micro_batch: int,
-        turns: MicroBatches | None,
+        turns: MicroBatchTurns | None,
         instruments: Instruments,
         replica: int,
     ) -> None:
@@ -225,7 +225,7 @@ class Walk:
             split, self._split = self._split, None  # hooks of nodes lead here; without a cycle, memory is freed at once
             self._go_through_weights(split, self._turns)
 
-    def _go_through_weights(self, split: SplitBackward, turns: MicroBatches | None) -> None:
+    def _go_through_weights(self, split: SplitBackward, turns: MicroBatchTurns | None) -> None:
         assert turns is not None
         self._kind = ActionKind.BACKWARD_WEIGHTS
         for self.stage in range(turns.timetable.num_stages):
@@ -252,13 +252,13 @@ class Walk:
 
     def _wait(self) -> None:
         if self._turns is not None:
-            self._turns.wait(StageAction(self._kind, self.stage, self._micro_batch))
+            self._turns.wait(self._kind, self.stage)
         self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
         self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
         if self._turns is not None:
-            self._turns.done(StageAction(self._kind, self.stage, self._micro_batch))
+            self._turns.done()
 
     def give_up(self) -> None:
         """End the waits of all micro-batches."""

@@ -1,4 +1,4 @@
-"""The graph that autograd has recorded for a loss, with numbered nodes: graphs of one shape share what is known of it."""
+"""The graph that autograd has recorded for a loss, with numbered nodes, and a shape to recognise like graphs."""
 
 from __future__ import annotations
 

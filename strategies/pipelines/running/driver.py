@@ -61,14 +61,14 @@ class ScheduledAction:
     Attributes:
         device: The device that runs the action, or its part of it.
         action: The action.
-        needs: The numbers of the signals that it waits for. It needs no signal of earlier actions in its own thread.
-        gives: The number of the signal that it gives; None if no thread waits for it.
+        number: The number of the action in the course.
+        releases: The numbers of the actions of other threads that wait for it.
     """
 
     device: int
     action: StageAction
-    needs: tuple[int, ...]
-    gives: int | None
+    number: int
+    releases: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Course:
 
     Attributes:
         devices: The scheduled actions of each device.
-        signals: The number of signals.
+        needs: For each action, by its number, the number of actions of other threads for which it waits.
     """
 
     devices: tuple[tuple[ScheduledAction, ...], ...]
-    signals: int
+    needs: tuple[int, ...]
 
     @classmethod
     def of(cls, timetable: Timetable, thread_of: Callable[[Part], object] = itemgetter(0)) -> Course:
@@ -93,14 +93,18 @@ class Course:
                 its parts in the order of the timetable.
         """
         needed = dict(_needed(timetable))
-        elsewhere = {
-            part: [one for one in before if thread_of(one) != thread_of(part)] for part, before in needed.items()
-        }
-        numbers = {one: number for number, one in enumerate(sorted({*chain(*elsewhere.values())}, key=str))}
+        numbers = {part: number for number, part in enumerate(needed)}
+        needs = [0] * len(needed)
+        releases: list[list[int]] = [[] for _ in needed]
+        for part, before in needed.items():
+            for one in before:
+                if thread_of(one) != thread_of(part):
+                    needs[numbers[part]] += 1
+                    releases[numbers[one]].append(numbers[part])
         devices: list[list[ScheduledAction]] = [[] for _ in timetable.devices]
-        for part, before in elsewhere.items():
-            devices[part[0]].append(ScheduledAction(*part, tuple(numbers[one] for one in before), numbers.get(part)))
-        return cls(tuple(map(tuple, devices)), len(numbers))
+        for part, number in numbers.items():
+            devices[part[0]].append(ScheduledAction(*part, number, tuple(releases[number])))
+        return cls(tuple(map(tuple, devices)), tuple(needs))
 
 
 def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
@@ -134,7 +138,9 @@ class Drive:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._signals = [threading.Event() for _ in range(self.course.signals)]
+        self._needs = list(self.course.needs)
+        self._asleep: dict[int, threading.Lock] = {}  # by the number of the action for which a thread sleeps
+        self._change = threading.Lock()
         self._has_failed = False
         self._spans: list[list[Timed]] = [[] for _ in self.course.devices]
 
@@ -172,20 +178,38 @@ class Drive:
         Raises:
             AbandonedError: If another thread has failed.
         """
-        for number in turn.needs:
-            self._signals[number].wait()
+        if self._needs[turn.number]:
+            self._sleep(turn.number)
         if self._has_failed:
             raise AbandonedError(f"device {turn.device} gives up before the {turn.action}: another thread has failed")
+
+    def _sleep(self, number: int) -> None:
+        with self._change:
+            if self._has_failed or not self._needs[number]:
+                return
+            lock = self._asleep[number] = threading.Lock()
+            lock.acquire()
+        lock.acquire()  # the thread that ends the last needed action releases it: one waking for each action
 
     def done(self, turn: ScheduledAction, begin_s: float) -> None:
         """Record an action that began at `begin_s` of the clock and ends now; wake the threads that wait for it."""
         times = (begin_s - self.begin_s, self.clock() - self.begin_s)
         self._spans[turn.device].append(Timed(turn.device, turn.action, *times))
-        if turn.gives is not None:
-            self._signals[turn.gives].set()
+        if turn.releases:
+            with self._change:
+                ready = [lock for number in turn.releases if (lock := self._release(number)) is not None]
+            for lock in ready:
+                lock.release()
+
+    def _release(self, number: int) -> threading.Lock | None:
+        """Record that an action needs one action less; return the lock of its thread if it sleeps and may go on."""
+        self._needs[number] -= 1
+        return None if self._needs[number] else self._asleep.pop(number, None)
 
     def give_up(self) -> None:
         """End all threads before their next actions. May be called from any thread."""
-        self._has_failed = True
-        for signal in self._signals:
-            signal.set()
+        with self._change:
+            self._has_failed = True
+            asleep, self._asleep = self._asleep, {}
+        for lock in asleep.values():
+            lock.release()
