@@ -83,12 +83,10 @@ class SplitBackward:
     """
 
     def __init__(self, loss: torch.Tensor, graph: RecordedGraph, plan: SplitPlan) -> None:
-        self._loss = loss
         self._graph = graph
         self._plan = plan
-        self._kept: dict[Edge, torch.Tensor] = {}
-        if plan.keeps_root:
-            self._kept[graph.root] = torch.ones_like(loss)
+        self._of_loss = {graph.root: torch.ones_like(loss)}
+        self._kept = dict(self._of_loss) if plan.keeps_root else {}
 
     def of_inputs(self) -> None:
         """Compute the gradients of the inputs, without gradients of parameters (the first part)."""
@@ -97,7 +95,7 @@ class SplitBackward:
         nodes, aims = self._graph.nodes, self._plan.aims
         hooks = [nodes[number].register_hook(partial(self._keep, found)) for number, found in aims.items()]
         try:
-            torch.autograd.grad(self._loss, self._at(self._plan.kept), retain_graph=True, allow_unused=True)
+            self._run(self._of_loss, self._at(self._plan.kept), is_first=True)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -119,13 +117,20 @@ class SplitBackward:
         for entrance in self._plan.entrances.get(stage, ()):
             kept = {edge: self._kept.pop(edge) for edge in entrance.edges if edge in self._kept}
             if kept:
-                self._accumulate(kept, entrance.leaves)
+                inputs = tuple(self._graph.parameter(leaf) for leaf in entrance.leaves or ())
+                self._run(kept, inputs, is_first=False)
 
-    def _accumulate(self, kept: Mapping[Edge, torch.Tensor], leaves: Sequence[int] | None) -> None:
-        """Do what `torch.autograd.backward` does, without its checks, which take as long as a small layer."""
-        inputs = () if leaves is None else tuple(self._graph.parameter(leaf) for leaf in leaves)
+    def _run(self, begin: Mapping[Edge, torch.Tensor], inputs: Sequence[object], is_first: bool) -> None:
+        """Run autograd without the checks of `torch.autograd`, which take as long as a small layer."""
+        keep_graph, create_graph = is_first, False
         _engine_run_backward(
-            self._at(kept), tuple(kept.values()), False, False, inputs, allow_unreachable=True, accumulate_grad=True
+            self._at(begin),
+            tuple(begin.values()),
+            keep_graph,
+            create_graph,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=not is_first,
         )
 
 
