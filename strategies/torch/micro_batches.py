@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from strategies.pipelines.running.driver import Course, Drive, ScheduledAction
+from strategies.pipelines.running.driver import SHORT_S, Course, Drive, ScheduledAction
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable
 
 
@@ -45,11 +45,12 @@ class MicroBatches:
 
     Args:
         course: The course of the micro-batches.
+        meet: Whether actions wait for those of other replicas.
     """
 
-    def __init__(self, course: MicroBatchCourse) -> None:
+    def __init__(self, course: MicroBatchCourse, meet: bool = False) -> None:
         self._course = course
-        self._drive = Drive(course.course, time.perf_counter())
+        self._drive = Drive(course.course, time.perf_counter(), short_s=0.0 if meet else SHORT_S)
 
     def turns_of(self, micro_batch: int) -> MicroBatchTurns:
         """Return the turns of a micro-batch."""
@@ -98,9 +99,11 @@ class MicroBatchTurns:
         self._begun_s = self._drive.clock()
 
     def done(self) -> None:
-        """Mark the action as ended, and wake the threads that wait for it."""
-        self._drive.done(self._turns[self._next], self._begun_s)
+        """Mark the action as ended, and wake threads that wait for it."""
+        turn = self._turns[self._next]
         self._next += 1
+        following = self._turns[self._next] if self._next < len(self._turns) else None
+        self._drive.done(turn, self._begun_s, following)
 
     def give_up(self) -> None:
         """End the waits of all micro-batches."""

@@ -44,6 +44,7 @@ class PipelineRun:
         training: Whether micro-batches have backward passes.
         instruments: The instruments to notify when a stage begins and ends with a micro-batch.
         replica: The global index of the replica, for the instruments.
+        meets: Whether layers wait for other replicas.
 
     Attributes:
         spans: The timed actions of all devices in the last step; empty after the first one.
@@ -61,8 +62,10 @@ class PipelineRun:
         training: bool = True,
         instruments: Instruments | None = None,
         replica: int = 0,
+        meets: bool = False,
     ) -> None:
         self._pipeline = pipeline
+        self._meets = meets
         self._count = count
         self._stages = MetStages(pipeline.placing())
         self._entries = KnownEntries(self._stages)
@@ -96,7 +99,7 @@ class PipelineRun:
                 self._timetable = self._planned()
                 self._course = MicroBatchCourse(self._timetable)
             return
-        drive = MicroBatches(self._course)
+        drive = MicroBatches(self._course, self._meets)
         walks = [self._walk(number, drive.turns_of(number)) for number in range(self._count)]
         raise_first([self._threads.submit(_walk, walk, work) for walk in walks])
         self.spans = drive.spans

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,6 +24,15 @@ _ALL: AbstractContextManager[object] = nullcontext()
 
 Part = tuple[int, StageAction]
 """A device, and an action of which the device runs its part."""
+
+SHORT_S = 1.5e-4
+"""If actions take less on average, they run one at a time: threads would only hand Python's lock to each other.
+
+On two cores, PyTorch's blocks of 0.14 ms then cost 0.11 ms instead of 0.20, but blocks of 0.43 ms 0.31 instead of 0.17.
+"""
+
+_PATIENCE_S = 0.01
+"""The first limit of a sleep. After it a thread looks whether its turn has come, and sleeps twice as long if not."""
 
 
 class AbandonedError(Exception):
@@ -131,15 +141,19 @@ class Drive:
         course: The course of the timetable.
         begin_s: The time when the pipeline began, on the clock.
         clock: Returns seconds.
+        short_s: If actions take less on average, they run one at a time; 0 if actions wait for each other.
     """
 
     course: Course
     begin_s: float = 0.0
     clock: Callable[[], float] = time.perf_counter
+    short_s: float = SHORT_S
 
     def __post_init__(self) -> None:
         self._needs = list(self.course.needs)
         self._asleep: dict[int, threading.Lock] = {}  # by the number of the action for which a thread sleeps
+        self._ready: deque[threading.Lock] = deque()  # of threads that may go on, and still sleep
+        self._busy_s, self._ended = 0.0, 0
         self._change = threading.Lock()
         self._has_failed = False
         self._spans: list[list[Timed]] = [[] for _ in self.course.devices]
@@ -162,12 +176,13 @@ class Drive:
             BaseException: The error of an action; then all other devices end.
         """
         try:
-            for turn in self.course.devices[device]:
+            turns = self.course.devices[device]
+            for turn, following in zip(turns, [*turns[1:], None], strict=True):
                 self.wait(turn)
                 with at_once:
                     begin_s = self.clock()
                     perform(device, turn.action)
-                    self.done(turn, begin_s)
+                    self.done(turn, begin_s, following)
         except BaseException:
             self.give_up()
             raise
@@ -189,27 +204,49 @@ class Drive:
                 return
             lock = self._asleep[number] = threading.Lock()
             lock.acquire()
-        lock.acquire()  # the thread that ends the last needed action releases it: one waking for each action
-
-    def done(self, turn: ScheduledAction, begin_s: float) -> None:
-        """Record an action that began at `begin_s` of the clock and ends now; wake the threads that wait for it."""
-        times = (begin_s - self.begin_s, self.clock() - self.begin_s)
-        self._spans[turn.device].append(Timed(turn.device, turn.action, *times))
-        if turn.releases:
+        limit_s = _PATIENCE_S
+        while not lock.acquire(timeout=limit_s):  # nobody wakes it while the only running thread waits for this one
             with self._change:
-                ready = [lock for number in turn.releases if (lock := self._release(number)) is not None]
-            for lock in ready:
-                lock.release()
+                if self._has_failed or not self._needs[number]:
+                    with suppress(ValueError):
+                        self._ready.remove(lock)
+                    return
+            limit_s *= 2
 
-    def _release(self, number: int) -> threading.Lock | None:
-        """Record that an action needs one action less; return the lock of its thread if it sleeps and may go on."""
-        self._needs[number] -= 1
-        return None if self._needs[number] else self._asleep.pop(number, None)
+    def done(self, turn: ScheduledAction, begin_s: float, following: ScheduledAction | None = None) -> None:
+        """Record an action that began at `begin_s` of the clock and ends now; wake threads that waited for it.
+
+        Args:
+            turn: The action.
+            begin_s: The time when it began.
+            following: The next action of this thread; None for none.
+        """
+        end_s = self.clock()
+        times = (begin_s - self.begin_s, end_s - self.begin_s)
+        self._spans[turn.device].append(Timed(turn.device, turn.action, *times))
+        with self._change:
+            self._busy_s += end_s - begin_s
+            self._ended += 1
+            for number in turn.releases:
+                self._needs[number] -= 1
+                if not self._needs[number] and number in self._asleep:
+                    self._ready.append(self._asleep.pop(number))
+            woken = [self._ready.popleft() for _ in range(self._how_many_to_wake(following))]
+        for lock in woken:
+            lock.release()
+
+    def _how_many_to_wake(self, following: ScheduledAction | None) -> int:
+        if self._busy_s >= self.short_s * self._ended:
+            return len(self._ready)
+        goes_on = following is not None and not self._needs[following.number]
+        return 0 if goes_on else min(1, len(self._ready))
 
     def give_up(self) -> None:
         """End all threads before their next actions. May be called from any thread."""
         with self._change:
             self._has_failed = True
-            asleep, self._asleep = self._asleep, {}
-        for lock in asleep.values():
+            woken = [*self._asleep.values(), *self._ready]
+            self._asleep.clear()
+            self._ready.clear()
+        for lock in woken:
             lock.release()
