@@ -31,6 +31,9 @@ SHORT_S = 1.5e-4
 On two cores, PyTorch's blocks of 0.14 ms then cost 0.11 ms instead of 0.20, but blocks of 0.43 ms 0.31 instead of 0.17.
 """
 
+_SHORT_AT_FIRST = 4
+"""The number of actions that count as short before any has ended: the first is slow, because other threads start."""
+
 _PATIENCE_S = 0.01
 """The first limit of a sleep. After it a thread looks whether its turn has come, and sleeps twice as long if not."""
 
@@ -153,7 +156,7 @@ class Drive:
         self._needs = list(self.course.needs)
         self._asleep: dict[int, threading.Lock] = {}  # by the number of the action for which a thread sleeps
         self._ready: deque[threading.Lock] = deque()  # of threads that may go on, and still sleep
-        self._busy_s, self._ended = 0.0, 0
+        self._busy_s, self._ended = 0.0, _SHORT_AT_FIRST
         self._change = threading.Lock()
         self._has_failed = False
         self._spans: list[list[Timed]] = [[] for _ in self.course.devices]
