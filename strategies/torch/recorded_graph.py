@@ -52,7 +52,7 @@ class RecordedGraph:
 
     @cached_property
     def edges(self) -> Sequence[Sequence[Edge]]:
-        """For each node, the edges that leave it; the place of an edge is the number of the gradient it takes."""
+        """The edges that leave each node, one for each gradient that the node sends."""
         numbers: dict[Node | None, int] = {node: number for number, node in enumerate(self.nodes)}
         return [
             [(numbers.get(following, NOWHERE), place) for following, place in node.next_functions]
