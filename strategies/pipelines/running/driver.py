@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import itemgetter
 
 from strategies.jax.replicas.devices import ReplicaDevices
@@ -180,7 +180,7 @@ class Drive:
         """
         try:
             turns = self.course.devices[device]
-            for turn, following in zip(turns, [*turns[1:], None], strict=True):
+            for turn, following in zip_longest(turns, turns[1:]):
                 self.wait(turn)
                 with at_once:
                     begin_s = self.clock()
