@@ -24,18 +24,13 @@ class KerasRoom(Protocol):
         """Return the variables of these Keras objects, as state that a program reads and assigns."""
 
 
-_loaders: list[Callable[[], KerasRoom]] = []
-
-
-def load_keras_room_with(load: Callable[[], KerasRoom]) -> None:
-    """Register the function that imports `strategies.keras`; only the package's `__init__` may import every room."""
-    _loaders[:] = [load]
-
-
 def keras_room() -> KerasRoom:
-    """Return `strategies.keras`; the first call imports it, and Keras."""
-    [load] = _loaders
-    return load()
+    """Return the part of `strategies.keras` that strategies call; the first call imports it, and Keras.
+
+    The package imports it, because no room may import `strategies.keras`.
+    """
+    room: KerasRoom = sys.modules["strategies"].keras.hook
+    return room
 
 
 class _LateImport(MetaPathFinder, Loader):
