@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from strategies.jax.programs.program import HeldState
-from strategies.jax.replicas.replicas import Replicas
+if TYPE_CHECKING:
+    from strategies.jax.programs.program import HeldState
+    from strategies.jax.replicas.replicas import Replicas
 
 
 class KerasRoom(Protocol):

@@ -17,11 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax._src import distributed
-
 from popdist.records.private_files import fault_of, fault_of_entries, make_private
 from strategies.jax.programs.determinism import way_out_of_refusals
+from strategies.late_jax import distributed, jax
 from strategies.typing import Function, Tree
 
 logger = logging.getLogger(__name__)

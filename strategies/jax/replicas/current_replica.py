@@ -1,0 +1,24 @@
+"""The replica whose program is being traced."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strategies.jax.replicas.replica_context import ReplicaContext
+
+current: ContextVar[ReplicaContext | None] = ContextVar("replica", default=None)
+
+
+def refuse_in_replica(call: str) -> None:
+    """Refuse a call that concerns all replicas at once, while a replica's program is traced.
+
+    Raises:
+        RuntimeError: A replica's program is being traced; the message names the call.
+    """
+    if current.get() is not None:
+        raise RuntimeError(
+            f"{call} was called by a replica, inside strategy.run or a loss function; call it outside, or use "
+            "strategies.get_replica_context() there"
+        )
