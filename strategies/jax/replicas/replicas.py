@@ -29,10 +29,10 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ON_CPUS, ExchangeChoice
-from strategies.jax.programs.compilation import usual_folder
+from strategies.jax.programs.compilation import executables_folder, usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
-from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
+from strategies.jax.programs.xla_pitfalls import insist_on_right_sums, refuse_cut_integers
 from strategies.jax.replicas.accelerators import exchange_of, expected_platform
 from strategies.jax.replicas.dealing import Dealing
 from strategies.jax.replicas.devices import (
@@ -154,6 +154,8 @@ class Replicas:
             self._find()
         else:
             prepare_environment(instance.total_replicas)
+            insist_on_right_sums(os.environ)
+            executables_folder(os.environ, self.defaults.executables)
             when_jax_is_imported(partial(set_number_of_devices, len(instance.local_replica_range)))
 
     @property
