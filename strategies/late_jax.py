@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from strategies.late_names import without_collections
+from strategies.quick_imports import without_collections
 
 if TYPE_CHECKING:
     import jax as jax
@@ -50,13 +50,17 @@ def is_jax_array(leaf: object) -> TypeIs[jax.Array]:
 class _LateModule(ModuleType):
     """A module that is imported when one of its attributes is read."""
 
+    def __init__(self, name: str, load: Callable[[], ModuleType]) -> None:
+        super().__init__(name)
+        self._load = load
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         module = sys.modules.get(self.__name__)
-        if module is None:
+        if module is None or not hasattr(module, name):  # perhaps another thread is importing it
             with without_collections():
-                module = import_module(self.__name__)
+                module = self._load()
         value = getattr(module, name)
         if isinstance(value, type | ModuleType):
             setattr(self, name, value)  # the next read takes 20 ns instead of 500
@@ -64,11 +68,11 @@ class _LateModule(ModuleType):
 
 
 if not TYPE_CHECKING:
-    jax = _LateModule("jax")
-    jnp = _LateModule("jax.numpy")
-    jax_core = _LateModule("jax.extend.core")
-    distributed = _LateModule("jax._src.distributed")
-    xla_bridge = _LateModule("jax._src.xla_bridge")
+    jax = _LateModule("jax", lambda: import_module("jax"))
+    jnp = _LateModule("jax.numpy", lambda: import_module("jax.numpy"))
+    jax_core = _LateModule("jax.extend.core", lambda: import_module("jax.extend.core"))
+    distributed = _LateModule("jax._src.distributed", lambda: import_module("jax._src.distributed"))
+    xla_bridge = _LateModule("jax._src.xla_bridge", lambda: import_module("jax._src.xla_bridge"))
 
 
 # ---- what JAX must know as soon as anybody has imported it

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Import without garbage collection.
-
-    JAX, optax and PyTorch make 100,000 permanent objects each. Looking through them again and again takes a fifth of
-    their imports.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+from strategies.quick_imports import without_collections
 
 
 def late_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,9 +42,9 @@ def _of_jax() -> Any:
     return getattr(sys.modules.get("jax"), "tree_util", None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Structure:
-    """A tree without its leaves.
+    """A tree without its leaves. Compare it only with a structure made in the same moment, because JAX has its own.
 
     Attributes:
         kind: The class of the node; None for a leaf.
@@ -60,23 +60,6 @@ class Structure:
     def num_leaves(self) -> int:
         """The number of leaves."""
         return 1 if self.kind is None else sum(child.num_leaves for child in self.children)
-
-    def unflatten(self, leaves: Sequence[Leaf]) -> Tree:
-        """Return the tree with these leaves."""
-        return unflatten(self, leaves)
-
-    @property
-    def _facts(self) -> Hashable:
-        return self.kind, self.meta, self.children
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Structure):
-            return self._facts == other._facts
-        of_jax = _of_jax()  # JAX was imported after this structure was made
-        return of_jax is not None and bool(of_jax.tree_structure(_filled(self, [0] * self.num_leaves)) == other)
-
-    def __hash__(self) -> int:
-        return hash(self._facts)
 
     def __str__(self) -> str:
         return f"PyTreeDef({self._text()})"

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from strategies.late_names import late_names, without_collections
+from strategies.late_names import late_names
+from strategies.quick_imports import without_collections
 
 try:
     with without_collections():

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from strategies.jax.replicas.replica_context import ReplicaContext
-
-current: ContextVar[ReplicaContext | None] = ContextVar("replica", default=None)
+current: ContextVar[Any] = ContextVar("replica", default=None)
 
 
 def refuse_in_replica(call: str) -> None:
