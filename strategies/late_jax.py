@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strategies.quick_imports import without_collections
 
@@ -54,14 +54,14 @@ class _LateModule(ModuleType):
         super().__init__(name)
         self._load = load
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         module = sys.modules.get(self.__name__)
         if module is None or not hasattr(module, name):  # perhaps another thread is importing it
             with without_collections():
                 module = self._load()
-        value = getattr(module, name)
+        value: object = getattr(module, name)
         if isinstance(value, type | ModuleType):
             setattr(self, name, value)  # the next read takes 20 ns instead of 500
         return value

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from strategies.late_jax import jax, when_jax_is_imported
 from strategies.typing import Leaf, Tree
 
 T = TypeVar("T", bound=type)
-Path = tuple[Any, ...]
+Path = tuple[object, ...]
 """The keys that lead to a leaf; `keystr` makes one text of them."""
 
 _registered: dict[type, tuple[Sequence[str], Sequence[str]]] = {}
@@ -37,7 +38,7 @@ def register_dataclass(kind: T, data_fields: Sequence[str], meta_fields: Sequenc
     return kind
 
 
-def _of_jax() -> Any:
+def _of_jax() -> ModuleType | None:
     """Return `jax.tree_util`, or None if JAX is not imported."""
     return getattr(sys.modules.get("jax"), "tree_util", None)
 
@@ -53,7 +54,7 @@ class Structure:
     """
 
     kind: type | None
-    meta: Any = None
+    meta: tuple[Hashable, ...] = ()
     children: tuple[Structure, ...] = ()
 
     @property
@@ -87,24 +88,26 @@ class Structure:
         if self.kind in (dict, OrderedDict):
             return [f"[{key!r}]" for key in self.meta]
         if self.kind is defaultdict:
-            return [f"[{key!r}]" for key in self.meta[1]]
+            return [f"[{key!r}]" for key in self.meta[1:]]
         names = _registered[self.kind][0] if self.kind in _registered else getattr(self.kind, "_fields", ())
         return [f".{name}" for name in names]
 
 
+AnyStructure: TypeAlias = "Structure | jax.tree_util.PyTreeDef"
+
 _LEAF = Structure(None)
 
 
-def _children(tree: Tree) -> tuple[Any, Sequence[Tree]] | None:
+def _children(tree: Tree) -> tuple[tuple[Hashable, ...], Sequence[Tree]] | None:
     """Return the meta data and the children of a node; None for a leaf."""
     kind = type(tree)
     if kind is tuple or kind is list:
-        return None, tree
+        return (), tree
     if kind is dict:
         keys = _ordered(tree)
         return keys, [tree[key] for key in keys]
     if tree is None:
-        return None, ()
+        return (), ()
     if kind in _registered:
         data, meta = _registered[kind]
         return tuple(getattr(tree, name) for name in meta), [getattr(tree, name) for name in data]
@@ -112,13 +115,13 @@ def _children(tree: Tree) -> tuple[Any, Sequence[Tree]] | None:
         return tuple(tree), list(tree.values())
     if kind is defaultdict:
         keys = _ordered(tree)
-        return (tree.default_factory, keys), [tree[key] for key in keys]
-    return (None, tree) if isinstance(tree, tuple) and hasattr(kind, "_fields") else None
+        return (tree.default_factory, *keys), [tree[key] for key in keys]
+    return ((), tree) if isinstance(tree, tuple) and hasattr(kind, "_fields") else None
 
 
-def _ordered(tree: dict[Any, Tree]) -> tuple[Any, ...]:
+def _ordered(tree: Mapping[Hashable, Tree]) -> tuple[Hashable, ...]:
     try:
-        return tuple(sorted(tree))
+        return tuple(sorted(tree))  # type: ignore[type-var]  # the error below is about this
     except TypeError as error:
         raise ValueError("Comparator raised exception while sorting pytree dictionary keys.") from error
 
@@ -155,7 +158,7 @@ def _made(structure: Structure, leaves: Iterator[Leaf]) -> Tree:
     if kind is dict or kind is OrderedDict:
         return kind(zip(meta, children, strict=True))
     if kind is defaultdict:
-        return defaultdict(meta[0], zip(meta[1], children, strict=True))
+        return defaultdict(meta[0], zip(meta[1:], children, strict=True))  # type: ignore[call-overload]
     if kind in _registered:
         data_fields, meta_fields = _registered[kind]
         return kind(**dict(zip(data_fields, children, strict=True)), **dict(zip(meta_fields, meta, strict=True)))
@@ -188,7 +191,7 @@ def _paths(structure: Structure, before: Path = ()) -> Iterator[Path]:
 # ---- the functions of `jax.tree` and `jax.tree_util`
 
 
-def flatten(tree: Tree) -> tuple[list[Leaf], Any]:
+def flatten(tree: Tree) -> tuple[list[Leaf], AnyStructure]:
     """Return the leaves of a tree, and its structure."""
     if of_jax := _of_jax():
         leaves, structure = of_jax.tree_flatten(tree)
@@ -202,16 +205,16 @@ def leaves(tree: Tree) -> list[Leaf]:
     return flatten(tree)[0]
 
 
-def structure(tree: Tree) -> Any:
+def structure(tree: Tree) -> AnyStructure:
     """Return the structure of a tree."""
     return flatten(tree)[1]
 
 
-def unflatten(structure: Any, leaves: Sequence[Leaf]) -> Tree:
+def unflatten(structure: AnyStructure, leaves: Sequence[Leaf]) -> Tree:
     """Return the tree of a structure and its leaves."""
     if isinstance(structure, Structure):
         return _filled(structure, leaves)
-    return _of_jax().tree_unflatten(structure, leaves)
+    return jax.tree_util.tree_unflatten(structure, leaves)
 
 
 def map(function: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
@@ -230,7 +233,7 @@ def map(function: Callable[..., Leaf], tree: Tree, *others: Tree) -> Tree:
     return _filled(structure, [function(*each) for each in zip(leaves, *parts, strict=True)])
 
 
-def flatten_with_path(tree: Tree) -> tuple[list[tuple[Path, Leaf]], Any]:
+def flatten_with_path(tree: Tree) -> tuple[list[tuple[Path, Leaf]], AnyStructure]:
     """Return the leaves of a tree with their paths, and its structure."""
     if of_jax := _of_jax():
         found, structure = of_jax.tree_flatten_with_path(tree)

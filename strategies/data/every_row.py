@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -175,7 +174,7 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
     return Masked(values, np.ones(rows, bool) if mask is None else np.asarray(mask))
 
 
-def _row_of(values: Batch) -> tuple[Any, list[tuple[tuple[int, ...], np.dtype]]]:
+def _row_of(values: Batch) -> tuple[object, list[tuple[tuple[int, ...], np.dtype]]]:
     """Return the structure, shapes and dtypes that all batches share."""
     leaves, structure = trees.flatten(values)
     return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]

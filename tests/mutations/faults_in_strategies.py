@@ -120,8 +120,8 @@ IN_STRATEGIES = (
     Fault(
         name="a digest leaves out the last array",
         path="strategies/jax/comparing/digest.py",
-        old="for path, leaf in jax.tree_util.tree_leaves_with_path(tree)\n",
-        new="for path, leaf in jax.tree_util.tree_leaves_with_path(tree)[:-1]\n",
+        old="for path, leaf in trees.leaves_with_path(tree)\n",
+        new="for path, leaf in trees.leaves_with_path(tree)[:-1]\n",
         caught_by="tests/strategies/test_digest.py::test_every_flipped_bit_shows",
     ),
     Fault(

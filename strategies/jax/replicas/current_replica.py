@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
 
-current: ContextVar[Any] = ContextVar("replica", default=None)
+current: ContextVar[object] = ContextVar("replica", default=None)
 
 
 def refuse_in_replica(call: str) -> None:

@@ -122,8 +122,8 @@ def get_replica_context() -> ReplicaContext:
     Raises:
         RuntimeError: No program is being traced: the call is outside of `strategy.run` and of a loss function.
     """
-    context: ReplicaContext | None = current.get()
-    if context is None:
+    context = current.get()
+    if not isinstance(context, ReplicaContext):
         raise RuntimeError("no replica runs here; call get_replica_context inside strategy.run or a loss function")
     return context
 
