@@ -2,7 +2,7 @@
 
 Each import runs in interpreters of its own, in turns with the other one. Usage:
 
-    python benchmarks/imports.py [--repeats 5] [--against FOLDER] [--json PATH]
+    python benchmarks/imports.py [--repeats 5] [--only WORD ...] [--against FOLDER] [--json PATH]
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Row:
 
 def main() -> None:
     options = read_options()
-    rows = [measure(*pair, options.repeats, options.against) for pair in PAIRS]
+    chosen = [pair for pair in PAIRS if any(word in pair[0] for word in options.only or [""])]
+    rows = [measure(*pair, options.repeats, options.against) for pair in chosen]
     print_table(rows)
     if options.json:
         result = {"cores": os.cpu_count(), "rows": [asdict(row) for row in rows]}
@@ -65,6 +66,9 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="interpreters of each import (%(default)s)")
+    parser.add_argument(
+        "--only", nargs="*", metavar="WORD", help="measure imports with one of these words in their name"
+    )
     parser.add_argument("--against", metavar="FOLDER", help="another checkout of this project to measure as well")
     parser.add_argument("--json", metavar="PATH", help="write the figures to this file")
     return parser.parse_args()
