@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 
 from collectives.arrays import aligned_empty
 from collectives.errors import PeerLostError
 from collectives.plans.comparing import Relay, relays
-from collectives.point_to_point.link import EXCHANGE, Link, Transfer
+from collectives.point_to_point.gathering import GatheredSums
+from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.transport import Parts
 from collectives.waiting import Watch
 
 _HEADER_BYTES = 64
-_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
-_WORDS = 3
-_PLANS = 256  # maximum number of cached layouts
+_HEADER = Struct(f"=QQQ{_HEADER_BYTES - 24}x")
 _TOO_LARGE = (1 << 64) - 1
 _OPENED = _TOO_LARGE - 1  # the arrays are too large, and the first messages of the reduction follow the block
 _MOST_ARRAYS = 1 << 20  # maximum number of arrays from one rank
 
-Opening = Callable[[], OpeningLink]
+Opened = OpeningLink | GatheredSums
+"""Holds the first messages of a reduction to other hosts, and receives those of others by `deliver`."""
+
+Opening = Callable[[], Opened]
 """Runs the part of a reduction that precedes the first messages to other hosts."""
 
 Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
+
+
+class _Header(NamedTuple):
+    """The beginning of a block.
+
+    Attributes:
+        fingerprint: 64-bit hash of the call.
+        arrays: Number of arrays that the rank contributes.
+        nbytes: Size of all these arrays; _TOO_LARGE or _OPENED if they do not follow.
+    """
+
+    fingerprint: int
+    arrays: int
+    nbytes: int
 
 
 class LinkExchange:
@@ -51,7 +69,6 @@ class LinkExchange:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._inline_bytes = link.sizes.inline_bytes
         self._parity = 0
-        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
         hosts = link.nearby or tuple(range(self._size))
         self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
         rounds = relays(hosts)
@@ -62,8 +79,9 @@ class LinkExchange:
         self._rounds = [_Round(each, self._rank, block, opening_bytes, each in leaving) for each in rounds]
         self.away = frozenset(rank for each in self._rounds if each.leaves for rank in each.sources)
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
-        self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
-        self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
+        self._rooms = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
+        self._headers = [_Header(0, 0, 0)] * self._size
+        self._blocks: list[Sequence[bytes | memoryview]] = [()] * self._size  # each in parts that follow each other
         self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
@@ -80,109 +98,102 @@ class LinkExchange:
             opening: Function that begins the reduction of arrays that are too large to travel with the exchange. It is
                 called only if all ranks of this host agree, and then on all of them.
         """
-        # Two sets of blocks: the arrays of one exchange stay readable until the next exchange but one.
-        parity = self._parity = 1 - self._parity
-        blocks, headers = self._blocks[parity], self._headers[parity]
-        header = headers[self._rank]
+        self._parity = 1 - self._parity  # received arrays stay readable until the next exchange but one
         nbytes = len(arrays) and arrays[0].nbytes * count
-        plan = None
+        travelling = arrays
         if nbytes > self._inline_bytes:
-            nbytes = _TOO_LARGE if opening is None else _OPENED
-        elif nbytes:
-            first = arrays[0]
-            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
-            slots, parts = plan[parity]
-            for slot, array in zip(slots, arrays, strict=True):
-                slot[...] = array
-        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
-        self._behind.clear()
+            nbytes, travelling = _TOO_LARGE if opening is None else _OPENED, ()
+        own = self._headers[self._rank] = _Header(fingerprint, count, nbytes)
+        self._blocks[self._rank] = [_HEADER.pack(*own), *map(_bytes_of, travelling)]
         self.has_delivered = False
-        opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
-        alike = True
-        for other in self._others:
-            theirs = headers[other]
-            if theirs[_FINGERPRINT] != fingerprint:
-                return False, Parts((), ())
-            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
-                alike = False
-        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
-        for other in self._others:
-            come = self._received.get(other)
-            expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
-            if not alike or come not in (None, expected):
-                self._check_header(other, headers[other], come, arrays, alike)
-        if alike and plan is not None:
-            return True, parts
+        opened = self._tell(opening if nbytes == _OPENED else None)
+        headers = self._headers
+        alike = headers.count(own) == self._size
+        if not alike and any(theirs.fingerprint != fingerprint for theirs in headers):
+            return False, Parts((), ())
+        self._check_headers(arrays, alike, opened)
         if alike and opened is not None:
             for source, payload in self._behind.items():
                 opened.deliver(source, payload)
             self.has_delivered = True
-        counts = tuple(header[_COUNT] for header in headers)
-        if plan is None or any(header[_NBYTES] >= _OPENED for header in headers):
+        counts = tuple([header.arrays for header in headers])
+        if not arrays or any(header.nbytes >= _OPENED for header in headers):
             return True, Parts(counts, ())
-        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+        return True, Parts(counts, self._arrays_of_all(arrays))
 
-    def _tell(
-        self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
-    ) -> OpeningLink | None:
+    def _tell(self, opening: Opening | None) -> Opened | None:
         """Send all blocks to all ranks; return the link of a reduction that was opened meanwhile, or None."""
-        opened: OpeningLink | None = None
+        opened: Opened | None = None
+        link, blocks, own_rooms = self._link, self._blocks, self._rooms[self._parity]
         for each in self._rounds:
-            if opening is not None and each.leaves and self._is_agreed_here(headers):
+            if opening is not None and each.leaves and self._is_agreed_here():
                 opened = opening()
-            rooms = [blocks[ranks[0]] if len(ranks) == 1 else room for ranks, room in each.rooms]
             receives = [
-                self._link.receive(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
+                link.fetch_up_to(own_rooms[ranks[0]] if len(ranks) == 1 else room, source, EXCHANGE)
+                for (ranks, room), source in zip(each.rooms, each.sources, strict=True)
             ]
             sends: list[Transfer] = []
             for ranks, to in each.sent:
-                parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
+                parts = [part for rank in ranks for part in blocks[rank]]
                 if opened is not None and each.leaves:
-                    sends += [self._link.send(_joined([*parts, *opened.held_for(one)]), one, EXCHANGE) for one in to]
+                    for one in to:
+                        message = b"".join([*parts, *map(_bytes_of, opened.held_for(one))])
+                        sends += link.send_bytes(message, [one], EXCHANGE)
                 else:
-                    sends += self._link.send_all(_joined(parts), to, EXCHANGE)
+                    sends += link.send_bytes(b"".join(parts), to, EXCHANGE)
             self._complete(receives, each.sources)
-            self._complete(sends, each.receivers)
-            for (ranks, _), room, source, receive in zip(each.rooms, rooms, each.sources, receives, strict=True):
-                if len(ranks) == 1:
-                    self._received[ranks[0]] = receive.received
-                start = self._unpack(ranks, room, blocks, headers)
+            if sends:
+                self._complete(sends, each.receivers)
+            for (ranks, _), source, receive in zip(each.rooms, each.sources, receives, strict=True):
+                end = self._unpack(ranks, receive)
                 if each.leaves:
-                    self._behind[source] = room[start:]
+                    self._behind[source] = receive.message[end:]
         return opened
 
-    def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
+    def _is_agreed_here(self) -> bool:
         """Return whether all ranks of this host have equal headers."""
-        own = headers[self._rank][:_WORDS].tolist()
-        return all(headers[rank][:_WORDS].tolist() == own for rank in self._beside)
+        own = self._headers[self._rank]
+        return all(self._headers[rank] == own for rank in self._beside)
 
-    def _unpack(
-        self, ranks: Sequence[int], room: np.ndarray, blocks: Sequence[np.ndarray], headers: Sequence[memoryview]
-    ) -> int:
-        """Copy the blocks of a message to their places, if they are not there yet; return their total length."""
+    def _unpack(self, ranks: Sequence[int], receive: Fetch) -> int:
+        """Note the blocks of a message, copied to aligned memory if it has several; return their total length."""
+        message, received = receive.message, receive.received
         if len(ranks) == 1:
-            return self._bytes_of(headers[ranks[0]])
+            self._received[ranks[0]] = received
+            return self._note(ranks[0], message if received is None else message[:received])
         start = 0
         for rank in ranks:
-            blocks[rank][:_HEADER_BYTES] = room[start : start + _HEADER_BYTES]
-            nbytes = self._bytes_of(headers[rank])
-            blocks[rank][_HEADER_BYTES:nbytes] = room[start + _HEADER_BYTES : start + nbytes]
-            start += nbytes
+            room = self._rooms[self._parity][rank]
+            length = min(room.size, message.size - start)
+            room[:length] = message[start : start + length]
+            start += self._note(rank, room[:length])
         return start
 
-    def _bytes_of(self, header: memoryview) -> int:
-        """Return the length of a block. If the header is invalid, that is the length of the header alone."""
-        nbytes = header[_NBYTES]
-        return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
+    def _note(self, rank: int, message: np.ndarray) -> int:
+        """Note the header and the block of a rank at the beginning of `message`; return the length of the block."""
+        if message.size < _HEADER_BYTES:
+            raise self._fault(rank, 0, 0, message.size)
+        header = self._headers[rank] = _Header._make(_HEADER.unpack_from(message.data))
+        length = _HEADER_BYTES + (header.nbytes if header.nbytes <= self._inline_bytes else 0)
+        self._blocks[rank] = (message[:length].data,)
+        return length
 
-    def _check_header(
-        self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], alike: bool
-    ) -> None:
+    def _check_headers(self, arrays: Sequence[np.ndarray], alike: bool, opened: Opened | None) -> None:
+        """Refuse invalid headers, and messages that are shorter or longer than their headers say."""
+        own = self._headers[self._rank]
+        own_bytes = _HEADER_BYTES + (own.nbytes if own.nbytes <= self._inline_bytes else 0)
+        for other in self._others:
+            come = self._received.get(other)
+            expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
+            if not alike or come not in (None, expected):
+                self._check_header(other, come, arrays, alike)
+
+    def _check_header(self, rank: int, received: int | None, arrays: Sequence[np.ndarray], alike: bool) -> None:
         """Refuse an invalid header: a faulty rank could exhaust memory or spoil sums.
 
         If headers differ between ranks, it is unknown which ranks have begun to reduce, and with how many bytes.
         """
-        count, nbytes = theirs[_COUNT], theirs[_NBYTES]
+        _, count, nbytes = self._headers[rank]
         each = arrays[0].nbytes if arrays else 0
         is_left_at_home = nbytes >= _OPENED and bool(arrays)
         inline = 0 if is_left_at_home else nbytes
@@ -190,30 +201,26 @@ class LinkExchange:
         is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
         may_be_longer = nbytes == _OPENED and not alike
         if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not may_be_longer):
-            raise PeerLostError(
-                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
-                f"{received}, in {self._watch.call.title}; it is faulty"
-            )
+            raise self._fault(rank, count, nbytes, received)
 
-    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Return views of all blocks for `count` arrays like `like` from each rank, for odd and even exchanges."""
-        if len(self._inline) > _PLANS:
-            self._inline.clear()
-        counts = (count,) * self._size
-        plan = []
-        for parity in (0, 1):
-            views = self._inline_views(parity, counts, like)
-            plan.append((views[self._rank * count : (self._rank + 1) * count], Parts(counts, views)))
-        self._inline[like.dtype, like.size, count] = plan
-        return plan
+    def _fault(self, rank: int, count: int, nbytes: int, received: int | None) -> PeerLostError:
+        return PeerLostError(
+            f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
+            f"{received}, in {self._watch.call.title}; it is faulty"
+        )
 
-    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
-        start, step = _HEADER_BYTES, like.nbytes
-        return [
-            self._blocks[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
-            for rank, count in enumerate(counts)
-            for number in range(count)
-        ]
+    def _arrays_of_all(self, own: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the arrays of all ranks in rank order, where they are."""
+        dtype, nbytes = own[0].dtype, own[0].nbytes
+        found: list[np.ndarray] = []
+        for rank, header in enumerate(self._headers):
+            if rank == self._rank:
+                found += own
+            else:
+                (block,) = self._blocks[rank]
+                starts = [_HEADER_BYTES + number * nbytes for number in range(header.arrays)]
+                found += [np.frombuffer(block, dtype, own[0].size, start) for start in starts]
+        return found
 
 
 class _Round:
@@ -244,8 +251,5 @@ class _Round:
         ]
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join parts into one message; a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([part.view(np.uint8) for part in parts])
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.view(np.uint8).data
