@@ -160,7 +160,9 @@ class Watch:
                 return
             self._refuse_vain_wait(ready, missing, started)
 
-    def _refuse_vain_wait(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float) -> None:
+    def _refuse_vain_wait(
+        self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float
+    ) -> None:
         """Raise PeerLostError if a missing rank is lost or the wait was abandoned."""
         # Asked again after `ready`: a lost rank's last message may have arrived in between.
         if self.lost(missing()) and not ready() and (lost := self.lost(missing())):

@@ -53,6 +53,7 @@ class GrpcLink(Link):
         self._members = members
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._complaints = [partial(self._complain, source) for source in range(self.size)]
         self.pause = node.bell(self._channel).wait
 
     def begin(self) -> str:
@@ -76,22 +77,21 @@ class GrpcLink(Link):
         return sent
 
     @override
-    def send_bytes(self, message: bytes, to: Sequence[int], lane: int) -> Sequence[Transfer]:
-        for each in to:
-            self._outbox(each, lane).put(message)
+    def send_joined(self, parts: Sequence[np.ndarray], to: int, lane: int) -> Sequence[Transfer]:
+        self._outbox(to, lane).put(b"".join([part.view(np.uint8).data for part in parts]))
         return ()
 
     @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
-        return Received(self._inbox(source, lane), into, partial(self._complain, source))
+        return Received(self._inbox(source, lane), into, self._complaints[source])
 
     @override
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
-        return Fetched(self._inbox(source, lane), room.size, room.size, partial(self._complain, source))
+        return Fetched(self._inbox(source, lane), room.size, room.size, self._complaints[source])
 
     @override
     def fetch_up_to(self, room: np.ndarray, source: int, lane: int) -> Fetch:
-        return Fetched(self._inbox(source, lane), 0, room.size, partial(self._complain, source))
+        return Fetched(self._inbox(source, lane), 0, room.size, self._complaints[source])
 
     def _outbox(self, to: int, lane: int) -> Outbox:
         outbox = self._outboxes.get((to, lane))

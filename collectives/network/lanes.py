@@ -122,23 +122,26 @@ class Received:
         complain: Function to call with the reason if the message does not fit.
     """
 
-    __slots__ = ("_fetched", "_into", "received")
+    __slots__ = ("_complain", "_inbox", "_into", "received")
 
     def __init__(self, inbox: Inbox, into: np.ndarray, complain: Callable[[str], None]) -> None:
-        self._fetched = Fetched(inbox, 0, into.size, complain)
+        self._inbox = inbox
         self._into = into
+        self._complain = complain
         self.received: int | None = None
 
     def done(self) -> bool:
         """Return whether the message is in `into`."""
         if self.received is not None:
             return True
-        fetched = self._fetched
-        if not fetched.done():
+        message = self._inbox.take()
+        if message is None:
             return False
-        self.received = fetched.received
-        self._into[: self.received] = fetched.message
-        fetched.message = _NOTHING
+        if len(message) > self._into.size:
+            self._complain(f"it sent {len(message)} bytes, but {self._into.size} at most were expected")
+            return False
+        self._into[: len(message)] = np.frombuffer(message, np.uint8)
+        self.received = len(message)
         return True
 
 

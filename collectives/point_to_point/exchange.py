@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from struct import Struct
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +16,9 @@ from collectives.transport import Parts
 from collectives.waiting import Watch
 
 _HEADER_BYTES = 64
-_HEADER = Struct(f"=QQQ{_HEADER_BYTES - 24}x")
+_FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
+_WORDS = 3
+_PLANS = 256  # maximum number of cached layouts
 _TOO_LARGE = (1 << 64) - 1
 _OPENED = _TOO_LARGE - 1  # the arrays are too large, and the first messages of the reduction follow the block
 _MOST_ARRAYS = 1 << 20  # maximum number of arrays from one rank
@@ -30,20 +30,6 @@ Opening = Callable[[], Opened]
 """Runs the part of a reduction that precedes the first messages to other hosts."""
 
 Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
-
-
-class _Header(NamedTuple):
-    """The beginning of a block.
-
-    Attributes:
-        fingerprint: 64-bit hash of the call.
-        arrays: Number of arrays that the rank contributes.
-        nbytes: Size of all these arrays; _TOO_LARGE or _OPENED if they do not follow.
-    """
-
-    fingerprint: int
-    arrays: int
-    nbytes: int
 
 
 class LinkExchange:
@@ -69,19 +55,19 @@ class LinkExchange:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._inline_bytes = link.sizes.inline_bytes
         self._parity = 0
+        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
         hosts = link.nearby or tuple(range(self._size))
         self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
         rounds = relays(hosts)
         leaving = [each for each in rounds if hosts[each[0].source] != hosts[each[0].to]]
         self.pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
         opening_bytes = link.sizes.opening_bytes if self.pairs else 0
-        block = _HEADER_BYTES + self._inline_bytes
+        block = self._block_bytes = _HEADER_BYTES + self._inline_bytes
         self._rounds = [_Round(each, self._rank, block, opening_bytes, each in leaving) for each in rounds]
         self.away = frozenset(rank for each in self._rounds if each.leaves for rank in each.sources)
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
-        self._rooms = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
-        self._headers = [_Header(0, 0, 0)] * self._size
-        self._blocks: list[Sequence[bytes | memoryview]] = [()] * self._size  # each in parts that follow each other
+        self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
+        self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
         self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
@@ -98,102 +84,127 @@ class LinkExchange:
             opening: Function that begins the reduction of arrays that are too large to travel with the exchange. It is
                 called only if all ranks of this host agree, and then on all of them.
         """
-        self._parity = 1 - self._parity  # received arrays stay readable until the next exchange but one
+        # Two sets of blocks: the arrays of one exchange stay readable until the next exchange but one.
+        parity = self._parity = 1 - self._parity
+        blocks, headers = self._blocks[parity], self._headers[parity]
+        header = headers[self._rank]
         nbytes = len(arrays) and arrays[0].nbytes * count
-        travelling = arrays
+        plan = None
         if nbytes > self._inline_bytes:
-            nbytes, travelling = _TOO_LARGE if opening is None else _OPENED, ()
-        own = self._headers[self._rank] = _Header(fingerprint, count, nbytes)
-        self._blocks[self._rank] = [_HEADER.pack(*own), *map(_bytes_of, travelling)]
+            nbytes = _TOO_LARGE if opening is None else _OPENED
+        elif nbytes:
+            first = arrays[0]
+            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
+            slots, parts = plan[parity]
+            for slot, array in zip(slots, arrays, strict=True):
+                slot[...] = array
+        header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
+        self._behind.clear()
         self.has_delivered = False
-        opened = self._tell(opening if nbytes == _OPENED else None)
-        headers = self._headers
-        alike = headers.count(own) == self._size
-        if not alike and any(theirs.fingerprint != fingerprint for theirs in headers):
-            return False, Parts((), ())
-        self._check_headers(arrays, alike, opened)
-        if alike and opened is not None:
-            for source, payload in self._behind.items():
-                opened.deliver(source, payload)
-            self.has_delivered = True
-        counts = tuple([header.arrays for header in headers])
-        if not arrays or any(header.nbytes >= _OPENED for header in headers):
-            return True, Parts(counts, ())
-        return True, Parts(counts, self._arrays_of_all(arrays))
-
-    def _tell(self, opening: Opening | None) -> Opened | None:
-        """Send all blocks to all ranks; return the link of a reduction that was opened meanwhile, or None."""
-        opened: Opened | None = None
-        link, blocks, own_rooms = self._link, self._blocks, self._rooms[self._parity]
-        for each in self._rounds:
-            if opening is not None and each.leaves and self._is_agreed_here():
-                opened = opening()
-            receives = [
-                link.fetch_up_to(own_rooms[ranks[0]] if len(ranks) == 1 else room, source, EXCHANGE)
-                for (ranks, room), source in zip(each.rooms, each.sources, strict=True)
-            ]
-            sends: list[Transfer] = []
-            for ranks, to in each.sent:
-                parts = [part for rank in ranks for part in blocks[rank]]
-                if opened is not None and each.leaves:
-                    for one in to:
-                        message = b"".join([*parts, *map(_bytes_of, opened.held_for(one))])
-                        sends += link.send_bytes(message, [one], EXCHANGE)
-                else:
-                    sends += link.send_bytes(b"".join(parts), to, EXCHANGE)
-            self._complete(receives, each.sources)
-            if sends:
-                self._complete(sends, each.receivers)
-            for (ranks, _), source, receive in zip(each.rooms, each.sources, receives, strict=True):
-                end = self._unpack(ranks, receive)
-                if each.leaves:
-                    self._behind[source] = receive.message[end:]
-        return opened
-
-    def _is_agreed_here(self) -> bool:
-        """Return whether all ranks of this host have equal headers."""
-        own = self._headers[self._rank]
-        return all(self._headers[rank] == own for rank in self._beside)
-
-    def _unpack(self, ranks: Sequence[int], receive: Fetch) -> int:
-        """Note the blocks of a message, copied to aligned memory if it has several; return their total length."""
-        message, received = receive.message, receive.received
-        if len(ranks) == 1:
-            self._received[ranks[0]] = received
-            return self._note(ranks[0], message if received is None else message[:received])
-        start = 0
-        for rank in ranks:
-            room = self._rooms[self._parity][rank]
-            length = min(room.size, message.size - start)
-            room[:length] = message[start : start + length]
-            start += self._note(rank, room[:length])
-        return start
-
-    def _note(self, rank: int, message: np.ndarray) -> int:
-        """Note the header and the block of a rank at the beginning of `message`; return the length of the block."""
-        if message.size < _HEADER_BYTES:
-            raise self._fault(rank, 0, 0, message.size)
-        header = self._headers[rank] = _Header._make(_HEADER.unpack_from(message.data))
-        length = _HEADER_BYTES + (header.nbytes if header.nbytes <= self._inline_bytes else 0)
-        self._blocks[rank] = (message[:length].data,)
-        return length
-
-    def _check_headers(self, arrays: Sequence[np.ndarray], alike: bool, opened: Opened | None) -> None:
-        """Refuse invalid headers, and messages that are shorter or longer than their headers say."""
-        own = self._headers[self._rank]
-        own_bytes = _HEADER_BYTES + (own.nbytes if own.nbytes <= self._inline_bytes else 0)
+        opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+        alike = True
+        for other in self._others:
+            theirs = headers[other]
+            if theirs[_FINGERPRINT] != fingerprint:
+                return False, Parts((), ())
+            if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
+                alike = False
+        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
         for other in self._others:
             come = self._received.get(other)
             expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
             if not alike or come not in (None, expected):
-                self._check_header(other, come, arrays, alike)
+                self._check_header(other, headers[other], come, arrays, alike)
+        if alike and plan is not None:
+            return True, parts
+        if alike and opened is not None:
+            for source, payload in self._behind.items():
+                opened.deliver(source, payload)
+            self.has_delivered = True
+        counts = tuple(header[_COUNT] for header in headers)
+        if plan is None or any(header[_NBYTES] >= _OPENED for header in headers):
+            return True, Parts(counts, ())
+        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
 
-    def _check_header(self, rank: int, received: int | None, arrays: Sequence[np.ndarray], alike: bool) -> None:
+    def _tell(
+        self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
+    ) -> Opened | None:
+        """Send all blocks to all ranks; return what has begun a reduction meanwhile, or None."""
+        opened: Opened | None = None
+        for each in self._rounds:
+            if opening is not None and each.leaves and self._is_agreed_here(headers):
+                opened = opening()
+            rooms = [blocks[ranks[0]] if len(ranks) == 1 else room for ranks, room in each.rooms]
+            coming = list(zip(rooms, each.sources, strict=True))
+            fetches: list[Fetch] = []
+            if opened is not None and each.leaves:
+                fetches = [self._link.fetch_up_to(room, source, EXCHANGE) for room, source in coming]
+            receives: Sequence[Transfer] = fetches or [
+                self._link.receive(room, source, EXCHANGE) for room, source in coming
+            ]
+            sends: list[Transfer] = []
+            for ranks, to in each.sent:
+                parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
+                if opened is not None and each.leaves:
+                    for one in to:
+                        sends += self._link.send_joined([*parts, *opened.held_for(one)], one, EXCHANGE)
+                elif len(parts) == 1:
+                    sends += self._link.send_all(parts[0], to, EXCHANGE)
+                else:
+                    sends += self._link.send_all(np.concatenate(parts), to, EXCHANGE)
+            self._complete(receives, each.sources)
+            self._complete(sends, each.receivers)
+            messages = [self._in_room(*both) for both in zip(rooms, fetches, strict=True)] if fetches else rooms
+            for (ranks, _), room, source, receive, message in zip(
+                each.rooms, rooms, each.sources, receives, messages, strict=True
+            ):
+                if len(ranks) == 1:
+                    self._received[ranks[0]] = receive.received
+                start = self._unpack(ranks, room, blocks, headers)
+                if each.leaves:
+                    self._behind[source] = message[start:]
+        return opened
+
+    def _in_room(self, room: np.ndarray, fetch: Fetch) -> np.ndarray:
+        """Return the message; if it has memory of its own, copy what may be blocks to `room`."""
+        message = fetch.message
+        if message is not room:
+            blocks = message[: self._block_bytes]
+            room[: blocks.size] = blocks
+        return message
+
+    def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
+        """Return whether all ranks of this host have equal headers."""
+        own = headers[self._rank][:_WORDS].tolist()
+        return all(headers[rank][:_WORDS].tolist() == own for rank in self._beside)
+
+    def _unpack(
+        self, ranks: Sequence[int], room: np.ndarray, blocks: Sequence[np.ndarray], headers: Sequence[memoryview]
+    ) -> int:
+        """Copy the blocks of a message to their places, if they are not there yet; return their total length."""
+        if len(ranks) == 1:
+            return self._bytes_of(headers[ranks[0]])
+        start = 0
+        for rank in ranks:
+            blocks[rank][:_HEADER_BYTES] = room[start : start + _HEADER_BYTES]
+            nbytes = self._bytes_of(headers[rank])
+            blocks[rank][_HEADER_BYTES:nbytes] = room[start + _HEADER_BYTES : start + nbytes]
+            start += nbytes
+        return start
+
+    def _bytes_of(self, header: memoryview) -> int:
+        """Return the length of a block. If the header is invalid, that is the length of the header alone."""
+        nbytes = header[_NBYTES]
+        return _HEADER_BYTES + (nbytes if nbytes <= self._inline_bytes else 0)
+
+    def _check_header(
+        self, rank: int, theirs: memoryview, received: int | None, arrays: Sequence[np.ndarray], alike: bool
+    ) -> None:
         """Refuse an invalid header: a faulty rank could exhaust memory or spoil sums.
 
         If headers differ between ranks, it is unknown which ranks have begun to reduce, and with how many bytes.
         """
-        _, count, nbytes = self._headers[rank]
+        count, nbytes = theirs[_COUNT], theirs[_NBYTES]
         each = arrays[0].nbytes if arrays else 0
         is_left_at_home = nbytes >= _OPENED and bool(arrays)
         inline = 0 if is_left_at_home else nbytes
@@ -201,26 +212,30 @@ class LinkExchange:
         is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
         may_be_longer = nbytes == _OPENED and not alike
         if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not may_be_longer):
-            raise self._fault(rank, count, nbytes, received)
+            raise PeerLostError(
+                f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
+                f"{received}, in {self._watch.call.title}; it is faulty"
+            )
 
-    def _fault(self, rank: int, count: int, nbytes: int, received: int | None) -> PeerLostError:
-        return PeerLostError(
-            f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
-            f"{received}, in {self._watch.call.title}; it is faulty"
-        )
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
+        """Return views of all blocks for `count` arrays like `like` from each rank, for odd and even exchanges."""
+        if len(self._inline) > _PLANS:
+            self._inline.clear()
+        counts = (count,) * self._size
+        plan = []
+        for parity in (0, 1):
+            views = self._inline_views(parity, counts, like)
+            plan.append((views[self._rank * count : (self._rank + 1) * count], Parts(counts, views)))
+        self._inline[like.dtype, like.size, count] = plan
+        return plan
 
-    def _arrays_of_all(self, own: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the arrays of all ranks in rank order, where they are."""
-        dtype, nbytes = own[0].dtype, own[0].nbytes
-        found: list[np.ndarray] = []
-        for rank, header in enumerate(self._headers):
-            if rank == self._rank:
-                found += own
-            else:
-                (block,) = self._blocks[rank]
-                starts = [_HEADER_BYTES + number * nbytes for number in range(header.arrays)]
-                found += [np.frombuffer(block, dtype, own[0].size, start) for start in starts]
-        return found
+    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
+        start, step = _HEADER_BYTES, like.nbytes
+        return [
+            self._blocks[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
+            for rank, count in enumerate(counts)
+            for number in range(count)
+        ]
 
 
 class _Round:
@@ -249,7 +264,3 @@ class _Round:
             (message.ranks, np.empty(len(message.ranks) * block + behind if len(message.ranks) > 1 else 0, np.uint8))
             for message in coming
         ]
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return array.view(np.uint8).data

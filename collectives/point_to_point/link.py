@@ -146,9 +146,9 @@ class Link(ABC):
         """Start to send `data` to several ranks; return one transfer per rank."""
         return [self.send(data, each, lane) for each in to]
 
-    def send_bytes(self, message: bytes, to: Sequence[int], lane: int) -> Sequence[Transfer]:
-        """Start to send `message` to several ranks; return the transfers to wait for: one per rank, or none."""
-        return self.send_all(np.frombuffer(message, np.uint8), to, lane)
+    def send_joined(self, parts: Sequence[np.ndarray], to: int, lane: int) -> Sequence[Transfer]:
+        """Start to send arrays of any dtype as one message; return the transfers to wait for, if any."""
+        return [self.send(np.concatenate([part.view(np.uint8) for part in parts]), to, lane)]
 
     @abstractmethod
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
