@@ -77,6 +77,15 @@ class GrpcLink(Link):
         return sent
 
     @override
+    def send_all(self, data: np.ndarray, to: Sequence[int], lane: int) -> list[Transfer]:
+        if data.size > SMALL_BYTES:
+            return [self.send(data, each, lane) for each in to]
+        message = data.tobytes()
+        for each in to:
+            self._outbox(each, lane).put(message)
+        return [_COPIED] * len(to)
+
+    @override
     def send_joined(self, parts: Sequence[np.ndarray], to: int, lane: int) -> Sequence[Transfer]:
         self._outbox(to, lane).put(b"".join([part.view(np.uint8).data for part in parts]))
         return ()

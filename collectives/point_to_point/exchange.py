@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,10 +53,10 @@ class LinkExchange:
         self._complete = complete
         self._rank = link.rank
         self._size = link.size
-        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         self._inline_bytes = link.sizes.inline_bytes
         self._parity = 0
-        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        self._inline: dict[tuple[np.dtype, int, int], list[_Inline]] = {}
         hosts = link.nearby or tuple(range(self._size))
         self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
         rounds = relays(hosts)
@@ -68,6 +69,8 @@ class LinkExchange:
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
         self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
         self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
+        self._heads = [[block[: _WORDS * 8].data for block in blocks] for blocks in self._blocks]
+        self._is_flat = len(self._rounds) == 1 and len(self.away) == self._size - 1
         self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
@@ -89,19 +92,30 @@ class LinkExchange:
         blocks, headers = self._blocks[parity], self._headers[parity]
         header = headers[self._rank]
         nbytes = len(arrays) and arrays[0].nbytes * count
-        plan = None
+        inline = None
         if nbytes > self._inline_bytes:
             nbytes = _TOO_LARGE if opening is None else _OPENED
         elif nbytes:
             first = arrays[0]
-            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
-            slots, parts = plan[parity]
-            for slot, array in zip(slots, arrays, strict=True):
+            inline = (self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count))[parity]
+            for slot, array in zip(inline.slots, arrays, strict=True):
                 slot[...] = array
         header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
-        self._behind.clear()
         self.has_delivered = False
-        opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+        if inline is not None and self._is_flat:
+            if self._tell_at_once(blocks, self._heads[parity], inline.block):
+                return True, inline.parts
+            opened = None
+        else:
+            self._behind.clear()
+            opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+        return self._compared(arrays, headers, opened)
+
+    def _compared(
+        self, arrays: Sequence[np.ndarray], headers: Sequence[memoryview], opened: Opened | None
+    ) -> tuple[bool, Parts]:
+        """Compare the headers of all ranks; return the result of the exchange."""
+        fingerprint, count, nbytes = headers[self._rank][:_WORDS]
         alike = True
         for other in self._others:
             theirs = headers[other]
@@ -109,22 +123,33 @@ class LinkExchange:
                 return False, Parts((), ())
             if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
                 alike = False
-        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
+        own_bytes = self._bytes_of(headers[self._rank])
         for other in self._others:
             come = self._received.get(other)
             expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
             if not alike or come not in (None, expected):
                 self._check_header(other, headers[other], come, arrays, alike)
-        if alike and plan is not None:
-            return True, parts
         if alike and opened is not None:
             for source, payload in self._behind.items():
                 opened.deliver(source, payload)
             self.has_delivered = True
         counts = tuple(header[_COUNT] for header in headers)
-        if plan is None or any(header[_NBYTES] >= _OPENED for header in headers):
+        if not nbytes or any(header[_NBYTES] >= _OPENED for header in headers):
             return True, Parts(counts, ())
-        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+        return True, Parts(counts, self._views(self._parity, counts, arrays[0]))
+
+    def _tell_at_once(self, blocks: Sequence[np.ndarray], heads: Sequence[memoryview], own: np.ndarray) -> bool:
+        """Exchange blocks with all others, which are all on hosts of their own; return whether they are like `own`."""
+        others, receive = self._others, self._link.receive
+        receives = [receive(blocks[other], other, EXCHANGE) for other in others]
+        sends = self._link.send_all(own, others, EXCHANGE)
+        self._complete(receives, others)
+        self._complete(sends, others)
+        own_head, are_alike = heads[self._rank], True
+        for other, come in zip(others, receives, strict=True):
+            self._received[other] = come.received
+            are_alike = are_alike and heads[other] == own_head and come.received in (None, own.size)
+        return are_alike
 
     def _tell(
         self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
@@ -217,25 +242,40 @@ class LinkExchange:
                 f"{received}, in {self._watch.call.title}; it is faulty"
             )
 
-    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Return views of all blocks for `count` arrays like `like` from each rank, for odd and even exchanges."""
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[_Inline]:
+        """Return views of all blocks for `count` arrays like `like` from each rank, for even and odd exchanges."""
         if len(self._inline) > _PLANS:
             self._inline.clear()
         counts = (count,) * self._size
         plan = []
         for parity in (0, 1):
-            views = self._inline_views(parity, counts, like)
-            plan.append((views[self._rank * count : (self._rank + 1) * count], Parts(counts, views)))
+            views = self._views(parity, counts, like)
+            own = self._blocks[parity][self._rank][: _HEADER_BYTES + count * like.nbytes]
+            plan.append(_Inline(views[self._rank * count : (self._rank + 1) * count], own, Parts(counts, views)))
         self._inline[like.dtype, like.size, count] = plan
         return plan
 
-    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
+    def _views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
         start, step = _HEADER_BYTES, like.nbytes
         return [
             self._blocks[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
             for rank, count in enumerate(counts)
             for number in range(count)
         ]
+
+
+class _Inline(NamedTuple):
+    """Views for arrays that travel with the exchange, of one dtype, size and number.
+
+    Attributes:
+        slots: Places of this rank's arrays.
+        block: Block of this rank.
+        parts: Arrays of all ranks.
+    """
+
+    slots: list[np.ndarray]
+    block: np.ndarray
+    parts: Parts
 
 
 class _Round:
