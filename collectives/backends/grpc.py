@@ -27,10 +27,14 @@ SIZES = Sizes(
     opening_bytes=1 << 20,
     gathered_bytes=1 << 16,
 )
-SIZES_OF_PAIR = replace(SIZES, gathered_bytes=SIZES.opening_bytes)  # two workers send no more bytes than by a plan
 
-PAIR = 2
+_PAIR = 2
 _COPIED = Copied()
+
+
+def sizes_for(workers: int) -> Sizes:
+    """Return the sizes of messages for a group; a pair gathers longer sums, because no plan would send fewer bytes."""
+    return replace(SIZES, gathered_bytes=SIZES.opening_bytes) if workers == _PAIR else SIZES
 
 
 class GrpcLink(Link):
@@ -46,7 +50,7 @@ class GrpcLink(Link):
     def __init__(self, node: Node, group: str, channel: int, members: Sequence[int]) -> None:
         self.rank = members.index(node.rank)
         self.size = len(members)
-        self.sizes = SIZES_OF_PAIR if self.size == PAIR else SIZES
+        self.sizes = sizes_for(self.size)
         self._node = node
         self._group = group
         self._channel = f"{group}/{channel}"

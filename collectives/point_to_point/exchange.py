@@ -227,7 +227,8 @@ class LinkExchange:
     ) -> None:
         """Refuse an invalid header: a faulty rank could exhaust memory or spoil sums.
 
-        If headers differ between ranks, it is unknown which ranks have begun to reduce, and with how many bytes.
+        If headers are alike, only the length of the message is wrong. If they differ between ranks, it is unknown which
+        ranks have begun to reduce, and with how many bytes.
         """
         count, nbytes = theirs[_COUNT], theirs[_NBYTES]
         each = arrays[0].nbytes if arrays else 0
@@ -235,8 +236,8 @@ class LinkExchange:
         inline = 0 if is_left_at_home else nbytes
         fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
         is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
-        may_be_longer = nbytes == _OPENED and not alike
-        if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not may_be_longer):
+        has_its_length = received in (None, _HEADER_BYTES + inline) or nbytes == _OPENED
+        if alike or not is_plausible or not has_its_length:
             raise PeerLostError(
                 f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
                 f"{received}, in {self._watch.call.title}; it is faulty"
