@@ -11,7 +11,7 @@ from collectives.arrays import aligned_empty
 from collectives.errors import PeerLostError
 from collectives.plans.comparing import Relay, relays
 from collectives.point_to_point.gathering import GatheredSums
-from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Transfer
+from collectives.point_to_point.link import EXCHANGE, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.transport import Parts
 from collectives.waiting import Watch
@@ -160,43 +160,37 @@ class LinkExchange:
             if opening is not None and each.leaves and self._is_agreed_here(headers):
                 opened = opening()
             rooms = [blocks[ranks[0]] if len(ranks) == 1 else room for ranks, room in each.rooms]
-            coming = list(zip(rooms, each.sources, strict=True))
-            fetches: list[Fetch] = []
-            if opened is not None and each.leaves:
-                fetches = [self._link.fetch_up_to(room, source, EXCHANGE) for room, source in coming]
-            receives: Sequence[Transfer] = fetches or [
-                self._link.receive(room, source, EXCHANGE) for room, source in coming
+            fetches = [
+                self._link.fetch_up_to(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
             ]
-            sends: list[Transfer] = []
-            for ranks, to in each.sent:
-                parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
-                if opened is not None and each.leaves:
-                    for one in to:
-                        sends += self._link.send_joined([*parts, *opened.held_for(one)], one, EXCHANGE)
-                elif len(parts) == 1:
-                    sends += self._link.send_all(parts[0], to, EXCHANGE)
-                else:
-                    sends += self._link.send_all(np.concatenate(parts), to, EXCHANGE)
-            self._complete(receives, each.sources)
+            sends = self._send(each, blocks, headers, opened if each.leaves else None)
+            self._complete(fetches, each.sources)
             self._complete(sends, each.receivers)
-            messages = [self._in_room(*both) for both in zip(rooms, fetches, strict=True)] if fetches else rooms
-            for (ranks, _), room, source, receive, message in zip(
-                each.rooms, rooms, each.sources, receives, messages, strict=True
-            ):
+            for (ranks, _), room, source, fetch in zip(each.rooms, rooms, each.sources, fetches, strict=True):
+                message = fetch.message
+                if message is not room:
+                    parts = message[: len(ranks) * self._block_bytes]
+                    room[: parts.size] = parts
                 if len(ranks) == 1:
-                    self._received[ranks[0]] = receive.received
+                    self._received[ranks[0]] = fetch.received
                 start = self._unpack(ranks, room, blocks, headers)
                 if each.leaves:
                     self._behind[source] = message[start:]
         return opened
 
-    def _in_room(self, room: np.ndarray, fetch: Fetch) -> np.ndarray:
-        """Return the message; if it has memory of its own, copy what may be blocks to `room`."""
-        message = fetch.message
-        if message is not room:
-            blocks = message[: self._block_bytes]
-            room[: blocks.size] = blocks
-        return message
+    def _send(
+        self, each: _Round, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opened: Opened | None
+    ) -> list[Transfer]:
+        """Send the messages of a round, followed by the first messages of a reduction if one was opened."""
+        sends: list[Transfer] = []
+        for ranks, to in each.sent:
+            parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
+            if opened is not None:
+                for one in to:
+                    sends += self._link.send_joined([*parts, *opened.held_for(one)], one, EXCHANGE)
+            else:
+                sends += self._link.send_all(parts[0] if len(parts) == 1 else np.concatenate(parts), to, EXCHANGE)
+        return sends
 
     def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
         """Return whether all ranks of this host have equal headers."""

@@ -1,7 +1,8 @@
 """Collectives by messages over a link; reductions follow the plans of `collectives.plans`.
 
 Small arrays travel with the exchange before every collective, from every rank to every other rank, and each rank adds
-all of them itself. Larger arrays go through a plan. Long arrays go in pieces, several of which are in progress at once.
+all of them itself. If a link says so, short sums of each rank travel in the same way. Other arrays go through a plan.
+Long arrays go in pieces, several of which are in progress at once.
 Broadcast is a pipelined chain of ranks, and all-gather is a ring (Thakur, Rabenseifner and Gropp, 2005).
 """
 
