@@ -102,9 +102,10 @@ class LinkExchange:
                 slot[...] = array
         header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
         self.has_delivered = False
-        if inline is not None and self._is_flat:
-            if self._tell_at_once(blocks, self._heads[parity], inline.block):
-                return True, inline.parts
+        if self._is_flat and nbytes != _OPENED:
+            own = blocks[self._rank][:_HEADER_BYTES] if inline is None else inline.block
+            if self._tell_at_once(blocks, self._heads[parity], own):
+                return True, Parts((count,) * self._size, ()) if inline is None else inline.parts
             opened = None
         else:
             self._behind.clear()

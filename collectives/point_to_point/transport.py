@@ -61,7 +61,7 @@ class PointToPointTransport(Transport):
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         announced, self._announced, self._opened, self._gathered = self._announced, None, None, None
         if announced is not None and arrays[0].nbytes * count > self._sizes.inline_bytes:
-            layout = self._layout_for(announced, count)
+            layout = self._layout_for(announced, count) if self._gathered_bytes else None
             if layout is not None:
                 equal, parts = self._exchange.run(fingerprint, arrays, count, partial(self._gather, announced, layout))
                 if not (equal and self._exchange.has_delivered):
