@@ -16,8 +16,9 @@ from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismat
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
 from collectives.point_to_point.link import Link
-from collectives.requests import Preparations, Request, Result
-from collectives.transport import Transport
+from collectives.prepared import Key, PreparedReductions
+from collectives.requests import Carried, Preparations, Request, Result
+from collectives.transport import Prepared, Transport
 from collectives.waiting import Limits, Watch
 
 
@@ -73,6 +74,7 @@ class Communicator:
         self._number = 0
         self._state: Exception | None = None
         self._preparations = Preparations(self.rank, self.size)
+        self._prepared = PreparedReductions(transport)
         self._let_see(instruments)
 
     # ---- synchronous collectives
@@ -91,7 +93,11 @@ class Communicator:
             >>> collectives.run_on_threads(2, lambda comm: comm.all_reduce(np.array([1.0 + comm.rank])).tolist())
             [[3.0], [3.0]]
         """
-        return self._run(self._preparations.all_reduce(buffer, op, name))
+        key = "all_reduce", name, op, id(buffer)
+        found = self._prepared.calls.get(key)
+        if found is not None and found.take((buffer,), buffer):
+            return self._run_taken(found, buffer)
+        return self._run_and_learn(key, self._preparations.all_reduce(buffer, op, name))
 
     def ordered_all_reduce(
         self,
@@ -114,7 +120,13 @@ class Communicator:
         Returns:
             `out`.
         """
-        return self._run(self._preparations.ordered_all_reduce(contributions, out, op, name))
+        if out is None:
+            return self._run(self._preparations.ordered_all_reduce(contributions, out, op, name))
+        key = name, op, id(out)
+        found = self._prepared.calls.get(key)
+        if found is not None and found.take(contributions, out):
+            return self._run_taken(found, out)
+        return self._run_and_learn(key, self._preparations.ordered_all_reduce(contributions, out, op, name))
 
     def grouped_ordered_all_reduce(
         self,
@@ -352,7 +364,7 @@ class Communicator:
 
     # ---- the two ways through
 
-    def _run(self, request: Request[Result]) -> Result:
+    def _run(self, request: Carried[Result]) -> Result:
         call = request.call
         if not self._lock.acquire(False):
             raise BusyError(
@@ -382,6 +394,19 @@ class Communicator:
             return result
         finally:
             self._lock.release()
+
+    def _run_taken(self, prepared: Prepared, out: np.ndarray) -> np.ndarray:
+        try:
+            self._run(prepared)
+        except BaseException:
+            prepared.drop()
+            raise
+        return out
+
+    def _run_and_learn(self, key: Key, request: Request[np.ndarray]) -> np.ndarray:
+        result = self._run(request)
+        self._prepared.learn(key, request)
+        return result
 
     def _let_see(self, instruments: Instruments) -> None:
         """Store methods of instruments, or None if no instrument uses them: `is None` costs less than a call."""

@@ -35,11 +35,17 @@ class NativePlan(Protocol):
     def take(self, contributions: Sequence[np.ndarray], out: np.ndarray, /) -> bool:
         """Hold the arrays of a call until `run` or `drop`; return False if they are not as planned."""
 
+    def taken(self) -> list[np.ndarray]:
+        """Return the arrays that are held: the contributions, then the result."""
+
     def drop(self) -> None:
         """Release the arrays of a call that will not run."""
 
     def run(self, sequence: int, chunk: int, moves: Callable[[int], None] | None, /) -> int:
-        """Carry out the reduction; return DONE, or DIFFERENT_CALLS or OTHER_COUNTS after the exchange alone."""
+        """Carry out the reduction, and return DONE.
+
+        Return DIFFERENT_CALLS or OTHER_COUNTS after the exchange alone: nothing was written, and the arrays are held.
+        """
 
 
 class Kernel(Protocol):

@@ -121,6 +121,10 @@ class Watch:
                 return
         self._wait_long(ready, missing, started, _FIRST_SLEEP_S, until_something_happens)
 
+    def wait_on(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait as `wait` does, for a caller that has already slept for about a millisecond."""
+        self._wait_long(ready, missing, self.clock.now_s(), _FIRST_SLEEP_S, self.pausing())
+
     def wait_calmly(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait as `wait` does, but sleep at once if ranks share cores: the caller has other transfers in progress."""
         if self.spins:

@@ -245,7 +245,8 @@ static int await_rank(const Waiter *w, int rank, int word, int64_t value) {
     if (w->spin_ns && is_reached_within(awaited, value, FIRST_POLLS)) return 0;
     w->let_go(w->context);
     if (wait_briefly(w, rank, word, value)) return 0;
-    return w->be_patient(w->context, rank * WORDS + word, (uint64_t)value);
+    if (w->be_patient(w->context, rank * WORDS + word, (uint64_t)value)) return 1;
+    return !has_reached(awaited, value); /* reads the word again, for the order of memory */
 }
 
 static int await_all(const Waiter *w, int word, int64_t value) {
@@ -698,6 +699,7 @@ typedef struct {
     PyObject_HEAD
     Plan plan;
     PyObject *window, *tables; /* what `plan` points into is kept alive by these */
+    PyObject *out;             /* a weak reference to the result's array */
     Py_ssize_t *shape;
     int ndim;
     char format;
@@ -753,22 +755,23 @@ static int make_room(PlanObject *self, int64_t own) {
 }
 
 static int fill_in(PlanObject *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"window",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
+    static char *names[] = {"window",     "out",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
                             "counts",     "nbytes",  "bounds",    "slots",       "pipes",      "nodes",       "chunk",
                             "chunks",     "pipe_step", "results", "result_step", "sums",       "whole",       NULL};
     Plan *plan = &self->plan;
-    PyObject *window, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole;
+    PyObject *window, *out, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole;
     int kind, format;
     unsigned long long fingerprint;
     long long mean, pipe_step, results, result_step;
     Py_ssize_t chunk;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!iCO!pKLSSSSSSniLLLO!S", names, window_type, &window, &kind, &format, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!OiCO!pKLSSSSSSniLLLO!S", names, window_type, &window, &out, &kind, &format, &PyTuple_Type,
                                      &shape, &plan->is_private, &fingerprint, &mean, &counts, &nbytes, &bounds, &slots,
                                      &pipes, &nodes, &chunk, &plan->chunks, &pipe_step, &results, &result_step,
                                      &PyTuple_Type, &sums, &whole))
         return 0;
     self->tables = PyTuple_Pack(9, window, counts, nbytes, bounds, slots, pipes, nodes, sums, whole);
-    if (!self->tables) return 0;
+    self->out = PyWeakref_NewRef(out, NULL);
+    if (!self->tables || !self->out) return 0;
     self->window = window;
     const Py_ssize_t size = ((Window *)window)->waiter.size;
     plan->counts = table(counts, size);
@@ -821,6 +824,7 @@ static void plan_dealloc(PyObject *object) {
     PyMem_Free((void *)self->own);
     PyMem_Free(self->views);
     Py_XDECREF(self->tables);
+    Py_XDECREF(self->out);
     end_of(object);
 }
 
@@ -838,6 +842,7 @@ static PyObject *plan_take(PyObject *object, PyObject *const *args, Py_ssize_t g
     PlanObject *self = (PlanObject *)object;
     if (given != 2) return PyErr_Format(PyExc_TypeError, "take takes 2 arguments, not %zd", given);
     const Py_ssize_t count = own_count(self);
+    if (PyWeakref_GetObject(self->out) != args[1]) Py_RETURN_FALSE; /* not the array that was found to be sound */
     if (self->is_taken || length_of_list(args[0]) != count || !borrow_all(args[0], count, args[1], self->views))
         Py_RETURN_FALSE;
     for (Py_ssize_t number = 0; number <= count; number++)
@@ -848,6 +853,17 @@ static PyObject *plan_take(PyObject *object, PyObject *const *args, Py_ssize_t g
     for (Py_ssize_t number = 0; number < count; number++) self->own[number] = self->views[number].buf;
     self->is_taken = 1;
     Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(taken_doc, "taken()\n--\n\nReturn the arrays that were taken: contributions, then the result.");
+
+static PyObject *plan_taken(PyObject *object, PyObject *unused) {
+    const PlanObject *self = (PlanObject *)object;
+    const Py_ssize_t count = self->is_taken ? own_count(self) + 1 : 0;
+    PyObject *arrays = PyList_New(count);
+    for (Py_ssize_t number = 0; arrays && number < count; number++)
+        PyList_SetItem(arrays, number, Py_NewRef(self->views[number].obj));
+    return arrays;
 }
 
 PyDoc_STRVAR(drop_doc, "drop()\n--\n\nRelease the arrays of a call that will not run.");
@@ -882,7 +898,8 @@ static Outcome carry_out(Waiting *waiting, PlanObject *self, uint64_t sequence, 
 PyDoc_STRVAR(run_doc,
              "run(sequence, chunk, moves)\n--\n\n"
              "Carry out the reduction of the arrays that were taken; a collective call.\n\n"
-             "Return DONE; or DIFFERENT_CALLS or OTHER_COUNTS after the exchange alone, with no result written.");
+             "Return DONE; or DIFFERENT_CALLS or OTHER_COUNTS after the exchange alone, with no result written and the\n"
+             "arrays still taken.");
 
 static PyObject *plan_run(PyObject *object, PyObject *const *args, Py_ssize_t given) {
     PlanObject *self = (PlanObject *)object;
@@ -896,12 +913,13 @@ static PyObject *plan_run(PyObject *object, PyObject *const *args, Py_ssize_t gi
     begin(&waiting, (Window *)self->window);
     const Outcome outcome = carry_out(&waiting, self, (uint64_t)numbers[0], numbers[1], args[2]);
     get_back(&waiting);
-    drop(self);
+    if (outcome == DONE || outcome == FAILED) drop(self);
     return outcome == FAILED ? NULL : PyLong_FromLong(outcome);
 }
 
 static PyMethodDef plan_methods[] = {
     {"take", (PyCFunction)(void (*)(void))plan_take, METH_FASTCALL, take_doc},
+    {"taken", plan_taken, METH_NOARGS, taken_doc},
     {"drop", plan_drop, METH_NOARGS, drop_doc},
     {"run", (PyCFunction)(void (*)(void))plan_run, METH_FASTCALL, run_doc},
     {NULL, NULL, 0, NULL},
