@@ -51,6 +51,7 @@ class NativePlan(Protocol):
 class Kernel(Protocol):
     """The module `collectives.native._kernel`. Its numbers are those of `collectives.shared_memory.segment`."""
 
+    MOST_ROWS: int
     DONE: int
     DIFFERENT_CALLS: int
     OTHER_COUNTS: int

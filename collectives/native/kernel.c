@@ -257,6 +257,9 @@ static int await_all(const Waiter *w, int word, int64_t value) {
 
 /* ---- reductions through a window (`collectives.shared_memory.reduction`) */
 
+/* Added to the announced size if a rank's sums follow its contributions. Ranks that do not use them need not know. */
+#define WITH_SUMS (UINT64_C(1) << 62)
+
 typedef enum { INLINE, STAGED, CHUNKED } Kind;
 typedef enum { DIFFERENT_ARRAYS, DONE, DIFFERENT_CALLS, OTHER_COUNTS, FAILED } Outcome;
 
@@ -275,15 +278,17 @@ typedef struct {
     uint64_t fingerprint;
     Mean mean;
     const int64_t *counts;  /* contributions of each rank */
-    const uint64_t *nbytes; /* what each rank announces */
+    const uint64_t *nbytes; /* what each rank announces, apart from WITH_SUMS */
     const int64_t *bounds;  /* slice of each rank */
     const int64_t *slots;   /* INLINE: first slot of each rank in even, then in odd exchanges */
+    int with_sums;          /* INLINE: whether a rank's sums follow its contributions */
     const int64_t *pipes;   /* first byte of each rank's pipe */
     const int64_t *nodes;   /* number of sums in each rank's pipe for each other rank */
     int64_t pipe_step, results, result_step; /* distances: between chunks, from a pipe to its results, between these */
     const Sum *sums;        /* this rank's sums for other ranks */
-    Order whole;            /* of everything that this rank adds */
-    const void **sources;   /* room for the sources of `whole` */
+    Order whole;            /* of this rank's contributions and the others' sums */
+    Order leaves;           /* INLINE: of all contributions */
+    const void **sources;   /* room for the sources of these orders */
     const void **part;      /* room for this rank's contributions */
 } Plan;
 
@@ -376,21 +381,25 @@ static void catch_up(const Waiter *w, int64_t chunks) {
     announce(w, REDUCED, (uint64_t)chunks);
 }
 
-/* Announce this rank's call, wait for the others', and compare them. */
-static Outcome agree(const Waiter *w, const Plan *p, uint64_t sequence) {
+/* Announce this rank's call, wait for the others', and compare them; `with_sums`: whether all ranks sent sums along. */
+static Outcome agree(const Waiter *w, const Plan *p, uint64_t sequence, int *with_sums) {
     const int parity = (int)(sequence & 1);
-    const uint64_t own[] = {p->fingerprint, (uint64_t)p->counts[w->rank], p->nbytes[w->rank]};
+    const uint64_t mark = p->with_sums ? WITH_SUMS : 0;
+    const uint64_t own[] = {p->fingerprint, (uint64_t)p->counts[w->rank], p->nbytes[w->rank] | mark};
     for (int word = 0; word < 3; word++)
         atomic_store_explicit(word_at(w, w->rank, FINGERPRINT + 2 * word + parity), own[word], memory_order_relaxed);
     announce(w, SEQUENCE, sequence);
     if (await_all(w, SEQUENCE, (int64_t)sequence)) return FAILED;
     Outcome outcome = DONE;
+    *with_sums = p->with_sums;
     for (int rank = 0; rank < w->size; rank++) {
         uint64_t theirs[3];
         for (int word = 0; word < 3; word++)
             theirs[word] = atomic_load_explicit(word_at(w, rank, FINGERPRINT + 2 * word + parity), memory_order_relaxed);
         if (theirs[0] != p->fingerprint) return DIFFERENT_CALLS;
-        if (theirs[1] != (uint64_t)p->counts[rank] || theirs[2] != p->nbytes[rank]) outcome = OTHER_COUNTS;
+        if (theirs[2] == p->nbytes[rank]) *with_sums = 0;
+        else if (theirs[2] != (p->nbytes[rank] | mark)) outcome = OTHER_COUNTS;
+        if (theirs[1] != (uint64_t)p->counts[rank]) outcome = OTHER_COUNTS;
     }
     return outcome;
 }
@@ -404,26 +413,30 @@ static int send_ahead(const Waiter *w, const Plan *p, const void *const *own, in
     if (p->kind == INLINE) {
         char *slot = w->memory + p->slots[parity * w->size + w->rank];
         const size_t nbytes = p->elements * p->item;
-        for (int64_t number = 0; number < p->counts[w->rank]; number++) memcpy(slot + number * nbytes, own[number], nbytes);
+        for (int64_t number = 0; number < p->counts[w->rank]; number++, slot += nbytes) memcpy(slot, own[number], nbytes);
+        for (int64_t node = 0; p->with_sums && node < p->nodes[w->rank]; node++, slot += nbytes)
+            reduce(p->item, &p->sums[node].order, own + p->sums[node].first, slot, p->elements, NO_MEAN);
     }
     return 0;
 }
 
-static void reduce_slots(const Waiter *w, const Plan *p, const void *const *own, char *out, int parity) {
+/* Add everything that has come with the exchange. This rank's own contributions are in its cache. */
+static void reduce_slots(const Waiter *w, const Plan *p, const void *const *own, char *out, int parity, int with_sums) {
     int known = 0;
-    for (int rank = 0; rank < w->size; rank++)
-        for (int64_t number = 0; number < p->counts[rank]; number++) {
-            const char *slot = w->memory + p->slots[parity * w->size + rank];
-            p->sources[known++] = rank == w->rank ? own[number] : slot + number * p->elements * p->item;
-        }
-    reduce(p->item, &p->whole, p->sources, out, p->elements, p->mean);
+    for (int rank = 0; rank < w->size; rank++) {
+        const char *slot = w->memory + p->slots[parity * w->size + rank];
+        const size_t nbytes = p->elements * p->item;
+        const int takes_sums = with_sums && rank != w->rank;
+        if (takes_sums) slot += (size_t)p->counts[rank] * nbytes;
+        const int64_t count = takes_sums ? p->nodes[rank] : p->counts[rank];
+        for (int64_t number = 0; number < count; number++)
+            p->sources[known++] = rank == w->rank ? own[number] : slot + (size_t)number * nbytes;
+    }
+    reduce(p->item, with_sums ? &p->whole : &p->leaves, p->sources, out, p->elements, p->mean);
 }
 
-static int move(const Waiter *w, const Plan *p, const void *const *own, char *out, int parity, int64_t base) {
-    if (p->kind == INLINE) {
-        reduce_slots(w, p, own, out, parity);
-        return 0;
-    }
+/* Move the data of chunked kinds. */
+static int move(const Waiter *w, const Plan *p, const void *const *own, char *out, int64_t base) {
     if (p->kind == STAGED) reduce_chunk(w, p, own, out, 0, base);
     else if (run_chunks(w, p, own, out, base)) return 1;
     catch_up(w, base + p->chunks);
@@ -750,26 +763,26 @@ static int make_room(PlanObject *self, int64_t own) {
     self->views = PyMem_Malloc((size_t)(own + 1) * sizeof *self->views);
     self->own = PyMem_Malloc((size_t)own * sizeof *self->own);
     self->plan.part = PyMem_Malloc((size_t)own * sizeof *self->plan.part);
-    self->plan.sources = PyMem_Malloc((size_t)self->plan.whole.sources * sizeof *self->plan.sources);
+    self->plan.sources = PyMem_Malloc((size_t)self->plan.leaves.sources * sizeof *self->plan.sources);
     return self->views && self->own && self->plan.part && self->plan.sources;
 }
 
 static int fill_in(PlanObject *self, PyObject *args, PyObject *named) {
     static char *names[] = {"window",     "out",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
                             "counts",     "nbytes",  "bounds",    "slots",       "pipes",      "nodes",       "chunk",
-                            "chunks",     "pipe_step", "results", "result_step", "sums",       "whole",       NULL};
+                            "chunks",     "pipe_step", "results", "result_step", "sums",       "whole",       "leaves",      "with_sums", NULL};
     Plan *plan = &self->plan;
-    PyObject *window, *out, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole;
+    PyObject *window, *out, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole, *leaves;
     int kind, format;
     unsigned long long fingerprint;
     long long mean, pipe_step, results, result_step;
     Py_ssize_t chunk;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!OiCO!pKLSSSSSSniLLLO!S", names, window_type, &window, &out, &kind, &format, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!OiCO!pKLSSSSSSniLLLO!SSp", names, window_type, &window, &out, &kind, &format, &PyTuple_Type,
                                      &shape, &plan->is_private, &fingerprint, &mean, &counts, &nbytes, &bounds, &slots,
                                      &pipes, &nodes, &chunk, &plan->chunks, &pipe_step, &results, &result_step,
-                                     &PyTuple_Type, &sums, &whole))
+                                     &PyTuple_Type, &sums, &whole, &leaves, &plan->with_sums))
         return 0;
-    self->tables = PyTuple_Pack(9, window, counts, nbytes, bounds, slots, pipes, nodes, sums, whole);
+    self->tables = PyTuple_Pack(10, window, counts, nbytes, bounds, slots, pipes, nodes, sums, whole, leaves);
     self->out = PyWeakref_NewRef(out, NULL);
     if (!self->tables || !self->out) return 0;
     self->window = window;
@@ -780,7 +793,7 @@ static int fill_in(PlanObject *self, PyObject *args, PyObject *named) {
     plan->slots = table(slots, 2 * size);
     plan->pipes = table(pipes, size);
     plan->nodes = table(nodes, size);
-    if (PyErr_Occurred() || !read_order(whole, &plan->whole) || !read_shape(self, shape)) return 0;
+    if (PyErr_Occurred() || !read_order(whole, &plan->whole) || !read_order(leaves, &plan->leaves) || !read_shape(self, shape)) return 0;
     const int64_t own = plan->counts[((Window *)window)->waiter.rank];
     plan->kind = (Kind)kind;
     plan->item = format == 'f' ? sizeof(float) : sizeof(double);
@@ -888,11 +901,14 @@ static Outcome carry_out(Waiting *waiting, PlanObject *self, uint64_t sequence, 
     char *out = self->views[own_count(self)].buf;
     if (is_long) let_go(waiting);
     if (send_ahead(waiter, plan, self->own, parity, base)) return FAILED;
-    const Outcome outcome = agree(waiter, plan, sequence);
+    int with_sums;
+    const Outcome outcome = agree(waiter, plan, sequence, &with_sums);
     if (outcome != DONE) return outcome;
     if (moves != Py_None && tell(waiting, moves, self)) return FAILED;
     if (is_long) let_go(waiting);
-    return move(waiter, plan, self->own, out, parity, base) ? FAILED : DONE;
+    if (plan->kind != INLINE) return move(waiter, plan, self->own, out, base) ? FAILED : DONE;
+    reduce_slots(waiter, plan, self->own, out, parity, with_sums);
+    return DONE;
 }
 
 PyDoc_STRVAR(run_doc,

@@ -69,7 +69,7 @@ class Layout:
 def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: int) -> tuple[NativePlan, int] | None:
     """Return a plan of the native kernel, and the number of chunks that pass through the window.
 
-    Return None if some ranks' arrays travel with the exchange, and others' do not.
+    Return None if some ranks' arrays travel with the exchange, and others' do not, or if there are too many.
     """
     reducing, counts, size = layout.reducing, layout.counts, window.size
     out, reduction = reducing.out, reducing.reduction
@@ -80,7 +80,8 @@ def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: in
     kinds = {kernel.CHUNKED if each in (0, TOO_LARGE) else kernel.INLINE for each in nbytes}
     if STAGED in nbytes:
         kinds = {kernel.STAGED}
-    if len(kinds) > 1:
+    leaves = order_of(sum(counts))
+    if len(kinds) > 1 or leaves.rows > kernel.MOST_ROWS:
         return None
     [kind] = kinds
     first = flow.spread.blocks[window.rank].first
@@ -106,7 +107,9 @@ def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: in
         results=PIPE_BYTES,
         result_step=RESULT_BYTES // DEPTH,
         sums=tuple((node.first - first, order_of(node.stop - node.first).steps) for node in own),
-        whole=(order_of(sum(counts)) if kind == kernel.INLINE else flow.order).steps,
+        whole=flow.order.steps,
+        leaves=leaves.steps,
+        with_sums=kind == kernel.INLINE and max(counts) > 1,
     )
     return plan, 0 if kind == kernel.INLINE else flow.steps
 
