@@ -96,7 +96,8 @@ class Communicator:
         key = "all_reduce", name, op, id(buffer)
         found = self._prepared.calls.get(key)
         if found is not None and found.take((buffer,), buffer):
-            return self._run_taken(found, buffer)
+            self._run_taken(found)
+            return buffer
         return self._run_and_learn(key, self._preparations.all_reduce(buffer, op, name))
 
     def ordered_all_reduce(
@@ -125,7 +126,8 @@ class Communicator:
         key = name, op, id(out)
         found = self._prepared.calls.get(key)
         if found is not None and found.take(contributions, out):
-            return self._run_taken(found, out)
+            self._run_taken(found)
+            return out
         return self._run_and_learn(key, self._preparations.ordered_all_reduce(contributions, out, op, name))
 
     def grouped_ordered_all_reduce(
@@ -144,10 +146,13 @@ class Communicator:
             op: "sum", "mean", "min" or "max".
             names: Name of each tensor.
         """
+        if taken := self._prepared.take_group(contributions, outs, op, names):
+            self._run_taken(*taken)
+            return outs
         group = self._preparations.grouped_ordered_all_reduce(contributions, outs, op, names)
         if not self._transport.groups_reductions or len(group) < 2:
-            for each in group:
-                self._run(each)
+            for each, out in zip(group, outs, strict=True):
+                self._run_and_learn((each.call.name, op, id(out)), each)
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
         tensors = [each.arguments[0]._replace(is_shared=False) for each in group]
@@ -395,13 +400,14 @@ class Communicator:
         finally:
             self._lock.release()
 
-    def _run_taken(self, prepared: Prepared, out: np.ndarray) -> np.ndarray:
+    def _run_taken(self, *taken: Prepared) -> None:
         try:
-            self._run(prepared)
+            for each in taken:
+                self._run(each)
         except BaseException:
-            prepared.drop()
+            for each in taken:
+                each.drop()
             raise
-        return out
 
     def _run_and_learn(self, key: Key, request: Request[np.ndarray]) -> np.ndarray:
         result = self._run(request)

@@ -38,6 +38,9 @@ class NativePlan(Protocol):
     def taken(self) -> list[np.ndarray]:
         """Return the arrays that are held: the contributions, then the result."""
 
+    def is_apart(self, plans: list[NativePlan], /) -> bool:
+        """Return whether the result shares no memory with arrays that other plans have taken."""
+
     def drop(self) -> None:
         """Release the arrays of a call that will not run."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -30,6 +31,28 @@ class PreparedReductions:
         self._transport = transport
         self._outs: dict[Key, weakref.ref[np.ndarray]] = {}
         self.calls: dict[Key, Prepared] = {}
+
+    def take_group(
+        self,
+        contributions: Sequence[Sequence[np.ndarray]],
+        outs: Sequence[np.ndarray],
+        op: str,
+        names: Sequence[str],
+    ) -> list[Prepared]:
+        """Take the arrays of all tensors of a group; return nothing, with nothing taken, if one is not prepared."""
+        if not len(contributions) == len(outs) == len(names) or len(set(map(len, contributions))) != 1:
+            return []
+        taken: list[Prepared] = []
+        for arrays, out, name in zip(contributions, outs, names, strict=True):
+            found = self.calls.get((name, op, id(out)))
+            if found is None or not found.take(arrays, out):
+                break
+            taken.append(found)
+        if len(taken) == len(outs) and (len(taken) == 1 or all(each.is_apart(taken) for each in taken)):
+            return taken
+        for each in taken:
+            each.drop()
+        return []
 
     def learn(self, key: Key, request: Request[np.ndarray]) -> None:
         """Prepare repetitions of a request that has been carried out, if it was not the first one of its key."""

@@ -68,6 +68,9 @@ class Prepared(Protocol):
     drop: Callable[[], None]
     is_of_use: bool
 
+    def is_apart(self, group: Sequence[Prepared]) -> bool:
+        """Return whether the result shares no memory with the arrays that other members of the group have taken."""
+
     def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> None:
         """Carry out the call whose arrays were taken; see `Request.carry_out`."""
 

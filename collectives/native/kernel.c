@@ -879,6 +879,26 @@ static PyObject *plan_taken(PyObject *object, PyObject *unused) {
     return arrays;
 }
 
+PyDoc_STRVAR(is_apart_doc,
+             "is_apart(plans)\n--\n\nReturn whether the result shares no memory with arrays that other plans have taken.");
+
+static PyObject *plan_is_apart(PyObject *object, PyObject *plans) {
+    const PlanObject *self = (PlanObject *)object;
+    if (!self->is_taken || !PyList_Check(plans)) return PyErr_Format(PyExc_ValueError, "give a list of plans; take arrays first");
+    const Py_buffer *out = &self->views[own_count(self)];
+    const char *start = out->buf, *end = start + out->len;
+    for (Py_ssize_t number = 0; number < PyList_Size(plans); number++) {
+        PyObject *item = PyList_GetItem(plans, number);
+        const PlanObject *other = (PlanObject *)item;
+        if ((PyObject *)Py_TYPE(item) != plan_type) return PyErr_Format(PyExc_TypeError, "this is no plan");
+        for (Py_ssize_t each = 0; other != self && other->is_taken && each <= own_count(other); each++) {
+            const char *taken = other->views[each].buf;
+            if (taken < end && start < taken + other->views[each].len) Py_RETURN_FALSE;
+        }
+    }
+    Py_RETURN_TRUE;
+}
+
 PyDoc_STRVAR(drop_doc, "drop()\n--\n\nRelease the arrays of a call that will not run.");
 
 static PyObject *plan_drop(PyObject *object, PyObject *unused) {
@@ -936,6 +956,7 @@ static PyObject *plan_run(PyObject *object, PyObject *const *args, Py_ssize_t gi
 static PyMethodDef plan_methods[] = {
     {"take", (PyCFunction)(void (*)(void))plan_take, METH_FASTCALL, take_doc},
     {"taken", plan_taken, METH_NOARGS, taken_doc},
+    {"is_apart", plan_is_apart, METH_O, is_apart_doc},
     {"drop", plan_drop, METH_NOARGS, drop_doc},
     {"run", (PyCFunction)(void (*)(void))plan_run, METH_FASTCALL, run_doc},
     {NULL, NULL, 0, NULL},

@@ -26,7 +26,7 @@ from collectives.shared_memory.segment import (
     inline_start,
     pipe_start,
 )
-from collectives.transport import Parts, Reducing, Transport
+from collectives.transport import Parts, Prepared, Reducing, Transport
 
 
 class Exchanging(Protocol):
@@ -135,6 +135,11 @@ class PreparedReduction:
         self._run = plan.run
         self._chunks = chunks
         self._done = kernel.DONE
+
+    def is_apart(self, group: Sequence[Prepared]) -> bool:
+        """Return whether the result shares no memory with the arrays of other members of the group."""
+        plans = [each._plan for each in group if isinstance(each, PreparedReduction)]
+        return len(plans) == len(group) and self._plan.is_apart(plans)
 
     def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> None:
         """Carry out the call whose arrays were taken."""

@@ -65,6 +65,34 @@ def test_the_third_call_runs_in_the_kernel(native: Kernel, length: int, is_alloc
         assert "_run_and_learn" not in entered
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_group_runs_in_the_kernel_and_its_overlaps_are_still_refused(native: Kernel, length: int) -> None:
+    def program(communicator: Communicator) -> list[str]:
+        arrays = [[np.full(length, number, np.float32)] for number in range(3)]
+        outs = [communicator.allocate((length,), np.float32) for _ in range(3)]
+
+        def reduce() -> None:
+            communicator.grouped_ordered_all_reduce(arrays, outs, names=["a", "b", "c"])
+
+        for _ in range(3):
+            reduce()
+        entered = functions_entered(reduce)
+        assert [out[-1] for out in outs] == [0, 2, 4]
+        arrays[0] = [outs[1]]
+        with pytest.raises(UnsupportedBufferError, match="tensors 'a' and 'b' of a group share memory"):
+            reduce()
+        with pytest.raises(ValueError, match="a group has 2 lists"):
+            communicator.grouped_ordered_all_reduce(arrays[1:], outs, names=["a", "b", "c"])
+        arrays[0] = [np.full(length, 5, np.float32)]
+        reduce()
+        assert outs[0][-1] == 10
+        return entered
+
+    for entered in run_on_threads(2, program, WINDOW):
+        assert entered.count("carry_out") == 3
+        assert "_run_and_learn" not in entered
+
+
 def refused(communicator: Communicator, out: np.ndarray, arrays: list[np.ndarray], spoil: Callable[[], object]) -> None:
     """Prepare a reduction, spoil it, and see that it is refused before it reaches the other ranks."""
     for _ in range(3):
