@@ -62,17 +62,11 @@ def test_the_module_is_clean(tmp_path: Path) -> None:
         pytest.skip(f"the headers of Python are not in {headers}")
     options = ("-fPIC", "-shared", "-DPy_LIMITED_API=0x030b0000", f"-I{headers}")
     kernel = built(KERNEL, tmp_path / "_kernel.abi3.so", "address,undefined", *options)
-    compiler = str(shutil.which(os.environ.get("CC", "cc")))
-    libraries = [
-        subprocess.run(
-            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for name in ("libasan.so", "libubsan.so")
-    ]
     tests = [str(HERE / f"test_{name}.py") for name in ("native_sums", "prepared_reductions")]
+    reuses_memory = "freed_one"  # the sanitizer does not reuse memory
     run(
-        [sys.executable, HERE / "sanitized" / "run_tests.py", kernel, *tests],
-        LD_PRELOAD=" ".join(libraries),
+        [sys.executable, HERE / "sanitized" / "run_tests.py", kernel, *tests, "-k", f"not {reuses_memory}"],
+        LD_PRELOAD=" ".join(library(name) for name in ("libasan.so", "libubsan.so")),
         ASAN_OPTIONS="detect_leaks=0",
         PYTHONMALLOC="malloc",
     )
