@@ -43,7 +43,7 @@ class Exchanging(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of a reduction into `out` before the contributions, apart from their memory.
+    """A reduction into `out`, apart from the memory of its contributions.
 
     Attributes:
         call: Call that all ranks make.

@@ -103,7 +103,7 @@ def refused(communicator: Communicator, out: np.ndarray, arrays: list[np.ndarray
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_what_changes_in_the_arrays_of_a_prepared_call_is_refused(length: int) -> None:
+def test_changed_arrays_of_a_prepared_call_are_refused(length: int) -> None:
     def program(communicator: Communicator) -> None:
         def new() -> tuple[np.ndarray, list[np.ndarray]]:
             return np.zeros(length, np.float32), [np.ones(length, np.float32) for _ in range(2)]
@@ -145,6 +145,18 @@ def test_an_array_at_the_place_of_a_freed_one_is_checked_again() -> None:
         return found
 
     assert sum(run_on_threads(2, program, WINDOW)) > 0
+
+
+@pytest.mark.usefixtures("with_either")
+def test_spreads_may_change_between_reductions() -> None:
+    def program(communicator: Communicator) -> None:
+        out = communicator.allocate((70_001,), np.float32)
+        for counts in [(1, 1), (1, 2), (1, 1)] * 3:
+            communicator.ordered_all_reduce([np.ones(70_001, np.float32)] * counts[communicator.rank], out)
+            assert (out == sum(counts)).all(), counts
+            communicator.barrier()
+
+    run_on_threads(2, program, WINDOW)
 
 
 def test_no_array_is_kept_alive_by_a_prepared_call() -> None:
