@@ -28,6 +28,9 @@ class NativeWindow(Protocol):
     def await_rank(self, rank: int, word: int, value: int, /) -> None:
         """Wait until the word of one rank has reached `value`."""
 
+    def pause(self, index: int, value: int, seconds: float, /) -> None:
+        """Sleep until the word at `index` has reached `value`, or the seconds have passed."""
+
 
 class NativePlan(Protocol):
     """A reduction through a window of which everything but the arrays is known."""
@@ -70,9 +73,9 @@ class Kernel(Protocol):
         """
 
     def Window(  # noqa: N802 - a class of the module
-        self, memory: memoryview, rank: int, size: int, spin_ns: int, patient: Callable[[int, int], None]
+        self, memory: memoryview, rank: int, size: int, spin_ns: int, patient: Callable[[NativeWindow, int, int], None]
     ) -> NativeWindow:
-        """Return the words at the start of `memory`; `patient(index, value)` takes over waits of a millisecond."""
+        """Return the words at the start of `memory`; `patient(window, index, value)` takes over after a millisecond."""
 
     def Plan(self, **facts: object) -> NativePlan:  # noqa: N802 - a class of the module
         """Return a plan; the names of `facts` are those in `kernel.c`."""

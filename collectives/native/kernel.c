@@ -182,6 +182,8 @@ static int64_t now_ns(void) {
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
+static int64_t smaller_ns(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static void pause_core(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -212,29 +214,36 @@ static void announce(const Waiter *w, int word, uint64_t value) {
         syscall(SYS_futex, (uint32_t *)(void *)own, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Spin, then sleep; return whether the word has reached the value within PATIENCE_NS. */
-static int wait_briefly(const Waiter *w, int rank, int word, int64_t value) {
+/* Sleep until the word has reached the value or the time has passed. */
+static void sleep_until(const Waiter *w, int rank, int word, int64_t value, int64_t ns) {
     Word *awaited = word_at(w, rank, word), *sleepers = word_at(w, rank, SLEEPERS);
-    const int64_t began = now_ns();
-    int64_t now = began;
-    if (w->spin_ns) {
-        for (; now - began < w->spin_ns; now = now_ns())
-            if (is_reached_within(awaited, value, POLLS)) return 1;
-    } else {
-        for (; now - began < NOT_WOKEN_NS; now = now_ns()) {
-            sched_yield();
-            if (has_reached(awaited, value)) return 1;
-        }
-    }
-    const int64_t longest = atomic_load_explicit(word_at(w, rank, WAKES), memory_order_relaxed) ? PATIENCE_NS : NOT_WOKEN_NS;
-    const int64_t end = now + PATIENCE_NS;
+    const int wakes = atomic_load_explicit(word_at(w, rank, WAKES), memory_order_relaxed) != 0;
+    const int64_t longest = wakes ? ns : smaller_ns(ns, NOT_WOKEN_NS);
+    int64_t now = now_ns();
+    const int64_t end = now + ns;
     atomic_fetch_add_explicit(sleepers, 1, memory_order_seq_cst);
     for (; now < end; now = now_ns()) {
         const uint64_t seen = atomic_load_explicit(awaited, memory_order_seq_cst);
         if ((int64_t)seen >= value) break;
-        sleep_on(awaited, seen, end - now < longest ? end - now : longest);
+        sleep_on(awaited, seen, smaller_ns(end - now, longest));
     }
     atomic_fetch_sub_explicit(sleepers, 1, memory_order_seq_cst);
+}
+
+/* Spin, then sleep; return whether the word has reached the value within PATIENCE_NS. */
+static int wait_briefly(const Waiter *w, int rank, int word, int64_t value) {
+    Word *awaited = word_at(w, rank, word);
+    const int64_t began = now_ns();
+    if (w->spin_ns) {
+        while (now_ns() - began < w->spin_ns)
+            if (is_reached_within(awaited, value, POLLS)) return 1;
+    } else {
+        while (now_ns() - began < NOT_WOKEN_NS) {
+            sched_yield();
+            if (has_reached(awaited, value)) return 1;
+        }
+    }
+    sleep_until(w, rank, word, value, PATIENCE_NS);
     return has_reached(awaited, value);
 }
 
@@ -560,7 +569,7 @@ typedef struct {
 /* One call from Python that may wait. */
 typedef struct {
     Waiter waiter;
-    PyObject *patient;
+    PyObject *window, *patient;
     PyThreadState *saved; /* NULL: this thread has the interpreter */
 } Waiting;
 
@@ -577,14 +586,14 @@ static void get_back(Waiting *waiting) {
 static int be_patient(void *context, int index, uint64_t value) {
     Waiting *waiting = context;
     get_back(waiting);
-    PyObject *result = PyObject_CallFunction(waiting->patient, "iK", index, (unsigned long long)value);
+    PyObject *result = PyObject_CallFunction(waiting->patient, "OiK", waiting->window, index, (unsigned long long)value);
     Py_XDECREF(result);
     return result == NULL;
 }
 
 /* Fill in `waiting` in place: the waiter refers to it. */
-static const Waiter *begin(Waiting *waiting, const Window *window) {
-    *waiting = (Waiting){.waiter = window->waiter, .patient = window->patient};
+static const Waiter *begin(Waiting *waiting, Window *window) {
+    *waiting = (Waiting){.waiter = window->waiter, .window = (PyObject *)window, .patient = window->patient};
     waiting->waiter.let_go = let_go;
     waiting->waiter.be_patient = be_patient;
     waiting->waiter.context = waiting;
@@ -666,7 +675,7 @@ static PyObject *window_announce(PyObject *self, PyObject *const *args, Py_ssize
 PyDoc_STRVAR(await_all_doc, "await_all(word, value)\n--\n\nWait until the word of every other rank has reached `value`.");
 
 static PyObject *window_await_all(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    const Window *window = (Window *)self;
+    Window *window = (Window *)self;
     long long numbers[2];
     if (!read_numbers(args, given, 2, numbers) || !is_word(window, 0, numbers[0])) return NULL;
     Waiting waiting;
@@ -677,7 +686,7 @@ static PyObject *window_await_all(PyObject *self, PyObject *const *args, Py_ssiz
 PyDoc_STRVAR(await_rank_doc, "await_rank(rank, word, value)\n--\n\nWait until the word of a rank has reached `value`.");
 
 static PyObject *window_await_rank(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    const Window *window = (Window *)self;
+    Window *window = (Window *)self;
     long long numbers[3];
     if (!read_numbers(args, given, 3, numbers) || !is_word(window, numbers[0], numbers[1])) return NULL;
     Waiting waiting;
@@ -685,7 +694,27 @@ static PyObject *window_await_rank(PyObject *self, PyObject *const *args, Py_ssi
     return nothing_or_error(&waiting, await_rank(waiter, (int)numbers[0], (int)numbers[1], numbers[2]));
 }
 
+PyDoc_STRVAR(pause_doc,
+             "pause(index, value, seconds)\n--\n\n"
+             "Sleep until the word at `index` has reached `value`, or the seconds (at most one) have passed.");
+
+static PyObject *window_pause(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    const Window *window = (Window *)self;
+    long long numbers[2];
+    if (given != 3) return PyErr_Format(PyExc_TypeError, "pause takes 3 arguments, not %zd", given);
+    const double seconds = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || !read_numbers(args, 2, 2, numbers)) return NULL;
+    const long long rank = numbers[0] / WORDS, word = numbers[0] % WORDS;
+    if (!is_word(window, rank, word)) return NULL;
+    const int64_t ns = seconds < 0 ? 0 : seconds < 0.999 ? (int64_t)(seconds * 1e9) : 999000000;
+    PyThreadState *saved = PyEval_SaveThread();
+    sleep_until(&window->waiter, (int)rank, (int)word, numbers[1], ns);
+    PyEval_RestoreThread(saved);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef window_methods[] = {
+    {"pause", (PyCFunction)(void (*)(void))window_pause, METH_FASTCALL, pause_doc},
     {"announce", (PyCFunction)(void (*)(void))window_announce, METH_FASTCALL, announce_doc},
     {"await_all", (PyCFunction)(void (*)(void))window_await_all, METH_FASTCALL, await_all_doc},
     {"await_rank", (PyCFunction)(void (*)(void))window_await_rank, METH_FASTCALL, await_rank_doc},
@@ -694,7 +723,7 @@ static PyMethodDef window_methods[] = {
 
 PyDoc_STRVAR(window_doc,
              "The words of a window, as one rank announces and awaits them.\n\n"
-             "`patient(index, value)` takes over a wait that has lasted a millisecond.");
+             "`patient(window, index, value)` takes over a wait that has lasted a millisecond.");
 
 static PyType_Slot window_slots[] = {
     {Py_tp_doc, (void *)window_doc},
@@ -983,7 +1012,7 @@ static const struct {
     const char *name;
     long value;
 } constants[] = {
-    {"MOST_ROWS", MOST_ROWS}, {"WORDS", WORDS},       {"DEPTH", DEPTH},       {"SEQUENCE", SEQUENCE},
+    {"MOST_ROWS", MOST_ROWS}, {"WAKES", WAKES},       {"WORDS", WORDS},       {"DEPTH", DEPTH},       {"SEQUENCE", SEQUENCE},
     {"FINGERPRINT", FINGERPRINT}, {"COUNT", COUNT},   {"NBYTES", NBYTES},     {"PRODUCED", PRODUCED},
     {"CONSUMED", CONSUMED},   {"REDUCED", REDUCED},   {"FETCHED", FETCHED},   {"INLINE", INLINE},
     {"STAGED", STAGED},       {"CHUNKED", CHUNKED},   {"DONE", DONE},         {"DIFFERENT_CALLS", DIFFERENT_CALLS},

@@ -12,6 +12,7 @@ import platform
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from collectives.agreement import exchange_bytes
@@ -35,7 +36,8 @@ SEQUENCE, FINGERPRINT, COUNT, NBYTES = 0, 2, 4, 6
 PRODUCED, CONSUMED, REDUCED, FETCHED = 8, 9, 10, 11
 TOO_LARGE = (1 << 64) - 1  # in NBYTES: the arrays do not travel with the exchange
 STAGED = TOO_LARGE - 1  # in NBYTES: partial sums are in the pipe before the exchange
-WORDS = 16  # 12 and 13 belong to the native kernel, which sleeps and wakes
+WAKES = 13  # whether the rank wakes those that sleep until a word of its has changed; 12 counts them
+WORDS = 16
 
 _SPIN_NS = 40  # of the kernel for each poll of `Watch.spins`, as long as a poll in Python
 
@@ -213,11 +215,13 @@ class Window:
         self.words.release()
 
 
-def _patience(words: memoryview, rank: int, size: int, watch: Watch) -> Callable[[int, int], None]:
+def _patience(words: memoryview, rank: int, size: int, watch: Watch) -> Callable[[NativeWindow, int, int], None]:
     """Return the function with which the native kernel goes on waiting; it does not refer to the window."""
 
-    def wait_on(index: int, value: int) -> None:
-        watch.wait_on(lambda: words[index] >= value, lambda: _behind(words, rank, size, index % WORDS, value))
+    def wait_on(native: NativeWindow, index: int, value: int) -> None:
+        owner, word = divmod(index, WORDS)
+        pause = partial(native.pause, index, value) if words[owner * WORDS + WAKES] else None
+        watch.wait_on(lambda: words[index] >= value, lambda: _behind(words, rank, size, word, value), pause)
 
     return wait_on
 

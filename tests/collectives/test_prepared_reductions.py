@@ -44,7 +44,7 @@ def functions_entered(call: Callable[[], object]) -> list[str]:
 
 def test_the_numbers_of_the_kernel_are_those_of_the_window(native: Kernel) -> None:
     names = ("SEQUENCE", "FINGERPRINT", "COUNT", "NBYTES", "PRODUCED", "CONSUMED", "REDUCED", "FETCHED")
-    for name in (*names, "WORDS", "DEPTH"):
+    for name in (*names, "WAKES", "WORDS", "DEPTH"):
         assert getattr(native, name) == getattr(segment, name), name
 
 
