@@ -6,7 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Protocol, cast
+from zlib import crc32
 
 import numpy as np
 
@@ -91,4 +94,15 @@ def kernel() -> Kernel | None:
     except ImportError as error:
         logger.info("the exchange runs without its native kernel, which was not built here (%s)", error)
         return None
+    if not _is_current(_kernel):
+        logger.info(
+            "the exchange runs without its native kernel, built from another source; install the project again"
+        )
+        return None
     return cast("Kernel", _kernel)
+
+
+def _is_current(module: ModuleType) -> bool:
+    """Return whether the module was built from the source beside it; an installed wheel has no source."""
+    source = Path(module.__file__ or "").with_name("kernel.c")
+    return not source.exists() or getattr(module, "SOURCE_CRC32", None) == crc32(source.read_bytes())

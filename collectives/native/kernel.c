@@ -1019,6 +1019,10 @@ static const struct {
     {"OTHER_COUNTS", OTHER_COUNTS},
 };
 
+#ifndef SOURCE_CRC32
+#define SOURCE_CRC32 0u /* unknown: a build by hand */
+#endif
+
 static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type) {
     *type = PyType_FromModuleAndSpec(module, spec, NULL);
     return !*type || PyModule_AddObjectRef(module, name, *type);
@@ -1033,7 +1037,7 @@ static int fill_module(PyObject *module) {
     if (add_type(module, &plan_spec, "Plan", &plan_type)) return -1;
     for (size_t number = 0; number < sizeof constants / sizeof *constants; number++)
         if (PyModule_AddIntConstant(module, constants[number].name, constants[number].value)) return -1;
-    return 0;
+    return PyModule_AddIntConstant(module, "SOURCE_CRC32", (long)SOURCE_CRC32);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill_module}, {0, NULL}};
