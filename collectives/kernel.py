@@ -95,9 +95,7 @@ def kernel() -> Kernel | None:
         logger.info("the exchange runs without its native kernel, which was not built here (%s)", error)
         return None
     if not _is_current(_kernel):
-        logger.info(
-            "the exchange runs without its native kernel, built from another source; install the project again"
-        )
+        logger.info("the exchange runs without its native kernel, built from another source; install the project again")
         return None
     return cast("Kernel", _kernel)
 
