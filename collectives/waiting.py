@@ -121,6 +121,21 @@ class Watch:
                 return
         self._wait_long(ready, missing, started, _FIRST_SLEEP_S, until_something_happens)
 
+    def wait_on(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        pause: Callable[[float], None] | None = None,
+    ) -> None:
+        """Wait as `wait` does, for a caller that has already slept for about a millisecond.
+
+        Args:
+            ready: Function to poll.
+            missing: Function that returns the ranks that have not come yet.
+            pause: Function that pauses until something may have happened or the given seconds have passed.
+        """
+        self._wait_long(ready, missing, self.clock.now_s(), _FIRST_SLEEP_S, pause)
+
     def wait_calmly(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait as `wait` does, but sleep at once if ranks share cores: the caller has other transfers in progress."""
         if self.spins:
