@@ -18,11 +18,11 @@ from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_optio
 from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
 from poprun.hosts.ssh import SRUN, ssh_words
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
-from poprun.ipc.sockets import loopback_variables
 from poprun.launch.launch import Launch
 from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
 from poprun.launch.placement import place_instances
 from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.launch.transports import loopback_variables, transport_variables
 from poprun.launch.variables import extra_variables, meeting_point, sums_setting
 
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
@@ -85,6 +85,7 @@ def plan_launch(
         remote=remote,
         mpirun_variables=home_variables(environ)
         | dict(allocation.variables if allocation is not None else ())
+        | (transport_variables(settings.mpi.words, environ) if len(hosts) == 1 else {})
         | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
     )
 
