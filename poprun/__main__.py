@@ -7,18 +7,23 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
 from poprun.cli.config import check_export, export_config, import_config
 from poprun.cli.help import describe_options, describe_version
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
-from poprun.cli.settings import SummaryAsked, note_without_effect, warn_of_deprecated, warn_of_output
+from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of_output
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.errors import PopRunError
 from poprun.launch.display import describe_plan, draw_placement, draw_topology
 from poprun.launch.launch import Launch, build_command
 from poprun.launch.plan import plan_launch
 from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from poprun.monitor.watching import Watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,22 +108,24 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
     """Run the job, write the summary and the timeline if asked for, and return the exit status."""
-    from poprun.monitor.doors import open_doors
-    from poprun.monitor.summary import Summary
-    from poprun.monitor.viewers import Viewers
     from poprun.supervisor.job import run_job
+
+    @cache
+    def watch() -> Watch:
+        from poprun.monitor.watching import watch_job
+
+        return watch_job(launch.settings, log, environ)
 
     settings = launch.settings
     check_sinks(settings, launch.hosts, launch.places[0], environ)
-    summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
-    viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
+    if settings.summary or settings.top_address is not None:
+        watch()  # refuses a file or an address that cannot be used before anything is started
     if settings.timeline is not None:
         from poprun.trace.command import make_room
 
         make_room(settings.timeline)
-    exit_status = run_job(launch, environ, log, viewers, summary.note).exit_status
-    viewers.close()
-    summary.finish(exit_status)
+    exit_status = run_job(launch, environ, log, watch).exit_status
+    watch().end(exit_status)
     if settings.timeline is not None:
         from poprun.trace.command import write_timeline
 
