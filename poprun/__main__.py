@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -10,13 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from poprun.cli.command_line import CommandLine, read_command_line, settings_from
-from poprun.cli.config import check_export, export_config, import_config
-from poprun.cli.help import describe_options, describe_version
 from poprun.cli.log import Level, Log, fault_of_level, level_from, show
 from poprun.cli.settings import note_without_effect, warn_of_deprecated, warn_of_output
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.errors import PopRunError
-from poprun.launch.display import describe_plan, draw_placement, draw_topology
 from poprun.launch.launch import Launch, build_command
 from poprun.launch.plan import plan_launch
 from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
@@ -76,12 +72,18 @@ def _open_missing_streams() -> None:
 def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     line = read_command_line(words)
     if line.values.get("help") or line.values.get("help-all"):
+        from poprun.cli.help import describe_options
+
         show(describe_options(columns_of(environ) or USUAL_COLUMNS, with_rare=bool(line.values.get("help-all"))))
         return 0
     if line.values.get("version"):
+        from poprun.cli.help import describe_version
+
         show(describe_version(str(line.values.get("version-format", "text"))))
         return 0
     if "import-config" in line.values:
+        from poprun.cli.config import import_config
+
         line = import_config(line)
     settings = settings_from(line, environ)
     log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
@@ -92,6 +94,8 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     if fault := fault_of_level(environ):
         log.warn(fault)
     if "export-config" in line.values:
+        from poprun.cli.config import check_export, export_config
+
         check_export(line)
     launch = plan_launch(settings, environ, log)
     _comment(line, launch, environ, log)
@@ -102,6 +106,8 @@ def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         _show_plan(launch, command, environ)
         return 0
     if settings.shows_topology:
+        from poprun.launch.display import draw_topology
+
         show(draw_topology(launch.places, columns_of(environ)))
     return _run_job(launch, environ, log)
 
@@ -151,7 +157,11 @@ def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log:
 
 def _show_plan(launch: Launch, command: Sequence[str], environ: Mapping[str, str]) -> None:
     """Print the mpirun command to standard output, and the tables that explain it to standard error."""
+    from poprun.launch.display import describe_plan, draw_placement, draw_topology
+
     if launch.settings.json:
+        import json
+
         show(json.dumps(describe_plan(launch, command), indent=2))
         return
     topology_to = 1 if launch.settings.shows_topology else 2

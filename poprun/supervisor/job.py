@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from popdist.records.faults import ATTEMPT_VARIABLE
-from poprun.cli.log import Log
+from poprun.cli.log import Level, Log
 from poprun.cli.wording import list_ranges
 from poprun.launch.launch import Across, Launch, build_command
 from poprun.launch.program import quote_words
@@ -60,9 +59,10 @@ def _run_once(
     for place in launch.places:
         log.debug(f"instance {place.index} runs on cores {list_ranges(place.cpus) or 'of any kind'}")
     command = build_command(launch)
-    log.info(f"running command: {quote_words(command)}")
+    if log.level >= Level.INFO:
+        log.info(f"running command: {quote_words(command)}")
     output.style = replace(output.style, hosts=_hosts(launch))
-    if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
+    if attempt := _attempt(launch):
         end_standard_input()
     across, environ = _across(launch), {**environ, **launch.mpirun_variables}
     started = StartedJob(command, across, output.style.columns, environ)
@@ -72,12 +72,21 @@ def _run_once(
     from poprun.supervisor.supervision import JobSupervisor
 
     watching = watch()
-    watching.viewers.attempt = int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
+    watching.viewers.attempt = attempt
     supervisor = JobSupervisor(started, len(launch.places), output, log, across, environ, watching.viewers)
     ended = supervisor.run()
     duration_s = time.monotonic() - started.began_s
     watching.note(Attempt(tuple(supervisor.machine.facts), duration_s, ended, tuple(supervisor.machine.losses)))
     return ended
+
+
+def _attempt(launch: Launch) -> int:
+    """Return the number of restarts so far."""
+    if launch.settings.on_failure == "stop":
+        return 0
+    from popdist.records.faults import ATTEMPT_VARIABLE
+
+    return int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
 
 
 def end_standard_input() -> None:
