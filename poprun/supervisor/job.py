@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -67,13 +68,15 @@ def _run_once(
     across, environ = _across(launch), {**environ, **launch.mpirun_variables}
     started = StartedJob(command, across, output.style.columns, environ)
 
-    # loaded while mpirun starts the agents
+    # Loaded while mpirun starts the agents. What is loaded by then stays, so no collection has to look through it.
     from poprun.monitor.attempts import Attempt
     from poprun.supervisor.supervision import JobSupervisor
 
     watching = watch()
     watching.viewers.attempt = attempt
     supervisor = JobSupervisor(started, len(launch.places), output, log, across, environ, watching.viewers)
+    gc.freeze()
+    gc.enable()
     ended = supervisor.run()
     duration_s = time.monotonic() - started.began_s
     watching.note(Attempt(tuple(supervisor.machine.facts), duration_s, ended, tuple(supervisor.machine.losses)))

@@ -28,8 +28,8 @@ main(sys.argv[1:])
 NEEDED = {
     *("popdist", "popdist.errors", "popdist.instance", "popdist.version", "popdist.xla"),
     *(f"popdist.environments{room}" for room in ("", ".environment", ".open_mpi", ".poprun")),
-    *("poprun", "poprun.__main__", "poprun.errors", "poprun.cli", "poprun.hosts", "poprun.ipc", "poprun.launch"),
-    *("poprun.output", "poprun.supervisor"),
+    *("poprun", *(f"poprun.{name}" for name in ("__main__", "command", "errors"))),
+    *(f"poprun.{room}" for room in ("cli", "hosts", "ipc", "launch", "output", "supervisor")),
     *(f"poprun.cli.{name}" for name in ("command_line", "launch_options", "log", "mpi_arguments", "options")),
     *(f"poprun.cli.{name}" for name in ("settings", "wording")),
     *(f"poprun.hosts.{name}" for name in ("hosts", "survey_script", "this_machine")),
