@@ -6,6 +6,13 @@ from fault import Fault
 
 IN_COLLECTIVES = (
     Fault(
+        name="a fabric between hosts is never used",
+        path="collectives/open_mpi.py",
+        old="return {} if has_fabric else {TRANSPORTS_VARIABLE",
+        new="return {} if False else {TRANSPORTS_VARIABLE",
+        caught_by="tests/collectives/test_open_mpi.py::test_a_fabric_between_hosts_is_left_out_only_if_this_host_has_none",
+    ),
+    Fault(
         name="two replicas are swapped in a sum",
         path="collectives/reduction.py",
         old="values = list(sources)",
