@@ -97,6 +97,28 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_call_fingerprints.py::test_different_calls_fail_before_data_mixes",
     ),
     Fault(
+        name="small arrays are taken without a look at the header of their sender",
+        path="collectives/point_to_point/exchange.py",
+        old="are_alike and heads[other] == own_head and",
+        new="are_alike and",
+        caught_by="tests/collectives/test_call_fingerprints.py::test_different_calls_fail_before_data_mixes",
+    ),
+    Fault(
+        name="sums of a wrong length are taken",
+        path="collectives/point_to_point/exchange.py",
+        old="if alike or not is_plausible",
+        new="if not is_plausible",
+        caught_by="tests/collectives/test_exchange.py::test_sums_of_a_wrong_length_are_refused",
+    ),
+    Fault(
+        name="gathered 16-bit sums are read in 16 bits",
+        path="collectives/point_to_point/gathering.py",
+        old="tuple(map(reduction.dtype_of, nodes))",
+        new="tuple(reduction.dtype for _ in nodes)",
+        caught_by="tests/collectives/test_plans_over_links.py"
+        "::test_sums_that_travel_with_the_agreement_have_the_bits_of_the_tree",
+    ),
+    Fault(
         name="the name of a tensor is left out of the fingerprint",
         path="collectives/calls.py",
         old="blake2b(str(self).encode(), digest_size=8)",
