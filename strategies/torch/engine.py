@@ -242,7 +242,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             path = path_for(replicas, memory, self._options)
         if path is not None:
             return plan_memory(replicas, training, plan, [], True, batch, stays=True)
-        return plan_memory(replicas, training, plan, plan.buckets(not_made), self._has_private_means, batch)
+        buckets = plan.buckets(not_made, self._writes_over)
+        return plan_memory(replicas, training, plan, buckets, self._has_private_means, batch)
 
     def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
@@ -250,8 +251,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
             return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
-        gpu = self._training.memory_of_replicas.gpu
-        return GradientExchange(plan, names, self._replicas.communicator, count, self._has_private_means, gpu)
+        gpu, communicator = self._training.memory_of_replicas.gpu, self._replicas.communicator
+        return GradientExchange(plan, names, communicator, count, self._has_private_means, self._writes_over, gpu)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
         training, options = self._training, self._options
@@ -269,6 +270,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """Whether the mean gradients need memory of their own, because the optimizer or a callback may write to it."""
         is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
         return not is_plain or self._options.before_update is not None
+
+    @property
+    def _writes_over(self) -> bool:
+        """Whether means may be written over gradients. A check of gradients, and a copy to a GPU, needs both."""
+        return not self._options.check_numerics and self._training.memory_of_replicas.gpu is None
 
     # ---- one step
 
