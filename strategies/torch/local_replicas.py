@@ -101,8 +101,9 @@ class LocalReplicas:
             self._meetings = ReplicaMeetings(self.replicas, add, None if is_cut else at_once, timeout_s, memory.device)
             at_once = len(self.replicas)
         of_all, instruments = replicas.num_replicas_in_sync, replicas.instruments
+        is_alone = len(self.replicas) == 1 and not streams
         self.runs = [
-            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings, instances)
+            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings, instances, is_alone)
             for replica in self.replicas
         ]
         for run in self.runs:
@@ -110,7 +111,7 @@ class LocalReplicas:
         self.exchange: AnyExchange | None = None
         self._is_on_device = instances > 0
         self._is_in_turn = self._is_on_device and self._meetings is None
-        self._is_alone = len(self.runs) == 1 and not streams and not self._is_in_turn
+        self._is_alone = is_alone and not self._is_in_turn
         self._has_pipeline = options.pipeline is not None
         self._waiting: list[Callable[[], None]] = []  # replicas that compute in turn
         self._make_exchange: MakeExchange | None = None

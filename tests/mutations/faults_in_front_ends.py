@@ -134,8 +134,8 @@ IN_FRONT_ENDS = (
     Fault(
         name="modules of PyTorch draw from the generator of the process",
         path="strategies/torch/randomness.py",
-        old="_generator.being(generator):\n        _include(_KEY, True)",
-        new="_generator.being(generator):\n        _include(_KEY, False)",
+        old="self._being.__enter__()\n        _include(_KEY, True)",
+        new="self._being.__enter__()\n        _include(_KEY, False)",
         caught_by="tests/strategies/on_torch/test_randomness.py::test_a_thread_draws_what_plain_pytorch_draws_with_that_seed",
     ),
     Fault(
