@@ -65,6 +65,10 @@ from strategies.torch.updates import refuse_groups
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Tree
 
+_READ_IN_WINDOW = 32 << 20
+"""Bytes of all gradients up to which optimizers read means in shared memory. This saves 3 % of a step of an MLP with 7
+MB, but keeps gradients and means in memory."""
+
 
 @dataclass
 class TorchPending:
@@ -273,8 +277,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
 
     @property
     def _writes_over(self) -> bool:
-        """Whether means may be written over gradients. A check of gradients, and a copy to a GPU, needs both."""
-        return not self._options.check_numerics and self._training.memory_of_replicas.gpu is None
+        """Whether the means of large gradients are written over them. A check of gradients, and a GPU, needs both.
+
+        Instances that share the memory of means do so only if all gradients together are large; see `_READ_IN_WINDOW`.
+        """
+        if self._options.check_numerics or self._training.memory_of_replicas.gpu is not None:
+            return False
+        is_shared = self._replicas.num_instances > 1 and not self._has_private_means
+        return not is_shared or sum(one.nbytes for one in self._training.trained) > _READ_IN_WINDOW
 
     # ---- one step
 

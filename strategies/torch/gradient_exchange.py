@@ -175,7 +175,6 @@ class TorchGradientPlan:
         return self.shards is None and self.quantised is None
 
 
-
 @dataclass(frozen=True)
 class Tail:
     """The numbers that travel behind the gradients, as means over all replicas.
