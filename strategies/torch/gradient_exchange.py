@@ -270,7 +270,6 @@ class GradientExchange:
         gpu: int | None = None,
     ) -> None:
         self.plan, self.names = plan, names
-        self._communicator = communicator
         self._means = Means(communicator, replicas, plan.quantised)
         self._is_alone = replicas == 1 and plan.quantised is None  # the mean over one replica is its gradient
         self.buckets = plan.buckets(private_memory if is_private else communicator.allocate, writes_over)
@@ -330,13 +329,7 @@ class GradientExchange:
 
     def _reduce(self, number: int, places: Sequence[int], contributions: Sequence[Sequence[np.ndarray]]) -> None:
         if places:
-            names, results = self.buckets[number].whole, self._results[number]
-            self._communicator.grouped_ordered_all_reduce(
-                [contributions[place] for place in places],
-                [results[place] for place in places],
-                "mean",
-                names=[names[place] for place in places],
-            )
+            self._means.reduce_whole(self.buckets[number], contributions, places, self._results[number])
 
     def let_go(self) -> None:
         """Drop the gradients over which means were written."""
