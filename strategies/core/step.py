@@ -154,7 +154,7 @@ class StepLoop(Generic[State, Pending]):
 
     def _checked(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make a step, after a comparison of the state's bits if one is due; end the programs of the replicas."""
-        programs = self._members.reducer
+        programs = self._members.running_programs
         programs.begin()
         with programs.ending():
             return self._one_step(self._compared(state), batch)
