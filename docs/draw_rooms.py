@@ -49,7 +49,7 @@ TORCH_GRADIENT = {
     "strategies/torch/engine.py": "begin",
     "strategies/torch/local_replicas.py": "begin",
     "strategies/torch/gradient_exchange.py": "reduce",
-    "strategies/exchange/means.py": "reduce",
+    "strategies/exchange/means.py": "reduce_whole",
     "collectives/communicator.py": "grouped_ordered_all_reduce",
     "collectives/shared_memory/transport.py": "reduce",
     "strategies/torch/updates.py": "apply",

@@ -118,7 +118,7 @@ class Means:
         if isinstance(contributions, Arriving):
             self._reduce_arriving(bucket, contributions, whole)
         else:
-            self._reduce_whole(bucket, contributions, whole)
+            self.reduce_whole(bucket, contributions, whole, bucket.results)
 
     def _reduce_arriving(self, bucket: Bucket, contributions: Arriving, numbers: Sequence[int]) -> None:
         """Add the buffers that have arrived while others are copied, and send each mean on at once."""
@@ -126,7 +126,7 @@ class Means:
         in_place = [number for number in numbers if sums is not None and sums.can_add(results[number])]
         for number in numbers:
             if number not in in_place:
-                self._reduce_whole(bucket, contributions, [number])
+                self.reduce_whole(bucket, contributions, [number], results)
                 contributions.added(number, results[number])
         if sums is None:
             return
@@ -137,12 +137,17 @@ class Means:
             for number in group:
                 contributions.added(number, results[number])
 
-    def _reduce_whole(
-        self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]], numbers: Sequence[int]
+    def reduce_whole(
+        self,
+        bucket: Bucket,
+        contributions: Sequence[Sequence[np.ndarray]],
+        numbers: Sequence[int],
+        results: Sequence[np.ndarray],
     ) -> None:
+        """Write the means of some whole buffers into `results`, which has an array for each buffer. Collective."""
         self._communicator.grouped_ordered_all_reduce(
             [contributions[number] for number in numbers],
-            [bucket.results[number] for number in numbers],
+            [results[number] for number in numbers],
             "mean",
             names=[bucket.whole[number] for number in numbers],
         )

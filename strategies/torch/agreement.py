@@ -115,7 +115,11 @@ class StepSettings:
         seen: list[object] = [one.requires_grad for one in self._parameters]
         for group in self._optimizer.param_groups:
             seen += map(id, group[PARAMS])
-            seen += [float(one) if _is_scalar(one) else one for name, one in group.items() if name != PARAMS]
+            seen += [
+                float(one) if isinstance(one, torch.Tensor) and one.numel() == 1 else one
+                for name, one in group.items()
+                if name != PARAMS
+            ]
         if seen != self._seen:
             self._seen, self._hash = seen, self._hashed()
         return word_of(step, self._hash)

@@ -37,6 +37,9 @@ class Contribution:
         plan: The buckets, and the place of each gradient in them.
         rows: For parameters with one row per group of replicas, this replica's row, by the parameter's number. The
             other rows stay zero.
+
+    Attributes:
+        borrowed: The numbers of the parameters whose gradients are exchanged from autograd's memory.
     """
 
     def __init__(self, plan: TorchGradientPlan, rows: Mapping[int, GroupRow] | None = None) -> None:
@@ -45,7 +48,7 @@ class Contribution:
         self._places = () if plan.quantised else plan.places
         self._arrays: list[list[np.ndarray | None]] = [[None] * len(layout.buffers) for layout in plan.layouts]
         self._views: dict[int, torch.Tensor] = {}  # of gradients that are copied
-        self._borrowed: list[tuple[int, int]] = []  # the arrays whose memory is autograd's
+        self.borrowed: set[int] = set()
         self._locks: dict[tuple[int, int], tuple[np.ndarray, Sequence[object]]] = {}
 
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -76,16 +79,19 @@ class Contribution:
             StrategyError: If a gradient is sparse.
         """
         views, copied = [], []
+        gpus = set()
         for number, gradient in enumerate(gradients):
-            self._refuse_sparse(number, gradient)
-            if gradient is None or number in self._rows:
+            if gradient is None or number in self._rows or gradient.layout is not torch.strided:
                 self.take(number, gradient)
-            elif not self._borrows(number, gradient):
-                views.append(self._view(number))
-                copied.append(gradient)
+                continue
+            if self._places[number].is_of_one and self._borrows(number, gradient):
+                continue
+            views.append(self._view(number))
+            copied.append(gradient)
+            if gradient.is_cuda:
                 self._lock(number, gradient.device)
+                gpus.add(gradient.device)
         if copied:
-            gpus = {gradient.device for gradient in copied if gradient.is_cuda}
             with torch.no_grad():
                 torch._foreach_copy_(views, copied, non_blocking=bool(gpus))
             for gpu in gpus:
@@ -110,7 +116,7 @@ class Contribution:
         ):
             return False
         self._arrays[place.bucket][place.buffer] = array.reshape(-1)
-        self._borrowed.append((place.bucket, place.buffer))
+        self.borrowed.add(number)
         self._views.pop(number, None)
         return True
 
@@ -176,9 +182,10 @@ class Contribution:
 
     def give_back(self) -> None:
         """Release the gradients of the step."""
-        for bucket, place in self._borrowed:
-            self._arrays[bucket][place] = None
-        self._borrowed.clear()
+        for number in self.borrowed:
+            place = self._places[number]
+            self._arrays[place.bucket][place.buffer] = None
+        self.borrowed.clear()
 
     def _memory(self, bucket: int, place: int) -> np.ndarray:
         """Return a buffer. The first call allocates it, filled with zeros."""
@@ -195,6 +202,7 @@ class Contribution:
         place = self._places[number]
         if place.is_of_one:
             self._arrays[place.bucket][place.buffer] = None  # drop memory of autograd, borrowed in an earlier step
+            self.borrowed.discard(number)
         shape = self._plan.parameters[number].shape
         flat = self._memory(place.bucket, place.buffer)[place.start : place.start + math.prod(shape)]
         return as_tensor(flat.reshape(shape))

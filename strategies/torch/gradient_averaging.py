@@ -78,6 +78,7 @@ class GradientAveraging:
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters that have the same values on all instances
         self._exchange: LoopExchange | None = None
+        self._leaves_early = False  # whether gradients are exchanged while backward passes run
         own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
         self._buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
         self._keep_masters({})
@@ -153,6 +154,7 @@ class GradientAveraging:
         self._writes_before = self._watch.writes
         parameters = tuple(Parameter.of(*one) for one in self._named)
         self._exchange = self._exchange_of(parameters)
+        self._leaves_early = self._exchange.plan.is_cut and not self.is_alone
 
     @property
     def _obstacle(self) -> str:
@@ -231,8 +233,7 @@ class GradientAveraging:
         model_pass = self._pass
         if model_pass is None or torch._C._current_graph_task_id() not in model_pass.tasks:
             model_pass = self._enter()
-        plan = self._plan
-        if plan is None or not plan.is_cut or self._is_behind or self.is_alone:
+        if not self._leaves_early or self._is_behind:
             model_pass.came.add(id(parameter))
             return
         number = self._numbers[id(parameter)]

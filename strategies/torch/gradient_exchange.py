@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -149,25 +149,30 @@ class TorchGradientPlan:
                 found[number] = GradientPlace(bucket, leaf, where, start, buffer.is_of_one, buffer.size, buffer.dtype)
         return tuple(found[number] for number in range(len(self.parameters)))
 
-    def buckets(self, allocate: Allocate) -> list[Bucket]:
-        """Return memory for the means of each bucket. Collective if `allocate` is."""
-        return [self._bucket(number, layout, allocate) for number, layout in enumerate(self.layouts)]
+    def buckets(self, allocate: Allocate, writes_over: bool) -> list[Bucket]:
+        """Return memory for the means of each bucket. Collective if `allocate` is.
 
-    def _bucket(self, number: int, layout: FlatLayout, allocate: Allocate) -> Bucket:
+        Args:
+            allocate: Makes memory.
+            writes_over: Whether buffers of one gradient get no memory, because their means are written over gradients.
+        """
+        return [self._bucket(number, layout, allocate, writes_over) for number, layout in enumerate(self.layouts)]
+
+    def _bucket(self, number: int, layout: FlatLayout, allocate: Allocate, writes_over: bool) -> Bucket:
         parts, given = {}, {}
         if self.quantised is not None:
             given[layout.buffer_of(0)] = np.empty(0, np.int8)  # the means go to `Means.of_payload`
         elif self.shards is not None:
             parts = self.shards.sizes([self.parameters[one] for one in self.members[number]])
+        elif writes_over:
+            buffers = enumerate(layout.buffers)
+            given = {place: np.empty(0, buffer.dtype) for place, buffer in buffers if buffer.is_of_one}
         return Bucket.of(f"{self.title}/{number}", layout, allocate, parts, given)
 
-    def mean(self, number: int, buckets: Sequence[Bucket], of_payload: np.ndarray | None) -> np.ndarray:
-        """Return a gradient's mean, as a view of its bucket; if means are sharded, this instance's shard, flat."""
-        if self.quantised is not None:
-            assert of_payload is not None
-            return self.quantised.views(of_payload)[number]
-        place = self.places[number]
-        return buckets[place.bucket].mean(place.leaf)
+    @property
+    def is_whole(self) -> bool:
+        """Whether the exchange writes whole means in the dtypes of the buffers: neither shards nor means of int8."""
+        return self.shards is None and self.quantised is None
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,8 @@ def refuse_gradients_of_some(
     Raises:
         StrategyError: On all instances.
     """
+    if (shares == active).all():
+        return
     some = np.flatnonzero((shares > 0) & (shares < active)).tolist()
     if some:
         lacking = replicas_where(members, [not one for one in seen(some[0])], "who lacks a gradient")
@@ -234,13 +241,22 @@ def refuse_gradients_of_some(
 class GradientExchange:
     """An exchange over the communicator. All instances compute the means on the host.
 
+    The mean of a gradient with a buffer of its own is written over the gradient of the first local replica: it takes no
+    memory, and nobody copies it. The other means lie in memory of the exchange.
+
     Args:
         plan: The plan of the gradients.
         names: The names of the metrics in the tail.
         communicator: The communicator of all instances.
         replicas: The number of replicas of all instances.
         is_private: Whether the memory of the means may be written. If not, the instances of a host share it.
+        writes_over: Whether means may be written over gradients. If not, gradients can be inspected afterwards.
         gpu: The ordinal of the GPU to which means go; None if they stay on the host.
+
+    Attributes:
+        plan: The plan of the gradients.
+        names: The names of the metrics in the tail.
+        buckets: The buckets, with the memory of the exchange.
     """
 
     def __init__(
@@ -250,67 +266,118 @@ class GradientExchange:
         communicator: Communicator,
         replicas: int,
         is_private: bool,
+        writes_over: bool = False,
         gpu: int | None = None,
     ) -> None:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
-        self.buckets = plan.buckets(private_memory if is_private else communicator.allocate)
-        self._own_buckets = list(self.buckets)
-        results = (result for bucket in self.buckets for result in bucket.results)
+        self._is_alone = replicas == 1 and plan.quantised is None  # the mean over one replica is its gradient
+        self.buckets = plan.buckets(private_memory if is_private else communicator.allocate, writes_over)
+        self._numbers = {bucket.name: number for number, bucket in enumerate(self.buckets)}
+        self._over = [self._written_over(bucket, writes_over) for bucket in self.buckets]
+        pairs = list(zip(self.buckets, self._over, strict=True))
+        self._kept = [[place for place in bucket.whole if place not in over] for bucket, over in pairs]
+        self._results = [list(bucket.results) for bucket in self.buckets]
         self._gpu = gpu
-        self._locks = [] if gpu is None else lock_pages(results, gpu)
+        self._locks = [] if gpu is None else lock_pages([one for results in self._results for one in results], gpu)
         self._dtypes = [as_tensor(np.empty(0, parameter.dtype)).dtype for parameter in plan.parameters]
-        self._is_alone = replicas == 1 and plan.quantised is None
-        self._received = self._views()
+        self._views: list[torch.Tensor | None] = [None] * len(plan.parameters)
+        self._passing = [number for number in range(len(self._views)) if self.is_over(number)]
         self._converted: dict[int, torch.Tensor] = {}
+
+    def _written_over(self, bucket: Bucket, writes_over: bool) -> list[int]:
+        """Return the numbers of the buffers whose means are written over gradients."""
+        buffers = enumerate(bucket.layout.buffers)
+        if self._is_alone:
+            return [place for place, _ in buffers]
+        return [place for place, buffer in buffers if buffer.is_of_one and writes_over and self.plan.is_whole]
+
+    def is_over(self, number: int) -> bool:
+        """Return whether the mean of a parameter is written over the gradient of the first local replica."""
+        if self.plan.quantised is not None:
+            return False
+        place = self.plan.places[number]
+        return place.buffer in self._over[place.bucket]
 
     def reduce(self, bucket: Bucket, contributions: Sequence[Sequence[np.ndarray]]) -> None:
         """Compute the means of a bucket from the buffers of the local replicas. Collective."""
+        number = self._numbers[bucket.name]
+        self.reduce_kept(number, contributions)
+        self.reduce_over(number, contributions)
+
+    def reduce_kept(self, number: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
+        """Compute the means that are not written over gradients, and the tail. Gradients stay as they are. Collective.
+
+        Args:
+            number: The number of the bucket.
+            contributions: The buffers of the local replicas.
+        """
         if self._gpu is not None:  # the GPU may still be reading the last means
             torch.cuda.current_stream(self._gpu).synchronize()
-        if self._is_alone:  # the mean over one replica is its gradient
-            results = tuple(of_buffer[0] for of_buffer in contributions)
-            self.buckets[self.buckets.index(bucket)] = replace(bucket, results=results)
+        if self.plan.is_whole or self._is_alone:
+            self._reduce(number, self._kept[number], contributions)
         else:
-            self._means.reduce(bucket, contributions)
+            self._means.reduce(self.buckets[number], contributions)
+
+    def reduce_over(self, number: int, contributions: Sequence[Sequence[np.ndarray]]) -> None:
+        """Write the means over the gradients of the first local replica, after `reduce_kept`. Collective."""
+        results, over = self._results[number], self._over[number]
+        for place in over:
+            results[place] = contributions[place][0]
+        if not self._is_alone:
+            self._reduce(number, over, contributions)
+
+    def _reduce(self, number: int, places: Sequence[int], contributions: Sequence[Sequence[np.ndarray]]) -> None:
+        if places:
+            self._means.reduce_whole(self.buckets[number], contributions, places, self._results[number])
 
     def let_go(self) -> None:
-        """Drop the memory of the last step. If there is one replica, that memory is its gradients."""
-        if self._is_alone:
-            self.buckets = list(self._own_buckets)
-            self._received = []
+        """Drop the gradients over which means were written."""
+        if self._passing:
+            self._results = [list(bucket.results) for bucket in self.buckets]
+            for number in self._passing:
+                self._views[number] = None
 
     @property
     def tail(self) -> Tail:
         """The numbers that arrived behind the last bucket."""
-        last = self.buckets[-1]
-        return Tail.of(last.layout.tail_view(last.results), len(self.names), len(self.plan.parameters))
+        last = self.buckets[-1].layout.tail_view(self._results[-1])
+        return Tail.of(last, len(self.names), len(self.plan.parameters))
 
     def means(self, scale: float) -> list[torch.Tensor]:
         """Return the mean gradients divided by `scale`, in the dtypes of their parameters; valid until the next step.
 
         If means are sharded, they are this instance's shards.
         """
-        if self._is_alone:
-            self._received = self._views()
-        return [self._mean(number, received, scale) for number, received in enumerate(self._received)]
+        return [self._mean(number, dtype, scale) for number, dtype in enumerate(self._dtypes)]
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Copy each mean into its gradient, in place; None in place of a gradient leaves the mean out."""
-        pairs = [(one, mean) for one, mean in zip(gradients, self._received, strict=True) if one is not None]
-        if pairs:
-            own, means = zip(*pairs, strict=True)
+        own = [one for one in gradients if one is not None]
+        if own:
+            means = [self._received(number) for number, one in enumerate(gradients) if one is not None]
             with torch.no_grad():
                 torch._foreach_copy_(own, means)
 
-    def _views(self) -> list[torch.Tensor]:
-        """Return the memory of the means."""
-        numbers = range(len(self.plan.parameters))
-        return [as_tensor(self.plan.mean(number, self.buckets, self._means.of_payload)) for number in numbers]
+    def _received(self, number: int) -> torch.Tensor:
+        """Return the memory of a mean as a tensor."""
+        view = self._views[number]
+        if view is None:
+            view = self._views[number] = as_tensor(self._array(number))
+        return view
 
-    def _mean(self, number: int, received: torch.Tensor, scale: float) -> torch.Tensor:
-        dtype = self._dtypes[number]
-        if dtype == received.dtype and scale == 1:
+    def _array(self, number: int) -> np.ndarray:
+        """Return a gradient's mean, as a view of its buffer; if means are sharded, this instance's shard, flat."""
+        if self.plan.quantised is not None:
+            assert self._means.of_payload is not None
+            return self.plan.quantised.views(self._means.of_payload)[number]
+        place = self.plan.places[number]
+        bucket, results = self.buckets[place.bucket], self._results[place.bucket]
+        return results[place.buffer] if place.buffer in bucket.scattered else bucket.layout.view(place.leaf, results)
+
+    def _mean(self, number: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
+        received = self._received(number)
+        if scale == 1 and dtype == received.dtype:
             return received
         mean = self._converted.get(number)
         if mean is None:

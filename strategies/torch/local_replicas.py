@@ -18,6 +18,7 @@ from strategies.exchange.means import Bucket
 from strategies.jax.replicas.devices import THREADS
 from strategies.jax.replicas.replicas import Replicas
 from strategies.pipelines.running.driver import raise_first
+from strategies.torch.contribution import Contribution
 from strategies.torch.gradient_exchange import GradientExchange, TorchGradientPlan
 from strategies.torch.meetings import ReplicaMeetings, adding_over
 from strategies.torch.module_parts import is_compiled
@@ -62,9 +63,9 @@ class _FirstStep:
 class LocalReplicas:
     """The local replicas, which compute gradients.
 
-    A single replica whose gradients are not streamed runs in the calling thread, from the second step on. If gradients
-    stay on the device, replicas run in that thread too, one after another; each begins when the gradients before it
-    were added. Replicas that wait for one another in their passes (SyncBatchNorm) run in threads.
+    A single replica whose gradients are not streamed runs in the calling thread. If gradients stay on the device,
+    replicas run in that thread too, one after another; each begins when the gradients before it were added. Several
+    replicas that wait for one another in their passes (SyncBatchNorm) run in threads.
 
     Args:
         replicas: The replicas of all instances.
@@ -100,15 +101,18 @@ class LocalReplicas:
             self._meetings = ReplicaMeetings(self.replicas, add, None if is_cut else at_once, timeout_s, memory.device)
             at_once = len(self.replicas)
         of_all, instruments = replicas.num_replicas_in_sync, replicas.instruments
+        is_alone = len(self.replicas) == 1 and not streams
         self.runs = [
-            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings, instances)
+            TorchReplicaRun(replica, memory, loss_fn, options, of_all, instruments, self._meetings, instances, is_alone)
             for replica in self.replicas
         ]
         for run in self.runs:
             run.follow()
         self.exchange: AnyExchange | None = None
-        self._is_in_turn = len(self.runs) == 1 and not streams
         self._is_on_device = instances > 0
+        self._is_in_turn = self._is_on_device and self._meetings is None
+        self._is_alone = is_alone and not self._is_in_turn
+        self._has_pipeline = options.pipeline is not None
         self._waiting: list[Callable[[], None]] = []  # replicas that compute in turn
         self._make_exchange: MakeExchange | None = None
         self._first = _FirstStep()
@@ -166,19 +170,17 @@ class LocalReplicas:
         self._bits.begin()
         if self._outside is not None:
             self._outside.begin()
+        turns_of_each = list(zip(self.runs, parts, turns, strict=True))
+        if self._is_in_turn or self._computes_here:
+            for run in self.runs:
+                run.clear()
+            self._waiting = [partial(run.compute, part, turn) for run, part, turn in turns_of_each]
+            return
         for run in self.runs:
             for event in run.finished:
                 event.clear()
-        if self._is_on_device and self._meetings is None:
-            for run in self.runs:
-                run.clear()
-            turns_of_each = zip(self.runs, parts, turns, strict=True)
-            self._waiting = [partial(run.compute, part, turn) for run, part, turn in turns_of_each]
-            return
         compiling = self._new_compilation(parts[0])
-        self._begun = [
-            self._submit(run, part, turn, compiling) for run, part, turn in zip(self.runs, parts, turns, strict=True)
-        ]
+        self._begun = [self._threads.submit(_compute, *each, compiling) for each in turns_of_each]
         if self.exchange is None:
             first = self._first
             self._begun[0].add_done_callback(lambda _: first.tell(None))
@@ -192,20 +194,10 @@ class LocalReplicas:
         self._compiled.add(shapes)
         return self._compiling if is_new else nullcontext()
 
-    def _submit(
-        self, run: TorchReplicaRun, part: Batch, turn: ReplicaTurn, compiling: AbstractContextManager[object]
-    ) -> Future[None]:
-        if not self._is_in_turn or self.exchange is None:
-            return self._threads.submit(_compute, run, part, turn, compiling)
-        future: Future[None] = Future()
-        try:
-            with intra_op_threads(self._intra_op):
-                run.compute(part, turn)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        return future
+    @property
+    def _computes_here(self) -> bool:
+        """Whether the only replica computes in the calling thread. Threads of a pipeline cannot make the exchange."""
+        return self._is_alone and (self.exchange is not None or not self._has_pipeline)
 
     def collect(self, make_exchange: MakeExchange) -> Iterator[tuple[Bucket, Buffers]]:
         """Yield each bucket as soon as it is ready, as `PendingStep.buckets` does.
@@ -214,7 +206,7 @@ class LocalReplicas:
             make_exchange: Makes the exchange. Called once, in the first step. Collective.
         """
         if self._waiting:
-            yield self._collect_in_turn(make_exchange)
+            yield (self._collect_in_turn if self._is_in_turn else self._collect_alone)(make_exchange)
             return
         if self.exchange is None:
             self._make_first(make_exchange)
@@ -231,6 +223,19 @@ class LocalReplicas:
                 self._end()
             arrays = [run.contribution.arrays(bucket) for run in self.runs if run.contribution is not None]
             yield self.exchange.buckets[bucket], [list(of_buffer) for of_buffer in zip(*arrays, strict=True)]
+
+    def _collect_alone(self, make_exchange: MakeExchange) -> tuple[Bucket, Buffers]:
+        """Let the only replica compute in this thread, and return its gradients, which are in one bucket."""
+        self._make_exchange = make_exchange
+        (run,), (compute,), self._waiting = self.runs, self._waiting, []
+        with intra_op_threads(self._intra_op):
+            compute()
+        self._refuse_writes()
+        if isinstance(self.exchange, DeviceExchange):
+            return self._added(self.exchange)
+        assert isinstance(run.contribution, Contribution)
+        assert self.exchange is not None
+        return self.exchange.buckets[0], [[array] for array in run.contribution.arrays(0)]
 
     # ---- on a device
 
@@ -283,6 +288,8 @@ class LocalReplicas:
         Raises:
             StrategyError: If a replica's metrics have other names, or another replica failed before the plan was made.
         """
+        if self.exchange is not None and names == self.exchange.names:
+            return self.exchange.plan
         first = self._first
         first.tell(names)
         if self._make_exchange is not None and self.exchange is None:  # this is the collecting thread itself
@@ -330,6 +337,8 @@ class LocalReplicas:
         """Wait until all replicas have ended, even in a step that was given up. Return their futures."""
         begun, self._begun = self._begun, []
         self._waiting = []
+        if self.exchange is not None and not begun:
+            return begun
         if self.exchange is None:  # wake replicas that wait for a plan
             failed = StrategyError("there is no plan for gradients, because another replica has failed")
             self._first.plan.set_exception(failed)

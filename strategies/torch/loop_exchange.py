@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -76,14 +77,21 @@ class LoopExchange(ABC):
 
 @final
 class HostLoopExchange(LoopExchange):
-    """An exchange over the communicator, in host memory. Gradients of a device are copied there."""
+    """An exchange over the communicator, in host memory. Gradients of a device are copied there.
+
+    Means are written over large gradients, but not before the tail shows that the means can be used: if an instance has
+    another plan, all exchange the same gradients again. Gradients that leave earlier are not written over.
+    """
 
     def __init__(
         self, plan: TorchGradientPlan, flags: tuple[str, ...], communicator: Communicator, replicas: int
     ) -> None:
         super().__init__(plan)
-        self._exchange = GradientExchange(plan, flags, communicator, replicas, is_private=False)
+        self._exchange = GradientExchange(
+            plan, flags, communicator, replicas, is_private=False, writes_over=not plan.is_cut
+        )
         self._contribution = Contribution(plan)
+        self._last = len(plan.members) - 1
 
     @override
     def take(self, number: int, gradient: torch.Tensor | None) -> None:
@@ -95,17 +103,27 @@ class HostLoopExchange(LoopExchange):
 
     @override
     def reduce(self, bucket: int) -> None:
-        self._exchange.reduce(self._exchange.buckets[bucket], [[array] for array in self._contribution.arrays(bucket)])
+        self._exchange.reduce(self._exchange.buckets[bucket], self._taken(bucket))
 
     @override
     def finish(self, told: Told) -> Tail:
-        """Exchange the last bucket, with the numbers behind it."""
+        """Exchange the last bucket, with the numbers behind it, except what is written over gradients."""
         self._contribution.set_tail(told.flags, False, told.settings, told.has_gradient, told.has_changed)
-        self.reduce(len(self.plan.members) - 1)
-        self._contribution.give_back()
+        self._exchange.reduce_kept(self._last, self._taken(self._last))
         return self._exchange.tail
 
     @override
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Replace each gradient by its mean, in place. Here the call is not collective."""
-        self._exchange.give(gradients)
+        self._exchange.reduce_over(self._last, self._taken(self._last))
+        others = list(gradients)
+        for number in self._contribution.borrowed:
+            own = gradients[number]
+            if own is not None and self._exchange.is_over(number):
+                torch.autograd.graph.increment_version(own)
+                others[number] = None
+        self._exchange.give(others)
+        self._exchange.let_go()
+        self._contribution.give_back()
+
+    def _taken(self, bucket: int) -> list[list[np.ndarray]]:
+        return [[array] for array in self._contribution.arrays(bucket)]

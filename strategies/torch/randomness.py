@@ -15,7 +15,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -82,18 +82,28 @@ def drawing_from(seed: int, device: torch.device = _CPU, replica: int | None = N
         yield
 
 
-@contextmanager
-def drawing_by(generator: torch.Generator) -> Iterator[None]:
+def drawing_by(generator: torch.Generator) -> AbstractContextManager[None]:
     """Make this thread draw all random numbers of PyTorch on the CPU from a generator, whose state advances."""
-    _install()
-    torch._functorch.config.check_custom_op_aliasing = False  # per thread; if it is True, compiled code skips `_KEY`
-    was_included = _generator.now is not None
-    with _generator.being(generator):
+    return _Drawing(generator)
+
+
+class _Drawing(AbstractContextManager[None]):
+    """The context of `drawing_by`; a generator would take twice as long."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._being = _generator.being(generator)
+
+    def __enter__(self) -> None:
+        _install()
+        # Per thread; if it is True, compiled code skips `_KEY`.
+        torch._functorch.config.check_custom_op_aliasing = False
+        self._was_included = _generator.now is not None
+        self._being.__enter__()
         _include(_KEY, True)
-        try:
-            yield
-        finally:
-            _include(_KEY, was_included)
+
+    def __exit__(self, *error: object) -> None:
+        self._being.__exit__(*error)
+        _include(_KEY, self._was_included)
 
 
 def _install() -> None:

@@ -96,6 +96,8 @@ class TorchReplicaRun:
         instruments: The instruments to notify of passes.
         meetings: The meetings in which its layers wait for other replicas; None if no layer does.
         instances: Number of instances, if gradients stay on the device; 0 if the host exchanges them.
+        is_alone: Whether the instance has no other replica, and gradients leave when all are complete. Then autograd
+            need not report each gradient, unless the program has a hook for it.
 
     Attributes:
         copy: The replica's copy of the module.
@@ -116,6 +118,7 @@ class TorchReplicaRun:
         instruments: Instruments | None = None,
         meetings: ReplicaMeetings | None = None,
         instances: int = 0,
+        is_alone: bool = False,
     ) -> None:
         self.replica = replica
         self._replicas, self._instances = replicas, instances
@@ -153,7 +156,7 @@ class TorchReplicaRun:
         self._map = options.mapping()
         for number, (original, parameter) in enumerate(zip(memory.originals, self.copy.parameters, strict=True)):
             if parameter.requires_grad:
-                if not instances:
+                if not instances and not is_alone:
                     self._be_told(len(self._trained), parameter)
                 self._trained.append(number)
                 self._hooks.append(ParameterHooks(original, parameter))
@@ -219,7 +222,7 @@ class TorchReplicaRun:
         self._writes.begin()
         self._watch = turn.watch if self.replica == 0 else None
         count = self._options.gradient_accumulation_count
-        parts = parts_of(batch, count)
+        parts = [batch] if count == 1 else parts_of(batch, count)
         values: list[list[Told]] = [[] for _ in parts]
         self.outputs = [None for _ in parts]
 

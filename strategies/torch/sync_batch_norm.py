@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,14 +71,9 @@ class Seat:
                     self._meetings.fail(self._replica, error)
                 raise
 
-    @contextmanager
-    def attended(self) -> Iterator[None]:
-        """Let the calling thread run the passes of a step for the replica."""
-        if self._meetings is None:
-            yield
-            return
-        with self._meetings.attended_by(self._replica):
-            yield
+    def attended(self) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread runs the passes of a step for the replica."""
+        return nullcontext() if self._meetings is None else self._meetings.attended_by(self._replica)
 
     def sum(self, layer: torch.nn.Module, what: str, micro_batch: int | None, row: torch.Tensor) -> torch.Tensor:
         """Return the sum of the rows, float64, of all replicas."""

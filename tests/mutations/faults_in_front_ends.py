@@ -134,9 +134,23 @@ IN_FRONT_ENDS = (
     Fault(
         name="modules of PyTorch draw from the generator of the process",
         path="strategies/torch/randomness.py",
-        old="_generator.being(generator):\n        _include(_KEY, True)",
-        new="_generator.being(generator):\n        _include(_KEY, False)",
+        old="self._being.__enter__()\n        _include(_KEY, True)",
+        new="self._being.__enter__()\n        _include(_KEY, False)",
         caught_by="tests/strategies/on_torch/test_randomness.py::test_a_thread_draws_what_plain_pytorch_draws_with_that_seed",
+    ),
+    Fault(
+        name="a loop writes means over gradients before it knows whether all have the same plan",
+        path="strategies/torch/loop_exchange.py",
+        old="self._exchange.reduce_kept(self._last, self._taken(self._last))",
+        new="self._exchange.reduce(self._exchange.buckets[self._last], self._taken(self._last))",
+        caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_gradients_are_exchanged_again_if_one_instance_makes_a_new_plan",
+    ),
+    Fault(
+        name="means are written over gradients that are then searched for numbers that are not finite",
+        path="strategies/torch/engine.py",
+        old="if self._options.check_numerics or self._training",
+        new="if self._training",
+        caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_a_large_gradient_that_is_not_finite_is_blamed_on_its_replica",
     ),
     Fault(
         name="all replicas of a module draw the same numbers",

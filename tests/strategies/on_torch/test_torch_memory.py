@@ -31,7 +31,7 @@ def held_by(trainer, batch):
     exchange = local.exchange
     buckets = range(len(exchange.plan.layouts))
     state = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
-    results = [array for bucket in exchange._own_buckets for array in bucket.results]
+    results = [array for bucket in exchange.buckets for array in bucket.results]
     of_payload = exchange._means.of_payload
     return {
         "variables": sum(each.nbytes for each in trainer.module.parameters()),
