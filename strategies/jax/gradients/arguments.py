@@ -207,7 +207,8 @@ def _is_array(leaf: Leaf) -> bool:
 
 def are_used_up(variables: Variables) -> bool:
     """Return whether a step has reused the memory of these variables for new ones."""
-    return any(leaf.is_deleted() for leaf in jax.tree.leaves(variables) if hasattr(leaf, "is_deleted"))
+    leaves = jax.tree_util.tree_leaves(variables)
+    return any([leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")])  # every step asks: no generator
 
 
 # ---- the results of a loss function
