@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from collectives.arrays import accumulator_dtype
+from collectives.kernel import Kernel, kernel
 from collectives.tree import TreeNode, TreeSum, registers, steps
 
 OPERATIONS = ("sum", "mean", "min", "max")
@@ -24,6 +25,8 @@ _UFUNCS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 BLOCK_BYTES = 1 << 18  # several passes over a block stay in a core's cache
 _SMALL_BYTES = 1 << 16  # larger memory would be requested from the operating system for each block
+
+_IN_KERNEL = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
 
 _of_thread = threading.local()
 
@@ -92,6 +95,11 @@ class Reduction:
         """The NumPy function that combines two contributions."""
         return _UFUNCS[self.op]
 
+    @cached_property
+    def _kernel(self) -> Kernel | None:
+        """The native kernel, if it knows this reduction."""
+        return kernel() if self.op in ("sum", "mean") and self.dtype in _IN_KERNEL else None
+
     def fold(self, sources: Sequence[np.ndarray], into: np.ndarray, nodes: tuple[TreeNode, ...] | Order = ()) -> None:
         """Combine `sources` into the partial result `into` (accumulator dtype, same shape, 1-D).
 
@@ -100,7 +108,9 @@ class Reduction:
             into: Array for the partial result; may be one of the sources.
             nodes: Nodes of the sources in the same order, or their `order_of`; default: the leaves from replica 0 on.
         """
-        _quietly(self._by_blocks, self._fold, sources, into, nodes, len(sources))
+        order = _order(sources, nodes)
+        if self._kernel is None or not self._kernel.combine(order.steps, sources, into, 0):
+            _quietly(self._by_blocks, self._fold, sources, into, order, len(sources))
 
     def reduce(
         self, sources: Sequence[np.ndarray], out: np.ndarray, count: int, nodes: tuple[TreeNode, ...] | Order = ()
@@ -113,17 +123,19 @@ class Reduction:
             count: Number of replicas, for the mean.
             nodes: Nodes of the sources in the same order, or their `order_of`; default: the leaves from replica 0 on.
         """
-        _quietly(self._by_blocks, self._reduce, sources, out, nodes, count)
+        order = _order(sources, nodes)
+        divisor = count if self.op == "mean" else 0
+        if self._kernel is None or not self._kernel.combine(order.steps, sources, out, divisor):
+            _quietly(self._by_blocks, self._reduce, sources, out, order, count)
 
     def _by_blocks(
         self,
         combine: Callable[[Sequence[np.ndarray], np.ndarray, Order, int], None],
         sources: Sequence[np.ndarray],
         out: np.ndarray,
-        nodes: tuple[TreeNode, ...] | Order,
+        order: Order,
         count: int,
     ) -> None:
-        order = nodes if isinstance(nodes, Order) else order_of(nodes or len(sources))
         block = BLOCK_BYTES // self.accumulator.itemsize
         if out.size <= block:
             combine(sources, out, order, count)
@@ -199,12 +211,14 @@ class Order:
         right: Right operand of the last step.
         rows: Number of accumulators.
         late: Sources that are read after the lowest accumulator was first written.
+        steps: All steps for the native kernel, as 32-bit integers.
     """
 
-    __slots__ = ("before_last", "late", "left", "right", "rows")
+    __slots__ = ("before_last", "late", "left", "right", "rows", "steps")
 
     def __init__(self, steps: tuple[TreeSum, ...]) -> None:
         self.before_last = steps[:-1]
+        self.steps = np.array(steps, np.int32).tobytes()
         self.left, self.right, _ = steps[-1] if steps else (0, 0, 0)
         self.rows = registers(steps)
         count, begun = len(steps) + 1, [step.register for step in steps].index(0) + 1 if steps else 0
@@ -217,6 +231,10 @@ def order_of(nodes: tuple[TreeNode, ...] | int) -> Order:
     if isinstance(nodes, int):
         nodes = tuple(TreeNode(replica, replica + 1) for replica in range(nodes))
     return Order(steps(nodes))
+
+
+def _order(sources: Sequence[np.ndarray], nodes: tuple[TreeNode, ...] | Order) -> Order:
+    return nodes if isinstance(nodes, Order) else order_of(nodes or len(sources))
 
 
 def _rows(dtype: np.dtype, rows: int, size: int, number: int) -> Sequence[np.ndarray]:

@@ -115,7 +115,7 @@ def _anchors(headings: list[str]) -> Iterator[str]:
 _VARIABLES = {
     "time limits": ("POPDIST_STALL_WARNING_S", "POPDIST_TIMEOUT_S", "POPDIST_CONNECT_TIMEOUT_S"),
     "exchange": (
-        *("POPDIST_EXCHANGE", "POPDIST_MECHANISM", "POPDIST_NETWORK"),
+        *("POPDIST_EXCHANGE", "POPDIST_MECHANISM", "POPDIST_NETWORK", "POPDIST_NATIVE"),
         *("POPDIST_EXECUTABLE_CACHE_PATH", "POPDIST_ALLOW_WRONG_SUMS"),
     ),
     "workers": (

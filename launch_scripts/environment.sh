@@ -66,10 +66,10 @@ is_recent() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
-# Installs only if the metadata or the path has changed since: the stamp has both.
+# Installs only if a file that the installation is made of, or the path, has changed since: the stamp has both.
 install() {
     stamp=$environment/popdist-everywhere
-    wanted=$(cd -- "$root" && cksum setup.cfg pyproject.toml && pwd)
+    wanted=$(made_of)
     for extra in "$1" dev; do # dev includes all other extras except horovod
         if [ "$(cat "$stamp-$extra" 2>/dev/null)" = "$wanted" ]; then
             return
@@ -81,6 +81,11 @@ install() {
     (cd -- "$root" && python -m pip install --quiet --disable-pip-version-check --editable ".[$1]" >&2) ||
         fail "pip could not install the project; is the package index reachable? pip's message is above"
     printf '%s\n' "$wanted" >"$stamp-$1"
+}
+
+# The checksums of the files that an installation is made of, and the path.
+made_of() {
+    (cd -- "$root" && cksum setup.cfg pyproject.toml setup.py collectives/native/kernel.c && pwd)
 }
 
 run() {

@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from installing import copy_build_files
 
 ROOT = Path(__file__).parents[1]
 CONSTRAINTS = ROOT / "launch_scripts" / "constraints.txt"
@@ -51,7 +52,8 @@ def copy_project(place):
     """Copy all files needed for an installation, so that pip does not write into the original."""
     for name in PACKAGES:
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    copy_build_files(place)
+    for name in ("README.md", "LICENSE"):
         shutil.copy(ROOT / name, place)
 
 

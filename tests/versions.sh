@@ -55,7 +55,7 @@ begin_environment() {
         say "left out: no Python $1 in PATH or in pyenv"
         return
     fi
-    wanted=$(cksum setup.cfg pyproject.toml && "$python" --version)
+    wanted=$(cksum setup.cfg pyproject.toml setup.py collectives/native/kernel.c && "$python" --version)
     if [ "$(cat "$environment/made-of" 2>/dev/null)" = "$wanted" ]; then
         return
     fi

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 from beds import ROOT
+from installing import stamp
 from slurm_bed import Slurm
 
 from poprun.hosts.allocation import find_allocation
@@ -265,8 +265,7 @@ def installed(slurm):
     for name, words in {"python": [sys.executable], "poprun": [sys.executable, "-m", "poprun"]}.items():
         (environment / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         (environment / "bin" / name).chmod(0o755)
-    stamp = f"{{ cksum setup.cfg pyproject.toml; pwd; }} >{shlex.quote(str(environment / 'popdist-everywhere-dev'))}"
-    subprocess.run(["sh", "-c", stamp], cwd=ROOT, check=True)
+    (environment / "popdist-everywhere-dev").write_text(stamp())
     return str(environment)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from fakes import fake
+from installing import copy_build_files, stamp
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch_scripts" / "install_horovod.sh"
@@ -41,8 +42,7 @@ class Machine:
         self.folder = folder
         self.project = folder / "my project"
         shutil.copytree(ROOT / "launch_scripts", self.project / "launch_scripts")
-        for name in ("setup.cfg", "pyproject.toml"):
-            shutil.copy(ROOT / name, self.project)
+        copy_build_files(self.project)
         self.environment, self.tools = folder / "an env", folder / "tools"
         self.temporary, self.cache = folder / "tmp", folder / "cache"
         for made in (self.tools, self.temporary, self.environment / "include"):
@@ -383,11 +383,9 @@ class TestFailures:
 
 def is_prepared():
     """Return whether the script would find the project installed, so that trying it changes nothing."""
-    wanted = subprocess.run(
-        ["sh", "-c", "cksum setup.cfg pyproject.toml && pwd"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    wanted = stamp()
     stamps = [Path(sys.prefix, f"popdist-everywhere-{name}") for name in ("dev", "examples")]
-    return any(stamp.exists() and stamp.read_text() == wanted.stdout for stamp in stamps)
+    return any(path.exists() and path.read_text() == wanted for path in stamps)
 
 
 @pytest.mark.job

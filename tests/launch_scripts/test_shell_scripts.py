@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fakes import fake
+from installing import copy_build_files
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path for path in (ROOT / "launch_scripts").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -44,8 +45,7 @@ def project(tmp_path):
     """Copy the scripts and metadata into a folder with a space in its name."""
     copy = tmp_path / "my project"
     shutil.copytree(ROOT / "launch_scripts", copy / "launch_scripts")
-    for name in ("setup.cfg", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy)
+    copy_build_files(copy)
     return copy
 
 
