@@ -233,8 +233,12 @@ class _ReplicaGradientRun(ReplicaRun):
 
     def dispatch(self) -> None:
         """Start all segments on the device, without waiting."""
-        for _ in self._carry_out():
-            pass
+        try:
+            for _ in self._carry_out():
+                pass
+        except BaseException:
+            self.is_broken = True
+            raise
 
     @override
     def wait(self, number: int) -> Sequence[jax.Array]:

@@ -127,6 +127,7 @@ class Replicas:
             self.defaults.executables or (usual_folder(os.environ) if has_same_bits else ""),
             is_spread=self.exchange.is_on_device,
             first_device=self._first_device,
+            runs_ahead=self.exchange.is_on_device or self.streams_gradients,
         )
         self.devices = self.grid.first
         if self.devices.is_cpu and platform != CPU:
