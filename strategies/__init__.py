@@ -14,153 +14,206 @@ Example::
     strategies.fingerprint(state.variables)  # the same on all instances, and for every number of instances
 """
 
-import gc
-from types import ModuleType
+import os
+from typing import TYPE_CHECKING
 
-try:  # JAX and optax make 100,000 permanent objects; garbage collection would take a fifth of this import
-    _collects_garbage = gc.isenabled()
-    gc.disable()
-    import jax  # noqa: F401
-    import optax  # noqa: F401
-finally:
-    if _collects_garbage:
-        gc.enable()
+from popdist.records.recording import FOLDER_VARIABLE
+from strategies.late_names import late_names
 
-from strategies import config, cross_replica_ops, loops, metrics, within_replica_ops
-from strategies.checkpoints.checkpoint_folder import Best
-from strategies.checkpoints.checkpoints import Checkpoints
-from strategies.checkpoints.loading import load_variables
-from strategies.checkpoints.own_loop import OwnLoop
-from strategies.compat import pipelining_ops
-from strategies.core.evaluation import Evaluation
-from strategies.core.metrics import Metrics
-from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.data.casts import Cast, casting
-from strategies.data.datasets import DistributedDataset
-from strategies.data.grain_source import GrainSource
-from strategies.data.layout import Position
-from strategies.data.sources import InputContext, Masked
-from strategies.defaults import Defaults
-from strategies.errors import (
-    CheckpointError,
-    DeviceError,
-    DisagreementError,
-    DivergenceError,
-    EndOfDataError,
-    FailedPreconditionError,
-    FeedError,
-    NonFiniteGradientError,
-    StrategyError,
-)
-from strategies.ipu import IPUStrategy
-from strategies.jax.comparing.digest import fingerprint
-from strategies.jax.evaluation.mean import Mean
-from strategies.jax.feeds.feed_streams import InfeedMode
-from strategies.jax.feeds.infeed import InfeedQueue
-from strategies.jax.feeds.outfeed import OutfeedMode, OutfeedQueue
-from strategies.jax.gradients.arguments import Outcome
-from strategies.jax.options import StepOptions
-from strategies.jax.programs.gradient_capture import GradientCaptureContext, capture_upstream_gradients
-from strategies.jax.programs.recomputation import recomputation_checkpoint, recomputing
-from strategies.jax.replicas.replica_context import ReplicaContext, get_replica_context
-from strategies.jax.replicas.variables import MirroredVariable, SyncOnReadVariable
-from strategies.jax.updates.arithmetic import clip_by_global_norm
-from strategies.jax.updates.optimizers import MapGradientOptimizer
-from strategies.job_strategies import IPUHorovodStrategy, IPUMultiWorkerStrategy, PopDistStrategy
-from strategies.keras_in_scope import KerasRoom, load_keras_room_with
-from strategies.loss_scaling import LossScale, LossScaling
-from strategies.measure.input_benchmarks import dataset_benchmark, infeed_benchmark
-from strategies.per_replica import PerReplica
-from strategies.pipelines.marks import ipu_shard, pipeline_stage
-from strategies.pipelines.pipelining import Pipelining
-from strategies.strategy import Strategy, get_strategy
-from strategies.table_rows import take_rows
-from strategies.train_state import TrainState
-from strategies.trainer import Trainer
+if TYPE_CHECKING:
+    from strategies import (
+        config as config,
+    )
+    from strategies import (
+        cross_replica_ops as cross_replica_ops,
+    )
+    from strategies import (
+        loops as loops,
+    )
+    from strategies import (
+        metrics as metrics,
+    )
+    from strategies import (
+        within_replica_ops as within_replica_ops,
+    )
+    from strategies.checkpoints.checkpoint_folder import Best as Best
+    from strategies.checkpoints.checkpoints import Checkpoints as Checkpoints
+    from strategies.checkpoints.loading import load_variables as load_variables
+    from strategies.checkpoints.own_loop import OwnLoop as OwnLoop
+    from strategies.compat import pipelining_ops as pipelining_ops
+    from strategies.core.evaluation import Evaluation as Evaluation
+    from strategies.core.metrics import Metrics as Metrics
+    from strategies.core.options import GradientAccumulationReductionMethod as GradientAccumulationReductionMethod
+    from strategies.data.casts import Cast as Cast
+    from strategies.data.casts import casting as casting
+    from strategies.data.datasets import DistributedDataset as DistributedDataset
+    from strategies.data.grain_source import GrainSource as GrainSource
+    from strategies.data.layout import Position as Position
+    from strategies.data.sources import InputContext as InputContext
+    from strategies.data.sources import Masked as Masked
+    from strategies.defaults import Defaults as Defaults
+    from strategies.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from strategies.errors import (
+        DeviceError as DeviceError,
+    )
+    from strategies.errors import (
+        DisagreementError as DisagreementError,
+    )
+    from strategies.errors import (
+        DivergenceError as DivergenceError,
+    )
+    from strategies.errors import (
+        EndOfDataError as EndOfDataError,
+    )
+    from strategies.errors import (
+        FailedPreconditionError as FailedPreconditionError,
+    )
+    from strategies.errors import (
+        FeedError as FeedError,
+    )
+    from strategies.errors import (
+        NonFiniteGradientError as NonFiniteGradientError,
+    )
+    from strategies.errors import (
+        StrategyError as StrategyError,
+    )
+    from strategies.ipu import IPUStrategy as IPUStrategy
+    from strategies.jax.comparing.digest import fingerprint as fingerprint
+    from strategies.jax.evaluation.mean import Mean as Mean
+    from strategies.jax.feeds.feed_streams import InfeedMode as InfeedMode
+    from strategies.jax.feeds.infeed import InfeedQueue as InfeedQueue
+    from strategies.jax.feeds.outfeed import OutfeedMode as OutfeedMode
+    from strategies.jax.feeds.outfeed import OutfeedQueue as OutfeedQueue
+    from strategies.jax.gradients.arguments import Outcome as Outcome
+    from strategies.jax.options import StepOptions as StepOptions
+    from strategies.jax.programs.gradient_capture import (
+        GradientCaptureContext as GradientCaptureContext,
+    )
+    from strategies.jax.programs.gradient_capture import (
+        capture_upstream_gradients as capture_upstream_gradients,
+    )
+    from strategies.jax.programs.recomputation import (
+        recomputation_checkpoint as recomputation_checkpoint,
+    )
+    from strategies.jax.programs.recomputation import (
+        recomputing as recomputing,
+    )
+    from strategies.jax.replicas.replica_context import (
+        ReplicaContext as ReplicaContext,
+    )
+    from strategies.jax.replicas.replica_context import (
+        get_replica_context as get_replica_context,
+    )
+    from strategies.jax.replicas.variables import (
+        MirroredVariable as MirroredVariable,
+    )
+    from strategies.jax.replicas.variables import (
+        SyncOnReadVariable as SyncOnReadVariable,
+    )
+    from strategies.jax.updates.arithmetic import clip_by_global_norm as clip_by_global_norm
+    from strategies.jax.updates.optimizers import MapGradientOptimizer as MapGradientOptimizer
+    from strategies.job_strategies import (
+        IPUHorovodStrategy as IPUHorovodStrategy,
+    )
+    from strategies.job_strategies import (
+        IPUMultiWorkerStrategy as IPUMultiWorkerStrategy,
+    )
+    from strategies.job_strategies import (
+        PopDistStrategy as PopDistStrategy,
+    )
+    from strategies.loss_scaling import LossScale as LossScale
+    from strategies.loss_scaling import LossScaling as LossScaling
+    from strategies.measure.input_benchmarks import (
+        dataset_benchmark as dataset_benchmark,
+    )
+    from strategies.measure.input_benchmarks import (
+        infeed_benchmark as infeed_benchmark,
+    )
+    from strategies.per_replica import PerReplica as PerReplica
+    from strategies.pipelines.marks import ipu_shard as ipu_shard
+    from strategies.pipelines.marks import pipeline_stage as pipeline_stage
+    from strategies.pipelines.pipelining import Pipelining as Pipelining
+    from strategies.strategy import Strategy as Strategy
+    from strategies.strategy import get_strategy as get_strategy
+    from strategies.table_rows import take_rows as take_rows
+    from strategies.train_state import TrainState as TrainState
+    from strategies.trainer import Trainer as Trainer
 
+_PLACES = {
+    "Best": "strategies.checkpoints.checkpoint_folder",
+    "Cast": "strategies.data.casts",
+    "CheckpointError": "strategies.errors",
+    "Checkpoints": "strategies.checkpoints.checkpoints",
+    "Defaults": "strategies.defaults",
+    "DeviceError": "strategies.errors",
+    "DisagreementError": "strategies.errors",
+    "DistributedDataset": "strategies.data.datasets",
+    "DivergenceError": "strategies.errors",
+    "EndOfDataError": "strategies.errors",
+    "Evaluation": "strategies.core.evaluation",
+    "FailedPreconditionError": "strategies.errors",
+    "FeedError": "strategies.errors",
+    "GradientAccumulationReductionMethod": "strategies.core.options",
+    "GradientCaptureContext": "strategies.jax.programs.gradient_capture",
+    "GrainSource": "strategies.data.grain_source",
+    "IPUHorovodStrategy": "strategies.job_strategies",
+    "IPUMultiWorkerStrategy": "strategies.job_strategies",
+    "IPUStrategy": "strategies.ipu",
+    "InfeedMode": "strategies.jax.feeds.feed_streams",
+    "InfeedQueue": "strategies.jax.feeds.infeed",
+    "InputContext": "strategies.data.sources",
+    "LossScale": "strategies.loss_scaling",
+    "LossScaling": "strategies.loss_scaling",
+    "MapGradientOptimizer": "strategies.jax.updates.optimizers",
+    "Masked": "strategies.data.sources",
+    "Mean": "strategies.jax.evaluation.mean",
+    "Metrics": "strategies.core.metrics",
+    "MirroredVariable": "strategies.jax.replicas.variables",
+    "NonFiniteGradientError": "strategies.errors",
+    "Outcome": "strategies.jax.gradients.arguments",
+    "OutfeedMode": "strategies.jax.feeds.outfeed",
+    "OutfeedQueue": "strategies.jax.feeds.outfeed",
+    "OwnLoop": "strategies.checkpoints.own_loop",
+    "PerReplica": "strategies.per_replica",
+    "Pipelining": "strategies.pipelines.pipelining",
+    "PopDistStrategy": "strategies.job_strategies",
+    "Position": "strategies.data.layout",
+    "ReplicaContext": "strategies.jax.replicas.replica_context",
+    "StepOptions": "strategies.jax.options",
+    "Strategy": "strategies.strategy",
+    "StrategyError": "strategies.errors",
+    "SyncOnReadVariable": "strategies.jax.replicas.variables",
+    "TrainState": "strategies.train_state",
+    "Trainer": "strategies.trainer",
+    "capture_upstream_gradients": "strategies.jax.programs.gradient_capture",
+    "casting": "strategies.data.casts",
+    "clip_by_global_norm": "strategies.jax.updates.arithmetic",
+    "config": "strategies.config",
+    "cross_replica_ops": "strategies.cross_replica_ops",
+    "dataset_benchmark": "strategies.measure.input_benchmarks",
+    "fingerprint": "strategies.jax.comparing.digest",
+    "get_replica_context": "strategies.jax.replicas.replica_context",
+    "get_strategy": "strategies.strategy",
+    "infeed_benchmark": "strategies.measure.input_benchmarks",
+    "ipu_shard": "strategies.pipelines.marks",
+    "load_variables": "strategies.checkpoints.loading",
+    "loops": "strategies.loops",
+    "metrics": "strategies.metrics",
+    "pipeline_stage": "strategies.pipelines.marks",
+    "pipelining_ops": "strategies.compat.pipelining_ops",
+    "recomputation_checkpoint": "strategies.jax.programs.recomputation",
+    "recomputing": "strategies.jax.programs.recomputation",
+    "take_rows": "strategies.table_rows",
+    "within_replica_ops": "strategies.within_replica_ops",
+}
+"""The public names, and the modules that have them; a name is imported at its first use."""
 
-def __getattr__(name: str) -> ModuleType:
-    """Return `strategies.keras`; the first access imports it and Keras."""
-    if name == "keras":
-        import strategies.keras as room
+__all__ = [*_PLACES]
 
-        return room
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = late_names(__name__, {**_PLACES, "keras": "strategies.keras"})
 
-
-def _keras_room() -> KerasRoom:
-    """Import the part of `strategies.keras` that strategies call, and Keras."""
-    from strategies.keras import hook
-
-    return hook
-
-
-load_keras_room_with(_keras_room)
-
-__all__ = [
-    "Best",
-    "Cast",
-    "CheckpointError",
-    "Checkpoints",
-    "Defaults",
-    "DeviceError",
-    "DisagreementError",
-    "DistributedDataset",
-    "DivergenceError",
-    "EndOfDataError",
-    "Evaluation",
-    "FailedPreconditionError",
-    "FeedError",
-    "GradientAccumulationReductionMethod",
-    "GradientCaptureContext",
-    "GrainSource",
-    "IPUHorovodStrategy",
-    "IPUMultiWorkerStrategy",
-    "IPUStrategy",
-    "InfeedMode",
-    "InfeedQueue",
-    "InputContext",
-    "LossScale",
-    "LossScaling",
-    "MapGradientOptimizer",
-    "Masked",
-    "Mean",
-    "Metrics",
-    "MirroredVariable",
-    "NonFiniteGradientError",
-    "Outcome",
-    "OutfeedMode",
-    "OutfeedQueue",
-    "OwnLoop",
-    "PerReplica",
-    "Pipelining",
-    "PopDistStrategy",
-    "Position",
-    "ReplicaContext",
-    "StepOptions",
-    "Strategy",
-    "StrategyError",
-    "SyncOnReadVariable",
-    "TrainState",
-    "Trainer",
-    "capture_upstream_gradients",
-    "casting",
-    "clip_by_global_norm",
-    "config",
-    "cross_replica_ops",
-    "dataset_benchmark",
-    "fingerprint",
-    "get_replica_context",
-    "get_strategy",
-    "infeed_benchmark",
-    "ipu_shard",
-    "load_variables",
-    "loops",
-    "metrics",
-    "pipeline_stage",
-    "pipelining_ops",
-    "recomputation_checkpoint",
-    "recomputing",
-    "take_rows",
-    "within_replica_ops",
-]
+if FOLDER_VARIABLE in os.environ:  # a record begins with the random state that this import finds
+    import strategies.jax.step_record  # noqa: F401

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from strategies.jax.programs.program import HeldState
-from strategies.jax.replicas.replicas import Replicas
+if TYPE_CHECKING:
+    from strategies.jax.programs.program import HeldState
+    from strategies.jax.replicas.replicas import Replicas
 
 
 class KerasRoom(Protocol):
@@ -24,18 +25,13 @@ class KerasRoom(Protocol):
         """Return the variables of these Keras objects, as state that a program reads and assigns."""
 
 
-_loaders: list[Callable[[], KerasRoom]] = []
-
-
-def load_keras_room_with(load: Callable[[], KerasRoom]) -> None:
-    """Register the function that imports `strategies.keras`; only the package's `__init__` may import every room."""
-    _loaders[:] = [load]
-
-
 def keras_room() -> KerasRoom:
-    """Return `strategies.keras`; the first call imports it, and Keras."""
-    [load] = _loaders
-    return load()
+    """Return the part of `strategies.keras` that strategies call; the first call imports it, and Keras.
+
+    The package imports it, because no room may import `strategies.keras`.
+    """
+    room: KerasRoom = sys.modules["strategies"].keras.hook
+    return room
 
 
 class _LateImport(MetaPathFinder, Loader):

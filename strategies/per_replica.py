@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import jax
-
+import strategies.trees as trees
 from strategies.typing import Tree
 
 
@@ -55,14 +54,14 @@ def dealt(value: Tree, replicas: range) -> Tree:
     Raises:
         ValueError: If a `PerReplica` does not have one value per local replica, or belongs to other replicas.
     """
-    parts = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, PerReplica)]
+    parts = [leaf for leaf in trees.leaves(value) if isinstance(leaf, PerReplica)]
     for part in parts:
         _check(part, replicas)
     if isinstance(value, PerReplica) or not parts:
         return value
     return PerReplica(
         tuple(
-            jax.tree.map(lambda leaf, i=position: leaf[i] if isinstance(leaf, PerReplica) else leaf, value)
+            trees.map(lambda leaf, i=position: leaf[i] if isinstance(leaf, PerReplica) else leaf, value)
             for position in range(len(replicas))
         ),
         replicas,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+import strategies.trees as trees
 from collectives import Communicator
 from collectives.instruments import Instruments
 from popdist.instance import Instance
@@ -27,14 +27,12 @@ from strategies.data.sources import InputContext
 from strategies.defaults import Defaults, current_defaults_of
 from strategies.errors import DeviceError
 from strategies.extended import StrategyExtended
-from strategies.jax.feeds.drawing import Iterators, drawn
-from strategies.jax.programs.captures import Reads
 from strategies.jax.programs.program import NOTHING_HELD, DeviceProgram, HeldState
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
+from strategies.jax.replicas.current_replica import refuse_in_replica
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.gathering import concatenated
 from strategies.jax.replicas.membership import Membership
-from strategies.jax.replicas.replica_context import refuse_in_replica, replica_context
 from strategies.jax.replicas.replicas import Replicas, as_jax_would
 from strategies.jax.replicas.variables import (
     MirroredVariable,
@@ -44,8 +42,12 @@ from strategies.jax.replicas.variables import (
     values_of,
 )
 from strategies.keras_in_scope import keras_in_scope, keras_room
+from strategies.late_jax import is_jax_array, jax, jnp
 from strategies.per_replica import PerReplica, Shared
 from strategies.typing import Data, Element, Function, Leaf, Tree
+
+if TYPE_CHECKING:
+    from strategies.jax.feeds.drawing import Iterators
 
 Same = TypeVar("Same")
 
@@ -109,7 +111,12 @@ class Strategy(ABC):
             type(self).__name__, membership, progress, add_cross_replica_reductions, variables_on_host
         )
         self.progress = self._replicas.progress
-        self._iterators = Iterators()
+
+    @functools.cached_property
+    def _iterators(self) -> Iterators:
+        from strategies.jax.feeds.drawing import Iterators  # imports JAX
+
+        return Iterators()
 
     @property
     def defaults(self) -> Defaults:
@@ -409,14 +416,14 @@ class Strategy(ABC):
     def _shared(self, value: Tree) -> Tree:
         """Return a value that all replicas get as a whole, on whatever device it lies."""
         refuse_cut_integers(refuse_float64(value))
-        return jax.tree.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
+        return trees.map(lambda leaf: borrow(leaf) if _is_on_one_device(leaf) else leaf, value)
 
     def _run(self, executables: Sequence[jax.stages.Compiled], arguments: Sequence[Sequence[Tree]]) -> list[Tree]:
         """Run the program on the arguments of each local replica, and return the results."""
 
         def compute(position: int) -> Tree:
             result, changes, _ = jax.block_until_ready(executables[position](*arguments[position]))
-            return jax.tree.map(borrow, result), changes
+            return trees.map(borrow, result), changes
 
         reducer = self.replicas.reducer
         reducer.begin()
@@ -428,6 +435,8 @@ class Strategy(ABC):
 
     def _program(self, function: Function, names: tuple[str, ...]) -> tuple[DeviceProgram, HeldState]:
         """Return the compiled function, and the Keras variables that it reads besides its arguments."""
+        from strategies.jax.programs.captures import Reads  # imports JAX
+
         key = function, names
         found = self.replicas.programs.get(key)
         if found is not None and all(is_same() for is_same in found[2]):
@@ -442,6 +451,10 @@ class Strategy(ABC):
     def _for_one_replica(
         self, function: Function, names: tuple[str, ...], state: HeldState, constants: list[Callable[[], bool]]
     ) -> Function:
+        from strategies.jax.feeds.drawing import drawn  # imports JAX, as the next two
+        from strategies.jax.programs.captures import Reads
+        from strategies.jax.replicas.replica_context import replica_context
+
         def one_replica(index: jax.Array, held: Sequence[Tree], *values: Tree) -> Tree:
             first_named, values = len(values) - len(names), tuple(drawn(list(values)))
             context = self.replicas.new_context(index, "run", is_watched=True)
@@ -453,7 +466,7 @@ class Strategy(ABC):
             constants.extend([*context.feeds.constants, reads.is_same])
             # The token makes a result that is ready only after the program's last feed.
             results = (refuse_float64(result, "output"), made, context.feeds.token)
-            return jax.tree.map(jnp.asarray, results)
+            return trees.map(jnp.asarray, results)
 
         return one_replica
 
@@ -561,7 +574,7 @@ def _require_arguments(args: object, kwargs: object) -> None:
 
 
 def _is_on_one_device(leaf: Leaf) -> bool:
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    is_array = is_jax_array(leaf) and not isinstance(leaf, jax.core.Tracer)
     return is_array and len(leaf.devices()) == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -569,8 +582,8 @@ def _alike(values: Sequence[Tree]) -> list[Tree]:
     """Return the replicas' values on the host, checked to have the same shapes."""
     for value in values:
         refuse_float64(value)
-    hosted = [jax.tree.map(as_jax_would, value) for value in values]
-    jax.tree.map(_check_shapes, *hosted)
+    hosted = [trees.map(as_jax_would, value) for value in values]
+    trees.map(_check_shapes, *hosted)
     return hosted
 
 

@@ -6,16 +6,15 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 
-import jax
-
+import strategies.trees as trees
 from strategies.loss_scaling import LossScale
 from strategies.typing import Leaf, OptimizerState, Tree, Variables
 
-jax.tree_util.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
+trees.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
 
 
 @partial(
-    jax.tree_util.register_dataclass,
+    trees.register_dataclass,
     data_fields=["variables", "optimizer_state", "loss_scale", "residuals", "model_state"],
     meta_fields=["step"],
 )
@@ -50,5 +49,28 @@ _alive: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictiona
 
 def is_trained(leaf: Leaf) -> bool:
     """Return whether an array is part of a state that the program still holds, such as a variable or a moving mean."""
-    trees = [(state.variables, state.optimizer_state, state.model_state) for state in list(_alive.values())]
-    return any(leaf is other for other in jax.tree.leaves(trees))
+    alive = [(state.variables, state.optimizer_state, state.model_state) for state in list(_alive.values())]
+    return any(leaf is other for other in trees.leaves(alive))
+
+
+def check_state(state: object) -> None:
+    """Check the state that is given to a step.
+
+    Raises:
+        TypeError: It is not a `TrainState`.
+        ValueError: A step has used it up.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"the state is of type {type(state).__name__}; give the result of trainer.init, and later the result of "
+            "the previous step: state, metrics = trainer.step(state, batch)"
+        )
+    if are_used_up(state.variables):
+        raise ValueError(
+            f"this state was used up by step {state.step}; rebind it: state, metrics = trainer.step(state, batch)"
+        )
+
+
+def are_used_up(variables: Variables) -> bool:
+    """Return whether a step has reused the memory of these variables for new ones."""
+    return any([leaf.is_deleted() for leaf in trees.leaves(variables) if hasattr(leaf, "is_deleted")])  # in every step

@@ -17,12 +17,11 @@ from strategies.core.rows import EvaluationTask, Told
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
 from strategies.data.every_row import every_row
-from strategies.jax.engine import JaxEngine, flipped, rows_of
+from strategies.jax.engine import JaxEngine, flipped
 from strategies.jax.evaluation.tasks import MetricsFunction, evaluation_task, prediction_task
 from strategies.jax.gradients.arguments import (
     check_loss_function,
     check_optimizer,
-    check_state,
     check_takes_state,
     check_variables,
 )
@@ -32,12 +31,13 @@ from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.options import TrainerOptions, configured
 from strategies.jax.preparation import StepPrograms
 from strategies.jax.programs.program import shapes_of
+from strategies.jax.replicas.current_replica import refuse_in_replica
 from strategies.jax.replicas.dealing import unchanging
-from strategies.jax.replicas.replica_context import refuse_in_replica
 from strategies.jax.step_record import recorder_for
 from strategies.jax.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
 from strategies.strategy import Strategy
-from strategies.train_state import TrainState
+from strategies.train_state import TrainState, check_state
+from strategies.trees import rows_of
 from strategies.typing import Batch, Function, LossFunction, Tree, Variables
 
 __all__ = ["LossFunction", "Metrics", "TrainState", "Trainer"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -67,6 +68,7 @@ OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
 DOORS = {
     "collectives/__init__.py": "connects by the transport that the user names, and needs the libraries of no other",
     "popdist/compat.py": "looks the original's names up in a table when a program asks for one",
+    "strategies/late_names.py": "imports the public names of a package, which type checkers find in its __init__",
     "popdist/poptorch.py": "is the original's name of a module; a program that imports it asks for PopTorch",
 }
 """The files that import modules by name, chosen here or by the user, and their reasons."""
@@ -100,7 +102,8 @@ def test_only_doors_import_our_modules_by_name() -> None:
 def test_no_package_imports_a_door() -> None:
     """Therefore no circle contains a door."""
     doors = {path.removesuffix(".py").replace("/", ".") for path in DOORS if not path.endswith("__init__.py")}
-    assert [path for package in OURS for path in modules_of(package) if doors & set(imports_of(path))] == []
+    others = [path for package in OURS for path in modules_of(package) if path.name != "__init__.py"]
+    assert [path for path in others if doors & set(imports_of(path))] == []
 
 
 def allowed_in(path: Path) -> set[str]:
@@ -161,31 +164,57 @@ def test_a_backend_is_loaded_only_by_its_name() -> None:
     assert importers == []
 
 
-def loaded_by(module: str) -> set[str]:
-    """Return the top-level modules that importing `module` loads in a fresh interpreter."""
-    program = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+def loaded_by(*statements: str) -> list[set[str]]:
+    """Return the top-level modules that are loaded after each of the statements, in one fresh interpreter."""
+    shown = "print(*{name.partition('.')[0] for name in sys.modules})"
+    program = "\n".join(["import sys", *(f"{statement}; {shown}" for statement in statements)])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environ, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
-    return set(ended.stdout.split())
+    return [set(line.split()) for line in ended.stdout.splitlines()]
 
 
-HEAVY = {"numpy", "jax", "jaxlib", "mpi4py", "ml_dtypes", "optax"}
+OF_JAX = {"absl", "flax", "grain", "jax", "jaxlib", "keras", "optax", "orbax", "tensorboard"}
+NEVER = OF_JAX | {"mpi4py", "grpc", "horovod"}
+HEAVY = NEVER | {"ml_dtypes", "numpy", "torch"}
+LOADING = {
+    "import poprun.__main__, poprun.agent.guard": HEAVY,
+    "import popdist, popdist.environments": HEAVY,
+    "import strategies": HEAVY,
+    "import collectives": NEVER | {"torch"},
+    "strategies.IPUStrategy, strategies.PopDistStrategy, strategies.Checkpoints, strategies.config": NEVER | {"torch"},
+}
+"""The libraries that these imports, one after another in one process, do not load."""
+OF_PYTORCH = "import strategies.torch; [getattr(strategies.torch, name) for name in strategies.torch.__all__]"
 
 
-@pytest.mark.parametrize("module", ["poprun.__main__", "poprun.agent.guard", "popdist", "popdist.environments"])
-def test_launchers_load_no_numeric_library(module: str) -> None:
-    assert loaded_by(module) & HEAVY == set()
+def test_imports_load_only_the_libraries_that_they_need() -> None:
+    """A name of `strategies` loads what it needs at its first use; `strategies.torch` needs no JAX."""
+    of_torch = {OF_PYTORCH: NEVER} if importlib.util.find_spec("torch") else {}
+    lists = LOADING | of_torch
+    found = dict(zip(lists, loaded_by(*lists), strict=True))
+    assert {statement: found[statement] & lists[statement] for statement in lists} == dict.fromkeys(lists, set())
 
 
-def test_collectives_load_no_transport() -> None:
-    assert loaded_by("collectives") & {"mpi4py", "jax", "popdist", "poprun", "strategies"} == set()
+@pytest.mark.parametrize("package", ["strategies", "strategies.torch"])
+def test_type_checkers_see_the_public_names_where_programs_find_them(package: str) -> None:
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    [seen] = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    [places] = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PLACES"
+    )
+    assert {
+        (alias.name, alias.asname, f"{node.module}.{alias.name}" if is_module(node, alias) else node.module)
+        for node in seen.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } == {(name, name, place) for name, place in ast.literal_eval(places).items()}
 
 
-def test_strategies_load_no_launcher_and_no_transport() -> None:
-    assert loaded_by("strategies") & {"keras", "mpi4py", "orbax", "poprun", "tensorboard", "torch"} == set()
+def is_module(node: ast.ImportFrom, alias: ast.alias) -> bool:
+    return (ROOT / str(node.module).replace(".", "/") / f"{alias.name}.py").exists()
 
 
 def test_every_package_of_the_project_has_a_rule() -> None:
@@ -208,6 +237,8 @@ def test_only_the_room_of_programs_walks_through_equations() -> None:
 FREE_OF_FRAMEWORKS = ("strategies/core", "strategies/exchange")
 """The rooms that use only NumPy and protocols, so that any engine may use them."""
 FRAMEWORKS = {"jax", "jaxlib", "keras", "optax", "torch"}
+LATE = {"strategies.late_jax", "strategies.trees"}
+"""The modules by which rooms reach JAX, which these rooms must not use either."""
 
 
 class RunTimeImports(ast.NodeVisitor):
@@ -241,16 +272,17 @@ def test_core_and_exchange_use_no_framework_even_indirectly() -> None:
         f"{path.relative_to(ROOT)} imports {name}"
         for path, names in used.items()
         for name in names
-        if name.partition(".")[0] in FRAMEWORKS - allowed_in(path)  # what records a framework's own profile may know it
+        if name in LATE
+        or name.partition(".")[0] in FRAMEWORKS - allowed_in(path)  # what records a framework's own profile may know it
     }
     assert forbidden == set()
 
 
 def test_core_and_exchange_load_no_framework() -> None:
-    """The package is built by hand, because its own `__init__` loads all that users need."""
+    """The package is built by hand, because its own `__init__` loads what all users need."""
     names = [draw_rooms.name_of(path) for room in FREE_OF_FRAMEWORKS for path in modules_of(room)]
     empty = f"types; empty = types.ModuleType('strategies'); empty.__path__ = [{str(ROOT / 'strategies')!r}]"
-    loaded = loaded_by("; import ".join([f"{empty}; sys.modules['strategies'] = empty", *names]))
+    [loaded] = loaded_by("; import ".join([f"import {empty}; sys.modules['strategies'] = empty", *names]))
     assert "numpy" in loaded
     assert loaded & FRAMEWORKS == set()
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jax.typing import ArrayLike
 
+import strategies.trees as trees
 from collectives.instruments import CHECKPOINT
+from popdist.records.recording import FOLDER_VARIABLE
 from popdist.switches import require_switches
 from strategies.argument_checks import positive
 from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder, SavedTraining
@@ -30,12 +30,14 @@ from strategies.core.agreement import broadcast_text
 from strategies.core.survival import meet, surviving
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
-from strategies.jax.gradients.arguments import are_used_up, check_state
 from strategies.jax.replicas.devices import borrow, is_key
 from strategies.jax.replicas.shards import PartOfArray
-from strategies.jax.step_record import checkpoint_folder
-from strategies.train_state import TrainState
+from strategies.late_jax import is_jax_array, jax
+from strategies.train_state import TrainState, are_used_up, check_state
 from strategies.typing import Leaf
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ class Checkpoints:
         self._dataset = dataset
         self._every = every
         self._grace_s = grace_s
-        self._directory, self._keep, self._keep_best = checkpoint_folder(Path(directory)), keep, keep_best
+        self._directory, self._keep, self._keep_best = _folder_for(Path(directory)), keep, keep_best
         self._opened: CheckpointFolder | None = None
         _ = self._folder  # raises now if orbax is missing
         self._thread = ThreadPoolExecutor(1, "checkpoints", _stand_back)
@@ -473,21 +475,30 @@ def _like(leaf: Leaf, array: jax.Array) -> Any:
     """Return this instance's part of an array, placed like `leaf`."""
     if isinstance(leaf, PartOfArray):
         return leaf.of(array)
-    return jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) and not is_key(leaf) else array
+    return jax.device_put(array, leaf.sharding) if is_jax_array(leaf) and not is_key(leaf) else array
 
 
 def _named_arrays(state: TrainState) -> dict[str, Any]:
     """Return all arrays of a state, with the data of random keys, by names such as `.variables['w']`."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in leaves}
+    leaves = trees.leaves_with_path(state)
+    return {trees.keystr(path): jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in leaves}
 
 
 def _with_arrays(state: TrainState, arrays: Mapping[str, jax.Array], step: int) -> TrainState:
     """Return a state like this one, with other arrays and another step."""
 
     def of(path: Any, leaf: Leaf) -> Any:
-        array = arrays[jax.tree_util.keystr(path)]
+        array = arrays[trees.keystr(path)]
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 
-    restored: TrainState = jax.tree_util.tree_map_with_path(of, state)
+    restored: TrainState = trees.map_with_path(of, state)
     return replace(restored, step=step)
+
+
+def _folder_for(directory: Path) -> Path:
+    """Return the folder for checkpoints: the requested folder, or another one during verification."""
+    if FOLDER_VARIABLE not in os.environ:
+        return directory
+    from strategies.jax.step_record import checkpoint_folder  # imports JAX
+
+    return checkpoint_folder(directory)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+import strategies.trees as trees
 from strategies.checkpoints.checkpoint_folder import Best, CheckpointFolder
 from strategies.checkpoints.sealed_folders import TRAINING, fault_of, shown
 from strategies.errors import CheckpointError
@@ -115,8 +115,8 @@ def _named(checkpoint: Path, part: str) -> dict[str, np.ndarray]:
 
 def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Variables) -> Variables:
     """Return the arrays in the structure of another tree."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(like)
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+    paths, structure = trees.flatten_with_path(like)
+    wanted = {trees.keystr(path): leaf for path, leaf in paths}
     for name in sorted(wanted.keys() | found.keys()):
         there, here = (f"{of[name].dtype}{list(of[name].shape)}" if name in of else "nothing" for of in (found, wanted))
         if there != here:
@@ -124,7 +124,7 @@ def _structured(checkpoint: Path, found: Mapping[str, np.ndarray], like: Variabl
                 f"checkpoint {checkpoint} has {there} as variable {shown(name)}, but like has {here}; use the same "
                 "model"
             )
-    return jax.tree.unflatten(structure, [found[name] for name in wanted])
+    return trees.unflatten(structure, [found[name] for name in wanted])
 
 
 def _nested(checkpoint: Path, found: Mapping[str, np.ndarray]) -> Variables:

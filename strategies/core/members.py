@@ -97,7 +97,7 @@ class Members(Protocol):
         """The faults that the user has asked to inject into this instance."""
 
     @property
-    def reducer(self) -> ReplicaPrograms:
+    def running_programs(self) -> ReplicaPrograms:
         """The programs of the local replicas."""
 
     @property

@@ -15,7 +15,7 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instrume
 from strategies.core.agreement import broadcast_text
 from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.members import Members, ReplicaPrograms
+from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
 from strategies.loss_scaling import LossScaling
@@ -74,19 +74,17 @@ class _Surroundings:
     Attributes:
         communicator: The connection of the instances; another one means other instances.
         instruments: The instruments attached to this instance.
-        programs: The programs of the local replicas.
         local: The number of local replicas.
     """
 
     communicator: Communicator
     instruments: Instruments
-    programs: ReplicaPrograms
     local: int
 
     @classmethod
     def of(cls, members: Members) -> _Surroundings:
         """Return the facts about the present instances."""
-        return cls(members.communicator, members.instruments, members.reducer, len(members.local_replicas))
+        return cls(members.communicator, members.instruments, len(members.local_replicas))
 
 
 class StepLoop(Generic[State, Pending]):
@@ -186,7 +184,7 @@ class StepLoop(Generic[State, Pending]):
 
     def _checked(self, surroundings: _Surroundings, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make a step, after a comparison of the state's bits if one is due; end the programs of the replicas."""
-        programs, every = surroundings.programs, self._rules.digest_every
+        programs, every = self._members.running_programs, self._rules.digest_every
         programs.begin()
         with programs.ending():
             if every and state.step and not state.step % every:

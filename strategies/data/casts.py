@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
+import strategies.trees as trees
 from strategies.data.sources import Masked
+from strategies.late_jax import jax, jnp
 from strategies.typing import Batch, Function, Numbers, Tree, Variables
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 DTypes: TypeAlias = Any
 """One dtype (or `Cast`) for all leaves, or one for each entry of the batch, in a mapping or tuple like the batch.
@@ -120,9 +122,7 @@ def _map_where(change: _Change, dtypes: DTypes, batch: Batch, name: str = "the b
             _map_where(change, to, part, f"{name}[{i}]") for i, (to, part) in enumerate(zip(dtypes, batch, strict=True))
         ]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: change(dtypes, name + jax.tree_util.keystr(path), leaf), batch
-    )
+    return trees.map_with_path(lambda path, leaf: change(dtypes, name + trees.keystr(path), leaf), batch)
 
 
 def _map_entries(change: _Change, dtypes: Mapping[str, DTypes], batch: Batch, name: str) -> Batch:

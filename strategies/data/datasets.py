@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 
+import strategies.trees as trees
 from collectives import Communicator
 from collectives.instruments import DATA, Instruments
 from popdist.switches import require_switches
@@ -219,9 +219,9 @@ class DistributedDataset:
             is_empty = True
             for batch in self._source.batches(epoch, 0):
                 is_empty = False
-                leaves, structure = jax.tree.flatten(converted(self._transfer_dtype, batch))
+                leaves, structure = trees.flatten(converted(self._transfer_dtype, batch))
                 split = zip(*(np.split(leaf, local) for leaf in leaves), strict=True)
-                yield [jax.tree.unflatten(structure, part) for part in split]
+                yield [trees.unflatten(structure, part) for part in split]
             if is_empty:
                 return
 
@@ -353,10 +353,10 @@ def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> Da
         return from_shards(source, layout)
     if isinstance(getattr(source, "values", None), list | tuple):
         return from_values(source.values, layout)
-    if isinstance(source, Mapping) and jax.tree_util.all_leaves([source]):
+    if isinstance(source, Mapping) and trees.is_leaf(source):
         source = dict(source)  # a mapping that is not registered with JAX
     if _is_pytree_of_arrays(source):
-        arrays = jax.tree.map(np.asarray, source)
+        arrays = trees.map(np.asarray, source)
         steps = Steps(arrays, common_length(arrays), layout, seed=seed, shuffle=shuffle, read=take_rows)
         return RandomAccessSource(steps)
     if _is_random_access(source):
@@ -373,4 +373,4 @@ def _is_random_access(source: Data) -> bool:
 def _is_pytree_of_arrays(source: Data) -> bool:
     if isinstance(source, list):
         return False
-    return not jax.tree_util.all_leaves([source]) or hasattr(source, "shape")
+    return not trees.is_leaf(source) or hasattr(source, "shape")

@@ -7,10 +7,10 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 
-import jax
 import numpy as np
 from typing_extensions import override
 
+import strategies.trees as trees
 from collectives import Communicator
 from strategies.data.datasets import DistributedDataset
 from strategies.data.iterators import Lockstep
@@ -99,7 +99,7 @@ class _OfDataset(EveryRow):
             if isinstance(batch, Masked):
                 yield batch
             else:
-                rows = jax.tree.leaves(batch)[0].shape[0]
+                rows = trees.leaves(batch)[0].shape[0]
                 yield Masked(batch, np.ones(rows, bool))
 
     @override
@@ -156,8 +156,8 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
         ValueError: If leaves differ in their number of rows, or the batch is unlike the batch before.
     """
     given, mask = (batch.values, batch.mask) if isinstance(batch, Masked) else (batch, None)
-    values = jax.tree.map(np.asarray, given)
-    shapes = {f"batch{jax.tree_util.keystr(p)}": leaf.shape for p, leaf in jax.tree_util.tree_leaves_with_path(values)}
+    values = trees.map(np.asarray, given)
+    shapes = {f"batch{trees.keystr(p)}": leaf.shape for p, leaf in trees.leaves_with_path(values)}
     if not shapes:
         raise ValueError(f"batch {number} has no arrays; {_WAY_OUT}")
     if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
@@ -174,9 +174,9 @@ def _checked(batch: Batch, last: Masked | None, number: int) -> Masked:
     return Masked(values, np.ones(rows, bool) if mask is None else np.asarray(mask))
 
 
-def _row_of(values: Batch) -> tuple[jax.tree_util.PyTreeDef, list[tuple[tuple[int, ...], np.dtype]]]:
+def _row_of(values: Batch) -> tuple[object, list[tuple[tuple[int, ...], np.dtype]]]:
     """Return the structure, shapes and dtypes that all batches share."""
-    leaves, structure = jax.tree.flatten(values)
+    leaves, structure = trees.flatten(values)
     return structure, [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
 
@@ -203,5 +203,5 @@ def _padded(batch: Masked, rows: int) -> Masked:
     """Return the batch with its last row repeated, masked as padding."""
     given = len(batch.mask)
     take = np.minimum(np.arange(rows), given - 1)
-    values = jax.tree.map(lambda leaf: leaf[take], batch.values)
+    values = trees.map(lambda leaf: leaf[take], batch.values)
     return Masked(values, batch.mask[take] & (np.arange(rows) < given))

@@ -14,14 +14,15 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
 
-import jax
 import numpy as np
 from typing_extensions import override
 
+import strategies.trees as trees
 from popdist.spawned import refuse_while_spawned
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout
 from strategies.data.sources import DataSource, RandomAccess, RandomAccessSource, SourceFactory, Steps, stacked
+from strategies.late_jax import jax
 from strategies.typing import Batch, Data
 
 ENDLESS = 2**60
@@ -185,7 +186,7 @@ class _Workers:
                 error.add_note("this error comes from a worker process of strategies.GrainSource; see its output above")
                 raise
         self.number += 1
-        return jax.tree.map(np.array, batch)  # copies, because the name of shared memory may outlive the process
+        return trees.map(np.array, batch)  # copies, because the name of shared memory may outlive the process
 
     def close(self) -> None:
         """End the processes; at exit even if a thread still reads."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+import strategies.trees as trees
 from strategies.argument_checks import at_least, positive
 from strategies.data.layout import Indices, Layout, epoch_order
 from strategies.per_replica import PerReplica
@@ -70,13 +70,13 @@ class SourceFactory(ABC):
 
 def stacked(elements: Sequence[Element]) -> Batch:
     """Return elements as one batch; raise ValueError if structures or shapes differ, or an element is a PerReplica."""
-    if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(elements[0])):
+    if any(isinstance(leaf, PerReplica) for leaf in trees.leaves(elements[0])):
         raise ValueError(
             "the elements are PerReplica, but each element must be for one replica; give distribute_dataset one "
             "PerReplica, with an iterable for each local replica"
         )
     try:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *elements)
+        return trees.map(lambda *leaves: np.stack(leaves), *elements)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"elements cannot be stacked into a batch ({error}); all need the same structure and shapes"
@@ -86,8 +86,8 @@ def stacked(elements: Sequence[Element]) -> Batch:
 def common_length(arrays: Tree) -> int:
     """Return the leading length that all leaves share; raise ValueError, naming the leaves, if they do not."""
     lengths: dict[str, int] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        name = f"data set{jax.tree_util.keystr(path)}"
+    for path, leaf in trees.leaves_with_path(arrays):
+        name = f"data set{trees.keystr(path)}"
         if leaf.dtype == object:
             raise ValueError(f"{name} holds Python objects; use arrays of numbers")
         if leaf.ndim == 0:
@@ -115,7 +115,7 @@ Read: TypeAlias = Callable[[Data, int, Indices], Batch]
 
 def take_rows(arrays: Tree, epoch: int, indices: Indices) -> Batch:
     """Read rows of a pytree of arrays, which are the same in every epoch."""
-    return jax.tree.map(lambda array: array.take(indices, axis=0), arrays)
+    return trees.map(lambda array: array.take(indices, axis=0), arrays)
 
 
 def read_elements(source: RandomAccess, epoch: int, indices: Indices) -> Batch:

@@ -359,13 +359,6 @@ def flipped(state: TrainState) -> TrainState:
     return replace(state, variables=flip_bit(state.variables))
 
 
-def rows_of(batch: Batch) -> int:
-    """Return the number of rows of a batch: the length of its longest array."""
-    return max(
-        [shape[0] for leaf in jax.tree_util.tree_leaves(batch) if (shape := getattr(leaf, "shape", ()))], default=0
-    )
-
-
 def _joined(kept: Sequence[Sequence[jax.Array]]) -> list[Tree]:
     """Join the values that replicas keep, along a first axis of replicas."""
     if len(kept) == 1:

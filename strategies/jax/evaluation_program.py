@@ -14,7 +14,7 @@ from strategies.core.rows import Begun, EvaluationTask, Told
 from strategies.data.sources import Masked
 from strategies.jax.comparing.agreement import lines_of, terms_of
 from strategies.jax.evaluation.tasks import LossOfRows
-from strategies.jax.gradients.arguments import check_state, naming_missing_keys
+from strategies.jax.gradients.arguments import naming_missing_keys
 from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.options import StepOptions
 from strategies.jax.programs.captures import Reads
@@ -24,7 +24,7 @@ from strategies.jax.replicas.devices import borrow, results_of
 from strategies.jax.replicas.gathering import told_rows
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
-from strategies.train_state import TrainState
+from strategies.train_state import TrainState, check_state
 from strategies.typing import Batch, Function, Tree, Variables
 
 AHEAD = 2

@@ -2,6 +2,7 @@
 
 import keras  # noqa: F401  first: a scope imports modules of this package as soon as Keras is loaded
 
+import strategies.keras.hook  # noqa: F401  `strategies.keras_in_scope` calls it
 from strategies.keras.callbacks import OnChief
 from strategies.keras.checkpointing import FitCheckpoints as Checkpoints
 from strategies.keras.extensions import RecomputationCheckpoint

@@ -1,7 +1,13 @@
 """Training of PyTorch modules under the strategies, with the same bits for every number of instances."""
 
+from typing import TYPE_CHECKING
+
+from strategies.late_names import late_names
+from strategies.quick_imports import without_collections
+
 try:
-    import torch  # noqa: F401
+    with without_collections():
+        import torch  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -11,23 +17,37 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
-from strategies.torch.distributed_data import DistributedSampler, distribute_dataset
-from strategies.torch.distributed_model import DistributedModel
-from strategies.torch.options import TorchOptions
-from strategies.torch.randomness import seed_of
-from strategies.torch.replica_groups import ReplicaGroups, group_replicas
-from strategies.torch.state_dicts import StateDicts, load_state_dicts
-from strategies.torch.trainer import Trainer
+if TYPE_CHECKING:
+    from strategies.torch.distributed_data import (
+        DistributedSampler as DistributedSampler,
+    )
+    from strategies.torch.distributed_data import (
+        distribute_dataset as distribute_dataset,
+    )
+    from strategies.torch.distributed_model import DistributedModel as DistributedModel
+    from strategies.torch.options import TorchOptions as TorchOptions
+    from strategies.torch.randomness import seed_of as seed_of
+    from strategies.torch.replica_groups import ReplicaGroups as ReplicaGroups
+    from strategies.torch.replica_groups import group_replicas as group_replicas
+    from strategies.torch.state_dicts import StateDicts as StateDicts
+    from strategies.torch.state_dicts import load_state_dicts as load_state_dicts
+    from strategies.torch.trainer import Trainer as Trainer
 
-__all__ = [
-    "DistributedModel",
-    "DistributedSampler",
-    "ReplicaGroups",
-    "StateDicts",
-    "TorchOptions",
-    "Trainer",
-    "distribute_dataset",
-    "group_replicas",
-    "load_state_dicts",
-    "seed_of",
-]
+_PLACES = {
+    "DistributedModel": "strategies.torch.distributed_model",
+    "DistributedSampler": "strategies.torch.distributed_data",
+    "ReplicaGroups": "strategies.torch.replica_groups",
+    "StateDicts": "strategies.torch.state_dicts",
+    "TorchOptions": "strategies.torch.options",
+    "Trainer": "strategies.torch.trainer",
+    "distribute_dataset": "strategies.torch.distributed_data",
+    "group_replicas": "strategies.torch.replica_groups",
+    "load_state_dicts": "strategies.torch.state_dicts",
+    "seed_of": "strategies.torch.randomness",
+}
+"""The public names, and the modules that have them; a name is imported at its first use."""
+
+__all__ = [*_PLACES]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = late_names(__name__, _PLACES)

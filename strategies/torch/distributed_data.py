@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 
-import jax
 import torch
 
+import strategies.trees as trees
 from popdist.switches import require_switches
 from strategies.data.datasets import DistributedDataset
 from strategies.data.layout import Layout, Remainder, epoch_order
@@ -141,4 +141,4 @@ def _of_arrays(source: object) -> object:
     """Return the source with arrays in place of tensors."""
     if isinstance(source, torch.utils.data.TensorDataset):
         source = source.tensors
-    return jax.tree.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)
+    return trees.map(lambda leaf: as_array(leaf) if isinstance(leaf, torch.Tensor) else leaf, source)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
-import jax
 import numpy as np
 import torch
 from typing_extensions import override
 
+import strategies.trees as trees
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
@@ -63,6 +63,7 @@ from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
 from strategies.torch.updates import refuse_groups
 from strategies.train_state import TrainState
+from strategies.trees import ShapeOfArray
 from strategies.typing import Batch, Tree
 
 
@@ -183,7 +184,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             count = 0 if path is None else path.spread.size
             local = LocalReplicas(self._replicas, memory, self._loss_fn, self._options, count)
             self._local = local
-        tensors = [leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor)]
         key = tuple((leaf.dtype, leaf.shape) for leaf in tensors)
         if key not in local.agreed:
             self._agree(given, batch)
@@ -226,7 +227,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
                 "map_gradient": lines_of_function(self._options.map_gradient),
             }
             local = len(replicas.local_replicas)
-            shapes = jax.tree.map(lambda leaf: _shape_for_one(leaf, local), batch)
+            shapes = trees.map(lambda leaf: _shape_for_one(leaf, local), batch)
             options = {**self._options.terms, "step": training.step}
             terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
             insist_on_agreement(replicas, terms)
@@ -486,4 +487,4 @@ def _shape_for_one(leaf: object, local: int) -> object:
     """Return the shape and dtype of one local replica's part of a leaf; None if the leaf is no tensor."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    return jax.ShapeDtypeStruct((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))
+    return ShapeOfArray((len(leaf) // local, *leaf.shape[1:]), dtype_of(leaf))

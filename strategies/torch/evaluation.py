@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, final
 
-import jax
 import numpy as np
 import torch
 from typing_extensions import override
 
+import strategies.trees as trees
 from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
@@ -25,6 +25,7 @@ from strategies.torch.inference import InferenceReplicas
 from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
+from strategies.trees import ShapeOfArray
 from strategies.typing import Batch, Number, Tree
 
 
@@ -87,14 +88,14 @@ class OutputsOfRows(EvaluationTask):
         outputs = self.function(module, batch)
         if self.is_loss:
             outputs = outputs[2] if isinstance(outputs, tuple) and len(outputs) == 3 else None
-        leaves = jax.tree.leaves(outputs)
+        leaves = trees.leaves(outputs)
         if not leaves:
             which = "the loss function" if self.is_loss else "fn"
             raise ValueError(
                 f"{which} returns no outputs to predict; return (loss, metrics, outputs), or give predict a function "
                 "fn(module, batch) that returns them"
             )
-        count = len(jax.tree.leaves(batch)[0])
+        count = len(trees.leaves(batch)[0])
         for shape in map(np.shape, leaves):
             if shape[:1] != (count,):
                 raise ValueError(
@@ -105,7 +106,7 @@ class OutputsOfRows(EvaluationTask):
 
     @override
     def told(self, computed: Tree, mask: np.ndarray) -> Tree:
-        return jax.tree.map(lambda leaf: padded(_host_array(leaf), mask), computed)
+        return trees.map(lambda leaf: padded(_host_array(leaf), mask), computed)
 
 
 def _host_array(leaf: torch.Tensor | np.ndarray) -> np.ndarray:
@@ -141,9 +142,7 @@ class TorchRows:
     def _agree(self, task: EvaluationTask, state: TorchTraining, batch: Masked) -> None:
         """Compare the task with the other instances. Collective if the task or the batch's shapes are new."""
         replicas = self._replicas
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape[1:]), dtype_of(leaf)), tensors_of(batch.values)
-        )
+        shapes = trees.map(lambda leaf: ShapeOfArray(tuple(leaf.shape[1:]), dtype_of(leaf)), tensors_of(batch.values))
         key = task, replicas.communicator, str(shapes)
         if key in self._agreed or self._is_recorded:
             return
@@ -191,4 +190,4 @@ class TorchRows:
 def _first(part: Batch, mask: np.ndarray) -> Batch:
     """Drop padding rows. If every row is padding, keep one, so that the shape of the outputs is known."""
     rows = max(int(mask.sum()), 1)
-    return jax.tree.map(lambda leaf: leaf[:rows], part)
+    return trees.map(lambda leaf: leaf[:rows], part)

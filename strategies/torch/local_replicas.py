@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-import jax
 import torch
 
+import strategies.trees as trees
 from strategies.core.engine import Buffers
 from strategies.errors import StrategyError
 from strategies.exchange.means import Bucket
@@ -187,7 +187,7 @@ class LocalReplicas:
         """Return the lock to hold while the first replica compiles; a null context if nothing is compiled."""
         if self._compiling is None:
             return nullcontext()
-        shapes = tuple(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(batch))
+        shapes = tuple(getattr(leaf, "shape", None) for leaf in trees.leaves(batch))
         is_new = shapes not in self._compiled
         self._compiled.add(shapes)
         return self._compiling if is_new else nullcontext()

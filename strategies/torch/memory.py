@@ -6,8 +6,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 
-import jax
-
+import strategies.trees as trees
 from strategies.exchange.means import Bucket
 from strategies.jax.memory.plan import DEVICE, HOST, Held, MemoryPlan, held_by_data, held_by_means
 from strategies.jax.replicas.replicas import Replicas
@@ -63,7 +62,7 @@ def plan_memory(
 
 
 def _nbytes(tree: object) -> int:
-    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes"))
+    return sum(int(leaf.nbytes) for leaf in trees.leaves(tree) if hasattr(leaf, "nbytes"))
 
 
 def keep_freed_memory() -> bool:

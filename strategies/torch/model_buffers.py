@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import jax
 import numpy as np
 import torch
 
@@ -19,6 +18,7 @@ from strategies.torch.options import FIRST, MEAN, PER_REPLICA, Aggregation
 from strategies.torch.replica_memory import HOST
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import as_array, as_tensor, dtype_of, have_other_bits, have_same_bits
+from strategies.trees import ShapeOfArray
 
 _MOST_AXES = 65  # the number of axes, and the lengths of at most 64, PyTorch's limit
 OF_EACH = " of each replica"
@@ -203,7 +203,7 @@ class ModelBuffers:
         self, numbers: Sequence[int], of_replicas: Sequence[Sequence[Slot]], replicas: Replicas
     ) -> dict[int, torch.Tensor]:
         tensors = [of_replicas[0][number].tensor for number in numbers]
-        shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in tensors]
+        shapes = [ShapeOfArray(tuple(one.shape), dtype_of(one)) for one in tensors]
         layout = FlatLayout.of(shapes, 0)
         if self._bucket is None or self._bucket.layout != layout:
             self._bucket = Bucket.of("buffers", layout, private_memory, {}, {})

@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-import jax
 import torch
 from torch.autograd.graph import Node
 
+import strategies.trees as trees
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.torch.gradient_map import GradientMap
 from strategies.torch.options import TorchOptions
@@ -69,7 +69,7 @@ def expected_of(
     if reason := _reason_to_skip(module):
         logger.debug("step %d is not compared with plain PyTorch: %s", step, reason)
         return None
-    own = jax.tree.map(_copied, batch)
+    own = trees.map(_copied, batch)
     try:
         with undone(module, loss_fn, options.map_gradient), intra_op_threads(options.intra_op_threads):
             return _computed(memory, loss_fn, own, step, scale, options)

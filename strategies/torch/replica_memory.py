@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import jax
 import numpy as np
 import torch
 
+import strategies.trees as trees
 from strategies.errors import StrategyError
 from strategies.torch.attribute_contents import Contents
 from strategies.torch.module_parts import ModuleParts
@@ -155,7 +155,7 @@ def put(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mapped(tree: Tree, function: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
-    return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return trees.map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 # ---- choice of a device

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
 
-import jax
 import numpy as np
 import torch
 from torch.jit import optimized_execution
 
+import strategies.trees as trees
 from collectives.instruments import Instruments
 from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.options import GradientAccumulationReductionMethod
@@ -225,7 +225,7 @@ class TorchReplicaRun:
                 with self._autocast():
                     returned = self._loss_fn(self.copy.module, self._memory.put(parts[number]))
                 loss, metrics, outputs = outcome_of(returned)
-                self.outputs[number] = jax.tree.map(_detached, outputs)
+                self.outputs[number] = trees.map(_detached, outputs)
                 values[number] = [self._number(*each) for each in (("loss", loss), *metrics.items())]
                 if number == 0:
                     self._prepare(turn.plan(("loss", *metrics)))

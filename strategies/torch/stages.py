@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import jax
 import torch
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+import strategies.trees as trees
 from strategies.errors import StrategyError
 from strategies.pipelines.schedules import PipelineSchedule
 from strategies.torch.module_parts import Slot, slots_of
@@ -190,7 +190,7 @@ class BufferUses(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        given = {id(leaf) for leaf in jax.tree.leaves((args, kwargs))}
+        given = {id(leaf) for leaf in trees.leaves((args, kwargs))}
         for slot in self._slots:
             if id(slot.tensor) in given:
                 self._stages[slot.name].add(self._stage())

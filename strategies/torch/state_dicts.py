@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 import torch
 
+import strategies.trees as trees
 from strategies.checkpoints.checkpoint_folder import Best
 from strategies.checkpoints.loading import find_checkpoint, load_part
 from strategies.torch.model_buffers import OF_EACH
@@ -61,7 +61,7 @@ def _optimizer(tree: Tree) -> dict[str, object]:
     is_made = np.asarray(tree[IS_MADE])
     of_parameters = tree.get(STATE, {})
     numbered = enumerate(of_parameters) if isinstance(of_parameters, list) else of_parameters.items()
-    state = {number: jax.tree.map(as_tensor, values) for number, values in numbered if is_made[number]}
+    state = {number: trees.map(as_tensor, values) for number, values in numbered if is_made[number]}
     return {STATE: state, GROUPS: [_group(group) for group in tree[GROUPS]]}
 
 

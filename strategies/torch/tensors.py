@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import ml_dtypes
 import numpy as np
 import torch
 
+import strategies.trees as trees
 from collectives.arrays import ALIGNMENT_BYTES
+from strategies.late_jax import is_jax_array
 from strategies.typing import Batch
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -72,11 +73,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensors_of(batch: Batch) -> Batch:
     """Return a batch with its NumPy and JAX arrays as tensors; other leaves stay as they are."""
-    return jax.tree.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
+    return trees.map(lambda leaf: as_tensor(np.asarray(leaf)) if _is_array(leaf) else leaf, batch)
 
 
 def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, np.ndarray | jax.Array)
+    return isinstance(leaf, np.ndarray) or is_jax_array(leaf)
 
 
 def parts_of(batch: Batch, count: int) -> list[Batch]:
@@ -91,7 +92,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
     Raises:
         ValueError: If the first axis of a tensor is not a multiple of `count`.
     """
-    leaves, structure = jax.tree.flatten(batch)
+    leaves, structure = trees.flatten(batch)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             continue
@@ -101,7 +102,7 @@ def parts_of(batch: Batch, count: int) -> list[Batch]:
                 "its first axis must be a multiple of their number"
             )
     cut = [_cut(leaf, count) for leaf in leaves]
-    return [jax.tree.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
+    return [trees.unflatten(structure, [parts[number] for parts in cut]) for number in range(count)]
 
 
 def _cut(leaf: object, count: int) -> Sequence[object]:

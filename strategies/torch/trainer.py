@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from popdist.records.recording import FOLDER_VARIABLE
 from strategies.argument_checks import require_known_options
 from strategies.checkpoints.checkpoints import Checkpoints
 from strategies.core.evaluation import Evaluation, Evaluator
@@ -16,11 +17,7 @@ from strategies.core.metrics import Metrics, StepNotice
 from strategies.core.options import completed
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.every_row import every_row
-from strategies.jax.engine import rows_of
-from strategies.jax.memory.plan import MemoryPlan
-from strategies.jax.options import StepOptions
-from strategies.jax.step_record import recorder_for
-from strategies.pipelines.trace import Trace
+from strategies.jax.replicas.replicas import Replicas
 from strategies.strategy import Strategy
 from strategies.torch.engine import TorchEngine, flipped
 from strategies.torch.evaluation import MeansOfRows, OutputsOfRows
@@ -32,7 +29,13 @@ from strategies.torch.replica_run import LossFunction
 from strategies.torch.training import TorchTraining, device_of, move, refuse_modules
 from strategies.torch.updates import ShardedTorchUpdate, WholeTorchUpdate, refuse_optimizers
 from strategies.train_state import TrainState
+from strategies.trees import rows_of
 from strategies.typing import Batch, Tree
+
+if TYPE_CHECKING:
+    from strategies.jax.memory.plan import MemoryPlan
+    from strategies.jax.step_record import StepRecorder
+    from strategies.pipelines.trace import Trace
 
 
 class Trainer:
@@ -107,7 +110,7 @@ class Trainer:
             else WholeTorchUpdate(optimizer)
         )
         self._training = TorchTraining(replicas, module, optimizer, update, settings)
-        recorder = recorder_for(replicas, StepOptions(seed))
+        recorder = _recorder_for(replicas, seed)
         self._loss_fn = loss_fn
         self._engine = TorchEngine(replicas, self._training, loss_fn, settings, recorder is not None)
         self._options = settings
@@ -180,6 +183,8 @@ class Trainer:
         Raises:
             ValueError: If no step has followed a timetable yet; the first step learns the stages.
         """
+        from strategies.pipelines.trace import Trace  # imports JAX
+
         return Trace(self._engine.spans)
 
     def run(self, dataset: Iterable[Batch]) -> Metrics:
@@ -263,3 +268,13 @@ class Trainer:
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` in place of every array that this instance has only in part."""
         return self._training.whole(state)
+
+
+def _recorder_for(replicas: Replicas, seed: int) -> StepRecorder | None:
+    """Return the recorder of the steps, or None unless the environment asks for a record."""
+    if FOLDER_VARIABLE not in os.environ:
+        return None
+    from strategies.jax.options import StepOptions  # these import JAX
+    from strategies.jax.step_record import recorder_for
+
+    return recorder_for(replicas, StepOptions(seed))

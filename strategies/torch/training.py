@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 import torch
 
+import strategies.trees as trees
 from collectives import Communicator
 from strategies.checkpoints.serialization import Age, HostArray
 from strategies.errors import StrategyError
@@ -101,7 +101,7 @@ class TorchTraining:
             of_each = zip(*self.residuals, strict=True)
             residuals = [np.concatenate([np.atleast_1d(one) for one in of_leaf]) for of_leaf in of_each]
         arrays = (variables, self._optimizer_tree(), residuals, model_state)
-        given: Tree = jax.tree.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
+        given: Tree = trees.map(lambda array: HostArray.of(np.asarray(array), self._age), arrays)
         variables, optimizer, residuals, model_state = given
         return TrainState(variables, optimizer, self.step, self.loss_scale, residuals, model_state)
 
@@ -121,7 +121,7 @@ class TorchTraining:
         parameters = parameters_of(self.optimizer)
         lacking = [number for number, one in enumerate(parameters) if one.requires_grad and number not in made]
         later = state_of(after_one_step(self.optimizer)) if lacking else {}
-        zeros = {number: jax.tree.map(np.zeros_like, later[number]) for number in lacking if number in later}
+        zeros = {number: trees.map(np.zeros_like, later[number]) for number in lacking if number in later}
         is_made = np.array([number in made for number in range(len(parameters))])
         return {STATE: {**zeros, **made}, GROUPS: numbers_of_groups(self.optimizer), IS_MADE: is_made}
 
@@ -134,7 +134,7 @@ class TorchTraining:
                 for number, of_parameter in optimizer[STATE].items()
             }
             optimizer = {**optimizer, STATE: whole}
-        residuals = jax.tree.map(rows_of_replicas(self._replicas), state.residuals)
+        residuals = trees.map(rows_of_replicas(self._replicas), state.residuals)
         return replace(state, optimizer_state=optimizer, residuals=residuals)
 
     # ---- loading

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import final
 
-import jax
 import numpy as np
 import torch
 from typing_extensions import override
@@ -20,6 +19,7 @@ from strategies.torch.optimizer_arrays import PARAMS, parameters_of
 from strategies.torch.options import TorchOptions
 from strategies.torch.replica_groups import groups_of
 from strategies.torch.tensors import as_tensor, dtype_of, host_array
+from strategies.trees import ShapeOfArray
 
 ELEMENTWISE = (
     "ASGD",
@@ -112,7 +112,7 @@ class ShardedTorchUpdate(TorchUpdate):
         for group in optimizer.param_groups:
             group[PARAMS] = [self._part_of(parameter) for parameter in group[PARAMS]]
         self._numbered = list(map(id, parameters_of(optimizer)))
-        shapes = [jax.ShapeDtypeStruct(tuple(one.shape), dtype_of(one)) for one in self._wholes]
+        shapes = [ShapeOfArray(tuple(one.shape), dtype_of(one)) for one in self._wholes]
         self._gathered = ShardedArrays(self._shards, shapes, "parts of parameters")
 
     @property
@@ -131,7 +131,7 @@ class ShardedTorchUpdate(TorchUpdate):
         whole = self._wholes[number]
         if not array.ndim or not self._shards.divides(whole):
             return array
-        shape = jax.ShapeDtypeStruct(tuple(whole.shape), array.dtype)
+        shape = ShapeOfArray(tuple(whole.shape), array.dtype)
         return PartOfArray(self._shards.padded(array, whole), shape, self._shards, self._replicas)
 
     @override

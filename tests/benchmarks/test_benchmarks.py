@@ -48,6 +48,7 @@ CASES = [
     ("gpu.py --rows torch mlp n=1 --steps 2 --turn-s 0.01 --limit-s 250", (*COMPLETE, needs("torch"))),
     ("gpu.py --only bits --rows jax n=2 --limit-s 250", COMPLETE),
     ("hosts.py --hosts 2 --instances 2 --rate 1gbit --delay 0.5ms --sizes 4K --rounds 1 --block-s 0.05", ON_HOSTS),
+    ("imports.py --repeats 1", (*COMPLETE, needs("torch"))),
     ("keras_fit.py --rounds 1 --steps 2", (*COMPLETE, needs("keras"))),
     ("launch.py --repeats 1", COMPLETE),
     ("output.py --instances 2 --seconds 0.2 --repeats 1", COMPLETE),

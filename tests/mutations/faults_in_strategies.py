@@ -6,6 +6,27 @@ from fault import Fault
 
 IN_STRATEGIES = (
     Fault(
+        name="without JAX, dictionaries have another order than with it",
+        path="strategies/trees.py",
+        old="return tuple(sorted(tree))",
+        new="return tuple(tree)",
+        caught_by="tests/strategies/test_trees.py::test_trees_are_the_same_without_jax",
+    ),
+    Fault(
+        name="a class is registered too late for a JAX that the program imports itself",
+        path="strategies/late_jax.py",
+        old="    if _watch not in sys.meta_path:",
+        new="    if False:",
+        caught_by="tests/strategies/test_trees.py::test_trees_are_the_same_without_jax",
+    ),
+    Fault(
+        name="a strategy starts JAX before anything needs it",
+        path="strategies/jax/replicas/replicas.py",
+        old="if is_jax_loaded() or platform != CPU",
+        new="if True or platform != CPU",
+        caught_by="tests/strategies/on_torch/test_without_jax.py::test_programs_of_pytorch_never_import_jax_and_may_begin_to_use_it_later",
+    ),
+    Fault(
         name="two replicas get the same random key",
         path="strategies/jax/gradients/replica_program.py",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)",
@@ -115,8 +136,8 @@ IN_STRATEGIES = (
     Fault(
         name="a digest leaves out the last array",
         path="strategies/jax/comparing/digest.py",
-        old="for path, leaf in jax.tree_util.tree_leaves_with_path(tree)\n",
-        new="for path, leaf in jax.tree_util.tree_leaves_with_path(tree)[:-1]\n",
+        old="for path, leaf in trees.leaves_with_path(tree)\n",
+        new="for path, leaf in trees.leaves_with_path(tree)[:-1]\n",
         caught_by="tests/strategies/test_digest.py::test_every_flipped_bit_shows",
     ),
     Fault(

@@ -10,7 +10,7 @@ from collectives.instruments import Instruments
 from popdist.instance import Instance
 from strategies import Metrics
 from strategies.core.metrics import StepNotice, tell_end
-from strategies.jax.engine import rows_of
+from strategies.trees import rows_of
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from strategies.jax.feeds.outfeed import OutfeedQueue
 from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.captures import Reads
 from strategies.jax.programs.gradient_capture import shapes_by_tag
-from strategies.jax.replicas.replica_context import refuse_in_replica, replica_context
+from strategies.jax.replicas.current_replica import refuse_in_replica
+from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.updates.optimizers import unwrapped
 from strategies.pipelines.pipelining import Pipelining
 from strategies.pipelines.running.micro_batch import MicroBatch, get_current_iteration_counter, tracing

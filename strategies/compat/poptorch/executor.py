@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +40,6 @@ from strategies.compat.poptorch.without_effect import NO_COMPILER, NO_IPU, Accep
 from strategies.core.options import GradientAccumulationReductionMethod as Method
 from strategies.errors import StrategyError
 from strategies.loss_scaling import LossScaling
-from strategies.pipelines.trace import Trace
 from strategies.torch.gradient_map import MapGradient, multiplied
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.optimizer_arrays import numbers_of_groups, set_numbers
@@ -51,6 +50,9 @@ from strategies.torch.tensors import parts_of, tensors_of
 from strategies.torch.trainer import Trainer
 from strategies.torch.training import refuse_other_devices
 from strategies.typing import Batch, Tree
+
+if TYPE_CHECKING:
+    from strategies.pipelines.trace import Trace
 
 logger = logging.getLogger("strategies.torch.poptorch")
 
@@ -277,6 +279,8 @@ class PoplarExecutor:
         """
         if self._trainer is not None:
             return self._trainer.trace
+        from strategies.pipelines.trace import Trace  # imports JAX
+
         return Trace(self._inference.spans if self._inference else {})
 
     # ---- questions and settings of programs

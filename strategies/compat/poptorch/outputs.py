@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
 from typing import TypeAlias
 
-import jax
 import numpy as np
 import torch
 
+import strategies.trees as trees
 from strategies.compat.poptorch.autocasting import heeded_by
 from strategies.compat.poptorch.enums import OutputMode
 from strategies.compat.poptorch.operations import losses_marked_by
@@ -40,7 +40,7 @@ def outputs_and_losses(module: torch.nn.Module, batch: Batch) -> tuple[Tree, lis
     """
     args, kwargs = batch
     outputs, marked = losses_marked_by(lambda: module(*args, **kwargs))
-    for leaf in jax.tree.leaves(outputs):
+    for leaf in trees.leaves(outputs):
         if is_dataclass(leaf) or isinstance(leaf, Mapping | np.ndarray):
             raise TypeError(
                 f"the model returns a {type(leaf).__name__}, whose tensors cannot be joined over replicas; return "
@@ -75,7 +75,7 @@ def loss_of(outputs: Tree, marked: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if marked:
         return last_of(marked)
-    tensors = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in trees.leaves(outputs) if isinstance(leaf, torch.Tensor)]
     scalars = [one for one in tensors if not one.ndim and one.is_floating_point() and one.requires_grad]
     if not scalars:
         raise StrategyError(
@@ -140,9 +140,9 @@ def put_together(rounds: Rounds, mode: OutputMode, every: int) -> Tree:
     return joined([each for of_replicas in rounds for each in of_replicas])
 
 
-def joined(trees: Sequence[Tree]) -> Tree:
+def joined(outputs: Sequence[Tree]) -> Tree:
     """Join the tensors of several trees along their first axis; stack scalars along a new one."""
-    return jax.tree.map(lambda *leaves: _join(leaves), *trees) if len(trees) > 1 else trees[0]
+    return trees.map(lambda *leaves: _join(leaves), *outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _join(leaves: Sequence[Tree]) -> Tree:
@@ -151,8 +151,8 @@ def _join(leaves: Sequence[Tree]) -> Tree:
     return torch.cat(tuple(leaves)) if leaves[0].ndim else torch.stack(tuple(leaves))
 
 
-def _sum(trees: Sequence[Tree]) -> Tree:
-    return jax.tree.map(lambda *leaves: reduce(operator.add, leaves), *trees)
+def _sum(outputs: Sequence[Tree]) -> Tree:
+    return trees.map(lambda *leaves: reduce(operator.add, leaves), *outputs)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
-import jax
 import torch
 from torch.profiler import record_function
 
+import strategies.trees as trees
 from collectives.instruments import Instrument
 from popdist.instance import Instance
 from popdist.timeline.asked import FOLDER_VARIABLE, TimelineOptions
@@ -122,7 +122,7 @@ class Counters:
 
 
 def _tensors_in(tree: Tree) -> int:
-    return sum(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(tree))
+    return sum(isinstance(leaf, torch.Tensor) for leaf in trees.leaves(tree))
 
 
 def folder_wanted(environ: Mapping[str, str], engine_options: Mapping[str, str]) -> Path | None:

@@ -11,16 +11,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.extend import core
 
+import strategies.trees as trees
 from strategies.core.agreement import Terms
 from strategies.data.datasets import DistributedDataset
 from strategies.jax.comparing.digest import digest_of
 from strategies.jax.programs.compilation import shapes_by_name
 from strategies.jax.programs.jaxpr import needed
 from strategies.jax.replicas.devices import is_key
+from strategies.late_jax import is_jax_array, jax
+from strategies.late_jax import jax_core as core
 from strategies.typing import Batch, Leaf, OptimizerState, Tree
 
 _FEW = 4  # elements of an array that are shown; a larger array is shown as a digest
@@ -69,8 +70,8 @@ def lines_of(closed: core.ClosedJaxpr) -> list[str]:
 
 def scalars_by_name(tree: Tree) -> dict[str, str]:
     """Return the values of all scalars of a tree, by their paths; without random keys."""
-    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if not is_key(leaf)]
-    return {jax.tree_util.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
+    leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(tree) if not is_key(leaf)]
+    return {trees.keystr(path): text_of_array(leaf) for path, leaf in leaves if np.size(leaf) == 1}
 
 
 class _Writer:
@@ -134,7 +135,7 @@ class _Writer:
             return f"({', '.join(map(self._value, value))})"
         if isinstance(value, set | frozenset):
             return f"{{{', '.join(sorted(map(self._value, value)))}}}"
-        if isinstance(value, np.ndarray | jax.Array):
+        if isinstance(value, np.ndarray) or is_jax_array(value):
             return text_of_array(value)
         return str(getattr(value, "__qualname__", type(value).__qualname__))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 
-import jax
 import numpy as np
 
+import strategies.trees as trees
 from strategies.core.digest import Digest, digest_of_arrays
 from strategies.jax.replicas.devices import borrow, is_key
+from strategies.late_jax import jax
 from strategies.typing import Tree, Variables
 
 
 def host_arrays(tree: Tree) -> dict[str, np.ndarray]:
     """Return the arrays of a tree on the host by their paths, on CPUs without a copy. Random keys become numbers."""
     return {
-        jax.tree_util.keystr(path): borrow(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        trees.keystr(path): borrow(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for path, leaf in trees.leaves_with_path(tree)
     }
 
 
@@ -27,10 +28,10 @@ def digest_of(tree: Tree) -> Digest:
 
 def flip_bit(variables: Variables) -> Tree:
     """Return the variables with one bit flipped in the middle of one number, for planted faults."""
-    leaves, structure = jax.tree.flatten(variables)
+    leaves, structure = trees.flatten(variables)
     changed = np.array(leaves[0])
     changed.reshape(-1).view(np.uint8)[changed.itemsize // 2] ^= 1
-    return jax.tree.unflatten(structure, [jax.device_put(changed, next(iter(leaves[0].devices()))), *leaves[1:]])
+    return trees.unflatten(structure, [jax.device_put(changed, next(iter(leaves[0].devices()))), *leaves[1:]])
 
 
 def fingerprint(variables: Variables) -> str:
@@ -40,6 +41,6 @@ def fingerprint(variables: Variables) -> str:
         variables: Pytree of arrays.
     """
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(variables):
+    for leaf in trees.leaves(variables):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+import strategies.trees as trees
 from strategies.core.evaluation import ReadAsValue
+from strategies.late_jax import jnp
 from strategies.typing import Numbers
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["total", "count"], meta_fields=[])
+@partial(trees.register_dataclass, data_fields=["total", "count"], meta_fields=[])
 @dataclass(frozen=True)
 class Mean(ReadAsValue):
     """A mean that is merged exactly, because it is kept as a sum and a count.

@@ -16,7 +16,7 @@ from jax.tree_util import keystr
 from jax.typing import ArrayLike
 
 from strategies.argument_checks import refuse_name_of_loss
-from strategies.train_state import TrainState
+from strategies.train_state import are_used_up
 from strategies.typing import Batch, Function, Leaf, Tree, Variables
 
 MODEL_STATE = "model_state"
@@ -132,24 +132,6 @@ def check_variables(variables: Variables, trainable: Filter = None) -> None:
         raise ValueError("a step has used up these variables; give init a copy, or the variables after the step")
 
 
-def check_state(state: object) -> None:
-    """Check the state that is given to a step.
-
-    Raises:
-        TypeError: It is not a `TrainState`.
-        ValueError: A step has used it up.
-    """
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"the state is of type {type(state).__name__}; give the result of trainer.init, and later the result of "
-            "the previous step: state, metrics = trainer.step(state, batch)"
-        )
-    if are_used_up(state.variables):
-        raise ValueError(
-            f"this state was used up by step {state.step}; rebind it: state, metrics = trainer.step(state, batch)"
-        )
-
-
 @contextmanager
 def naming_missing_keys(variables: Variables, batch: Batch) -> Iterator[None]:
     """Turn a KeyError in the loss function into a ValueError that lists the available keys.
@@ -203,12 +185,6 @@ def _is_array(leaf: Leaf) -> bool:
     except TypeError:
         return False
     return True
-
-
-def are_used_up(variables: Variables) -> bool:
-    """Return whether a step has reused the memory of these variables for new ones."""
-    leaves = jax.tree_util.tree_leaves(variables)
-    return any([leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")])  # every step asks: no generator
 
 
 # ---- the results of a loss function

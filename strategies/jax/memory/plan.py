@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-
-import jax
+from typing import TYPE_CHECKING
 
 from strategies.exchange.means import Bucket
-from strategies.jax.gradients.computation import Kept
 from strategies.jax.replicas.replicas import Replicas
 from strategies.typing import Batch
+
+if TYPE_CHECKING:
+    import jax
+
+    from strategies.jax.gradients.computation import Kept
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 DEVICE, HOST, SHARED = "device", "host", "window"

@@ -136,7 +136,7 @@ class _Product:
         shape = operand.aval.shape
         first, limit = [0] * len(shape), list(shape)
         first[self.dimension], limit[self.dimension] = start, stop
-        taken = Variable(operand.aval.update(shape=tuple(b - a for a, b in zip(first, limit, strict=True))))
+        taken = core.Var(operand.aval.update(shape=tuple(b - a for a, b in zip(first, limit, strict=True))))
         bounds = {"start_indices": tuple(first), "limit_indices": tuple(limit), "strides": None}
         graph.add(core.new_jaxpr_eqn([operand], [taken], slice_p, bounds, frozenset()))
         operands[self.side] = taken
@@ -145,13 +145,13 @@ class _Product:
     def _add_product(self, graph: Graph, operands: Sequence[Atom], rows: int) -> Variable:
         """Return the same product of other operands, with fewer rows."""
         last = self.turn or self.dot
-        of_turn = Variable(last.outvars[0].aval.update(shape=(rows, *last.outvars[0].aval.shape[1:])))
+        of_turn = core.Var(last.outvars[0].aval.update(shape=(rows, *last.outvars[0].aval.shape[1:])))
         if self.turn is None:
             graph.add(self.dot.replace(invars=list(operands), outvars=[of_turn]))
             return of_turn
         shape = list(self.dot.outvars[0].aval.shape)
         shape[self.turn.params["permutation"][0]] = rows
-        of_dot = Variable(self.dot.outvars[0].aval.update(shape=tuple(shape)))
+        of_dot = core.Var(self.dot.outvars[0].aval.update(shape=tuple(shape)))
         graph.add(self.dot.replace(invars=list(operands), outvars=[of_dot]))
         graph.add(self.turn.replace(invars=[of_dot], outvars=[of_turn]))
         return of_turn

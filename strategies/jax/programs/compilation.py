@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax._src import distributed
-
+import strategies.trees as trees
 from popdist.records.private_files import fault_of, fault_of_entries, make_private
 from strategies.jax.programs.determinism import way_out_of_refusals
+from strategies.late_jax import distributed, jax
 from strategies.typing import Function, Tree
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ _waited_in_vain: set[Path] = set()
 """Folders whose lock this process has once waited for up to the limit; it does not wait for them again."""
 
 
-def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Path | None:
-    """Make JAX keep all executables in a folder, if one is named. Call it before JAX compiles anything.
+def executables_folder(environ: Mapping[str, str], configured: str = "") -> Path | None:
+    """Make the folder of the executables, if one is named, and return it.
 
     XLA compiles for the processor that it runs on, so each kind of processor has a folder of its own inside. Anybody
     who can write there decides what this process runs. So both folders are made for this user alone, and refused if
@@ -48,16 +47,20 @@ def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Pa
         environ: Environment variables; `VARIABLE` names the folder.
         configured: `serialization_output_folder` of the configuration in force, used without `VARIABLE`; "" for none.
 
-    Returns:
-        The folder, or None.
-
     Raises:
         ValueError: The folder cannot be made, or others can write to it.
     """
     named = environ.get(VARIABLE) or configured
     if not named:
         return None
-    folder = _private_folder(named, VARIABLE if environ.get(VARIABLE) else "serialization_output_folder")
+    return _private_folder(named, VARIABLE if environ.get(VARIABLE) else "serialization_output_folder")
+
+
+def use_executable_cache(environ: Mapping[str, str], configured: str = "") -> Path | None:
+    """Make JAX keep all executables in `executables_folder`, and return it. Call it before JAX compiles anything."""
+    folder = executables_folder(environ, configured)
+    if folder is None:
+        return None
     is_written = os.access(folder, os.W_OK, effective_ids=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -232,8 +235,8 @@ def explain_recompilation(seen: Sequence[Any], new: Any) -> str | None:
 
 def shapes_by_name(tree: Tree) -> dict[str, str]:
     """Return the dtype and shape of each array of a tree, such as `float32[3, 2]`, by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    leaves = trees.leaves_with_path(tree)
+    return {trees.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def _ordinal(number: int) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import cache
 
-import jax
-
 from popdist.xla import DETERMINISTIC, FLAGS_VARIABLE, deterministic_setting, names_deterministic
 from strategies.jax.programs.xla_pitfalls import jax_has_started
+from strategies.late_jax import jax
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import jax
-from jax.extend import core
+from typing import Any, TypeAlias
 
 from strategies.jax.programs.segments import Part, ProgramSegment
+from strategies.late_jax import jax
+from strategies.late_jax import jax_core as core
 from strategies.typing import Leaf, Tree
 
-Variable: Any = core.Var  # its `aval` has a shape here, which JAX's types do not declare
-Equation: Any = core.JaxprEqn
-Atom = Any
+Variable: TypeAlias = Any
+"""A `jax.extend.core.Var`; its `aval` has a shape here, which JAX's types do not declare."""
+
+Equation: TypeAlias = Any
+"""A `jax.extend.core.JaxprEqn`."""
+
+Atom: TypeAlias = Any
 """A variable or a literal: an operand of an equation, or a result of a program."""
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "call"})
@@ -145,8 +148,8 @@ def bind(like: core.Jaxpr, equation: Equation, given: Sequence[Leaf]) -> list[Le
         equation: Equation, which may have been changed.
         given: Values of its operands.
     """
-    takes = [Variable(atom.aval) for atom in equation.invars]  # new ones, because an operand may occur twice
-    gives = [Variable(variable.aval) for variable in equation.outvars]
+    takes = [core.Var(atom.aval) for atom in equation.invars]  # new ones, because an operand may occur twice
+    gives = [core.Var(variable.aval) for variable in equation.outvars]
     one = _program(like, takes, [equation.replace(invars=takes, outvars=gives)], gives)
     results: list[Leaf] = jax.core.eval_jaxpr(one, (), *given)
     return results
@@ -208,7 +211,7 @@ class Graph:
     def of(cls, closed: core.ClosedJaxpr) -> Graph:
         """Return the graph of a traced function, which may be differentiated later."""
         jaxpr = closed.jaxpr
-        graph = cls(closed, [Variable(var.aval) for var in jaxpr.invars])
+        graph = cls(closed, [core.Var(var.aval) for var in jaxpr.invars])
         names: dict[Any, Any] = dict(zip(jaxpr.invars, graph.arguments, strict=True))
         names |= graph._constants(jaxpr.constvars, closed.consts)
         graph.results = graph._inline(jaxpr, names)
@@ -217,7 +220,7 @@ class Graph:
     def _constants(self, constvars: Iterable[Variable], values: Iterable[Leaf]) -> dict[Atom, Leaf]:
         names = {}
         for variable, value in zip(constvars, values, strict=True):
-            names[variable] = Variable(variable.aval)
+            names[variable] = core.Var(variable.aval)
             self.constants[names[variable]] = value
         return names
 
@@ -233,7 +236,7 @@ class Graph:
                 inside |= self._constants(body.jaxpr.constvars, body.consts)
                 names.update(zip(equation.outvars, self._inline(body.jaxpr, inside, scopes), strict=True))
             else:
-                fresh = [Variable(var.aval) for var in equation.outvars]
+                fresh = [core.Var(var.aval) for var in equation.outvars]
                 names.update(zip(equation.outvars, fresh, strict=True))
                 where = equation.source_info.replace(name_stack=scopes)
                 self.add(equation.replace(invars=values, outvars=fresh, source_info=where))

@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
-from jax.extend import core
 
 from strategies.jax.programs.compilation import compile_in_turn
+from strategies.late_jax import jax
+from strategies.late_jax import jax_core as core
 from strategies.typing import Function, Leaf, Tree
 
 _PASSES = "xla_disable_hlo_passes"

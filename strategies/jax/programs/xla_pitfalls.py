@@ -7,6 +7,8 @@ computations, and products contracted with sums.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import itertools
 import logging
 import mmap
@@ -16,15 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
-from jax.extend import core
 
 from popdist.xla import FUSIONS, adds_up_wrongly, complain_of_sums, is_measured, is_overruled, right_sums_setting
 from strategies.errors import DeviceError
 from strategies.jax.programs.jaxpr import Equation, Variable, bind, body_of_call, evaluate, variables
+from strategies.late_jax import is_jax_loaded, jax, jnp
+from strategies.late_jax import jax_core as core
 from strategies.typing import Function, Leaf, Tree
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def use_right_sums(environ: MutableMapping[str, str]) -> None:
             processes.
     """
     if not jax_has_started() and _can_be_wrong():
-        environ.update(right_sums_setting(jaxlib.version.__version__, environ))
+        environ.update(right_sums_setting(_version_of_jaxlib(), environ))
 
 
 def insist_on_right_sums(environ: Mapping[str, str]) -> None:
@@ -68,7 +68,7 @@ def insist_on_right_sums(environ: Mapping[str, str]) -> None:
     Raises:
         DeviceError: JAX has started without the flag of `use_right_sums`, or the user's flags make XLA add wrongly.
     """
-    complaint = complain_of_sums(jaxlib.version.__version__, environ) if _can_be_wrong() else None
+    complaint = complain_of_sums(_version_of_jaxlib(), environ) if _can_be_wrong() else None
     if complaint is None:
         return
     if not is_overruled(environ):
@@ -78,6 +78,8 @@ def insist_on_right_sums(environ: Mapping[str, str]) -> None:
 
 def jax_has_started() -> bool:
     """Return whether JAX has made its devices. Only then does it refuse to change their number."""
+    if not is_jax_loaded():
+        return False
     number: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # JAX adds its options later
     try:
         jax.config.update("jax_num_cpu_devices", number + 1)
@@ -88,19 +90,26 @@ def jax_has_started() -> bool:
 
 
 @cache
+def _version_of_jaxlib() -> str:
+    """Return the version of jaxlib, without importing it."""
+    return importlib.metadata.version("jaxlib")
+
+
+@cache
 def _can_be_wrong() -> bool:
     """Return whether the installed jaxlib may add wrongly; an unmeasured version counts only if it knows the flag.
 
     XLA ends the process at a flag that it does not know.
     """
-    version = jaxlib.version.__version__
+    version = _version_of_jaxlib()
     return adds_up_wrongly(version) and (is_measured(version) or _is_in_library(FUSIONS.lstrip("-")))
 
 
 def _is_in_library(word: str) -> bool:
     """Return whether jaxlib's library contains a word; that takes 15 ms if it does."""
-    library = Path(jaxlib.__file__).with_name(_LIBRARY)
-    if not library.is_file():
+    found = importlib.util.find_spec("jaxlib")
+    library = Path(found.origin).with_name(_LIBRARY) if found is not None and found.origin else None
+    if library is None or not library.is_file():
         return False
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(word.encode()) >= 0

@@ -9,8 +9,6 @@ import pkgutil
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-
 from collectives.cuda.driver import visible_gpus
 from popdist.instance import Instance
 from popdist.timeline.recorder import Recorder
@@ -28,6 +26,7 @@ from strategies.exchange.choice import (
 from strategies.jax.programs.xla_pitfalls import jax_has_started
 from strategies.jax.replicas.membership import Membership
 from strategies.jax.replicas.processes import RuntimeState, runtime_state
+from strategies.late_jax import is_jax_loaded, jax
 
 _PLUGINS = "jax_plugins"
 _OF_GPUS = ("cuda", "gpu", "rocm")
@@ -87,7 +86,7 @@ def expected_platform() -> str:
     """
     if jax_has_started():
         return str(jax.local_devices()[0].platform)
-    configured = str(jax.config.jax_platforms or "").split(",")[0].strip().lower()  # type: ignore[attr-defined]
+    configured = _configured_platforms().split(",")[0].strip().lower()
     if configured:
         return GPU if configured in _OF_GPUS else configured
     plugins = _plugins()
@@ -98,6 +97,13 @@ def expected_platform() -> str:
     if importlib.util.find_spec("libtpu") is not None:
         others.append("tpu")
     return others[0] if others else CPU
+
+
+def _configured_platforms() -> str:
+    """Return JAX's option `jax_platforms`; if JAX is not imported, the variable from which it will take the option."""
+    if not is_jax_loaded():
+        return os.environ.get("JAX_PLATFORMS", "")
+    return str(jax.config.jax_platforms or "")  # type: ignore[attr-defined]
 
 
 def first_gpu(instance: Instance) -> str:

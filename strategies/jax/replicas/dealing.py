@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
-import jax
 import numpy as np
 
+import strategies.trees as trees
 from strategies.data.replication import Replication
 from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.per_replica import PerReplica, Shared, dealt
@@ -31,7 +31,7 @@ class _Known(Generic[Fact]):
 
     def note(self, tree: Tree, fact: Fact) -> None:
         """Note the fact about all arrays of a tree."""
-        for array in jax.tree.leaves(tree):
+        for array in trees.leaves(tree):
             # Called before the array is freed, so before another one can have its id.
             forget = functools.partial(self._forget, id(array))
             self._of_identity[id(array)] = weakref.ref(array, forget), fact
@@ -59,7 +59,7 @@ def unchanging(batch: Tree) -> Tree:
 
     Arrays of JAX and of data sets do not change, see `DataSource`.
     """
-    return jax.tree.map(
+    return trees.map(
         lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) and replication_of(leaf) is None else leaf, batch
     )
 
@@ -74,15 +74,26 @@ class Dealing:
     """The distribution of values over the local replicas.
 
     Args:
-        devices: Devices of the local replicas.
+        local: Local replicas.
         total_replicas: Number of replicas of all instances.
         batch_sizes: Rows of a replica in a step, for each data set that was distributed to these replicas; it may grow.
+        find_devices: Function that returns the devices of the local replicas, and starts JAX.
     """
 
-    def __init__(self, devices: ReplicaDevices, total_replicas: int, batch_sizes: Collection[int]) -> None:
-        self._devices = devices
-        self._replication = Replication(devices.replicas, total_replicas)
+    def __init__(
+        self,
+        local: range,
+        total_replicas: int,
+        batch_sizes: Collection[int],
+        find_devices: Callable[[], ReplicaDevices],
+    ) -> None:
+        self._replication = Replication(local, total_replicas)
         self._batch_sizes = batch_sizes
+        self._find_devices = find_devices
+
+    @property
+    def _devices(self) -> ReplicaDevices:
+        return self._find_devices()
 
     def batch(self, tree: Tree) -> Tree:
         """Return a host tree, with all local replicas along the first axis of its leaves, as a batch on the devices."""
@@ -100,7 +111,7 @@ class Dealing:
             ValueError: The tree cannot be split evenly, or is a batch for other replicas.
         """
         self.refuse_others(tree)
-        jax.tree.map(self._devices.replica_shape, tree)
+        trees.map(self._devices.replica_shape, tree)
         return PerReplica(tuple(self._devices.parts(tree)), self._replication.local)
 
     def deal(self, value: Tree) -> Tree:
@@ -112,7 +123,7 @@ class Dealing:
         Raises:
             ValueError: A `PerReplica` or a batch is for other replicas.
         """
-        return dealt(jax.tree.map(self._of_replicas, value), self._replication.local)
+        return dealt(trees.map(self._of_replicas, value), self._replication.local)
 
     def deal_argument(self, value: Tree) -> Tree:
         """Distribute a value as `deal` does, and refuse arrays that may have been computed from a batch.
@@ -120,7 +131,7 @@ class Dealing:
         Raises:
             ValueError: As in `deal`; or it is unclear whether an array is to be split.
         """
-        for leaf in jax.tree.leaves(value):
+        for leaf in trees.leaves(value):
             self._refuse_what_may_be_a_batch(leaf)
         return self.deal(value)
 
@@ -131,7 +142,7 @@ class Dealing:
             ValueError: An array of the batch is for other replicas.
         """
         own = self._replication
-        for leaf in jax.tree_util.tree_leaves(batch):
+        for leaf in trees.leaves(batch):
             replication = _replications.of(leaf)
             if replication is not own and replication is not None and replication != own:
                 raise ValueError(

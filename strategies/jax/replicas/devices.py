@@ -11,11 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import strategies.trees as trees
 from collectives.instruments import COMPILE, Instruments
 from popdist.xla import POOL_VARIABLE, thread_pool_setting, thread_pool_size
 from strategies.jax.programs.compilation import use_executable_cache
@@ -26,7 +24,7 @@ from strategies.jax.programs.xla_pitfalls import (
     use_right_sums,
     warn_of_little_address_space,
 )
-from strategies.jax.replicas.callbacks import in_order
+from strategies.late_jax import is_jax_array, jax, jnp
 from strategies.typing import Function, Leaf, Tree
 
 T = TypeVar("T")
@@ -93,6 +91,8 @@ class ReplicaDevices:
             function: Computation of a replica.
             donated: Positions of arguments whose memory the results may take over.
         """
+        from strategies.jax.replicas.callbacks import in_order  # imports JAX
+
         return DeviceProgram(in_order(function), self.executables, donated, self.instruments.during[COMPILE])
 
     def begin(
@@ -137,26 +137,27 @@ class ReplicaDevices:
             return tree
         if len(set(self.devices)) == 1:
             return jax.device_put(tree, self.devices[0])
-        return jax.device_put(tree, NamedSharding(Mesh(np.array(self.devices), ("replica",)), PartitionSpec("replica")))
+        mesh = jax.sharding.Mesh(np.array(self.devices), ("replica",))
+        return jax.device_put(tree, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("replica")))
 
     def parts(self, tree: Tree) -> list[Tree]:
         """Split a tree along the first axis of its leaves into one tree for each local replica, without a copy."""
         if len(self.replicas) == 1:
             return [tree]
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = trees.flatten(tree)
         cut = [self._cut(leaf) for leaf in leaves]
         positions = range(len(self.replicas))
-        return [jax.tree.unflatten(structure, [parts[position] for parts in cut]) for position in positions]
+        return [trees.unflatten(structure, [parts[position] for parts in cut]) for position in positions]
 
     def _cut(self, leaf: Leaf) -> Sequence[Tree]:
-        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        if is_jax_array(leaf) and len(leaf.sharding.device_set) > 1:
             shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             if len(shards) == len(self.replicas):
                 return [shard.data for shard in shards]
             leaf = np.asarray(leaf)
         rows = leaf.shape[0] // len(self.replicas)
         # On an accelerator the array stays there, because borrowing it would wait for the device.
-        host = leaf if isinstance(leaf, jax.Array) and not self.is_cpu else borrow(leaf)
+        host = leaf if is_jax_array(leaf) and not self.is_cpu else borrow(leaf)
         return [host[position * rows : (position + 1) * rows] for position in range(len(self.replicas))]
 
     def replica_shape(self, leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -221,7 +222,7 @@ class DeviceGrid:
 
 def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
     """Return a read-only view of an array on one device, on CPUs without a copy. Random keys stay keys."""
-    if not isinstance(array, jax.Array):
+    if not is_jax_array(array):
         return np.asarray(array)
     array.block_until_ready()
     if is_key(array):
@@ -236,7 +237,27 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
 
 def is_key(leaf: Leaf) -> bool:
     """Return whether a leaf of a tree is a typed random key, or an array of them."""
-    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return is_jax_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def prepare_environment(total_replicas: int) -> None:
+    """Set the environment variables that XLA reads when JAX starts; JAX is not imported for it.
+
+    Args:
+        total_replicas: Number of replicas of all instances, which fixes the size of XLA's thread pool.
+    """
+    os.environ.update(thread_pool_setting(os.environ, total_replicas))
+    use_right_sums(os.environ)
+
+
+def set_number_of_devices(number: int) -> None:
+    """Give JAX this number of CPU devices, unless it has started or the user has set a number."""
+    if _HOST_DEVICES_FLAG in os.environ.get("XLA_FLAGS", ""):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        logger.debug("JAX has started already, with %d devices", jax.local_device_count())
 
 
 def claim_devices(
@@ -272,15 +293,10 @@ def claim_devices(
     """
     warn_of_little_address_space()
     executables = use_executable_cache(os.environ, executables_folder)
-    os.environ.update(thread_pool_setting(os.environ, total_replicas))
-    use_right_sums(os.environ)
+    prepare_environment(total_replicas)
     if not runs_ahead:
         _run_in_calling_thread()
-    if _HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):  # otherwise the user has set the number
-        try:
-            jax.config.update("jax_num_cpu_devices", len(replicas))
-        except RuntimeError:
-            logger.debug("JAX has started already, with %d devices", jax.local_device_count())
+    set_number_of_devices(len(replicas))
     found = choose_grid(replicas, local_index, executables, ipus_per_replica, instruments, is_spread, first_device)
     if found.columns[0].is_cpu:
         insist_on_right_sums(os.environ)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import jax
 import numpy as np
 
+import strategies.trees as trees
 from strategies.argument_checks import checked_axis
 from strategies.core.gathering import gather_arrays
 from strategies.core.rows import ToldRows
@@ -18,14 +18,14 @@ from strategies.typing import Tree
 
 def told_rows(tree: Tree, mask: np.ndarray) -> ToldRows:
     """Return the results of one replica for the rows of a mask, from a tree of host arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    return ToldRows(leaves, partial(jax.tree.unflatten, structure), mask)
+    leaves, structure = trees.flatten(tree)
+    return ToldRows(leaves, partial(trees.unflatten, structure), mask)
 
 
 def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
     """Return the values of all replicas one after another along an axis, as `Strategy.gather` describes. Collective."""
     leaves, structure = replicas.local_leaves(value)
-    return jax.tree.unflatten(
+    return trees.unflatten(
         structure, [_concatenated(replicas, arrays, axis, f"gather/{number}") for number, arrays in enumerate(leaves)]
     )
 

@@ -19,13 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import jax
 import numpy as np
 
 # The private state behind `jax.distributed`. No public function tells the number of processes before JAX starts, or
 # leaves the coordinator without waiting for the other processes.
-from jax._src import distributed, xla_bridge
-
 from collectives import Communicator
 from popdist.instance import this_host
 from popdist.process import process
@@ -33,6 +30,7 @@ from popdist.tuning import read_limits
 from popdist.xla import own_autotuning_setting
 from strategies.errors import DeviceError
 from strategies.exchange.host_address import LOOPBACK, own_address_towards
+from strategies.late_jax import distributed, is_jax_loaded, jax, xla_bridge
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +71,8 @@ def runtime_state(instances: int) -> RuntimeState:
     Args:
         instances: Number of instances, n.
     """
+    if not is_jax_loaded():
+        return RuntimeState.UNSTARTED
     state = distributed.global_state
     if state.client is not None:
         return RuntimeState.CONNECTED if state.num_processes == instances else RuntimeState.ELSEWHERE
@@ -81,6 +81,8 @@ def runtime_state(instances: int) -> RuntimeState:
 
 def own_process() -> int | None:
     """Return the number of this process in JAX's runtime, or None if JAX knows no other process; JAX is not started."""
+    if not is_jax_loaded():
+        return None
     state = distributed.global_state
     return state.process_id if state.client is not None and state.num_processes > 1 else None
 

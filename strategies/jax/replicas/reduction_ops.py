@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from collectives import UnsupportedBufferError
 from collectives.arrays import MOVABLE, REDUCIBLE, accumulator_dtype
 from collectives.tree import combined
+from strategies.late_jax import jax, jnp
 
 _PREFIX = "COLLECTIVE_OP_"
 _BASES = {
@@ -30,7 +29,8 @@ _BASES = {
 DIFFERENTIABLE = ("ADD", "MEAN", "SQUARE_ADD", "LOCAL")
 """The operations that have a gradient."""
 
-_COMBINE = {"sum": jnp.add, "mean": jnp.add, "min": jnp.minimum, "max": jnp.maximum, "prod": jnp.multiply}
+_COMBINE = {"sum": "add", "mean": "add", "min": "minimum", "max": "maximum", "prod": "multiply"}
+"""The functions of `jax.numpy` that combine two values."""
 
 
 def parse_op(op: str) -> str:
@@ -91,7 +91,7 @@ def reduce_in_order(op: str, values: Sequence[jax.Array]) -> jax.Array:
     if op == "mean" and dtype.kind in "iu":
         return _mean_of_integers(values)
     wide = accumulator_dtype(dtype, "sum" if op == "prod" else op)
-    total = combined([value.astype(wide) for value in values], _COMBINE[op])
+    total = combined([value.astype(wide) for value in values], getattr(jnp, _COMBINE[op]))
     if op == "mean":
         # Behind a barrier, because the compiler turns a constant divisor into a factor, which gives other bits than
         # NumPy's division.

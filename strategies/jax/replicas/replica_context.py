@@ -6,7 +6,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -23,6 +22,7 @@ from strategies.data.replication import Replication
 from strategies.errors import DeviceError, EndOfDataError, FeedError
 from strategies.jax.programs.feed_program import FeedProgram, tracing
 from strategies.jax.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
+from strategies.jax.replicas.current_replica import current
 from strategies.jax.replicas.devices import ReplicaDevices
 from strategies.jax.replicas.reduction_ops import check_dtype
 from strategies.jax.replicas.replica_groups import ReplicaGroups
@@ -41,9 +41,6 @@ class ProgramEndListener(Protocol):
         Raises:
             FeedError: The replicas have used it differently.
         """
-
-
-_current: ContextVar[ReplicaContext | None] = ContextVar("replica_context", default=None)
 
 
 class ReplicaContext:
@@ -126,34 +123,21 @@ def get_replica_context() -> ReplicaContext:
     Raises:
         RuntimeError: No program is being traced: the call is outside of `strategy.run` and of a loss function.
     """
-    context = _current.get()
-    if context is None:
+    context = current.get()
+    if not isinstance(context, ReplicaContext):
         raise RuntimeError("no replica runs here; call get_replica_context inside strategy.run or a loss function")
     return context
-
-
-def refuse_in_replica(call: str) -> None:
-    """Refuse a call that concerns all replicas at once, while a replica's program is traced.
-
-    Raises:
-        RuntimeError: A replica's program is being traced; the message names the call.
-    """
-    if _current.get() is not None:
-        raise RuntimeError(
-            f"{call} was called by a replica, inside strategy.run or a loss function; call it outside, or use "
-            "strategies.get_replica_context() there"
-        )
 
 
 @contextmanager
 def replica_context(context: ReplicaContext) -> Iterator[None]:
     """Make `context` the result of `get_replica_context`."""
-    token = _current.set(context)
+    token = current.set(context)
     try:
         with tracing(context.feeds):
             yield
     finally:
-        _current.reset(token)
+        current.reset(token)
 
 
 @dataclass

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, final
 from weakref import WeakSet
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+import strategies.trees as trees
 from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
@@ -21,30 +23,53 @@ from popdist.instance import Instance
 from popdist.records import FaultInjector, NoProgress, Progress, Waits
 from popdist.xla import shared_memory_setting
 from strategies.argument_checks import Axis, parts_along
-from strategies.core.members import InstanceProgress
+from strategies.core.members import InstanceProgress, ReplicaPrograms
 from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
-from strategies.exchange.choice import CPU, GPU, ExchangeChoice
-from strategies.jax.programs.compilation import usual_folder
+from strategies.exchange.choice import CPU, GPU, ON_CPUS, ExchangeChoice
+from strategies.jax.programs.compilation import executables_folder, usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
-from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
+from strategies.jax.programs.xla_pitfalls import insist_on_right_sums, refuse_cut_integers
 from strategies.jax.replicas.accelerators import exchange_of, expected_platform
 from strategies.jax.replicas.dealing import Dealing
-from strategies.jax.replicas.devices import claim_devices, is_key
+from strategies.jax.replicas.devices import (
+    DeviceGrid,
+    ReplicaDevices,
+    claim_devices,
+    is_key,
+    prepare_environment,
+    set_number_of_devices,
+)
 from strategies.jax.replicas.membership import Membership
 from strategies.jax.replicas.processes import connect_processes
-from strategies.jax.replicas.replica_context import CrossReplicaReducer, ReplicaContext
+from strategies.late_jax import is_jax_loaded, jax, jnp, when_jax_is_imported
 from strategies.per_replica import PerReplica
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import JobFacts
 from strategies.typing import Batch, Leaf, Tree
 
+if TYPE_CHECKING:
+    from strategies.jax.replicas.replica_context import CrossReplicaReducer, ReplicaContext
+
 Same = TypeVar("Same")
 
 logger = logging.getLogger(__name__)
+
+
+class _NoPrograms:
+    """The programs of replicas for which JAX has not started."""
+
+    def begin(self) -> None:
+        pass
+
+    def ending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+_NO_PROGRAMS = _NoPrograms()
 
 
 @final
@@ -67,9 +92,6 @@ class Replicas:
         progress: Connection to the supervisor of this instance.
         faults: Faults that the user has planned for this instance.
         variables_on_host: Whether variables and optimizer state live in host memory.
-        grid: Devices of the local replicas: replicas x the devices that one replica spans.
-        devices: First column of the grid, on which everything outside of pipelines runs.
-        reducer: Executor of collectives between replicas.
         dealing: Distribution of values over the local replicas.
         programs: Programs that `Strategy.run` has compiled for these devices; each with the state that it holds, and
             functions that say whether a constant of it is unchanged.
@@ -99,6 +121,7 @@ class Replicas:
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
         self._has_carried_on = False
+        self._finding = threading.RLock()
         instance = membership.instance
         # The place of the variables, which stay there when this instance takes over replicas of another one.
         self._first_device = instance.local_index * instance.local_replicas * instance.ipus_per_replica
@@ -107,40 +130,90 @@ class Replicas:
         warn_where_none_goes_on(self)
 
     def _claim(self) -> None:
-        """Find devices for the local replicas, and drop the programs for earlier devices."""
+        """Choose the exchange for the local replicas, and drop devices and programs of earlier ones.
+
+        On CPUs, JAX and its devices wait until something needs them, because programs of PyTorch never do. If JAX is
+        imported, or the exchange depends on its devices, JAX starts at once.
+        """
         instance = self.instance
-        platform = expected_platform()
+        self._platform = platform = expected_platform()
         self.exchange = exchange_of(self._membership, platform, self.variables_on_host)
-        has_same_bits = platform == GPU and self.defaults.deterministic
-        if has_same_bits:
+        if self._has_same_bits:
             use_deterministic_operations(os.environ)
         if self.exchange.shares_gpu:
             os.environ.update(shared_memory_setting(os.environ))
         if self.exchange.connects:
             connect_processes(self.communicator)
-        self.grid = claim_devices(
+        self._found: tuple[DeviceGrid, CrossReplicaReducer] | None = None
+        self.dealing = Dealing(
+            instance.local_replica_range, instance.total_replicas, self._batch_sizes, lambda: self.devices
+        )
+        self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
+        self._program_numbers = itertools.count()
+        if is_jax_loaded() or platform != CPU or self.exchange != ON_CPUS:
+            self._find()
+        else:
+            prepare_environment(instance.total_replicas)
+            insist_on_right_sums(os.environ)
+            executables_folder(os.environ, self.defaults.executables)
+            when_jax_is_imported(partial(set_number_of_devices, len(instance.local_replica_range)))
+
+    @property
+    def _has_same_bits(self) -> bool:
+        """Whether GPUs compute the same bits in every run."""
+        return self._platform == GPU and self.defaults.deterministic
+
+    def _find(self) -> tuple[DeviceGrid, CrossReplicaReducer]:
+        """Return the devices, and the executor of collectives on them; the first call starts JAX."""
+        with self._finding:
+            if self._found is None:
+                self._found = self._claimed()
+            return self._found
+
+    def _claimed(self) -> tuple[DeviceGrid, CrossReplicaReducer]:
+        from strategies.jax.replicas.replica_context import CrossReplicaReducer  # imports JAX
+
+        instance = self.instance
+        grid = claim_devices(
             instance.local_replica_range,
             instance.total_replicas,
             instance.local_index,
             instance.ipus_per_replica,
             self.instruments,
-            self.defaults.executables or (usual_folder(os.environ) if has_same_bits else ""),
+            self.defaults.executables or (usual_folder(os.environ) if self._has_same_bits else ""),
             is_spread=self.exchange.is_on_device,
             first_device=self._first_device,
             runs_ahead=self.exchange.is_on_device or self.streams_gradients,
         )
-        self.devices = self.grid.first
-        if self.devices.is_cpu and platform != CPU:
+        if grid.first.is_cpu and self._platform != CPU:
             raise DeviceError(
-                f"JAX was expected to compute on {platform!r}, but started on the CPU; make its accelerator work "
+                f"JAX was expected to compute on {self._platform!r}, but started on the CPU; make its accelerator work "
                 "(JAX logs the reason), or set JAX_PLATFORMS=cpu on all instances"
             )
-        self.reducer = CrossReplicaReducer(
-            self.communicator, self.devices, instance.total_replicas, not self._add_cross_replica_reductions
+        reducer = CrossReplicaReducer(
+            self.communicator, grid.first, instance.total_replicas, not self._add_cross_replica_reductions
         )
-        self.dealing = Dealing(self.devices, instance.total_replicas, self._batch_sizes)
-        self.programs: dict[Any, tuple[DeviceProgram, HeldState, list[Callable[[], bool]]]] = {}
-        self._program_numbers = itertools.count()
+        return grid, reducer
+
+    @property
+    def grid(self) -> DeviceGrid:
+        """The devices of the local replicas: replicas x the devices that one replica spans."""
+        return (self._found or self._find())[0]
+
+    @property
+    def devices(self) -> ReplicaDevices:
+        """The first column of the grid, on which everything outside of pipelines runs."""
+        return self.grid.first
+
+    @property
+    def reducer(self) -> CrossReplicaReducer:
+        """The executor of collectives between replicas."""
+        return (self._found or self._find())[1]
+
+    @property
+    def running_programs(self) -> ReplicaPrograms:
+        """The programs of the local replicas; none can run before JAX has started."""
+        return _NO_PROGRAMS if self._found is None else self._found[1]
 
     def exchange_on(self, platform: str, gpu: str) -> ExchangeChoice:
         """Return the exchange for a device of another framework than JAX. Collective.
@@ -300,15 +373,15 @@ class Replicas:
 
     def broadcast(self, tree: Same, root: int = 0) -> Same:
         """Return the values of instance `root` on every instance, as `Strategy.broadcast` describes. Collective."""
-        if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree)):
+        if any(isinstance(leaf, PerReplica) for leaf in trees.leaves(tree)):
             raise TypeError(
                 "a PerReplica has a value for each local replica, but broadcast sends one value per instance; give it "
                 "one of the values, or reduce them"
             )
-        paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-        received = [self._broadcast_leaf(jax.tree_util.keystr(path), leaf, root) for path, leaf in paths]
+        paths, structure = trees.flatten_with_path(tree)
+        received = [self._broadcast_leaf(trees.keystr(path), leaf, root) for path, leaf in paths]
         self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
-        whole: Same = jax.tree.unflatten(structure, received)
+        whole: Same = trees.unflatten(structure, received)
         return whole
 
     def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> jax.Array:
@@ -326,7 +399,7 @@ class Replicas:
         for number, arrays in enumerate(leaves):
             parts = arrays if axis is None else [part for array in arrays for part in parts_along(axis, array)]
             reduced.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
-        return jax.tree.unflatten(structure, reduced)
+        return trees.unflatten(structure, reduced)
 
     def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
         """Return the arrays of the local replicas for each leaf of a value, and the structure.
@@ -336,12 +409,12 @@ class Replicas:
         """
         value = self.dealing.deal_argument(value)
         values = value.values if isinstance(value, PerReplica) else [value] * len(self.local_replicas)
-        trees = [jax.tree.flatten(one) for one in values]
-        structure = trees[0][1]
-        structures = sorted({str(tree) for _, tree in trees})
+        flat = [trees.flatten(one) for one in values]
+        structure = flat[0][1]
+        structures = sorted({str(tree) for _, tree in flat})
         if len(structures) > 1:
             raise ValueError(f"replicas have values of different structures, {', '.join(structures)}; make them alike")
-        of_replicas = zip(*(leaves for leaves, _ in trees), strict=True)
+        of_replicas = zip(*(leaves for leaves, _ in flat), strict=True)
         return [[_host_array(leaf) for leaf in leaves] for leaves in of_replicas], structure
 
     # ---- programs
@@ -356,6 +429,8 @@ class Replicas:
             program: Kind of the program, for names of collectives.
             is_watched: Whether the caller reads `reducer.last_error` after the program has ended.
         """
+        from strategies.jax.replicas.replica_context import ReplicaContext  # imports JAX
+
         numbers = self._program_numbers
         return ReplicaContext(self.reducer, replica_index, lambda: f"{program}{next(numbers)}", is_watched)
 

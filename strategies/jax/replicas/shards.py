@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+import strategies.trees as trees
 from strategies.exchange.shards import Shards
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
+from strategies.late_jax import jax, jnp
 from strategies.typing import Leaf, Tree
 
 
@@ -42,7 +42,7 @@ class PartOfArray:
     """
 
     local: jax.Array | np.ndarray
-    whole: jax.ShapeDtypeStruct
+    whole: jax.ShapeDtypeStruct | trees.ShapeOfArray
     shards: Shards
     replicas: Replicas
 
@@ -99,11 +99,11 @@ class ShardedTree:
 
     def take(self, tree: Tree, first: jax.Array) -> Tree:
         """Return the parts of whole arrays for the instance whose first replica is `first`; traceable."""
-        return jax.tree.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
+        return trees.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
 
     def whole(self, tree: Tree) -> Tree:
         """Return the tree with a `PartOfArray` for each array that this instance holds only in part."""
-        return jax.tree.map(
+        return trees.map(
             lambda leaf, shape, is_cut: PartOfArray(leaf, shape, self.shards, self.replicas) if is_cut else leaf,
             tree,
             self.shapes,

@@ -6,14 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+import strategies.trees as trees
 from strategies.data.replication import is_in_program
-from strategies.jax.programs.feed_program import note_constant
 from strategies.jax.replicas.dealing import mirrored
 from strategies.jax.replicas.replicas import Replicas
+from strategies.late_jax import jax, jnp
 from strategies.per_replica import PerReplica
 from strategies.typing import Leaf, Tree
 
@@ -41,6 +40,8 @@ class MirroredVariable:
         function the value is a constant, and must not change.
         """
         value, variable = self._value, weakref.ref(self)
+        from strategies.jax.programs.feed_program import note_constant  # imports JAX
+
         note_constant(lambda: getattr(variable(), "_value", value) is value)
         return value
 
@@ -132,7 +133,7 @@ def make_variable(
 
 def values_of(tree: Tree) -> Tree:
     """Return a tree with each variable replaced by its value."""
-    return jax.tree.map(_value_of, tree)
+    return trees.map(_value_of, tree)
 
 
 def _value_of(leaf: Leaf) -> Tree:

@@ -73,8 +73,9 @@ def test_the_first_import_of_keras_inside_of_a_scope_is_refused(in_new_process):
 ABSENT = """
 import contextlib, importlib.util, sys, strategies
 
+scope = strategies.IPUStrategy().scope()
 sys.path[:] = [folder for folder in sys.path if not importlib.machinery.PathFinder.find_spec("keras", [folder])]
-with strategies.IPUStrategy().scope():
+with scope:
     print(importlib.util.find_spec("keras"))
     try:
         import keras
