@@ -107,7 +107,7 @@ class _Latest:
     """
 
     structure: jax.tree_util.PyTreeDef
-    avals: Sequence[Any] | None
+    avals: Sequence[object] | None
     step: PreparedStep | DeviceStep
 
     @classmethod

@@ -306,7 +306,7 @@ def claim_devices(
 
 
 def _run_in_calling_thread() -> None:
-    """If this process has one core, make JAX run programs for CPUs in the thread that calls them.
+    """Make JAX run programs for CPUs in the thread that calls them, if this process has one core.
 
     In a thread of its own a program would only wait for the calling thread, and the other way round. Each change of
     threads takes 5 to 10 us, and a step has 4 to 5 of them. The bits are the same. JAX reads the setting when it
