@@ -2,7 +2,8 @@
 
 usage: bare_streams.py SOCKET RANK ADDRESS ADDRESS     (the addresses of both ranks)
 
-The reference for our ring.  copy into the program's memory. It adds, checks and watches nothing.
+The reference for our ring. The pair moves the same bytes both ways at once, in messages of the same size. It copies
+each message once out of the program's memory and once into it. It adds, checks and watches nothing.
 """
 
 from __future__ import annotations

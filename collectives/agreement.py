@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -24,9 +25,14 @@ def agree(transport: Transport, call: Call, arrays: Sequence[np.ndarray], count:
     """
     equal, parts = transport.exchange(call.fingerprint, arrays, count)
     if not equal:
-        calls = [message.decode(errors="replace") for message in exchange_bytes(transport, str(call).encode())]
-        raise layout_mismatch(calls)
+        raise_mismatch(transport, call)
     return parts
+
+
+def raise_mismatch(transport: Transport, call: Call) -> NoReturn:
+    """Raise the error that lists the calls of all ranks; a collective call after an exchange of unequal calls."""
+    calls = [message.decode(errors="replace") for message in exchange_bytes(transport, str(call).encode())]
+    raise layout_mismatch(calls)
 
 
 def layout_mismatch(calls: Sequence[str]) -> LayoutMismatchError:

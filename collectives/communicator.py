@@ -16,8 +16,9 @@ from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismat
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
 from collectives.point_to_point.link import Link
-from collectives.requests import Preparations, Request, Result
-from collectives.transport import Transport
+from collectives.prepared import Key, PreparedReductions
+from collectives.requests import Carried, Preparations, Request, Result
+from collectives.transport import Prepared, Transport
 from collectives.waiting import Limits, Watch
 
 
@@ -73,6 +74,7 @@ class Communicator:
         self._number = 0
         self._state: Exception | None = None
         self._preparations = Preparations(self.rank, self.size)
+        self._prepared = PreparedReductions(transport)
         self._let_see(instruments)
 
     # ---- synchronous collectives
@@ -91,7 +93,12 @@ class Communicator:
             >>> collectives.run_on_threads(2, lambda comm: comm.all_reduce(np.array([1.0 + comm.rank])).tolist())
             [[3.0], [3.0]]
         """
-        return self._run(self._preparations.all_reduce(buffer, op, name))
+        key = "all_reduce", name, op, id(buffer)
+        found = self._prepared.calls.get(key)
+        if found is not None and found.take((buffer,), buffer):
+            self._run_taken(found)
+            return buffer
+        return self._run_and_learn(key, self._preparations.all_reduce(buffer, op, name))
 
     def ordered_all_reduce(
         self,
@@ -114,7 +121,14 @@ class Communicator:
         Returns:
             `out`.
         """
-        return self._run(self._preparations.ordered_all_reduce(contributions, out, op, name))
+        if out is None:
+            return self._run(self._preparations.ordered_all_reduce(contributions, out, op, name))
+        key = name, op, id(out)
+        found = self._prepared.calls.get(key)
+        if found is not None and found.take(contributions, out):
+            self._run_taken(found)
+            return out
+        return self._run_and_learn(key, self._preparations.ordered_all_reduce(contributions, out, op, name))
 
     def grouped_ordered_all_reduce(
         self,
@@ -132,10 +146,13 @@ class Communicator:
             op: "sum", "mean", "min" or "max".
             names: Name of each tensor.
         """
+        if taken := self._prepared.take_group(contributions, outs, op, names):
+            self._run_taken(*taken)
+            return outs
         group = self._preparations.grouped_ordered_all_reduce(contributions, outs, op, names)
         if not self._transport.groups_reductions or len(group) < 2:
-            for each in group:
-                self._run(each)
+            for each, out in zip(group, outs, strict=True):
+                self._run_and_learn((each.call.name, op, id(out)), each)
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
         tensors = [each.arguments[0]._replace(is_shared=False) for each in group]
@@ -352,7 +369,7 @@ class Communicator:
 
     # ---- the two ways through
 
-    def _run(self, request: Request[Result]) -> Result:
+    def _run(self, request: Carried[Result]) -> Result:
         call = request.call
         if not self._lock.acquire(False):
             raise BusyError(
@@ -382,6 +399,20 @@ class Communicator:
             return result
         finally:
             self._lock.release()
+
+    def _run_taken(self, *taken: Prepared) -> None:
+        try:
+            for each in taken:
+                self._run(each)
+        except BaseException:
+            for each in taken:
+                each.drop()
+            raise
+
+    def _run_and_learn(self, key: Key, request: Request[np.ndarray]) -> np.ndarray:
+        result = self._run(request)
+        self._prepared.learn(key, request)
+        return result
 
     def _let_see(self, instruments: Instruments) -> None:
         """Store methods of instruments, or None if no instrument uses them: `is None` costs less than a call."""

@@ -4,32 +4,63 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 """Variables that identify a process started by mpirun or srun."""
-TRANSPORTS_VARIABLE = "OMPI_MCA_btl"
+SIZE_VARIABLE, LOCAL_SIZE_VARIABLE = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+MESSAGES_VARIABLE, TRANSPORTS_VARIABLE = "OMPI_MCA_pml", "OMPI_MCA_btl"
+CHOSEN_VARIABLES = (MESSAGES_VARIABLE, "OMPI_MCA_mtl", TRANSPORTS_VARIABLE)
+"""Variables that choose Open MPI's transports; if one of them is set, the choice is the user's or poprun's."""
 NETWORKS_VARIABLE = "OMPI_MCA_btl_tcp_if_include"
 LOOPBACK = "lo"
 """Value of NETWORKS_VARIABLE if poprun starts all instances on one host."""
+FABRICS = ("/sys/class/infiniband", "/sys/class/cxi")
+"""Folders in which Linux lists the network devices that libfabric uses: InfiniBand, RoCE, EFA, Omni-Path, Slingshot."""
 
 
 @contextmanager
 def open_mpi_prepared() -> Iterator[None]:
     """Set our defaults for variables that the environment leaves unset; initialise MPI inside the `with` block."""
     _yield_when_idle()
-    if TRANSPORTS_VARIABLE in os.environ or any(name in os.environ for name in RANK_VARIABLES):
-        with _kept_to_loopback() if os.environ.get(NETWORKS_VARIABLE) == LOOPBACK else nullcontext():
-            yield
-        return
-    # A process without a launcher shares memory with no other process. Open MPI 5.0.11 would leave its file in /dev/shm
-    # behind: only mpirun removes these files.
-    os.environ[TRANSPORTS_VARIABLE] = "^sm"
+    chosen = transports(os.environ, any(map(_has_entries, FABRICS)))
+    os.environ.update(chosen)
+    before = set(os.listdir("/proc/self/fd"))
     try:
         yield
     finally:
-        del os.environ[TRANSPORTS_VARIABLE]  # a job started by this process needs shared memory
+        for name in chosen:
+            del os.environ[name]  # a job started by this process needs other transports
+    is_loopback = os.environ.get(NETWORKS_VARIABLE) == LOOPBACK
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as opened:
+                    _prepare(opened, is_loopback)
+
+
+def transports(environ: Mapping[str, str], has_fabric: bool) -> dict[str, str]:
+    """Return the variables that keep Open MPI from probing networks that this process cannot use.
+
+    Open MPI (5.0.11) sleeps for a second when it closes an unused `btl ofi`, on every host without a fabric.
+
+    Args:
+        environ: Environment variables of the process.
+        has_fabric: Whether this host has a network device for libfabric.
+    """
+    if TRANSPORTS_VARIABLE in environ:
+        return {}
+    if not any(name in environ for name in RANK_VARIABLES):
+        # A process without a launcher shares memory with no other process. Open MPI 5.0.11 would leave its file in
+        # /dev/shm behind: only mpirun removes these files.
+        return {TRANSPORTS_VARIABLE: "^sm,ofi,uct"}
+    if any(name in environ for name in CHOSEN_VARIABLES):
+        return {}
+    size = environ.get(SIZE_VARIABLE)
+    if size is not None and environ.get(LOCAL_SIZE_VARIABLE) == size:
+        return {MESSAGES_VARIABLE: "ob1", TRANSPORTS_VARIABLE: "^ofi,uct"}
+    return {} if has_fabric else {TRANSPORTS_VARIABLE: "^ofi"}
 
 
 def _yield_when_idle() -> None:
@@ -41,17 +72,21 @@ def _yield_when_idle() -> None:
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
-@contextmanager
-def _kept_to_loopback() -> Iterator[None]:
-    """Bind TCP sockets that start to listen inside the `with` block to the loopback interface.
+def _has_entries(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(os.listdir(folder))
+
+
+def _prepare(opened: socket.socket, is_loopback: bool) -> None:
+    """Let a TCP connection of Open MPI send at once; bind a listening socket to the loopback interface if asked.
+
+    PMIx sends two short messages in MPI_Finalize. Without TCP_NODELAY the second waits 40 ms for the delayed ACK.
 
     Open MPI (5.0.11) refuses connections over networks that it should not use, but its sockets listen on all networks.
     Linux allows this binding to unprivileged processes since 5.7.
     """
-    before = set(os.listdir("/proc/self/fd"))
-    yield
-    for name in set(os.listdir("/proc/self/fd")) - before:
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as listening:
-            is_tcp = listening.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK.encode())
+    if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+        return
+    if not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    elif is_loopback:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, LOOPBACK.encode())

@@ -96,6 +96,11 @@ class Reduction:
         return _UFUNCS[self.op]
 
     @cached_property
+    def is_native(self) -> bool:
+        """Whether the native kernel is there and knows this reduction."""
+        return self._kernel is not None
+
+    @cached_property
     def _kernel(self) -> Kernel | None:
         """The native kernel, if it knows this reduction."""
         return kernel() if self.op in ("sum", "mean") and self.dtype in _IN_KERNEL else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,8 +25,20 @@ from collectives.reduction import Reduction
 from collectives.transport import Reducing, Transport
 
 Result = TypeVar("Result")
+Carries = TypeVar("Carries", covariant=True)
 
 _CACHED_CALLS = 1024
+
+
+class Carried(Protocol[Carries]):
+    """A checked collective that remains to be carried out."""
+
+    @property
+    def call(self) -> Call:
+        """The call that all ranks must make."""
+
+    def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> Carries:
+        """Compare the call with the calls of the other ranks, and move the data; a collective call."""
 
 
 @dataclass(slots=True)  # not frozen: one is made per call, and a frozen one takes several times as long to make

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from collectives.calls import Call
 from collectives.reduction import Reduction
 
 Bytes = np.ndarray  # one-dimensional, contiguous, dtype uint8
@@ -52,6 +53,28 @@ class Reducing(NamedTuple):
     is_shared: bool = False
 
 
+class Prepared(Protocol):
+    """A reduction into one array that can be repeated, with other contributions of the same layout.
+
+    Attributes:
+        call: Call that all ranks must make.
+        take: Function that holds the arrays of a call and returns True; it returns False if the call was not prepared.
+        drop: Function that releases the arrays of a call that will not be carried out.
+        is_of_use: Whether the ranks still contribute as many arrays as they did when the call was prepared.
+    """
+
+    call: Call
+    take: Callable[[Sequence[np.ndarray], np.ndarray], bool]
+    drop: Callable[[], None]
+    is_of_use: bool
+
+    def is_apart(self, group: Sequence[Prepared]) -> bool:
+        """Return whether the result shares no memory with the arrays that other members of the group have taken."""
+
+    def carry_out(self, transport: Transport, moves: Callable[[int], None] | None = None) -> None:
+        """Carry out the call whose arrays were taken; see `Request.carry_out`."""
+
+
 class Transport(ABC):
     """The movement of bytes between the ranks of one communicator.
 
@@ -73,6 +96,8 @@ class Transport(ABC):
     """Whether `announce` saves time."""
     scatters_reductions: bool = True
     """Whether a reduce-scatter costs less than a whole all-reduce and has the same bits."""
+    prepares_reductions: bool = False
+    """Whether `prepared` may return something."""
 
     @abstractmethod
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
@@ -94,6 +119,13 @@ class Transport(ABC):
         After an exchange that brings no arrays, `reduce` of the same contributions into shared memory follows, or
         nothing.
         """
+
+    def prepared(self, call: Call, reducing: Reducing, out: np.ndarray) -> Prepared | None:
+        """Prepare repetitions of the reduction into `out` that has just been carried out; None: they are not faster.
+
+        A rank may prepare a reduction that another rank carries out as before.
+        """
+        return None
 
     def announce(self, reducing: Reducing) -> None:  # noqa: B027
         """Announce the reduction that follows if the next exchange finds equal calls and brings no arrays.

@@ -121,6 +121,21 @@ class Watch:
                 return
         self._wait_long(ready, missing, started, _FIRST_SLEEP_S, until_something_happens)
 
+    def wait_on(
+        self,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+        pause: Callable[[float], None] | None = None,
+    ) -> None:
+        """Wait as `wait` does, for a caller that has already slept for about a millisecond.
+
+        Args:
+            ready: Function to poll.
+            missing: Function that returns the ranks that have not come yet.
+            pause: Function that pauses until something may have happened or the given seconds have passed.
+        """
+        self._wait_long(ready, missing, self.clock.now_s(), _FIRST_SLEEP_S, pause)
+
     def wait_calmly(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Wait as `wait` does, but sleep at once if ranks share cores: the caller has other transfers in progress."""
         if self.spins:
@@ -141,12 +156,9 @@ class Watch:
         next_warning = started + self.limits.stall_warning_s
         give_up = started + self.limits.timeout_s
         next_note = started + _YIELD_S
-        while not ready():
-            # Asked again after `ready`: a lost rank's last message may have arrived in between.
-            if self.lost(missing()) and not ready() and (lost := self.lost(missing())):
-                raise PeerLostError(f"{lost}; {self._facts(now_s() - started, missing())}")
-            if self.cancelled or self.instruments.is_released:
-                raise PeerLostError(f"{self._facts(now_s() - started, missing())}: the wait was abandoned")
+        if ready():
+            return
+        while True:
             sleep(pause)
             pause = min(_LONGEST_SLEEP_S, pause * 1.2)
             now = now_s()
@@ -159,6 +171,19 @@ class Watch:
             if now >= next_warning:
                 next_warning += self.limits.stall_warning_s
                 logger.warning("%s", self._facts(now - started, missing()))
+            if ready():
+                return
+            self._refuse_vain_wait(ready, missing, started)
+
+    def _refuse_vain_wait(
+        self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], started: float
+    ) -> None:
+        """Raise PeerLostError if a missing rank is lost or the wait was abandoned."""
+        # Asked again after `ready`: a lost rank's last message may have arrived in between.
+        if self.lost(missing()) and not ready() and (lost := self.lost(missing())):
+            raise PeerLostError(f"{lost}; {self._facts(self.clock.now_s() - started, missing())}")
+        if self.cancelled or self.instruments.is_released:
+            raise PeerLostError(f"{self._facts(self.clock.now_s() - started, missing())}: the wait was abandoned")
 
     def note(self, missing: Sequence[int]) -> None:
         """Tell the instruments that this rank waits for the missing ranks."""

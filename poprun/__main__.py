@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import atexit
+import gc
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
-from poprun.cli.command_line import CommandLine, read_command_line, settings_from
-from poprun.cli.config import check_export, export_config, import_config
-from poprun.cli.help import describe_options, describe_version
-from poprun.cli.log import Level, Log, fault_of_level, level_from, show
-from poprun.cli.settings import SummaryAsked, note_without_effect, warn_of_deprecated, warn_of_output
-from poprun.cli.wording import USUAL_COLUMNS, columns_of
 from poprun.errors import PopRunError
-from poprun.launch.display import describe_plan, draw_placement, draw_topology
-from poprun.launch.launch import Launch, build_command
-from poprun.launch.plan import plan_launch
-from poprun.launch.program import check_sinks, check_user, check_word, quote_words, warn_of_hidden
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: The words after `poprun`. Default: the words of this process.
+        argv: The words after `poprun`. Default: the words of this process, which ends at once after a launch.
 
     Returns:
         The exit status of the failed instance, 128 + n after signal n, or 2 for a wrong command line.
@@ -53,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from collectives.simulation.__main__ import main as simulate
 
             return simulate(words[1:])
-        return _run(words, os.environ)
+        return _launch(words) if argv is not None else _launch_and_end(words)
     except PopRunError as error:
+        from poprun.cli.log import Log
+
         Log().error(str(error))
         return error.exit_status
     except KeyboardInterrupt:  # before the launch; during a job the supervisor takes the signal
@@ -68,89 +66,25 @@ def _open_missing_streams() -> None:
     os.close(descriptor)
 
 
-def _run(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    line = read_command_line(words)
-    if line.values.get("help") or line.values.get("help-all"):
-        show(describe_options(columns_of(environ) or USUAL_COLUMNS, with_rare=bool(line.values.get("help-all"))))
-        return 0
-    if line.values.get("version"):
-        show(describe_version(str(line.values.get("version-format", "text"))))
-        return 0
-    if "import-config" in line.values:
-        line = import_config(line)
-    settings = settings_from(line, environ)
-    log = Log(Level.TRACE if settings.debug else level_from(settings.verbosity, environ))
-    if not settings.host and settings.hostfile is None:
-        check_word(settings.program[0], environ)
-    if not settings.dry_run:
-        check_user(settings, os.geteuid(), environ)
-    if fault := fault_of_level(environ):
-        log.warn(fault)
-    if "export-config" in line.values:
-        check_export(line)
-    launch = plan_launch(settings, environ, log)
-    _comment(line, launch, environ, log)
-    if "export-config" in line.values:
-        log.info(f"wrote the options in effect to {export_config(line)}")
-    command = build_command(launch)
-    if settings.dry_run:
-        _show_plan(launch, command, environ)
-        return 0
-    if settings.shows_topology:
-        show(draw_topology(launch.places, columns_of(environ)))
-    return _run_job(launch, environ, log)
+def _launch(words: Sequence[str]) -> int:
+    from poprun.command import run
+
+    return run(words, os.environ)
 
 
-def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
-    """Run the job, write the summary and the timeline if asked for, and return the exit status."""
-    from poprun.monitor.doors import open_doors
-    from poprun.monitor.summary import Summary
-    from poprun.monitor.viewers import Viewers
-    from poprun.supervisor.job import run_job
+def _launch_and_end(words: Sequence[str]) -> NoReturn:
+    """Launch a job in this process, and end it.
 
-    settings = launch.settings
-    check_sinks(settings, launch.hosts, launch.places[0], environ)
-    summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
-    viewers = Viewers(open_doors(settings.top_address, environ, log), settings.program)
-    if settings.timeline is not None:
-        from poprun.trace.command import make_room
-
-        make_room(settings.timeline)
-    exit_status = run_job(launch, environ, log, viewers, summary.note).exit_status
-    viewers.close()
-    summary.finish(exit_status)
-    if settings.timeline is not None:
-        from poprun.trace.command import write_timeline
-
-        write_timeline(settings.timeline, log)
-    return exit_status
-
-
-def _comment(line: CommandLine, launch: Launch, environ: Mapping[str, str], log: Log) -> None:
-    """Log warnings about hidden packages and options without effect; with --debug, log the options in effect."""
-    settings, leaves_this_machine = launch.settings, launch.leaves_this_machine
-    for text in warn_of_deprecated(line.values):
-        log.warn(text)
-    for text in warn_of_hidden(settings.program, environ):
-        log.warn(text)
-    for text in warn_of_output(settings.mpi.words):
-        log.warn(text)
-    for text in note_without_effect(line.values, settings, leaves_this_machine):
-        log.info(text)
-    if settings.debug:
-        for name, value in line.values.items():
-            log.debug(f"option --{name}: {value}")
-
-
-def _show_plan(launch: Launch, command: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Print the mpirun command to standard output, and the tables that explain it to standard error."""
-    if launch.settings.json:
-        show(json.dumps(describe_plan(launch, command), indent=2))
-        return
-    topology_to = 1 if launch.settings.shows_topology else 2
-    show(draw_topology(launch.places, columns_of(environ, topology_to)), topology_to)
-    show(draw_placement(launch, columns_of(environ, 2)), 2)
-    show(quote_words(command))
+    Garbage collection would look again and again through what imports make, which takes a tenth of their time. Taking
+    the interpreter apart at the end would take 10 ms.
+    """
+    gc.disable()  # until the job runs
+    exit_status = _launch(words)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_status)
 
 
 if __name__ == "__main__":

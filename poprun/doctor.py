@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 
 from popdist.instance import this_host
 from popdist.xla import (
@@ -157,6 +158,7 @@ def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
     findings += [
         *check_load(good),
         *check_sums(good, environ),
+        *check_kernel(here.host),
         *check_measurements(measured, good, ssh),
         *check_mtu(good, network),
     ]
@@ -234,6 +236,15 @@ def check_sums(facts: Mapping[str, HostFacts], environ: Mapping[str, str]) -> It
         else:
             known = "computes wrong sums in YNNPACK" if is_measured(version) else "is newer than the measured versions"
             yield Finding("sums", host, f"jaxlib {version} {known}; strategies keep sums from YNNPACK")
+
+
+def check_kernel(host: str) -> Iterator[Finding]:
+    """Report whether this machine has the native kernel of the exchange."""
+    if find_spec("collectives.native._kernel") is not None:
+        yield Finding("kernel", host, "the native kernel of the exchange is installed")
+    else:
+        fact = "the native kernel of the exchange was not built; NumPy does its work, more slowly"
+        yield Finding("kernel", host, fact, "install a C compiler and the headers of Python, then the project again")
 
 
 def check_links(links: Sequence[MeasuredLink]) -> Iterator[Finding]:

@@ -59,6 +59,7 @@ PARTS = {
                 "poprun/__main__.py",
                 "poprun/agent",
                 "poprun/cli",
+                "poprun/command.py",
                 "poprun/ipc",
                 "poprun/launch",
             ),

@@ -182,6 +182,8 @@ static int64_t now_ns(void) {
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
+static int64_t smaller_ns(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static void pause_core(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -212,29 +214,36 @@ static void announce(const Waiter *w, int word, uint64_t value) {
         syscall(SYS_futex, (uint32_t *)(void *)own, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Spin, then sleep; return whether the word has reached the value within PATIENCE_NS. */
-static int wait_briefly(const Waiter *w, int rank, int word, int64_t value) {
+/* Sleep until the word has reached the value or the time has passed. */
+static void sleep_until(const Waiter *w, int rank, int word, int64_t value, int64_t ns) {
     Word *awaited = word_at(w, rank, word), *sleepers = word_at(w, rank, SLEEPERS);
-    const int64_t began = now_ns();
-    int64_t now = began;
-    if (w->spin_ns) {
-        for (; now - began < w->spin_ns; now = now_ns())
-            if (is_reached_within(awaited, value, POLLS)) return 1;
-    } else {
-        for (; now - began < NOT_WOKEN_NS; now = now_ns()) {
-            sched_yield();
-            if (has_reached(awaited, value)) return 1;
-        }
-    }
-    const int64_t longest = atomic_load_explicit(word_at(w, rank, WAKES), memory_order_relaxed) ? PATIENCE_NS : NOT_WOKEN_NS;
-    const int64_t end = now + PATIENCE_NS;
+    const int wakes = atomic_load_explicit(word_at(w, rank, WAKES), memory_order_relaxed) != 0;
+    const int64_t longest = wakes ? ns : smaller_ns(ns, NOT_WOKEN_NS);
+    int64_t now = now_ns();
+    const int64_t end = now + ns;
     atomic_fetch_add_explicit(sleepers, 1, memory_order_seq_cst);
     for (; now < end; now = now_ns()) {
         const uint64_t seen = atomic_load_explicit(awaited, memory_order_seq_cst);
         if ((int64_t)seen >= value) break;
-        sleep_on(awaited, seen, end - now < longest ? end - now : longest);
+        sleep_on(awaited, seen, smaller_ns(end - now, longest));
     }
     atomic_fetch_sub_explicit(sleepers, 1, memory_order_seq_cst);
+}
+
+/* Spin, then sleep; return whether the word has reached the value within PATIENCE_NS. */
+static int wait_briefly(const Waiter *w, int rank, int word, int64_t value) {
+    Word *awaited = word_at(w, rank, word);
+    const int64_t began = now_ns();
+    if (w->spin_ns) {
+        while (now_ns() - began < w->spin_ns)
+            if (is_reached_within(awaited, value, POLLS)) return 1;
+    } else {
+        while (now_ns() - began < NOT_WOKEN_NS) {
+            sched_yield();
+            if (has_reached(awaited, value)) return 1;
+        }
+    }
+    sleep_until(w, rank, word, value, PATIENCE_NS);
     return has_reached(awaited, value);
 }
 
@@ -245,7 +254,8 @@ static int await_rank(const Waiter *w, int rank, int word, int64_t value) {
     if (w->spin_ns && is_reached_within(awaited, value, FIRST_POLLS)) return 0;
     w->let_go(w->context);
     if (wait_briefly(w, rank, word, value)) return 0;
-    return w->be_patient(w->context, rank * WORDS + word, (uint64_t)value);
+    if (w->be_patient(w->context, rank * WORDS + word, (uint64_t)value)) return 1;
+    return !has_reached(awaited, value); /* reads the word again, for the order of memory */
 }
 
 static int await_all(const Waiter *w, int word, int64_t value) {
@@ -255,6 +265,9 @@ static int await_all(const Waiter *w, int word, int64_t value) {
 }
 
 /* ---- reductions through a window (`collectives.shared_memory.reduction`) */
+
+/* Added to the announced size if a rank's sums follow its contributions. Ranks that do not use them need not know. */
+#define WITH_SUMS (UINT64_C(1) << 62)
 
 typedef enum { INLINE, STAGED, CHUNKED } Kind;
 typedef enum { DIFFERENT_ARRAYS, DONE, DIFFERENT_CALLS, OTHER_COUNTS, FAILED } Outcome;
@@ -274,15 +287,17 @@ typedef struct {
     uint64_t fingerprint;
     Mean mean;
     const int64_t *counts;  /* contributions of each rank */
-    const uint64_t *nbytes; /* what each rank announces */
+    const uint64_t *nbytes; /* what each rank announces, apart from WITH_SUMS */
     const int64_t *bounds;  /* slice of each rank */
     const int64_t *slots;   /* INLINE: first slot of each rank in even, then in odd exchanges */
+    int with_sums;          /* INLINE: whether a rank's sums follow its contributions */
     const int64_t *pipes;   /* first byte of each rank's pipe */
     const int64_t *nodes;   /* number of sums in each rank's pipe for each other rank */
     int64_t pipe_step, results, result_step; /* distances: between chunks, from a pipe to its results, between these */
     const Sum *sums;        /* this rank's sums for other ranks */
-    Order whole;            /* of everything that this rank adds */
-    const void **sources;   /* room for the sources of `whole` */
+    Order whole;            /* of this rank's contributions and the others' sums */
+    Order leaves;           /* INLINE: of all contributions */
+    const void **sources;   /* room for the sources of these orders */
     const void **part;      /* room for this rank's contributions */
 } Plan;
 
@@ -375,21 +390,25 @@ static void catch_up(const Waiter *w, int64_t chunks) {
     announce(w, REDUCED, (uint64_t)chunks);
 }
 
-/* Announce this rank's call, wait for the others', and compare them. */
-static Outcome agree(const Waiter *w, const Plan *p, uint64_t sequence) {
+/* Announce this rank's call, wait for the others', and compare them; `with_sums`: whether all ranks sent sums along. */
+static Outcome agree(const Waiter *w, const Plan *p, uint64_t sequence, int *with_sums) {
     const int parity = (int)(sequence & 1);
-    const uint64_t own[] = {p->fingerprint, (uint64_t)p->counts[w->rank], p->nbytes[w->rank]};
+    const uint64_t mark = p->with_sums ? WITH_SUMS : 0;
+    const uint64_t own[] = {p->fingerprint, (uint64_t)p->counts[w->rank], p->nbytes[w->rank] | mark};
     for (int word = 0; word < 3; word++)
         atomic_store_explicit(word_at(w, w->rank, FINGERPRINT + 2 * word + parity), own[word], memory_order_relaxed);
     announce(w, SEQUENCE, sequence);
     if (await_all(w, SEQUENCE, (int64_t)sequence)) return FAILED;
     Outcome outcome = DONE;
+    *with_sums = p->with_sums;
     for (int rank = 0; rank < w->size; rank++) {
         uint64_t theirs[3];
         for (int word = 0; word < 3; word++)
             theirs[word] = atomic_load_explicit(word_at(w, rank, FINGERPRINT + 2 * word + parity), memory_order_relaxed);
         if (theirs[0] != p->fingerprint) return DIFFERENT_CALLS;
-        if (theirs[1] != (uint64_t)p->counts[rank] || theirs[2] != p->nbytes[rank]) outcome = OTHER_COUNTS;
+        if (theirs[2] == p->nbytes[rank]) *with_sums = 0;
+        else if (theirs[2] != (p->nbytes[rank] | mark)) outcome = OTHER_COUNTS;
+        if (theirs[1] != (uint64_t)p->counts[rank]) outcome = OTHER_COUNTS;
     }
     return outcome;
 }
@@ -403,26 +422,30 @@ static int send_ahead(const Waiter *w, const Plan *p, const void *const *own, in
     if (p->kind == INLINE) {
         char *slot = w->memory + p->slots[parity * w->size + w->rank];
         const size_t nbytes = p->elements * p->item;
-        for (int64_t number = 0; number < p->counts[w->rank]; number++) memcpy(slot + number * nbytes, own[number], nbytes);
+        for (int64_t number = 0; number < p->counts[w->rank]; number++, slot += nbytes) memcpy(slot, own[number], nbytes);
+        for (int64_t node = 0; p->with_sums && node < p->nodes[w->rank]; node++, slot += nbytes)
+            reduce(p->item, &p->sums[node].order, own + p->sums[node].first, slot, p->elements, NO_MEAN);
     }
     return 0;
 }
 
-static void reduce_slots(const Waiter *w, const Plan *p, const void *const *own, char *out, int parity) {
+/* Add everything that has come with the exchange. This rank's own contributions are in its cache. */
+static void reduce_slots(const Waiter *w, const Plan *p, const void *const *own, char *out, int parity, int with_sums) {
     int known = 0;
-    for (int rank = 0; rank < w->size; rank++)
-        for (int64_t number = 0; number < p->counts[rank]; number++) {
-            const char *slot = w->memory + p->slots[parity * w->size + rank];
-            p->sources[known++] = rank == w->rank ? own[number] : slot + number * p->elements * p->item;
-        }
-    reduce(p->item, &p->whole, p->sources, out, p->elements, p->mean);
+    for (int rank = 0; rank < w->size; rank++) {
+        const char *slot = w->memory + p->slots[parity * w->size + rank];
+        const size_t nbytes = p->elements * p->item;
+        const int takes_sums = with_sums && rank != w->rank;
+        if (takes_sums) slot += (size_t)p->counts[rank] * nbytes;
+        const int64_t count = takes_sums ? p->nodes[rank] : p->counts[rank];
+        for (int64_t number = 0; number < count; number++)
+            p->sources[known++] = rank == w->rank ? own[number] : slot + (size_t)number * nbytes;
+    }
+    reduce(p->item, with_sums ? &p->whole : &p->leaves, p->sources, out, p->elements, p->mean);
 }
 
-static int move(const Waiter *w, const Plan *p, const void *const *own, char *out, int parity, int64_t base) {
-    if (p->kind == INLINE) {
-        reduce_slots(w, p, own, out, parity);
-        return 0;
-    }
+/* Move the data of chunked kinds. */
+static int move(const Waiter *w, const Plan *p, const void *const *own, char *out, int64_t base) {
     if (p->kind == STAGED) reduce_chunk(w, p, own, out, 0, base);
     else if (run_chunks(w, p, own, out, base)) return 1;
     catch_up(w, base + p->chunks);
@@ -546,7 +569,7 @@ typedef struct {
 /* One call from Python that may wait. */
 typedef struct {
     Waiter waiter;
-    PyObject *patient;
+    PyObject *window, *patient;
     PyThreadState *saved; /* NULL: this thread has the interpreter */
 } Waiting;
 
@@ -563,14 +586,14 @@ static void get_back(Waiting *waiting) {
 static int be_patient(void *context, int index, uint64_t value) {
     Waiting *waiting = context;
     get_back(waiting);
-    PyObject *result = PyObject_CallFunction(waiting->patient, "iK", index, (unsigned long long)value);
+    PyObject *result = PyObject_CallFunction(waiting->patient, "OiK", waiting->window, index, (unsigned long long)value);
     Py_XDECREF(result);
     return result == NULL;
 }
 
 /* Fill in `waiting` in place: the waiter refers to it. */
-static const Waiter *begin(Waiting *waiting, const Window *window) {
-    *waiting = (Waiting){.waiter = window->waiter, .patient = window->patient};
+static const Waiter *begin(Waiting *waiting, Window *window) {
+    *waiting = (Waiting){.waiter = window->waiter, .window = (PyObject *)window, .patient = window->patient};
     waiting->waiter.let_go = let_go;
     waiting->waiter.be_patient = be_patient;
     waiting->waiter.context = waiting;
@@ -652,7 +675,7 @@ static PyObject *window_announce(PyObject *self, PyObject *const *args, Py_ssize
 PyDoc_STRVAR(await_all_doc, "await_all(word, value)\n--\n\nWait until the word of every other rank has reached `value`.");
 
 static PyObject *window_await_all(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    const Window *window = (Window *)self;
+    Window *window = (Window *)self;
     long long numbers[2];
     if (!read_numbers(args, given, 2, numbers) || !is_word(window, 0, numbers[0])) return NULL;
     Waiting waiting;
@@ -663,7 +686,7 @@ static PyObject *window_await_all(PyObject *self, PyObject *const *args, Py_ssiz
 PyDoc_STRVAR(await_rank_doc, "await_rank(rank, word, value)\n--\n\nWait until the word of a rank has reached `value`.");
 
 static PyObject *window_await_rank(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-    const Window *window = (Window *)self;
+    Window *window = (Window *)self;
     long long numbers[3];
     if (!read_numbers(args, given, 3, numbers) || !is_word(window, numbers[0], numbers[1])) return NULL;
     Waiting waiting;
@@ -671,7 +694,27 @@ static PyObject *window_await_rank(PyObject *self, PyObject *const *args, Py_ssi
     return nothing_or_error(&waiting, await_rank(waiter, (int)numbers[0], (int)numbers[1], numbers[2]));
 }
 
+PyDoc_STRVAR(pause_doc,
+             "pause(index, value, seconds)\n--\n\n"
+             "Sleep until the word at `index` has reached `value`, or the seconds (at most one) have passed.");
+
+static PyObject *window_pause(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+    const Window *window = (Window *)self;
+    long long numbers[2];
+    if (given != 3) return PyErr_Format(PyExc_TypeError, "pause takes 3 arguments, not %zd", given);
+    const double seconds = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || !read_numbers(args, 2, 2, numbers)) return NULL;
+    const long long rank = numbers[0] / WORDS, word = numbers[0] % WORDS;
+    if (!is_word(window, rank, word)) return NULL;
+    const int64_t ns = seconds < 0 ? 0 : seconds < 0.999 ? (int64_t)(seconds * 1e9) : 999000000;
+    PyThreadState *saved = PyEval_SaveThread();
+    sleep_until(&window->waiter, (int)rank, (int)word, numbers[1], ns);
+    PyEval_RestoreThread(saved);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef window_methods[] = {
+    {"pause", (PyCFunction)(void (*)(void))window_pause, METH_FASTCALL, pause_doc},
     {"announce", (PyCFunction)(void (*)(void))window_announce, METH_FASTCALL, announce_doc},
     {"await_all", (PyCFunction)(void (*)(void))window_await_all, METH_FASTCALL, await_all_doc},
     {"await_rank", (PyCFunction)(void (*)(void))window_await_rank, METH_FASTCALL, await_rank_doc},
@@ -680,7 +723,7 @@ static PyMethodDef window_methods[] = {
 
 PyDoc_STRVAR(window_doc,
              "The words of a window, as one rank announces and awaits them.\n\n"
-             "`patient(index, value)` takes over a wait that has lasted a millisecond.");
+             "`patient(window, index, value)` takes over a wait that has lasted a millisecond.");
 
 static PyType_Slot window_slots[] = {
     {Py_tp_doc, (void *)window_doc},
@@ -698,6 +741,7 @@ typedef struct {
     PyObject_HEAD
     Plan plan;
     PyObject *window, *tables; /* what `plan` points into is kept alive by these */
+    PyObject *out;             /* a weak reference to the result's array */
     Py_ssize_t *shape;
     int ndim;
     char format;
@@ -748,27 +792,28 @@ static int make_room(PlanObject *self, int64_t own) {
     self->views = PyMem_Malloc((size_t)(own + 1) * sizeof *self->views);
     self->own = PyMem_Malloc((size_t)own * sizeof *self->own);
     self->plan.part = PyMem_Malloc((size_t)own * sizeof *self->plan.part);
-    self->plan.sources = PyMem_Malloc((size_t)self->plan.whole.sources * sizeof *self->plan.sources);
+    self->plan.sources = PyMem_Malloc((size_t)self->plan.leaves.sources * sizeof *self->plan.sources);
     return self->views && self->own && self->plan.part && self->plan.sources;
 }
 
 static int fill_in(PlanObject *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"window",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
+    static char *names[] = {"window",     "out",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
                             "counts",     "nbytes",  "bounds",    "slots",       "pipes",      "nodes",       "chunk",
-                            "chunks",     "pipe_step", "results", "result_step", "sums",       "whole",       NULL};
+                            "chunks",     "pipe_step", "results", "result_step", "sums",       "whole",       "leaves",      "with_sums", NULL};
     Plan *plan = &self->plan;
-    PyObject *window, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole;
+    PyObject *window, *out, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole, *leaves;
     int kind, format;
     unsigned long long fingerprint;
     long long mean, pipe_step, results, result_step;
     Py_ssize_t chunk;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!iCO!pKLSSSSSSniLLLO!S", names, window_type, &window, &kind, &format, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!OiCO!pKLSSSSSSniLLLO!SSp", names, window_type, &window, &out, &kind, &format, &PyTuple_Type,
                                      &shape, &plan->is_private, &fingerprint, &mean, &counts, &nbytes, &bounds, &slots,
                                      &pipes, &nodes, &chunk, &plan->chunks, &pipe_step, &results, &result_step,
-                                     &PyTuple_Type, &sums, &whole))
+                                     &PyTuple_Type, &sums, &whole, &leaves, &plan->with_sums))
         return 0;
-    self->tables = PyTuple_Pack(9, window, counts, nbytes, bounds, slots, pipes, nodes, sums, whole);
-    if (!self->tables) return 0;
+    self->tables = PyTuple_Pack(10, window, counts, nbytes, bounds, slots, pipes, nodes, sums, whole, leaves);
+    self->out = PyWeakref_NewRef(out, NULL);
+    if (!self->tables || !self->out) return 0;
     self->window = window;
     const Py_ssize_t size = ((Window *)window)->waiter.size;
     plan->counts = table(counts, size);
@@ -777,7 +822,7 @@ static int fill_in(PlanObject *self, PyObject *args, PyObject *named) {
     plan->slots = table(slots, 2 * size);
     plan->pipes = table(pipes, size);
     plan->nodes = table(nodes, size);
-    if (PyErr_Occurred() || !read_order(whole, &plan->whole) || !read_shape(self, shape)) return 0;
+    if (PyErr_Occurred() || !read_order(whole, &plan->whole) || !read_order(leaves, &plan->leaves) || !read_shape(self, shape)) return 0;
     const int64_t own = plan->counts[((Window *)window)->waiter.rank];
     plan->kind = (Kind)kind;
     plan->item = format == 'f' ? sizeof(float) : sizeof(double);
@@ -821,6 +866,7 @@ static void plan_dealloc(PyObject *object) {
     PyMem_Free((void *)self->own);
     PyMem_Free(self->views);
     Py_XDECREF(self->tables);
+    Py_XDECREF(self->out);
     end_of(object);
 }
 
@@ -838,6 +884,7 @@ static PyObject *plan_take(PyObject *object, PyObject *const *args, Py_ssize_t g
     PlanObject *self = (PlanObject *)object;
     if (given != 2) return PyErr_Format(PyExc_TypeError, "take takes 2 arguments, not %zd", given);
     const Py_ssize_t count = own_count(self);
+    if (PyWeakref_GetObject(self->out) != args[1]) Py_RETURN_FALSE; /* not the array that was found to be sound */
     if (self->is_taken || length_of_list(args[0]) != count || !borrow_all(args[0], count, args[1], self->views))
         Py_RETURN_FALSE;
     for (Py_ssize_t number = 0; number <= count; number++)
@@ -847,6 +894,37 @@ static PyObject *plan_take(PyObject *object, PyObject *const *args, Py_ssize_t g
         }
     for (Py_ssize_t number = 0; number < count; number++) self->own[number] = self->views[number].buf;
     self->is_taken = 1;
+    Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(taken_doc, "taken()\n--\n\nReturn the arrays that were taken: contributions, then the result.");
+
+static PyObject *plan_taken(PyObject *object, PyObject *unused) {
+    const PlanObject *self = (PlanObject *)object;
+    const Py_ssize_t count = self->is_taken ? own_count(self) + 1 : 0;
+    PyObject *arrays = PyList_New(count);
+    for (Py_ssize_t number = 0; arrays && number < count; number++)
+        PyList_SetItem(arrays, number, Py_NewRef(self->views[number].obj));
+    return arrays;
+}
+
+PyDoc_STRVAR(is_apart_doc,
+             "is_apart(plans)\n--\n\nReturn whether the result shares no memory with arrays that other plans have taken.");
+
+static PyObject *plan_is_apart(PyObject *object, PyObject *plans) {
+    const PlanObject *self = (PlanObject *)object;
+    if (!self->is_taken || !PyList_Check(plans)) return PyErr_Format(PyExc_ValueError, "give a list of plans; take arrays first");
+    const Py_buffer *out = &self->views[own_count(self)];
+    const char *start = out->buf, *end = start + out->len;
+    for (Py_ssize_t number = 0; number < PyList_Size(plans); number++) {
+        PyObject *item = PyList_GetItem(plans, number);
+        const PlanObject *other = (PlanObject *)item;
+        if ((PyObject *)Py_TYPE(item) != plan_type) return PyErr_Format(PyExc_TypeError, "this is no plan");
+        for (Py_ssize_t each = 0; other != self && other->is_taken && each <= own_count(other); each++) {
+            const char *taken = other->views[each].buf;
+            if (taken < end && start < taken + other->views[each].len) Py_RETURN_FALSE;
+        }
+    }
     Py_RETURN_TRUE;
 }
 
@@ -872,17 +950,21 @@ static Outcome carry_out(Waiting *waiting, PlanObject *self, uint64_t sequence, 
     char *out = self->views[own_count(self)].buf;
     if (is_long) let_go(waiting);
     if (send_ahead(waiter, plan, self->own, parity, base)) return FAILED;
-    const Outcome outcome = agree(waiter, plan, sequence);
+    int with_sums;
+    const Outcome outcome = agree(waiter, plan, sequence, &with_sums);
     if (outcome != DONE) return outcome;
     if (moves != Py_None && tell(waiting, moves, self)) return FAILED;
     if (is_long) let_go(waiting);
-    return move(waiter, plan, self->own, out, parity, base) ? FAILED : DONE;
+    if (plan->kind != INLINE) return move(waiter, plan, self->own, out, base) ? FAILED : DONE;
+    reduce_slots(waiter, plan, self->own, out, parity, with_sums);
+    return DONE;
 }
 
 PyDoc_STRVAR(run_doc,
              "run(sequence, chunk, moves)\n--\n\n"
              "Carry out the reduction of the arrays that were taken; a collective call.\n\n"
-             "Return DONE; or DIFFERENT_CALLS or OTHER_COUNTS after the exchange alone, with no result written.");
+             "Return DONE; or DIFFERENT_CALLS or OTHER_COUNTS after the exchange alone, with no result written and the\n"
+             "arrays still taken.");
 
 static PyObject *plan_run(PyObject *object, PyObject *const *args, Py_ssize_t given) {
     PlanObject *self = (PlanObject *)object;
@@ -896,12 +978,14 @@ static PyObject *plan_run(PyObject *object, PyObject *const *args, Py_ssize_t gi
     begin(&waiting, (Window *)self->window);
     const Outcome outcome = carry_out(&waiting, self, (uint64_t)numbers[0], numbers[1], args[2]);
     get_back(&waiting);
-    drop(self);
+    if (outcome == DONE || outcome == FAILED) drop(self);
     return outcome == FAILED ? NULL : PyLong_FromLong(outcome);
 }
 
 static PyMethodDef plan_methods[] = {
     {"take", (PyCFunction)(void (*)(void))plan_take, METH_FASTCALL, take_doc},
+    {"taken", plan_taken, METH_NOARGS, taken_doc},
+    {"is_apart", plan_is_apart, METH_O, is_apart_doc},
     {"drop", plan_drop, METH_NOARGS, drop_doc},
     {"run", (PyCFunction)(void (*)(void))plan_run, METH_FASTCALL, run_doc},
     {NULL, NULL, 0, NULL},
@@ -928,12 +1012,16 @@ static const struct {
     const char *name;
     long value;
 } constants[] = {
-    {"MOST_ROWS", MOST_ROWS}, {"WORDS", WORDS},       {"DEPTH", DEPTH},       {"SEQUENCE", SEQUENCE},
+    {"MOST_ROWS", MOST_ROWS}, {"WAKES", WAKES},       {"WORDS", WORDS},       {"DEPTH", DEPTH},       {"SEQUENCE", SEQUENCE},
     {"FINGERPRINT", FINGERPRINT}, {"COUNT", COUNT},   {"NBYTES", NBYTES},     {"PRODUCED", PRODUCED},
     {"CONSUMED", CONSUMED},   {"REDUCED", REDUCED},   {"FETCHED", FETCHED},   {"INLINE", INLINE},
     {"STAGED", STAGED},       {"CHUNKED", CHUNKED},   {"DONE", DONE},         {"DIFFERENT_CALLS", DIFFERENT_CALLS},
     {"OTHER_COUNTS", OTHER_COUNTS},
 };
+
+#ifndef SOURCE_CRC32
+#define SOURCE_CRC32 0u /* unknown: a build by hand */
+#endif
 
 static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type) {
     *type = PyType_FromModuleAndSpec(module, spec, NULL);
@@ -949,7 +1037,7 @@ static int fill_module(PyObject *module) {
     if (add_type(module, &plan_spec, "Plan", &plan_type)) return -1;
     for (size_t number = 0; number < sizeof constants / sizeof *constants; number++)
         if (PyModule_AddIntConstant(module, constants[number].name, constants[number].value)) return -1;
-    return 0;
+    return PyModule_AddIntConstant(module, "SOURCE_CRC32", (long)SOURCE_CRC32);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)fill_module}, {0, NULL}};

@@ -10,7 +10,9 @@ from queue import SimpleQueue
 import numpy as np
 
 HELD = 2  # received messages that are kept for a lane; further ones wait in the network
-SMALL_BYTES = 1 << 17  # up to this size a message is copied at once, so that the sender need not wait
+SMALL_BYTES = 1 << 17  # up to this size an array is copied at once, so that the sender need not wait
+_ROOM_LIMIT_S = 1.0  # interval at which a lane looks whether it was closed
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Bell:
@@ -42,36 +44,77 @@ class Inbox:
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
         self._messages: deque[bytes] = deque()
-        self._room = threading.Semaphore(HELD)
+        self._has_room = Bell()
+        self._is_awaited = False  # whether `await_room` waits
         self._is_closed = False
 
     def put(self, message: bytes) -> None:
-        """Add a message; wait while too many messages have not been taken."""
-        self._room.acquire()
-        if self._is_closed:
-            self._room.release()
-            return
-        self._messages.append(message)
-        self._bell.ring()
+        """Add a message without waiting; call `await_room` before the next one is requested."""
+        if not self._is_closed:
+            self._messages.append(message)
+            self._bell.ring()
+
+    def await_room(self) -> None:
+        """Wait while too many messages have not been taken."""
+        self._is_awaited = True  # before the messages are counted: `take` may come in between
+        while len(self._messages) > HELD and not self._is_closed:
+            self._has_room.wait(_ROOM_LIMIT_S)
+        self._is_awaited = False
 
     def take(self) -> bytes | None:
         """Return the next message, or None if none has arrived."""
-        try:
-            message = self._messages.popleft()
-        except IndexError:
+        if not self._messages:
             return None
-        self._room.release()
+        message = self._messages.popleft()
+        if self._is_awaited:
+            self._has_room.ring()
         return message
 
     def close(self) -> None:
         """Drop the present and all future messages."""
         self._is_closed = True
         self._messages.clear()
-        self._room.release(HELD)
+        self._has_room.ring()
+
+
+class Fetched:
+    """An expected message on a lane that stays in gRPC's memory. Lanes keep their order, so poll earlier ones first.
+
+    Args:
+        inbox: Inbox of the lane.
+        least: Smallest size in bytes.
+        most: Largest size in bytes.
+        complain: Function to call with the reason if the message does not fit.
+    """
+
+    __slots__ = ("_complain", "_inbox", "_least", "_most", "message", "received")
+
+    def __init__(self, inbox: Inbox, least: int, most: int, complain: Callable[[str], None]) -> None:
+        self._inbox = inbox
+        self._least = least
+        self._most = most
+        self._complain = complain
+        self.message: np.ndarray = _NOTHING
+        self.received: int | None = None
+
+    def done(self) -> bool:
+        """Return whether the message has arrived."""
+        if self.received is not None:
+            return True
+        message = self._inbox.take()
+        if message is None:
+            return False
+        if not self._least <= len(message) <= self._most:
+            at_most = "" if self._least == self._most else " at most"
+            self._complain(f"it sent {len(message)} bytes, but {self._most}{at_most} were expected")
+            return False
+        self.message = np.frombuffer(message, np.uint8)
+        self.received = len(message)
+        return True
 
 
 class Received:
-    """An expected message on a lane. Lanes keep their order, so poll earlier messages first.
+    """An expected message on a lane that is copied to the beginning of `into`.
 
     Args:
         inbox: Inbox of the lane.
@@ -79,18 +122,17 @@ class Received:
         complain: Function to call with the reason if the message does not fit.
     """
 
-    __slots__ = ("_complain", "_inbox", "_into", "_is_done", "received")
+    __slots__ = ("_complain", "_inbox", "_into", "received")
 
     def __init__(self, inbox: Inbox, into: np.ndarray, complain: Callable[[str], None]) -> None:
-        self.received = 0
         self._inbox = inbox
         self._into = into
         self._complain = complain
-        self._is_done = False
+        self.received: int | None = None
 
     def done(self) -> bool:
         """Return whether the message is in `into`."""
-        if self._is_done:
+        if self.received is not None:
             return True
         message = self._inbox.take()
         if message is None:
@@ -100,51 +142,29 @@ class Received:
             return False
         self._into[: len(message)] = np.frombuffer(message, np.uint8)
         self.received = len(message)
-        self._is_done = True
         return True
 
 
-class Fetched:
-    """An expected message on a lane that stays in gRPC's memory.
+class Copied:
+    """A sent message whose array may be reused from the beginning."""
 
-    Args:
-        inbox: Inbox of the lane.
-        size: Required size in bytes.
-        complain: Function to call with the reason if the size differs.
-    """
-
-    __slots__ = ("_complain", "_inbox", "_size", "message")
+    __slots__ = ()
     received = None
 
-    def __init__(self, inbox: Inbox, size: int, complain: Callable[[str], None]) -> None:
-        self._inbox = inbox
-        self._size = size
-        self._complain = complain
-        self.message = np.empty(0, np.uint8)
-
     def done(self) -> bool:
-        """Return whether the message has arrived."""
-        if self.message.size:
-            return True
-        message = self._inbox.take()
-        if message is None:
-            return False
-        if len(message) != self._size:
-            self._complain(f"it sent {len(message)} bytes, but {self._size} were expected")
-            return False
-        self.message = np.frombuffer(message, np.uint8)
+        """Return True."""
         return True
 
 
 class Sent:
-    """A message to send; done as soon as it has been copied."""
+    """A large message to send, which is copied when gRPC takes it: otherwise it would be in memory twice."""
 
     __slots__ = ("_data", "_is_done")
     received = None
 
     def __init__(self, data: np.ndarray) -> None:
-        self._is_done = data.size <= SMALL_BYTES
-        self._data: np.ndarray | bytes = data.tobytes() if self._is_done else data
+        self._is_done = False
+        self._data: np.ndarray | None = data
 
     def done(self) -> bool:
         """Return whether the array may be reused."""
@@ -152,11 +172,9 @@ class Sent:
 
     def take(self) -> bytes:
         """Return the message as bytes for gRPC."""
-        data = self._data
-        if isinstance(data, bytes):
-            return data
-        message = data.tobytes()
-        self._data = b""
+        assert self._data is not None
+        message = self._data.tobytes()
+        self._data = None
         self._is_done = True
         return message
 
@@ -172,20 +190,19 @@ class Outbox:
 
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
-        self._queue: SimpleQueue[Sent | None] = SimpleQueue()
+        self._queue: SimpleQueue[bytes | Sent | None] = SimpleQueue()
 
-    def put(self, sent: Sent) -> None:
+    def put(self, message: bytes | Sent) -> None:
         """Append a message."""
-        self._queue.put(sent)
+        self._queue.put(message)
 
     def end(self) -> None:
         """Note that no further messages will follow."""
         self._queue.put(None)
 
     def __iter__(self) -> Iterator[bytes]:
-        while (sent := self._queue.get()) is not None:
-            was_done = sent.done()
-            message = sent.take()
-            if not was_done:
+        while (message := self._queue.get()) is not None:
+            if isinstance(message, Sent):
+                message = message.take()
                 self._bell.ring()
             yield message

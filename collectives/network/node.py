@@ -326,14 +326,14 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._methods: dict[str, Callable[..., bytes]] = {
-            wire.CONTROL_METHOD: self._control,
-            wire.LANE_METHOD: self._lane,
-        }
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        method = self._methods.get(details.method)
-        return method and grpc.stream_unary_rpc_method_handler(method)
+        if details.method == wire.CONTROL_METHOD:
+            return grpc.stream_unary_rpc_method_handler(self._control)
+        if details.method == wire.LANE_METHOD:
+            lane = _Lane(self._node)
+            return grpc.stream_unary_rpc_method_handler(lane.serve, request_deserializer=lane.deliver)
+        return None
 
     def _control(self, beats: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         node = self._node
@@ -345,17 +345,34 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
         node.listen_to(peer, hello.incarnation, beats, answer)
         return b""
 
-    def _lane(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+
+class _Lane:
+    """The handler of one incoming lane.
+
+    gRPC's own thread delivers a message, and wakes the waiting thread of the program without one more thread between
+    them. The thread of the stream only requests the next message.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def serve(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Admit the stream, and request its messages until it ends."""
         node = self._node
         hello = node.admission.admit(context)
-        peer = node.peers[hello.source]
-        inbox = node.inbox(peer.rank, hello.lane)
+        self._peer = node.peers[hello.source]
+        self._inbox = node.inbox(self._peer.rank, hello.lane)
         with node.changed:
             node.changed.notify_all()
         try:
-            for message in messages:
-                peer.hear()
-                inbox.put(message)
+            for _ in messages:
+                self._inbox.await_room()
         except Exception as error:
-            logger.debug("lane %s of %s ended: %r", foreign(hello.lane), peer.name, error)
+            logger.debug("lane %s of %s ended: %r", foreign(hello.lane), self._peer.name, error)
+        return b""
+
+    def deliver(self, message: bytes) -> bytes:
+        """Put a message into its inbox; `serve` has requested it, and gets an empty one."""
+        self._peer.hear()
+        self._inbox.put(message)
         return b""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from collectives.arrays import aligned_empty
 from collectives.errors import PeerLostError
 from collectives.plans.comparing import Relay, relays
+from collectives.point_to_point.gathering import GatheredSums
 from collectives.point_to_point.link import EXCHANGE, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.transport import Parts
@@ -22,7 +24,10 @@ _TOO_LARGE = (1 << 64) - 1
 _OPENED = _TOO_LARGE - 1  # the arrays are too large, and the first messages of the reduction follow the block
 _MOST_ARRAYS = 1 << 20  # maximum number of arrays from one rank
 
-Opening = Callable[[], OpeningLink]
+Opened = OpeningLink | GatheredSums
+"""Holds the first messages of a reduction to other hosts, and receives those of others by `deliver`."""
+
+Opening = Callable[[], Opened]
 """Runs the part of a reduction that precedes the first messages to other hosts."""
 
 Complete = Callable[[Sequence[Transfer], Sequence[int]], None]
@@ -48,22 +53,24 @@ class LinkExchange:
         self._complete = complete
         self._rank = link.rank
         self._size = link.size
-        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         self._inline_bytes = link.sizes.inline_bytes
         self._parity = 0
-        self._inline: dict[tuple[np.dtype, int, int], list[tuple[list[np.ndarray], Parts]]] = {}
+        self._inline: dict[tuple[np.dtype, int, int], list[_Inline]] = {}
         hosts = link.nearby or tuple(range(self._size))
         self._beside = [rank for rank in self._others if hosts[rank] == hosts[self._rank]]
         rounds = relays(hosts)
         leaving = [each for each in rounds if hosts[each[0].source] != hosts[each[0].to]]
         self.pairs = {(source, to) for source, to, _ in leaving[0]} if len(leaving) == 1 else set()
         opening_bytes = link.sizes.opening_bytes if self.pairs else 0
-        block = _HEADER_BYTES + self._inline_bytes
+        block = self._block_bytes = _HEADER_BYTES + self._inline_bytes
         self._rounds = [_Round(each, self._rank, block, opening_bytes, each in leaving) for each in rounds]
         self.away = frozenset(rank for each in self._rounds if each.leaves for rank in each.sources)
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
         self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
         self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
+        self._heads = [[block[: _WORDS * 8].data for block in blocks] for blocks in self._blocks]
+        self._is_flat = len(self._rounds) == 1 and len(self.away) == self._size - 1
         self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
@@ -85,19 +92,31 @@ class LinkExchange:
         blocks, headers = self._blocks[parity], self._headers[parity]
         header = headers[self._rank]
         nbytes = len(arrays) and arrays[0].nbytes * count
-        plan = None
+        inline = None
         if nbytes > self._inline_bytes:
             nbytes = _TOO_LARGE if opening is None else _OPENED
         elif nbytes:
             first = arrays[0]
-            plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
-            slots, parts = plan[parity]
-            for slot, array in zip(slots, arrays, strict=True):
+            inline = (self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count))[parity]
+            for slot, array in zip(inline.slots, arrays, strict=True):
                 slot[...] = array
         header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
-        self._behind.clear()
         self.has_delivered = False
-        opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+        if self._is_flat and nbytes != _OPENED:
+            own = blocks[self._rank][:_HEADER_BYTES] if inline is None else inline.block
+            if self._tell_at_once(blocks, self._heads[parity], own):
+                return True, Parts((count,) * self._size, ()) if inline is None else inline.parts
+            opened = None
+        else:
+            self._behind.clear()
+            opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+        return self._compared(arrays, headers, opened)
+
+    def _compared(
+        self, arrays: Sequence[np.ndarray], headers: Sequence[memoryview], opened: Opened | None
+    ) -> tuple[bool, Parts]:
+        """Compare the headers of all ranks; return the result of the exchange."""
+        fingerprint, count, nbytes = headers[self._rank][:_WORDS]
         alike = True
         for other in self._others:
             theirs = headers[other]
@@ -105,51 +124,74 @@ class LinkExchange:
                 return False, Parts((), ())
             if theirs[_COUNT] != count or theirs[_NBYTES] != nbytes:
                 alike = False
-        own_bytes = _HEADER_BYTES if plan is None else _HEADER_BYTES + nbytes
+        own_bytes = self._bytes_of(headers[self._rank])
         for other in self._others:
             come = self._received.get(other)
             expected = own_bytes if opened is None else own_bytes + opened.nbytes_from(other)
             if not alike or come not in (None, expected):
                 self._check_header(other, headers[other], come, arrays, alike)
-        if alike and plan is not None:
-            return True, parts
         if alike and opened is not None:
             for source, payload in self._behind.items():
                 opened.deliver(source, payload)
             self.has_delivered = True
         counts = tuple(header[_COUNT] for header in headers)
-        if plan is None or any(header[_NBYTES] >= _OPENED for header in headers):
+        if not nbytes or any(header[_NBYTES] >= _OPENED for header in headers):
             return True, Parts(counts, ())
-        return True, Parts(counts, self._inline_views(parity, counts, arrays[0]))
+        return True, Parts(counts, self._views(self._parity, counts, arrays[0]))
+
+    def _tell_at_once(self, blocks: Sequence[np.ndarray], heads: Sequence[memoryview], own: np.ndarray) -> bool:
+        """Exchange blocks with all others, which are all on hosts of their own; return whether they are like `own`."""
+        others, receive = self._others, self._link.receive
+        receives = [receive(blocks[other], other, EXCHANGE) for other in others]
+        sends = self._link.send_all(own, others, EXCHANGE)
+        self._complete(receives, others)
+        self._complete(sends, others)
+        own_head, are_alike = heads[self._rank], True
+        for other, come in zip(others, receives, strict=True):
+            self._received[other] = come.received
+            are_alike = are_alike and heads[other] == own_head and come.received in (None, own.size)
+        return are_alike
 
     def _tell(
         self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
-    ) -> OpeningLink | None:
-        """Send all blocks to all ranks; return the link of a reduction that was opened meanwhile, or None."""
-        opened: OpeningLink | None = None
+    ) -> Opened | None:
+        """Send all blocks to all ranks; return what has begun a reduction meanwhile, or None."""
+        opened: Opened | None = None
         for each in self._rounds:
             if opening is not None and each.leaves and self._is_agreed_here(headers):
                 opened = opening()
             rooms = [blocks[ranks[0]] if len(ranks) == 1 else room for ranks, room in each.rooms]
-            receives = [
-                self._link.receive(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
+            fetches = [
+                self._link.fetch_up_to(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
             ]
-            sends: list[Transfer] = []
-            for ranks, to in each.sent:
-                parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
-                if opened is not None and each.leaves:
-                    sends += [self._link.send(_joined([*parts, *opened.held_for(one)]), one, EXCHANGE) for one in to]
-                else:
-                    sends += self._link.send_all(_joined(parts), to, EXCHANGE)
-            self._complete(receives, each.sources)
+            sends = self._send(each, blocks, headers, opened if each.leaves else None)
+            self._complete(fetches, each.sources)
             self._complete(sends, each.receivers)
-            for (ranks, _), room, source, receive in zip(each.rooms, rooms, each.sources, receives, strict=True):
+            for (ranks, _), room, source, fetch in zip(each.rooms, rooms, each.sources, fetches, strict=True):
+                message = fetch.message
+                if message is not room:
+                    parts = message[: len(ranks) * self._block_bytes]
+                    room[: parts.size] = parts
                 if len(ranks) == 1:
-                    self._received[ranks[0]] = receive.received
+                    self._received[ranks[0]] = fetch.received
                 start = self._unpack(ranks, room, blocks, headers)
                 if each.leaves:
-                    self._behind[source] = room[start:]
+                    self._behind[source] = message[start:]
         return opened
+
+    def _send(
+        self, each: _Round, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opened: Opened | None
+    ) -> list[Transfer]:
+        """Send the messages of a round, followed by the first messages of a reduction if one was opened."""
+        sends: list[Transfer] = []
+        for ranks, to in each.sent:
+            parts = [blocks[rank][: self._bytes_of(headers[rank])] for rank in ranks]
+            if opened is not None:
+                for one in to:
+                    sends += self._link.send_joined([*parts, *opened.held_for(one)], one, EXCHANGE)
+            else:
+                sends += self._link.send_all(parts[0] if len(parts) == 1 else np.concatenate(parts), to, EXCHANGE)
+        return sends
 
     def _is_agreed_here(self, headers: Sequence[memoryview]) -> bool:
         """Return whether all ranks of this host have equal headers."""
@@ -180,7 +222,8 @@ class LinkExchange:
     ) -> None:
         """Refuse an invalid header: a faulty rank could exhaust memory or spoil sums.
 
-        If headers differ between ranks, it is unknown which ranks have begun to reduce, and with how many bytes.
+        If headers are alike, only the length of the message is wrong. If they differ between ranks, it is unknown which
+        ranks have begun to reduce, and with how many bytes.
         """
         count, nbytes = theirs[_COUNT], theirs[_NBYTES]
         each = arrays[0].nbytes if arrays else 0
@@ -188,32 +231,47 @@ class LinkExchange:
         inline = 0 if is_left_at_home else nbytes
         fits = is_left_at_home or (nbytes == count * each <= self._inline_bytes if arrays else nbytes == 0)
         is_plausible = fits and (not arrays or 0 < count <= _MOST_ARRAYS)
-        may_be_longer = nbytes == _OPENED and not alike
-        if not is_plausible or (received not in (None, _HEADER_BYTES + inline) and not may_be_longer):
+        has_its_length = received in (None, _HEADER_BYTES + inline) or nbytes == _OPENED
+        if alike or not is_plausible or not has_its_length:
             raise PeerLostError(
                 f"{self._watch.names[rank]} is lost: it announced {count} arrays of {nbytes} bytes in a message of "
                 f"{received}, in {self._watch.call.title}; it is faulty"
             )
 
-    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
-        """Return views of all blocks for `count` arrays like `like` from each rank, for odd and even exchanges."""
+    def _plan_inline(self, like: np.ndarray, count: int) -> list[_Inline]:
+        """Return views of all blocks for `count` arrays like `like` from each rank, for even and odd exchanges."""
         if len(self._inline) > _PLANS:
             self._inline.clear()
         counts = (count,) * self._size
         plan = []
         for parity in (0, 1):
-            views = self._inline_views(parity, counts, like)
-            plan.append((views[self._rank * count : (self._rank + 1) * count], Parts(counts, views)))
+            views = self._views(parity, counts, like)
+            own = self._blocks[parity][self._rank][: _HEADER_BYTES + count * like.nbytes]
+            plan.append(_Inline(views[self._rank * count : (self._rank + 1) * count], own, Parts(counts, views)))
         self._inline[like.dtype, like.size, count] = plan
         return plan
 
-    def _inline_views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
+    def _views(self, parity: int, counts: Sequence[int], like: np.ndarray) -> list[np.ndarray]:
         start, step = _HEADER_BYTES, like.nbytes
         return [
             self._blocks[parity][rank][start + number * step : start + (number + 1) * step].view(like.dtype)
             for rank, count in enumerate(counts)
             for number in range(count)
         ]
+
+
+class _Inline(NamedTuple):
+    """Views for arrays that travel with the exchange, of one dtype, size and number.
+
+    Attributes:
+        slots: Places of this rank's arrays.
+        block: Block of this rank.
+        parts: Arrays of all ranks.
+    """
+
+    slots: list[np.ndarray]
+    block: np.ndarray
+    parts: Parts
 
 
 class _Round:
@@ -242,10 +300,3 @@ class _Round:
             (message.ranks, np.empty(len(message.ranks) * block + behind if len(message.ranks) > 1 else 0, np.uint8))
             for message in coming
         ]
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join parts into one message; a single part is not copied."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([part.view(np.uint8) for part in parts])

@@ -38,6 +38,7 @@ class Sizes:
         smallest_chunk_bytes: Smallest message of an array in several pieces, except for the last one.
         pieces_at_least: Minimum number of pieces of arrays that are large enough; a rank has several in progress.
         opening_bytes: Limit of a plan's first messages to another host that travel with an exchange.
+        gathered_bytes: Limit of the sums of a rank that travel to all others with an exchange; at most `opening_bytes`.
         one_column_bytes: Largest array for one column, i.e. one rank per host sends and receives for its host. Only for
             links with `nearby` ranks.
     """
@@ -48,6 +49,7 @@ class Sizes:
     smallest_chunk_bytes: int = CHUNK_BYTES
     pieces_at_least: int = 16
     opening_bytes: int = 60 << 10
+    gathered_bytes: int = 0
     one_column_bytes: int = 1 << 18
 
     @property
@@ -92,12 +94,17 @@ class Fetch(Transfer, Protocol):
 class FetchedInto:
     """A message that is received into `room`."""
 
-    __slots__ = ("done", "message")
-    received = None
+    __slots__ = ("_transfer", "done", "message")
 
     def __init__(self, transfer: Transfer, room: np.ndarray) -> None:
+        self._transfer = transfer
         self.done = transfer.done
         self.message = room
+
+    @property
+    def received(self) -> int | None:
+        """The number of bytes received, or None."""
+        return self._transfer.received
 
 
 Pause = Callable[[float], None]
@@ -139,12 +146,20 @@ class Link(ABC):
         """Start to send `data` to several ranks; return one transfer per rank."""
         return [self.send(data, each, lane) for each in to]
 
+    def send_joined(self, parts: Sequence[np.ndarray], to: int, lane: int) -> Sequence[Transfer]:
+        """Start to send arrays of any dtype as one message; return the transfers to wait for, if any."""
+        return [self.send(np.concatenate([part.view(np.uint8) for part in parts]), to, lane)]
+
     @abstractmethod
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         """Start to receive the next message of `source` into the beginning of `into`, which must be large enough."""
 
     def fetch(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         """Start to receive the next message of `source` for reading only: into `room`, or into memory of the link."""
+        return FetchedInto(self.receive(room, source, lane), room)
+
+    def fetch_up_to(self, room: np.ndarray, source: int, lane: int) -> Fetch:
+        """Fetch as `fetch` does a message of at most `room.size` bytes; what follows it in its memory is undefined."""
         return FetchedInto(self.receive(room, source, lane), room)
 
     def pausing(self) -> Pause | None:

@@ -1,7 +1,8 @@
 """Collectives by messages over a link; reductions follow the plans of `collectives.plans`.
 
 Small arrays travel with the exchange before every collective, from every rank to every other rank, and each rank adds
-all of them itself. Larger arrays go through a plan. Long arrays go in pieces, several of which are in progress at once.
+all of them itself. If a link says so, short sums of each rank travel in the same way. Other arrays go through a plan.
+Long arrays go in pieces, several of which are in progress at once.
 Broadcast is a pipelined chain of ranks, and all-gather is a ring (Thakur, Rabenseifner and Gropp, 2005).
 """
 
@@ -18,6 +19,7 @@ from collectives.arrays import aligned_empty
 from collectives.plans.cutting import UNDER_WAY
 from collectives.point_to_point.exchange import LinkExchange
 from collectives.point_to_point.flow import Arrays, PartialSums, PieceFlow, drain
+from collectives.point_to_point.gathering import GatheredSums, Layouts, SumLayout, add_own
 from collectives.point_to_point.link import RESULTS, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.point_to_point.planned import Planned, Planner
@@ -48,13 +50,23 @@ class PointToPointTransport(Transport):
         self._is_between_hosts = len(set(link.hosts)) > 1
         self._announced: Reducing | None = None
         self._opened: PieceFlow | None = None
+        is_apart = len(self._exchange.away) == self.size - 1 and bool(self._exchange.pairs)
+        self._gathered_bytes = self._sizes.gathered_bytes if is_apart else 0
+        self._layouts = Layouts(self.rank, self.size)
+        self._gathered: GatheredSums | None = None
 
     # ---- exchange
 
     @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
-        announced, self._announced, self._opened = self._announced, None, None
+        announced, self._announced, self._opened, self._gathered = self._announced, None, None, None
         if announced is not None and arrays[0].nbytes * count > self._sizes.inline_bytes:
+            layout = self._layout_for(announced, count) if self._gathered_bytes else None
+            if layout is not None:
+                equal, parts = self._exchange.run(fingerprint, arrays, count, partial(self._gather, announced, layout))
+                if not (equal and self._exchange.has_delivered):
+                    self._gathered = None
+                return equal, parts
             planned = self._planned_for(announced, (count,) * self.size)
             if planned.opens_in >= 0:
                 opening = partial(self._open, announced, planned)
@@ -67,6 +79,22 @@ class PointToPointTransport(Transport):
     @override
     def announce(self, reducing: Reducing) -> None:
         self._announced = reducing
+
+    def _layout_for(self, reducing: Reducing, count: int) -> SumLayout | None:
+        """Return the layout of sums that are short enough to travel with the exchange, or None."""
+        contributions, _, reduction, scatters, _ = reducing
+        elements = contributions[0].size
+        if scatters or elements * reduction.dtype.itemsize > self._gathered_bytes:
+            return None
+        layout = self._layouts.layout(reduction, count, elements)
+        return layout if max(layout.nbytes) <= self._gathered_bytes else None
+
+    def _gather(self, reducing: Reducing, layout: SumLayout) -> GatheredSums:
+        """Add this rank's contributions as if all ranks had equally many."""
+        nbytes = layout.elements * reducing.reduction.accumulator.itemsize
+        rooms = self._memory.rows(1, len(layout.own), nbytes)
+        gathered = self._gathered = add_own(layout, reducing, rooms)
+        return gathered
 
     def _open(self, reducing: Reducing, planned: Planned) -> OpeningLink:
         """Begin to reduce as if all ranks had equally many contributions, up to the first messages to other hosts."""
@@ -90,6 +118,8 @@ class PointToPointTransport(Transport):
     def _complete(self, transfers: Sequence[Transfer], ranks: Sequence[int]) -> None:
         """Wait until all transfers are done; `ranks` has the rank of each transfer, for messages."""
         for transfer in transfers:
+            if transfer.done():
+                continue
             for _ in range(self._watch.spins):
                 if transfer.done():
                     break
@@ -113,7 +143,11 @@ class PointToPointTransport(Transport):
         self._watch.wait(lambda: drain(pending), missing)
 
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
-        """Execute the plan piece by piece, several at once, continuing a piece that the exchange has opened."""
+        """Finish gathered sums, or execute the plan piece by piece, continuing a piece that the exchange has opened."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None:
+            gathered.finish(reducing)
+            return
         planned = self._planned_for(reducing, parts.counts)
         flows: deque[PieceFlow] = deque()
         last, self._opened = self._opened, None

@@ -31,7 +31,14 @@ from collectives.tree import TreeNode
 
 
 class ChunkedReduction:
-    """One reduction in progress through the window, chunk by chunk."""
+    """One reduction in progress through the window, chunk by chunk.
+
+    Attributes:
+        spread: Spread of the contributions over the ranks.
+        order: Order in which this rank adds.
+        chunk: Number of elements of each slice in a chunk.
+        steps: Number of chunks.
+    """
 
     def __init__(
         self,
@@ -44,15 +51,15 @@ class ChunkedReduction:
     ) -> None:
         self._window = window
         self._reduction = reduction
-        self._spread = spread_of(parts.counts)
-        self._dtypes = [[reduction.dtype_of(node) for node in nodes] for nodes in self._spread.sums]
-        self._order = order_of(nodes_seen_by(self._spread, window.rank))
+        self.spread = spread_of(parts.counts)
+        self._dtypes = [[reduction.dtype_of(node) for node in nodes] for nodes in self.spread.sums]
+        self.order = order_of(nodes_seen_by(self.spread, window.rank))
         self._bounds = bounds
         self._contributions = contributions
         self._chunk_bytes = chunk_bytes // DEPTH
         longest = max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False))
-        self._chunk = self._chunk_elements()
-        self.steps = -(-longest // self._chunk)
+        self.chunk = self._chunk_elements()
+        self.steps = -(-longest // self.chunk)
 
     def run(self, own: np.ndarray | None, everything: np.ndarray | None) -> None:
         """Run the reduction; store this rank's slice in `own`, or all slices in `everything`."""
@@ -84,13 +91,13 @@ class ChunkedReduction:
 
     def range_of(self, rank: int, step: int) -> tuple[int, int]:
         """Return the element range of a rank's slice that is reduced in one step."""
-        start = self._bounds[rank] + step * self._chunk
-        return start, max(start, min(self._bounds[rank + 1], start + self._chunk))
+        start = self._bounds[rank] + step * self.chunk
+        return start, max(start, min(self._bounds[rank + 1], start + self.chunk))
 
     def _piped(self, rank: int, owner: int, chunk: int, length: int) -> list[np.ndarray]:
         """Return the arrays in the pipe of `rank` that hold its partial sums for `owner`, in order."""
         dtypes = self._dtypes[rank]
-        steps = [self._chunk * dtype.itemsize for dtype in dtypes]
+        steps = [self.chunk * dtype.itemsize for dtype in dtypes]
         place = owner - (owner > rank)
         start = pipe_start(self._window.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH) + place * sum(steps)
         starts = accumulate(steps, initial=start)
@@ -117,7 +124,7 @@ class ChunkedReduction:
             if start == stop:
                 continue
             places = self.places_for(owner, step, chunk)
-            put_sums(self._reduction, self._spread, rank, [array[start:stop] for array in self._contributions], places)
+            put_sums(self._reduction, self.spread, rank, [array[start:stop] for array in self._contributions], places)
 
     def _reduce(self, step: int, chunk: int, own: np.ndarray | None, everything: np.ndarray | None) -> None:
         window = self._window
@@ -136,7 +143,7 @@ class ChunkedReduction:
             assert own is not None
             offset = self._bounds[window.rank]
             target = own[start - offset : stop - offset]
-        self._reduction.reduce(sources, target, self._spread.replicas, self._order)
+        self._reduction.reduce(sources, target, self.spread.replicas, self.order)
         if everything is not None:
             np.copyto(self._result(window.rank, chunk, stop - start), target)
 
@@ -160,23 +167,22 @@ class StagedReduction:
         is_possible: Whether one chunk is enough.
         elements: Size of the arrays that were planned.
         count: Number of arrays that each rank contributes.
-        counts: Number of arrays of all ranks, in rank order.
     """
 
     def __init__(self, window: Window, reduction: Reduction, elements: int, count: int) -> None:
         bounds = slice_bounds(elements, window.size, LINE_BYTES // reduction.dtype.itemsize)
         self.elements = elements
         self.count = count
-        self.counts = (count,) * window.size
+        counts = (count,) * window.size
         self._window = window
         self._reduction = reduction
-        self._spread = spread_of(self.counts)
+        self._spread = spread_of(counts)
         self._order = order_of(nodes_seen_by(self._spread, window.rank))
         self._own = slice(bounds[window.rank], bounds[window.rank + 1])
         self._total = count * window.size
         self._puts: list[list[tuple[slice, list[np.ndarray]]]] = []
         self._sources: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
-        parts = Parts(self.counts, ())
+        parts = Parts(counts, ())
         flow = ChunkedReduction(window, reduction, parts, bounds, [], PIPE_BYTES)
         self.is_possible = flow.steps == 1
         if not self.is_possible:

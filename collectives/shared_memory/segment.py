@@ -12,9 +12,11 @@ import platform
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from collectives.agreement import exchange_bytes
+from collectives.kernel import NativeWindow, kernel
 from collectives.transport import Transport
 from collectives.waiting import Watch
 
@@ -32,7 +34,12 @@ LINE_BYTES = 64
 # exchanges. Each other word is the number of chunks that the rank has passed; it only grows.
 SEQUENCE, FINGERPRINT, COUNT, NBYTES = 0, 2, 4, 6
 PRODUCED, CONSUMED, REDUCED, FETCHED = 8, 9, 10, 11
+TOO_LARGE = (1 << 64) - 1  # in NBYTES: the arrays do not travel with the exchange
+STAGED = TOO_LARGE - 1  # in NBYTES: partial sums are in the pipe before the exchange
+WAKES = 13  # whether the rank wakes those that sleep until a word of its has changed; 12 counts them
 WORDS = 16
+
+_SPIN_NS = 40  # of the kernel for each poll of `Watch.spins`, as long as a poll in Python
 
 
 def create_segment(nbytes: int, directory: Path = SHARED_MEMORY_DIR) -> tuple[mmap.mmap, Path]:
@@ -136,6 +143,7 @@ class Window:
         mine: Index of this rank's first word.
         others: Index of the first word of each other rank.
         chunks: Number of chunks that have passed through the window.
+        native: The same words in the native kernel, which then sets and awaits them; None without it.
     """
 
     def __init__(self, memory: memoryview, rank: int, size: int, watch: Watch) -> None:
@@ -147,55 +155,80 @@ class Window:
         self.others = [other * WORDS for other in range(size) if other != rank]
         self.chunks = 0
         self._watch = watch
+        found = kernel()
+        self.native: NativeWindow | None = (
+            found.Window(memory, rank, size, watch.spins * _SPIN_NS, _patience(self.words, rank, size, watch))
+            if found is not None
+            else None
+        )
 
     def announce(self, word: int, value: int) -> None:
         """Set one of this rank's words, after all earlier writes are visible."""
+        if self.native is not None:
+            self.native.announce(word, value)
+            return
         if FENCE:
             FENCE()
         self.words[self.mine + word] = value
 
     def await_all(self, word: int, value: int) -> None:
         """Wait until the word of every other rank has reached `value`."""
+        if self.native is not None:
+            self.native.await_all(word, value)
+            return
         words = self.words
         for other in self.others:
             if words[other + word] < value:
-                self.spin(other + word, value, lambda: self.behind(word, value))
+                self._spin(other + word, value)
         if FENCE:
             FENCE()
 
     def await_rank(self, rank: int, word: int, value: int) -> None:
         """Wait until the word of one rank has reached `value`."""
+        if self.native is not None:
+            self.native.await_rank(rank, word, value)
+            return
         index = rank * WORDS + word
         if self.words[index] < value:
-            self.spin(index, value, lambda: [rank])
+            self._spin(index, value)
         if FENCE:
             FENCE()
 
-    def spin(self, index: int, value: int, missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until the word at `index` has reached `value`; `missing` returns the ranks that are awaited."""
+    def _spin(self, index: int, value: int) -> None:
+        """Wait until the word at `index` has reached `value`."""
         words = self.words
         for _ in range(self._watch.spins):
             if words[index] >= value:
                 return
-        self._watch.wait_patiently(lambda: words[index] >= value, missing)
-
-    def behind(self, word: int, value: int) -> list[int]:
-        """Return the other ranks whose word has not reached `value`."""
-        return [other // WORDS for other in self.others if self.words[other + word] < value]
+        self._watch.wait_patiently(
+            lambda: words[index] >= value, lambda: _behind(words, self.rank, self.size, index % WORDS, value)
+        )
 
     def catch_up(self) -> None:
         """Set all progress words of this rank to the number of passed chunks."""
-        if FENCE:
-            FENCE()
-        words, mine, chunks = self.words, self.mine, self.chunks
-        words[mine + PRODUCED] = chunks
-        words[mine + CONSUMED] = chunks
-        words[mine + FETCHED] = chunks
-        words[mine + REDUCED] = chunks
+        for word in (PRODUCED, CONSUMED, FETCHED, REDUCED):
+            self.announce(word, self.chunks)
 
     def close(self) -> None:
         """Release the memory."""
+        self.native = None
         self.words.release()
+
+
+def _patience(words: memoryview, rank: int, size: int, watch: Watch) -> Callable[[NativeWindow, int, int], None]:
+    """Return the function with which the native kernel goes on waiting; it does not refer to the window."""
+
+    def wait_on(native: NativeWindow, index: int, value: int) -> None:
+        owner, word = divmod(index, WORDS)
+        pause = partial(native.pause, index, value) if words[owner * WORDS + WAKES] else None
+        watch.wait_on(lambda: words[index] >= value, lambda: _behind(words, rank, size, word, value), pause)
+
+    return wait_on
+
+
+def _behind(words: memoryview, rank: int, size: int, word: int, value: int) -> list[int]:
+    """Return the ranks other than `rank` whose word has not reached `value`."""
+    return [other for other in range(size) if other != rank and words[other * WORDS + word] < value]
 
 
 def channel_bytes(size: int) -> int:

@@ -17,13 +17,15 @@ import numpy as np
 from typing_extensions import override
 
 from collectives.arrays import aligned_empty
+from collectives.calls import Call
+from collectives.kernel import kernel
 from collectives.reduction import Reduction
+from collectives.shared_memory.prepared import Layout, PreparedReduction, native_plan
 from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
 from collectives.shared_memory.segment import (
     CONSUMED,
     COUNT,
     DEPTH,
-    FENCE,
     FINGERPRINT,
     INLINE_BYTES,
     LINE_BYTES,
@@ -33,6 +35,8 @@ from collectives.shared_memory.segment import (
     REDUCED,
     RESULT_BYTES,
     SEQUENCE,
+    STAGED,
+    TOO_LARGE,
     WORDS,
     Window,
     inline_start,
@@ -43,7 +47,6 @@ from collectives.transport import Parts, Reducing, Transport
 from collectives.waiting import Watch
 
 _TO_COUNT, _TO_NBYTES = COUNT - FINGERPRINT, NBYTES - FINGERPRINT
-_TOO_LARGE = (1 << 64) - 1
 _NO_PARTS = Parts((), ())
 _PLANS = 256  # maximum number of cached layouts
 
@@ -57,6 +60,9 @@ class SharedMemoryTransport(Transport):
         size: Number of ranks.
         watch: Limits and messages of waits.
         directory: Directory of the shared memory for results.
+
+    Attributes:
+        window: Words of the ranks and their progress.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class SharedMemoryTransport(Transport):
         self.rank = rank
         self.size = size
         self._directory = directory
-        self._window = window = Window(memory, rank, size, watch)
+        self.window = window = Window(memory, rank, size, watch)
         self._words, self._mine, self._others = window.words, window.mine, window.others
         self._sequence = 0
         self._inline_bytes = INLINE_BYTES // size
@@ -78,60 +84,68 @@ class SharedMemoryTransport(Transport):
         self._uniform: dict[int, Parts] = {}
         self._staging: dict[Reduction, StagedReduction] = {}
         self._staged: StagedReduction | None = None
+        self._ahead = 0  # what the next exchange without arrays announces as their size: STAGED, or 0
         self.shares_memory = True
         self.window_bytes = memory.nbytes
+        self.prepares_reductions = window.native is not None
         self._is_pipe_free = True  # whether all other ranks are known to have read this rank's pipe
 
     # ---- exchange
 
     @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
-        window, words, mine = self._window, self._words, self._mine
-        sequence = self._sequence + 1
-        self._sequence = sequence
+        words, mine = self._words, self._mine
+        sequence = self.begin_exchange()
         parity = sequence & 1
-        nbytes = 0
+        nbytes, self._ahead = self._ahead, 0
         if arrays:
             first = arrays[0]
             nbytes = first.nbytes * count
             if nbytes <= self._inline_bytes:
-                plan = self._inline.get((first.dtype, first.size, count)) or self._plan_inline(first, count)
-                slots, parts = plan[parity]
-                for slot, array in zip(slots, arrays, strict=True):
+                for slot, array in zip(self._inline_plan(first, count)[parity][0], arrays, strict=True):
                     slot[...] = array
             else:
-                nbytes = _TOO_LARGE
+                nbytes = TOO_LARGE
         words[mine + FINGERPRINT + parity] = fingerprint
         words[mine + COUNT + parity] = count
         words[mine + NBYTES + parity] = nbytes
-        if FENCE:
-            FENCE()
-        words[mine] = sequence
-        for other in self._others:
-            if words[other] < sequence:
-                window.spin(other, sequence, lambda: window.behind(SEQUENCE, sequence))
-        if FENCE:
-            FENCE()
-        alike = True
+        self.window.announce(SEQUENCE, sequence)
+        self.window.await_all(SEQUENCE, sequence)
+        return self.compare(arrays, count)
+
+    def begin_exchange(self) -> int:
+        """Return the number of a new exchange."""
+        self._sequence += 1
+        return self._sequence
+
+    def compare(self, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
+        """Return the result of the exchange for which all ranks have come; the arguments are those of `exchange`."""
+        words, mine, parity = self._words, self._mine, self._sequence & 1
         base = parity + FINGERPRINT
+        fingerprint, nbytes = words[mine + base], words[mine + base + _TO_NBYTES]
+        alike = True
         for other in self._others:
             first_word = other + base
             if words[first_word] != fingerprint:
                 return False, _NO_PARTS
             if words[first_word + _TO_COUNT] != count or words[first_word + _TO_NBYTES] != nbytes:
                 alike = False
-        if alike and (not nbytes or nbytes == _TOO_LARGE):
+        if not alike:
+            self._staged = None  # other ranks have not staged the same
+            return True, self._gather_parts(arrays, parity)
+        if nbytes in (0, STAGED, TOO_LARGE):
             return True, self._uniform.get(count) or self._plan_uniform(count)
-        if alike:
-            return True, parts
-        return True, self._gather_parts(arrays, parity)
+        return True, self._inline_plan(arrays[0], count)[parity][1]
 
     def _plan_uniform(self, count: int) -> Parts:
         parts = self._uniform[count] = Parts((count,) * self.size, ())
         return parts
 
-    def _plan_inline(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
+    def _inline_plan(self, like: np.ndarray, count: int) -> list[tuple[list[np.ndarray], Parts]]:
         """Return views of all slots for `count` arrays like `like` from each rank, for odd and even exchanges."""
+        found = self._inline.get((like.dtype, like.size, count))
+        if found is not None:
+            return found
         if len(self._inline) > _PLANS:
             self._inline.clear()
         plan = []
@@ -145,19 +159,24 @@ class SharedMemoryTransport(Transport):
     def _inline_slots(self, rank: int, parity: int, like: np.ndarray, count: int) -> list[np.ndarray]:
         start = inline_start(self.size, rank, parity)
         step = like.nbytes
-        memory = self._window.memory
+        memory = self.window.memory
         return [np.ndarray(like.size, like.dtype, memory, start + replica * step) for replica in range(count)]
 
     def _gather_parts(self, arrays: Sequence[np.ndarray], parity: int) -> Parts:
         """Return the contributions if the ranks' numbers or sizes of arrays differ."""
         words = self._words
         ranks = range(self.size)
-        counts = tuple(words[rank * WORDS + COUNT + parity] for rank in ranks)
+        counts = self._counts()
         sent = [words[rank * WORDS + NBYTES + parity] for rank in ranks]
-        if not arrays or _TOO_LARGE in sent:
+        if not arrays or TOO_LARGE in sent:
             return Parts(counts, ())
         slots = [self._inline_slots(rank, parity, arrays[0], counts[rank]) for rank in ranks]
         return Parts(counts, [slot for of_rank in slots for slot in of_rank])
+
+    def _counts(self) -> tuple[int, ...]:
+        """Return the number of arrays of each rank in the last exchange."""
+        first = COUNT + (self._sequence & 1)
+        return tuple(self._words[rank * WORDS + first] for rank in range(self.size))
 
     # ---- reductions
 
@@ -168,13 +187,23 @@ class SharedMemoryTransport(Transport):
         if plan is None or plan.count != count or plan.elements != elements:
             if len(self._staging) > _PLANS:
                 self._staging.clear()
-            plan = self._staging[reduction] = StagedReduction(self._window, reduction, elements, count)
-        self._staged = plan
+            plan = self._staging[reduction] = StagedReduction(self.window, reduction, elements, count)
+        self._staged = plan if plan.is_possible else None
         if plan.is_possible:
+            self._ahead = STAGED
             if not self._is_pipe_free:
-                self._window.await_all(CONSUMED, self._window.chunks - DEPTH + 1)
+                self.window.await_all(CONSUMED, self.window.chunks - DEPTH + 1)
                 self._is_pipe_free = True
-            plan.put(contributions, self._window.chunks)
+            plan.put(contributions, self.window.chunks)
+
+    @override
+    def prepared(self, call: Call, reducing: Reducing, out: np.ndarray) -> PreparedReduction | None:
+        found = kernel()
+        if found is None or not reducing.reduction.is_native or not out.size:
+            return None
+        layout = Layout(call, reducing, out, self._counts())
+        plan = native_plan(found, self.window, layout, self._inline_bytes)
+        return plan and PreparedReduction(self, found, layout, *plan)
 
     @override
     def reduce(self, reducing: Reducing, parts: Parts) -> None:
@@ -182,22 +211,22 @@ class SharedMemoryTransport(Transport):
         if scatters:
             self._is_pipe_free = False
             bounds = [rank * out.size for rank in range(self.size + 1)]
-            ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
+            ChunkedReduction(self.window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out, None)
             return
         if not is_shared:
             bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
-            ChunkedReduction(self._window, reduction, parts, bounds, contributions, RESULT_BYTES).run(None, out)
+            ChunkedReduction(self.window, reduction, parts, bounds, contributions, RESULT_BYTES).run(None, out)
             return
-        staged = self._staged
-        if staged is not None and staged.is_possible and parts.counts == staged.counts:
-            staged.reduce(contributions, out, self._window.chunks)
-            self._window.chunks += 1
-            self._window.catch_up()
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.reduce(contributions, out, self.window.chunks)
+            self.window.chunks += 1
+            self.window.catch_up()
         else:
             bounds = slice_bounds(out.size, self.size, LINE_BYTES // out.itemsize)
             lo, hi = bounds[self.rank], bounds[self.rank + 1]
-            ChunkedReduction(self._window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
-        self._window.await_all(REDUCED, self._window.chunks)
+            ChunkedReduction(self.window, reduction, parts, bounds, contributions, PIPE_BYTES).run(out[lo:hi], None)
+        self.window.await_all(REDUCED, self.window.chunks)
 
     # ---- copies
 
@@ -205,55 +234,55 @@ class SharedMemoryTransport(Transport):
     def broadcast(self, buffer: np.ndarray, root: int) -> None:
         for chunk, part in self._stream(buffer.size):
             if self.rank == root:
-                self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+                self.window.await_all(CONSUMED, chunk - DEPTH + 1)
                 np.copyto(self._pipe(root, chunk, part.stop - part.start), buffer[part])
-                self._window.announce(PRODUCED, chunk + 1)
+                self.window.announce(PRODUCED, chunk + 1)
             else:
-                self._window.await_rank(root, PRODUCED, chunk + 1)
+                self.window.await_rank(root, PRODUCED, chunk + 1)
                 np.copyto(buffer[part], self._pipe(root, chunk, part.stop - part.start))
-                self._window.announce(CONSUMED, chunk + 1)
+                self.window.announce(CONSUMED, chunk + 1)
 
     @override
     def all_gather(self, block: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out[self.rank], block)
         for chunk, part in self._stream(block.size):
             length = part.stop - part.start
-            self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+            self.window.await_all(CONSUMED, chunk - DEPTH + 1)
             np.copyto(self._pipe(self.rank, chunk, length), block[part])
-            self._window.announce(PRODUCED, chunk + 1)
+            self.window.announce(PRODUCED, chunk + 1)
             for rank in range(self.size):
                 if rank != self.rank:
-                    self._window.await_rank(rank, PRODUCED, chunk + 1)
+                    self.window.await_rank(rank, PRODUCED, chunk + 1)
                     np.copyto(out[rank, part], self._pipe(rank, chunk, length))
-            self._window.announce(CONSUMED, chunk + 1)
+            self.window.announce(CONSUMED, chunk + 1)
 
     @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
         for chunk, part in self._stream(block.size):
             length = part.stop - part.start
             if out is None:
-                self._window.await_all(CONSUMED, chunk - DEPTH + 1)
+                self.window.await_all(CONSUMED, chunk - DEPTH + 1)
                 np.copyto(self._pipe(self.rank, chunk, length), block[part])
-                self._window.announce(PRODUCED, chunk + 1)
+                self.window.announce(PRODUCED, chunk + 1)
             else:
                 np.copyto(out[root, part], block[part])
                 for rank in (other for other in range(self.size) if other != root):
-                    self._window.await_rank(rank, PRODUCED, chunk + 1)
+                    self.window.await_rank(rank, PRODUCED, chunk + 1)
                     np.copyto(out[rank, part], self._pipe(rank, chunk, length))
-            self._window.announce(CONSUMED, chunk + 1)
+            self.window.announce(CONSUMED, chunk + 1)
 
     def _stream(self, nbytes: int) -> Iterator[tuple[int, slice]]:
         """Yield chunk numbers and byte ranges; afterwards set all progress words to the number of passed chunks."""
         step = PIPE_BYTES // DEPTH
         for start in range(0, nbytes, step):
             self._is_pipe_free = False
-            yield self._window.chunks, slice(start, min(nbytes, start + step))
-            self._window.chunks += 1
-        self._window.catch_up()
+            yield self.window.chunks, slice(start, min(nbytes, start + step))
+            self.window.chunks += 1
+        self.window.catch_up()
 
     def _pipe(self, rank: int, chunk: int, length: int) -> np.ndarray:
         start = pipe_start(self.size, rank) + chunk % DEPTH * (PIPE_BYTES // DEPTH)
-        return np.ndarray(length, np.uint8, self._window.memory, start)
+        return np.ndarray(length, np.uint8, self.window.memory, start)
 
     # ---- memory
 
@@ -269,4 +298,4 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         self._inline.clear()
         self._staging.clear()
-        self._window.close()
+        self.window.close()

@@ -1,19 +1,14 @@
 """Detection of the instance that this process is: one file per launcher.
 
-This package does not import NumPy, MPI or JAX.
+This package does not import NumPy, MPI or JAX. Its names are loaded at their first use, because poprun needs only the
+names of variables.
 """
 
-from __future__ import annotations
+# ruff: noqa: F405 - type checkers find the names in `popdist.environments.detection`
 
-from collections.abc import Mapping
-
-from popdist.environments.environment import Environment
-from popdist.environments.open_mpi import OpenMPIEnvironment
-from popdist.environments.poprun import PopRunEnvironment
-from popdist.environments.single import AloneEnvironment, SingleEnvironment
-from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
-from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
-from popdist.instance import Instance
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: poprun loads parts of this package, and has to start fast
+if TYPE_CHECKING:
+    from popdist.environments.detection import *  # noqa: F403
 
 __all__ = [
     "ENVIRONMENTS",
@@ -30,29 +25,11 @@ __all__ = [
     "read_cluster",
 ]
 
-ENVIRONMENTS: tuple[Environment, ...] = (
-    AloneEnvironment(),
-    PopRunEnvironment(),
-    OpenMPIEnvironment(),
-    SlurmEnvironment(),
-    TFConfigEnvironment(),
-    SlurmWithoutPMIxEnvironment(),
-    SingleEnvironment(),
-)
-"""All environments in detection order: the first active environment describes the instance."""
 
+def __getattr__(name: str) -> object:
+    """Return a name of `popdist.environments.detection`."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import popdist.environments.detection as detection
 
-def detect_instance(environ: Mapping[str, str], num_replicas: int | None = None) -> Instance:
-    """Detect which instance of the job this process is.
-
-    Args:
-        environ: Environment variables of the process; programs pass `os.environ`.
-        num_replicas: Total number of replicas that the program asks for. None: the launcher's number, or one replica
-            per instance if the launcher gives none.
-
-    Raises:
-        EnvironmentMismatchError: The variables are incomplete or unreadable, or they contradict each other or
-            `num_replicas`.
-    """
-    active = next(environment for environment in ENVIRONMENTS if environment.is_active(environ))
-    return active.describe(environ, num_replicas)
+    return getattr(detection, name)

@@ -14,4 +14,5 @@ from poprun.agent.guard import guard_program  # noqa: E402
 from poprun.ipc.wire import unmark  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(guard_program(sys.argv[1], [unmark(word) for word in sys.argv[2:]], dict(os.environ)))
+    # mpirun waits for this process, and taking the interpreter apart takes milliseconds
+    os._exit(guard_program(sys.argv[1], [unmark(word) for word in sys.argv[2:]], dict(os.environ)))

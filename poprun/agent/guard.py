@@ -64,12 +64,12 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     environ.pop(ALONE_VARIABLE, None)
     if control.endswith(wire.IGNORES_HANGUP):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun has reset it to the default
-    blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly))
+    place, token, terminals = control.removesuffix(wire.IGNORES_HANGUP).rsplit(" ", 2)
+    directory, _, address = place.rpartition(" ")
+    blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly, address))
     wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     adopt_orphans()
-    place, token, terminals = control.removesuffix(wire.IGNORES_HANGUP).rsplit(" ", 2)
-    directory, _, address = place.rpartition(" ")
     rank = int(environ["OMPI_COMM_WORLD_RANK"])
     meant_for = environ.pop(wire.HOST_VARIABLE, os.uname().nodename)
     if meant_for != os.uname().nodename:
@@ -339,9 +339,14 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     return tuple(cpu for low, high in bounds for cpu in range(int(low), int(high or low) + 1))
 
 
-def _tidy(environ: dict[str, str], was_orderly: bool) -> None:
-    """Remove files of dead jobs on this host: once for each host and job, and always if the agent was killed."""
-    if not was_orderly or environ.get("OMPI_COMM_WORLD_LOCAL_RANK") == "0":
+def _tidy(environ: dict[str, str], was_orderly: bool, address: str) -> None:
+    """Remove files of dead jobs on this host: once for each host and job, and always if the agent was killed.
+
+    On its own machine, poprun does it after each job, in the folder that mpirun uses by default.
+    """
+    folder = os.path.dirname(environ.get("PMIX_SERVER_TMPDIR", ""))
+    is_left_to_poprun = address.startswith("unix:") and folder == (environ.get("TMPDIR") or "/tmp")
+    if not was_orderly or (environ.get("OMPI_COMM_WORLD_LOCAL_RANK") == "0" and not is_left_to_poprun):
         from poprun.ipc.leavings import folder_of, remove_leavings
 
         remove_leavings(folder_of(environ))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from popdist.records.faults import KINDS, Fault, parse_fault
-from popdist.records.metric_words import RUN_VARIABLE, parse_words
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.cli.wording import name_nearest
 from poprun.errors import UsageError
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from popdist.records.faults import Fault
 
 Value = bool | int | float | str | tuple[str, ...]
 
@@ -157,6 +158,8 @@ def read_fault(text: str) -> Fault:
     Raises:
         UsageError: The text describes no fault.
     """
+    from popdist.records.faults import parse_fault  # takes some milliseconds to load, and few launches inject faults
+
     try:
         return parse_fault(text)
     except ValueError as error:
@@ -169,6 +172,8 @@ def read_metrics(text: str) -> str:
     Raises:
         UsageError: The text does not name a destination for metrics.
     """
+    from popdist.records.metric_words import parse_words  # takes some milliseconds to load, and few launches need it
+
     try:
         words = parse_words([text])
     except ValueError as error:
@@ -208,6 +213,8 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
     if isinstance(texts := values.get("instance_mpi_local_args"), tuple):
         values["instance_mpi_local_args"] = tuple(read_instance_arguments(text) for text in texts)
     if values.get("metrics"):
+        from popdist.records.metric_words import RUN_VARIABLE
+
         values["metrics_run"] = environ.get(RUN_VARIABLE) or os.urandom(6).hex()
     make: Callable[..., LaunchSettings] = LaunchSettings  # each value was read as its option needs it
     return make(line.program, **values)
@@ -223,6 +230,8 @@ def _is_prefix(written: str, option: Option) -> bool:
 
 def _is_fault(words: Sequence[str]) -> bool:
     """Return whether the next word is a fault, and not the program."""
+    from popdist.records.faults import KINDS
+
     return bool(words) and words[0].partition(":")[0] in KINDS and ":" in words[0]
 
 
@@ -272,6 +281,8 @@ def _read_number(option: Option, text: str) -> int | float:
 
 
 def _split(option: Option, text: str) -> tuple[str, ...]:
+    import shlex
+
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

@@ -1,4 +1,7 @@
-"""The settings of a launch: options checked together, values that follow from several, and notes on idle options."""
+"""The settings of a launch: options checked together, values that follow from several, and notes on idle options.
+
+What only some options need is loaded by their checks, because it delays every launch otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from popdist.environments.environment import nearest_multiples
-from popdist.records.faults import parse_fault
-from popdist.records.metric_words import parse_words
-from popdist.timeline.profiles import WantedProfile
 from poprun.cli.launch_options import OPTIONS, LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
@@ -101,6 +100,8 @@ class LaunchSettings(LaunchOptions):
 
     def _check_division(self) -> None:
         if self.num_replicas % self.num_instances:
+            from popdist.environments.environment import nearest_multiples
+
             nearest = nearest_multiples(self.num_replicas, self.num_instances)
             raise UsageError(
                 f"asked for {count(self.num_replicas, 'replica')} on {count(self.num_instances, 'instance')}; "
@@ -116,6 +117,8 @@ class LaunchSettings(LaunchOptions):
                 f"use {-(-self.num_ipus // LARGEST_DOMAIN_IPUS)} or more (--num-ilds)"
             )
         if self.num_instances % domains:
+            from popdist.environments.environment import nearest_multiples
+
             why = "" if self.num_ilds else f" ({self.num_ipus} IPUs in partition {self.vipu_partition})"
             raise UsageError(
                 f"asked for {count(self.num_instances, 'instance')} on {count(domains, 'ILD')}{why}; instances must "
@@ -146,10 +149,7 @@ class LaunchSettings(LaunchOptions):
 
     def _check_exclusions(self) -> None:
         SummaryAsked.read(self.summary)
-        try:
-            parse_words(self.metrics)
-        except ValueError as error:
-            raise UsageError(f"--metrics {error}") from None
+        self._check_metrics()
         self._check_profile()
         if self.host and self.hostfile:
             raise UsageError("--host and --hostfile are both given, and each names all hosts; give one of them")
@@ -165,9 +165,21 @@ class LaunchSettings(LaunchOptions):
         if self.json and not self.dry_run:
             raise UsageError("--json is given without --dry-run, and a job has no JSON form; give both")
 
+    def _check_metrics(self) -> None:
+        if not self.metrics:
+            return
+        from popdist.records.metric_words import parse_words
+
+        try:
+            parse_words(self.metrics)
+        except ValueError as error:
+            raise UsageError(f"--metrics {error}") from None
+
     def _check_profile(self) -> None:
         if self.profile is None:
             return
+        from popdist.timeline.profiles import WantedProfile
+
         try:
             WantedProfile.parse(self.profile)
         except ValueError as error:
@@ -216,6 +228,8 @@ class LaunchSettings(LaunchOptions):
 
 def _instance(fault: str) -> int:
     """Return the instance of a fault; the fault was checked when the option was read."""
+    from popdist.records.faults import parse_fault
+
     return parse_fault(fault).instance
 
 

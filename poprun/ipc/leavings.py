@@ -16,7 +16,7 @@ from poprun.ipc.processes import state_of
 
 TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load for the agent
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 SHARED_MEMORY = "/dev/shm"
 _SESSION = re.compile(r"(ompi|prted)\.(\d+)")
@@ -37,15 +37,15 @@ def remove_leavings(temporary: str, ended: Collection[int] = (), shared_memory: 
     Returns:
         The paths of the removed files and folders.
     """
-    sessions = [path for path in _own(temporary) if _is_dead_session(path, ended)]
-    segments = [path for path in _own(shared_memory) if _may_be_left(os.path.basename(path))]
+    sessions = [path for path in _own(temporary, _SESSION.fullmatch) if _is_dead_session(path, ended)]
+    segments = _own(shared_memory, _may_be_left)
     if not sessions and not segments:
         return []
     found = [*sessions, *segments]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         # A process has its file open or mapped from the creation on. The files were listed before the processes are,
         # so a file that is in use is found here.
-        used = _used_by(pid)
+        used = _used_by(pid, found)
         found = [path for path in found if not any(each == path or each.startswith(f"{path}/") for each in used)]
         if not found:
             return []
@@ -60,14 +60,16 @@ def folder_of(environ: Mapping[str, str]) -> str:
     return environ.get("TMPDIR") or "/tmp"
 
 
-def _own(folder: str) -> list[str]:
-    """Return the user's entries in a folder, without symbolic links."""
+def _own(folder: str, is_named_so: Callable[[str], object]) -> list[str]:
+    """Return the user's entries in a folder that have such names, without symbolic links."""
     try:
         with os.scandir(folder) as entries:
             return [
                 os.path.realpath(each.path)
                 for each in entries
-                if not each.is_symlink() and each.stat(follow_symlinks=False).st_uid == os.geteuid()
+                if is_named_so(each.name)  # first, because a temporary folder may have thousands of entries
+                and not each.is_symlink()
+                and each.stat(follow_symlinks=False).st_uid == os.geteuid()
             ]
     except OSError:
         return []
@@ -75,10 +77,9 @@ def _own(folder: str) -> list[str]:
 
 def _is_dead_session(path: str, ended: Collection[int]) -> bool:
     """Return whether a folder belongs to an ended mpirun or daemon of this host."""
-    match = _SESSION.fullmatch(os.path.basename(path))
-    if match is None or not os.path.isdir(path):
+    pid = int(path.rpartition(".")[2])
+    if not os.path.isdir(path):
         return False
-    pid = int(match[2])
     return pid in ended or (not _is_alive(pid) and any(_is_of_this_host(name, pid) for name in _files_of_session(path)))
 
 
@@ -107,14 +108,19 @@ def _is_alive(pid: int) -> bool:
     return state_of(pid) not in (b"X", b"Z")
 
 
-def _used_by(pid: str) -> list[str]:
-    """Return the files that a process has open or mapped, if this process may see them."""
+def _used_by(pid: str, paths: list[str]) -> list[str]:
+    """Return the files that a process has open, and if one of the paths may be mapped, all that it has mapped.
+
+    Files that this process may not see are left out.
+    """
     used = []
     for name in _names(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             used.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as file:
-        used += [f"/{line.rstrip().partition('/')[2]}" for line in file if "/" in line]
+        maps = file.read()  # a large program has thousands of lines, so they are split only if necessary
+        if any(path in maps for path in paths):
+            used += [f"/{line.partition('/')[2]}" for line in maps.splitlines() if "/" in line]
     return used
 
 

@@ -101,11 +101,11 @@ def end_descendants(limit_s: float = float("inf")) -> None:
     """
     give_up_s = time.monotonic() + limit_s
     while time.monotonic() < give_up_s:
-        for pid in descendants(os.getpid()):
-            send(pid, signal.SIGKILL)
         reap()
         if not _has_children():  # checked after reaping, because a child that ends may leave its own children to us
             return
+        for pid in descendants(os.getpid()):
+            send(pid, signal.SIGKILL)
         time.sleep(_LOOK_S)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import ceil
 
@@ -93,20 +92,8 @@ def keep_alive(connection: socket.socket, silence_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-_NETWORKS = ("btl_tcp_if_include", "btl_tcp_if_exclude", "btl")
 _GET_DESCRIPTOR = 438  # pidfd_getfd(2); the number is the same on all architectures
 _LOOPBACK = b"lo"
-
-
-def loopback_variables(arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that keep instances' TCP connections on the loopback interface.
-
-    Instances share memory, and need TCP only to reach processes that they spawn. If the user names networks or
-    transports, those are used instead.
-    """
-    if any(name in arguments or f"OMPI_MCA_{name}" in environ for name in _NETWORKS):
-        return {}
-    return {"OMPI_MCA_btl_tcp_if_include": _LOOPBACK.decode()}
 
 
 def keep_to_loopback(pid: int) -> None:

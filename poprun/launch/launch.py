@@ -12,10 +12,13 @@ from poprun.cli.mpi_arguments import export_options
 from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import list_ranges
 from poprun.hosts.hosts import Host
-from poprun.hosts.remote import Remote, mpirun_options
 from poprun.ipc.wire import CONTROL_VARIABLE, HOST_VARIABLE, mark
 from poprun.launch.placement import InstancePlace
 from poprun.launch.variables import InstanceVariables, instance_variables
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from poprun.hosts.remote import Remote
 
 AGENT = Path(__file__).parents[1] / "agent" / "__main__.py"
 
@@ -129,6 +132,8 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
         if name not in user:
             words += ["--mca", name, value]
     if launch.remote is not None:
+        from poprun.hosts.remote import mpirun_options  # only jobs on other hosts need it
+
         words += mpirun_options(launch.remote, user)
     if settings.on_failure == "shrink" and "--with-ft" not in user:
         words += ["--with-ft", "ulfm"]

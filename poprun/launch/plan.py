@@ -1,4 +1,8 @@
-"""The planning of a launch: all decisions that are made before anything is started."""
+"""The planning of a launch: all decisions that are made before anything is started.
+
+What only jobs on other hosts, in a batch system or on a partition need is loaded for them, because it delays every
+launch otherwise.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,25 @@ from popdist.xla import thread_pool_setting
 from poprun.cli.log import Log
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import PopRunError, UsageError
-from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
 from poprun.hosts.hosts import Host, check_hosts, parse_hostfile, parse_hosts, recognise_this_machine, shares_of
-from poprun.hosts.remote import Remote, forwarded_names, need_domains, ssh_options
-from poprun.hosts.schedulers.scheduler import NAME_HOSTS, Allocation
-from poprun.hosts.ssh import SRUN, ssh_words
 from poprun.hosts.this_machine import Core, is_this_machine, usable_cores
-from poprun.ipc.sockets import loopback_variables
 from poprun.launch.launch import Launch
-from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
 from poprun.launch.placement import place_instances
 from poprun.launch.program import check_program, check_working_directory, find_mpirun, home_variables
+from poprun.launch.transports import loopback_variables, transport_variables
 from poprun.launch.variables import extra_variables, meeting_point, sums_setting
 
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from poprun.hosts.remote import Remote
+    from poprun.hosts.schedulers.scheduler import Allocation
+
 FORWARDED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+RESERVING = (
+    *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "K_MPI_JOB_ROLE"),
+    *("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
+)
+"""The variables of all schedulers; without any of them, the schedulers are not loaded."""
 
 
 def plan_launch(
@@ -50,8 +59,11 @@ def plan_launch(
     hosts = tuple(hosts) or _choose_hosts(settings, allocation)
     check_hosts(hosts, settings)
     shares = shares_of(hosts, settings.num_instances)
-    if allocation is not None and (said := describe_use(allocation, hosts, settings)):
-        (log or Log()).info(said)
+    if allocation is not None:
+        from poprun.hosts.allocation import describe_use
+
+        if said := describe_use(allocation, hosts, settings):
+            (log or Log()).info(said)
     is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
     check_working_directory()
@@ -62,6 +74,8 @@ def plan_launch(
     names = tuple(name for name in FORWARDED if name in environ)
     remote = None
     if not all(is_here):
+        from poprun.hosts.remote import forwarded_names
+
         shell = allocation.shell if allocation is not None else ()
         if allocation is not None and shell:
             _refuse_ssh(settings, allocation)
@@ -85,6 +99,7 @@ def plan_launch(
         remote=remote,
         mpirun_variables=home_variables(environ)
         | dict(allocation.variables if allocation is not None else ())
+        | (transport_variables(settings.mpi.words, environ) if len(hosts) == 1 else {})
         | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
     )
 
@@ -122,7 +137,7 @@ def prepare_hosts(hosts: Sequence[Host], settings: LaunchSettings, environ: Mapp
     """
     others = [host.name for host in hosts if not host.is_this_machine]
     if settings.distribute_ssh_key and not settings.dry_run:
-        from poprun.hosts.ssh_keys import distribute_key  # loaded here, like the next two: few launches need them
+        from poprun.hosts.ssh_keys import distribute_key
 
         distribute_key(others, environ, log)
     if settings.synchronise_python_venv and not settings.dry_run:
@@ -140,10 +155,11 @@ def find_remote(
     Raises:
         PopRunError: A host does not fit the job; one line for each fault.
     """
-    # takes some milliseconds to load, and only jobs on other hosts need it
     from poprun.hosts.host_facts import question_about
     from poprun.hosts.inspection import Inspection, guess_network, inspect_hosts
     from poprun.hosts.interfaces import HostNetwork, parse_mask
+    from poprun.hosts.remote import Remote, need_domains, ssh_options
+    from poprun.hosts.ssh import SRUN, ssh_words
 
     if " " in mpirun and not settings.dry_run:
         raise PopRunError(
@@ -201,18 +217,25 @@ def _names_of_machines(hosts: Sequence[Host], kernel_names: Mapping[str, str]) -
 
 def _allocation(settings: LaunchSettings, environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of a batch system; None if the user names hosts, or none are reserved."""
-    named = settings.host or settings.hostfile is not None
-    return None if named else find_allocation(environ)
+    if settings.host or settings.hostfile is not None or environ.keys().isdisjoint(RESERVING):
+        return None
+    from poprun.hosts.allocation import find_allocation
+
+    return find_allocation(environ)
 
 
 def _choose_hosts(settings: LaunchSettings, allocation: Allocation | None) -> tuple[Host, ...]:
     if allocation is None:
         return find_hosts(settings)
+    from poprun.hosts.allocation import choose_hosts
+
     return _recognise(choose_hosts(allocation, settings.num_instances, settings.num_replicas).hosts)
 
 
 def _refuse_ssh(settings: LaunchSettings, allocation: Allocation) -> None:
     """Refuse options that need ssh, if a batch system's command reaches the hosts: they may refuse logins."""
+    from poprun.hosts.schedulers.scheduler import NAME_HOSTS
+
     wanted = {
         "--synchronise-python-venv": settings.synchronise_python_venv,
         "--distribute-ssh-key": settings.distribute_ssh_key,
@@ -232,6 +255,8 @@ def _devices(settings: LaunchSettings) -> tuple[int, ...]:
     name = settings.vipu_partition
     if name is None or not settings.uses_partition:
         return ()
+    from poprun.launch.partition import FILE_SUFFIX, device_ids, fit_partition, parse_device_map
+
     described = parse_device_map(_read(name, "device map"), name) if name.endswith(FILE_SUFFIX) else None
     return device_ids(fit_partition(described, name, settings), settings.num_instances)
 

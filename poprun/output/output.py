@@ -10,8 +10,11 @@ from collections import deque
 
 from poprun.cli.log import Level, format_line
 from poprun.cli.wording import USUAL_COLUMNS, columns_of
-from poprun.output.output_files import OutputFiles
 from poprun.output.output_style import Cursor, OutputStyle
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from poprun.output.output_files import OutputFiles
 
 TAIL_LINES = 50
 MOST_HELD_BYTES = 16 << 20
@@ -115,8 +118,10 @@ class Output:
 
     def __init__(self, only: int | None = None, style: OutputStyle = _PLAIN) -> None:
         self.style = style
-        self._files = None
+        self._files: OutputFiles | None = None
         if style.directory is not None:
+            from poprun.output.output_files import OutputFiles  # takes some milliseconds to load, and few jobs need it
+
             self._files = OutputFiles(style.directory, len(style.hosts), self._warn)
         self.stdout = OutputStream(1)
         self.stderr = self.stdout if _same_file(1, 2) else OutputStream(2)

@@ -2,83 +2,94 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
-from popdist.records.faults import ATTEMPT_VARIABLE
-from poprun.cli.log import Log
+from poprun.cli.log import Level, Log
 from poprun.cli.wording import list_ranges
-from poprun.ipc.facts import JobEnd
 from poprun.launch.launch import Across, Launch, build_command
 from poprun.launch.program import quote_words
-from poprun.monitor.attempts import Attempt
-from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output, is_piped
 from poprun.output.output_style import style_from
-from poprun.supervisor.supervision import LAST_WORDS_LIMIT_S, JobSupervisor
+from poprun.supervisor.starting import StartedJob
+
+TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
+if TYPE_CHECKING:
+    from poprun.ipc.facts import JobEnd
+    from poprun.monitor.watching import Watch
+
+LAST_WORDS_LIMIT_S = 0.2
+"""The time limit for a reader to take each piece of the last output after an interrupt."""
 
 
-def run_job(
-    launch: Launch,
-    environ: Mapping[str, str],
-    log: Log,
-    viewers: Viewers | None = None,
-    note: Callable[[Attempt], None] = lambda _: None,
-) -> JobEnd:
+def run_job(launch: Launch, environ: Mapping[str, str], log: Log, watch: Callable[[], Watch]) -> JobEnd:
     """Run the instances of a launch to their end.
 
     Args:
         launch: The launch to run.
         environ: The user's environment.
         log: The log for poprun's own messages.
-        viewers: The connections of `poprun top`; None if nobody may connect.
-        note: Called with each attempt after it has ended.
+        watch: Returns the watch of the job. It is first called after the start of mpirun, because it takes
+            milliseconds to load.
 
     Returns:
         The end of the job. Its exit status is that of the failed instance, or 128 + n after signal n.
     """
     style = style_from(launch.settings, _hosts(launch), environ, is_piped())
     output = Output(launch.settings.only_output_from_instance, style)
-    viewers = viewers or Viewers()
-
-    def run_once(launch: Launch) -> JobEnd:
-        return _run_once(launch, output, environ, log, viewers, note)
-
+    run_once = partial(_run_once, output=output, environ=environ, log=log, watch=watch)
     if launch.settings.on_failure == "stop":
         ended = run_once(launch)
     else:
         from poprun.supervisor.restarts import Restarts
 
-        ended = Restarts(environ, log, viewers.pause).run(launch, run_once)
+        ended = Restarts(environ, log, lambda pause_s: watch().viewers.pause(pause_s)).run(launch, run_once)
     output.finish(limit_s=LAST_WORDS_LIMIT_S if ended.was_told else None)
     return ended
 
 
 def _run_once(
-    launch: Launch,
-    output: Output,
-    environ: Mapping[str, str],
-    log: Log,
-    viewers: Viewers,
-    note: Callable[[Attempt], None],
+    launch: Launch, output: Output, environ: Mapping[str, str], log: Log, watch: Callable[[], Watch]
 ) -> JobEnd:
     for warning in launch.remote.warnings if launch.remote is not None else ():
         log.warn(warning)
     for place in launch.places:
         log.debug(f"instance {place.index} runs on cores {list_ranges(place.cpus) or 'of any kind'}")
     command = build_command(launch)
-    log.info(f"running command: {quote_words(command)}")
+    if log.level >= Level.INFO:
+        log.info(f"running command: {quote_words(command)}")
     output.style = replace(output.style, hosts=_hosts(launch))
-    if launch.extra.get(ATTEMPT_VARIABLE, "0") != "0":
+    if attempt := _attempt(launch):
         end_standard_input()
-    viewers.attempt = int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
-    supervisor = JobSupervisor(command, len(launch.places), output, log, _across(launch), viewers=viewers)
-    began_s = time.monotonic()
-    ended = supervisor.run({**environ, **launch.mpirun_variables})
-    note(Attempt(tuple(supervisor.machine.facts), time.monotonic() - began_s, ended, tuple(supervisor.machine.losses)))
+    across, environ = _across(launch), {**environ, **launch.mpirun_variables}
+    started = StartedJob(command, across, output.style.columns, environ)
+
+    # Loaded while mpirun starts the agents. What is loaded by then stays, so no collection has to look through it.
+    from poprun.monitor.attempts import Attempt
+    from poprun.supervisor.supervision import JobSupervisor
+
+    watching = watch()
+    watching.viewers.attempt = attempt
+    supervisor = JobSupervisor(started, len(launch.places), output, log, across, environ, watching.viewers)
+    gc.freeze()
+    gc.enable()
+    ended = supervisor.run()
+    duration_s = time.monotonic() - started.began_s
+    watching.note(Attempt(tuple(supervisor.machine.facts), duration_s, ended, tuple(supervisor.machine.losses)))
     return ended
+
+
+def _attempt(launch: Launch) -> int:
+    """Return the number of restarts so far."""
+    if launch.settings.on_failure == "stop":
+        return 0
+    from popdist.records.faults import ATTEMPT_VARIABLE
+
+    return int(launch.extra.get(ATTEMPT_VARIABLE, "0"))
 
 
 def end_standard_input() -> None:

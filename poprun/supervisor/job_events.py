@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,8 +13,6 @@ from poprun.cli.log import Level
 from poprun.ipc import wire
 from poprun.ipc.facts import Ending, JobEnd
 
-END_SIGNAL = signal.SIGHUP
-"""The signal that ends mpirun and all of its processes at once."""
 LOOK_S = 0.2
 """The interval at which instances are asked for their progress."""
 QUICK_LOOK_S = 0.08

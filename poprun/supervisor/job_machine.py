@@ -18,7 +18,6 @@ from poprun.launch.launch import Across
 from poprun.supervisor.diagnosis import LastLines, LastWords, describe_rest, first_cause, has_failed, last_actions
 from poprun.supervisor.job_events import (
     CLOSE_LIMIT_S,
-    END_SIGNAL,
     EXAMINE_S,
     GRACE_ANSWER_LIMIT_S,
     INTERRUPT_GRACE_S,
@@ -45,9 +44,8 @@ from poprun.supervisor.job_events import (
 )
 from poprun.supervisor.lookout import Lookout, Survival
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.signals import END_SIGNAL, PASSED_ON
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _NEVER = float("inf")
 

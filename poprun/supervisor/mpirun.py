@@ -21,7 +21,7 @@ from poprun.ipc.processes import (
     start,
     state_of,
 )
-from poprun.supervisor.job_events import END_SIGNAL
+from poprun.supervisor.signals import END_SIGNAL
 
 _FAREWELL = ((END_SIGNAL, 0.5), (END_SIGNAL, 0.4))
 """Signals for mpirun and waits in seconds. While mpirun starts daemons on other hosts, it obeys only the second signal.

@@ -1,4 +1,4 @@
-"""The supervision of a job: it starts mpirun, passes events to the job's machine, and carries out its actions."""
+"""The supervision of a job: it passes events to the job's machine, and carries out its actions."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from poprun.cli.log import Level, Log, format_line
 from poprun.cli.wording import count
 from poprun.ipc import wire
 from poprun.ipc.facts import Facts, JobEnd
-from poprun.ipc.leavings import folder_of, remove_leavings
-from poprun.ipc.processes import adopt_orphans, catch_signals, end_descendants, heeded, ignores_hangup
+from poprun.ipc.processes import end_descendants, heeded
 from poprun.ipc.sockets import keep_to_loopback
-from poprun.ipc.streams import InputSource, describe_terminals
+from poprun.ipc.streams import InputSource
 from poprun.launch.launch import Across
 from poprun.monitor.snapshot import Recent, look_at_all
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output
-from poprun.supervisor.control import InputWanted, Member, Reception, read_reports, strangers_to_leave
+from poprun.supervisor.control import InputWanted, read_reports
 from poprun.supervisor.job_events import (
     LOOK_S,
     Action,
@@ -40,28 +39,26 @@ from poprun.supervisor.job_events import (
     SignalCame,
     Tick,
 )
-from poprun.supervisor.job_machine import INTERRUPTS, PASSED_ON, JobMachine, JobPhase
-from poprun.supervisor.mpirun import Mpirun
+from poprun.supervisor.job_machine import JobMachine, JobPhase
+from poprun.supervisor.reception import Member, strangers_to_leave
+from poprun.supervisor.signals import INTERRUPTS, PASSED_ON
+from poprun.supervisor.starting import StartedJob
 
-DIRECTORY_OPTIONS = ("--wdir", "-wdir", "--wd", "-wd", "--set-cwd-to-session-dir", "-set-cwd-to-session-dir")
-"""The options of mpirun that set the working directory of instances."""
 END_LIMIT_S = 1.0
 """The time limit for killed processes to be gone."""
-LAST_WORDS_LIMIT_S = 0.2
-"""The time limit for a reader to take each piece of the last output after an interrupt."""
 
 
 class JobSupervisor:
     """One running job; call `run` once.
 
     Args:
-        command: The mpirun command.
+        started: The job, whose mpirun runs.
         count: The number of instances that it starts.
         output: The destination of the instances' output.
         log: The log for poprun's own messages.
         across: The settings for several hosts, and the limits of waits.
-        now_s: The clock, like `time.monotonic`.
-        viewers: The connections of `poprun top`; None if nobody may connect.
+        environ: The environment of mpirun.
+        viewers: The connections of `poprun top`.
 
     Attributes:
         machine: The state machine of the job; it remains after the job has ended.
@@ -69,22 +66,24 @@ class JobSupervisor:
 
     def __init__(
         self,
-        command: Sequence[str],
+        started: StartedJob,
         count: int,
         output: Output,
         log: Log,
         across: Across,
-        now_s: Callable[[], float] = time.monotonic,
-        viewers: Viewers | None = None,
+        environ: Mapping[str, str],
+        viewers: Viewers,
     ) -> None:
-        self._now_s = now_s
-        self._viewers = viewers or Viewers()
+        self._viewers = viewers
         self._recent = Recent()
-        self._command = command
+        self._started = started
+        self._wakeup, self._reception, self._mpirun = started.wakeup, started.reception, started.mpirun
+        self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
         self._count = count
         self._across = across
         self._output = output
         self._log = log
+        self._environ = environ
         self._input = InputSource()
         self._connections: list[Member] = []
         self._members: dict[int, Member] = {}
@@ -92,27 +91,15 @@ class JobSupervisor:
         self._is_mpirun_stopped = False
         self._looked_at_s = 0.0
         self._ended: JobEnd | None = None
+        self.machine = JobMachine(count, across, os.uname().nodename, started.began_s)
 
-    def run(self, environ: Mapping[str, str]) -> JobEnd:
+    def run(self) -> JobEnd:
         """Run the job to its end. Some output may still be held back; `Output.finish` shows it."""
-        adopt_orphans()
-        self._environ = environ
-        self._wakeup = catch_signals((*INTERRUPTS, *PASSED_ON, signal.SIGCHLD))
-        self._reception = Reception(self._across.interface, self._across.silence_s)
         try:
-            contact = f"{self._reception.contact} {describe_terminals(self._output.style.columns)}"
-            contact += wire.IGNORES_HANGUP * ignores_hangup()
-            if not any(word.partition("=")[0] in DIRECTORY_OPTIONS for word in self._command):
-                contact = f"{os.getcwd()} {contact}"
-            variables = {**environ, wire.CONTROL_VARIABLE: contact}
-            self._mpirun = Mpirun(self._command, variables, lambda pid: self._tidy(pid, sweeps=True))
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
-            self._mpirun_outputs = [self._mpirun.stdout, self._mpirun.stderr]
-            self.machine = JobMachine(self._count, self._across, os.uname().nodename, self._now_s())
-            self._began_s = self._now_s()
             while self._ended is None:
                 self._wait()
-                self._tell(self._tick(self._now_s()))
+                self._tell(self._tick(time.monotonic()))
                 self._show_status()
                 self._show_viewers()
         finally:
@@ -126,7 +113,7 @@ class JobSupervisor:
     def _wait(self) -> None:
         poll = select.poll()
         handlers: dict[int, Callable[[], None]] = {self._wakeup: self._take_signals}
-        if self._reception.is_ready(self._now_s()):
+        if self._reception.is_ready(time.monotonic()):
             handlers[self._reception.fileno()] = self._accept
         for descriptor in self._mpirun_outputs:
             handlers[descriptor] = partial(self._read_mpirun, descriptor)
@@ -142,16 +129,16 @@ class JobSupervisor:
             if sink.held_bytes:
                 poll.register(sink.descriptor, select.POLLOUT)
                 handlers[sink.descriptor] = sink.flush
-        for descriptor, events, serve in self._viewers.handlers(self._now_s()):
+        for descriptor, events, serve in self._viewers.handlers(time.monotonic()):
             handlers[descriptor] = serve
             poll.register(descriptor, events)
         for descriptor, _ in poll.poll(self._timeout_ms()):
             handlers[descriptor]()
-        for stranger in strangers_to_leave(self._connections, self._count, self._now_s()):
+        for stranger in strangers_to_leave(self._connections, self._count, time.monotonic()):
             self._part_from(stranger)
 
     def _timeout_ms(self) -> int:
-        return min(1000, max(0, int(min(self.machine.deadline_s - self._now_s(), 1.0) * 1000) + 1))
+        return min(1000, max(0, int(min(self.machine.deadline_s - time.monotonic(), 1.0) * 1000) + 1))
 
     def _take_signals(self) -> None:
         for number in os.read(self._wakeup, 512):
@@ -166,7 +153,7 @@ class JobSupervisor:
 
     def _accept(self) -> None:
         before = self._reception.shortage
-        if (member := self._reception.accept(self._now_s())) is not None:
+        if (member := self._reception.accept(time.monotonic())) is not None:
             self._connections.append(member)
         elif (shortage := self._reception.shortage) and not before:
             self._say(Level.WARN, f"instances cannot report: {shortage}; poprun keeps trying, see `ulimit -n`")
@@ -226,7 +213,7 @@ class JobSupervisor:
     # Actions that follow.
 
     def _tell(self, event: Event) -> None:
-        for action in self.machine.advance(event, self._now_s()):
+        for action in self.machine.advance(event, time.monotonic()):
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
@@ -261,24 +248,16 @@ class JobSupervisor:
         self._say(Level.INFO, f"mpirun ({self._mpirun.pid}) ended with exit status {self._mpirun.status}")
         end_descendants(END_LIMIT_S)
         self._mpirun.read_rest()
-        self._tidy(self._mpirun.pid, action.sweeps, action.silent)
-
-    def _tidy(self, mpirun: int, sweeps: bool, silent: Collection[str] = ()) -> None:
-        """Remove the job's files on this machine and, if `sweeps`, its processes and files on other hosts."""
-        if sweeps and self._across.others:
-            from poprun.hosts.sweep import sweep
-
-            sweep(self._across.others, silent, self._across.ssh, f"{os.uname().nodename}-{mpirun}", dict(self._environ))
-        remove_leavings(folder_of(self._environ), [mpirun])
+        self._started.tidy(self._mpirun.pid, action.sweeps, action.silent)
 
     def _show_status(self) -> None:
         is_wanted = self.machine.phase is JobPhase.RUNNING and wants_status(self._log.level, self._environ)
         hosts = len(set(self._output.style.hosts))
-        text = status_text(self.machine.facts, hosts, self._now_s() - self._began_s) if is_wanted else ""
+        text = status_text(self.machine.facts, hosts, time.monotonic() - self._started.began_s) if is_wanted else ""
         self._output.show_status(text)
 
     def _show_viewers(self) -> None:
-        now_s = self._now_s()
+        now_s = time.monotonic()
         self._viewers.push(
             now_s, lambda: look_at_all(self.machine.facts, self._recent, now_s), len(self.machine.losses)
         )

@@ -17,7 +17,7 @@ from poprun.cli.wording import USUAL_COLUMNS, columns_of, count, draw_rows, dura
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.this_machine import usable_cores
 from poprun.supervisor.job import end_standard_input
-from poprun.supervisor.job_machine import INTERRUPTS
+from poprun.supervisor.signals import INTERRUPTS
 from poprun.verify.certificate import (
     Certificate,
     asked_again,

@@ -23,8 +23,9 @@ from poprun.hosts.hosts import Host
 from poprun.launch.launch import Launch
 from poprun.launch.plan import find_hosts, plan_launch
 from poprun.launch.program import check_user
+from poprun.monitor.watching import watch_nothing
 from poprun.supervisor.job import run_job
-from poprun.supervisor.job_machine import INTERRUPTS
+from poprun.supervisor.signals import INTERRUPTS
 from poprun.verify.options import GRPC, MPI, RING, SOME_FAULT, VerifyRequest, divisors
 from poprun.verify.records import Record, StepPlace, read_record, record_files
 
@@ -117,7 +118,8 @@ class Laboratory:
         launch = replace(launch, extra={**launch.extra, **wanted})
         log = Log(level_from(launch.settings.verbosity, self.environ))
         with output_on_standard_error(), tempfile.TemporaryDirectory(prefix="poprun-") as sockets:
-            ended = run_job(as_workers(launch, sockets) if run.transport == GRPC else launch, self.environ, log)
+            as_started = as_workers(launch, sockets) if run.transport == GRPC else launch
+            ended = run_job(as_started, self.environ, log, watch_nothing)
         if ended.was_told:
             ignore_interrupts()
             raise Interrupted(ended.exit_status)

@@ -183,8 +183,10 @@ def _variables_of_optimizer(model: ModelLike) -> list[keras.Variable]:
 
 
 def _is_same(one: Array, other: Array) -> bool:
+    if one is other:
+        return True
     is_scalar = np.ndim(one) == 0 == np.ndim(other)  # Keras copies scalars
-    return one is other or (is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes())
+    return is_scalar and np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def _arrays(state: State) -> list[Array]:

@@ -25,7 +25,7 @@ from strategies.keras.agreement import (
     terms_of_model,
 )
 from strategies.keras.checkpointing import given_to, with_whole_backups
-from strategies.keras.patches import begin_with_epoch, call_in_one_thread
+from strategies.keras.patches import begin_with_epoch, call_in_one_thread, pass_over_batches
 from strategies.keras.protocols import Callbacks, Logs, ModelLike
 from strategies.keras.refusals import refuse_compiled
 from strategies.strategy import Strategy, get_strategy
@@ -230,6 +230,7 @@ def listed(callbacks: Callbacks, running: Running, **settings: object) -> Callba
     prepared.callbacks = [first, *told, *(_placed(each, running.strategy) for each in own), last]
     if is_new:  # only after placing them: some write as soon as they get the model
         prepared.set_model(running.model)
+        pass_over_batches(prepared)
     return prepared
 
 

@@ -18,8 +18,9 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.utils.python_utils import is_default
 
-from strategies.keras.protocols import ModelLike, NodeLike
+from strategies.keras.protocols import Logs, ModelLike, NodeLike
 
 __all__ = [
     "ArrayDataAdapter",
@@ -114,6 +115,17 @@ def begin_with_epoch(model: ModelLike, epoch: int) -> None:
 def call_in_one_thread(callbacks: keras.callbacks.CallbackList) -> None:
     """Call all callbacks in the calling thread: Keras decides this too early, by the first callbacks that it gets."""
     callbacks._async_train = False
+
+
+def pass_over_batches(callbacks: keras.callbacks.CallbackList) -> None:
+    """Wake no thread at the end of a batch of `fit` while no callback has a hook: Keras would read the logs there."""
+    hooks, dispatch = ("on_batch_end", "on_train_batch_end"), callbacks.on_train_batch_end
+
+    def on_train_batch_end(batch: int, logs: Logs | None = None) -> None:
+        if not all(is_default(getattr(each, hook)) for each in callbacks.callbacks for hook in hooks):
+            dispatch(batch, logs)
+
+    vars(callbacks)["on_train_batch_end"] = on_train_batch_end
 
 
 def back_up_with(

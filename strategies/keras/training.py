@@ -194,10 +194,12 @@ class TrainFunction:
 
     def _placed(self, state: TrainState) -> TrainState:
         """Return the state on the devices of the programs: callbacks may have assigned variables."""
+        trees = (state.variables, state.optimizer_state, state.model_state)
+        if all(map(_is_placed, jax.tree.leaves(trees))):
+            return state
         device = self._strategy.replicas.variables_device
         variables, optimizer_state, model_state = jax.tree.map(
-            lambda leaf: leaf if _is_placed(leaf) else jax.device_put(leaf, device),
-            (state.variables, state.optimizer_state, state.model_state),
+            lambda leaf: leaf if _is_placed(leaf) else jax.device_put(leaf, device), trees
         )
         return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
 
@@ -264,7 +266,9 @@ class TrainFunction:
 
 def _is_placed(leaf: Array) -> bool:
     """Return whether programs take the array where it is, as they do arrays of the host."""
-    return isinstance(leaf, np.ndarray | np.generic) or (isinstance(leaf, jax.Array) and bool(leaf.committed))
+    if isinstance(leaf, jax.Array):
+        return bool(leaf.committed)
+    return isinstance(leaf, np.ndarray | np.generic)
 
 
 def _may_be_used_up(state: TrainState) -> bool:

@@ -6,50 +6,104 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from strategies.pipelines.running.driver import Course, Drive
+from strategies.pipelines.running.driver import SHORT_S, Course, Drive, ScheduledAction
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable
+
+
+class MicroBatchCourse:
+    """The course of a timetable, with a thread for each micro-batch.
+
+    Args:
+        timetable: A timetable with one device for each stage.
+
+    Attributes:
+        timetable: The timetable.
+        course: The course.
+        of_each: For each micro-batch, its actions in the order of its thread: forward, back, then weights.
+    """
+
+    def __init__(self, timetable: Timetable) -> None:
+        self.timetable = timetable
+        self.course = Course.of(timetable, lambda part: part[1].micro_batch)
+        self.of_each: list[list[ScheduledAction]] = [[] for _ in range(timetable.num_micro_batches)]
+        for turn in sorted(chain.from_iterable(self.course.devices), key=_place):
+            if turn.action.micro_batch is not None:
+                self.of_each[turn.action.micro_batch].append(turn)
+
+
+def _place(turn: ScheduledAction) -> tuple[int, int]:
+    kind, stage = turn.action.kind, turn.action.stage
+    if kind is ActionKind.FORWARD:
+        return 0, stage
+    return (2, stage) if kind is ActionKind.BACKWARD_WEIGHTS else (1, -stage)
 
 
 class MicroBatches:
     """The turns of micro-batches, each in a thread of its own, during one pass through a timetable.
 
     Args:
-        timetable: A timetable with one device for each stage.
-        course: The course of the timetable, with a thread for each micro-batch.
+        course: The course of the micro-batches.
+        meet: Whether actions wait for those of other replicas.
     """
 
-    def __init__(self, timetable: Timetable, course: Course) -> None:
-        self.timetable = timetable
-        self._drive = Drive(course, time.perf_counter())
-        self._turns = {turn.action: turn for turns in course.devices for turn in turns}
-        self._begun_s: dict[StageAction, float] = {}
+    def __init__(self, course: MicroBatchCourse, meet: bool = False) -> None:
+        self._course = course
+        self._drive = Drive(course.course, time.perf_counter(), short_s=0.0 if meet else SHORT_S)
+
+    def turns_of(self, micro_batch: int) -> MicroBatchTurns:
+        """Return the turns of a micro-batch."""
+        return MicroBatchTurns(self._drive, self._course.of_each[micro_batch], self._course.timetable)
 
     @property
     def spans(self) -> Sequence[Timed]:
         """The actions of all devices with their times, sorted by their beginnings; updates come last."""
         spans = list(self._drive.spans)
-        if not self.timetable.training:
+        timetable = self._course.timetable
+        if not timetable.training:
             return spans
         end_s = max(span.end_s for span in spans)
         return spans + [
             Timed(device, StageAction(ActionKind.UPDATE, stage, None), end_s, end_s)
-            for stage, devices in enumerate(self.timetable.mapping)
+            for stage, devices in enumerate(timetable.mapping)
             for device in devices
         ]
 
-    def wait(self, action: StageAction) -> None:
-        """Wait until it is an action's turn.
+
+class MicroBatchTurns:
+    """The turns of one micro-batch: its thread calls `wait` before each action, and `done` after it.
+
+    Args:
+        drive: The drive of all micro-batches.
+        turns: The actions of this one, in their order.
+        timetable: The timetable.
+    """
+
+    def __init__(self, drive: Drive, turns: Sequence[ScheduledAction], timetable: Timetable) -> None:
+        self.timetable = timetable
+        self._drive = drive
+        self._turns = turns
+        self._next = 0
+        self._begun_s = 0.0
+
+    def wait(self, kind: ActionKind, stage: int) -> None:
+        """Wait for the turn of the next action. `kind` and `stage` say what the thread is about to do.
 
         Raises:
             AbandonedError: If another micro-batch has failed.
         """
-        self._drive.wait(self._turns[action])
-        self._begun_s[action] = self._drive.clock()
+        turn = self._turns[self._next]
+        assert (turn.action.kind, turn.action.stage) == (kind, stage), f"{kind} of stage {stage}, not {turn.action}"
+        self._drive.wait(turn)
+        self._begun_s = self._drive.clock()
 
-    def done(self, action: StageAction) -> None:
-        """Mark an action as ended, and wake the threads that wait for it."""
-        self._drive.done(self._turns[action], self._begun_s[action])
+    def done(self) -> None:
+        """Mark the action as ended, and wake threads that wait for it."""
+        turn = self._turns[self._next]
+        self._next += 1
+        following = self._turns[self._next] if self._next < len(self._turns) else None
+        self._drive.done(turn, self._begun_s, following)
 
     def give_up(self) -> None:
         """End the waits of all micro-batches."""

@@ -10,21 +10,21 @@ If a schedule splits backward passes, the thread goes through the stages a third
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from torch.autograd.graph import Node
 
 from collectives.instruments import Instruments
 from strategies.errors import StrategyError
-from strategies.pipelines.running.driver import Course, raise_first
+from strategies.pipelines.running.driver import raise_first
 from strategies.pipelines.schedules import schedule_named
-from strategies.pipelines.timetable import ActionKind, StageAction, Timed, Timetable, placed
-from strategies.torch.micro_batches import MicroBatches, weights_behind
-from strategies.torch.split_backward import SplitBackward, node_of, nodes_from, parameter_of
+from strategies.pipelines.timetable import ActionKind, Timed, Timetable, placed
+from strategies.torch.micro_batches import MicroBatchCourse, MicroBatches, MicroBatchTurns, weights_behind
+from strategies.torch.recorded_graph import recorded
+from strategies.torch.split_backward import SplitBackward
+from strategies.torch.stage_entries import KnownEntries
 from strategies.torch.stages import BufferUses, MetStages, TorchPipeline, watching
 
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -44,6 +44,7 @@ class PipelineRun:
         training: Whether micro-batches have backward passes.
         instruments: The instruments to notify when a stage begins and ends with a micro-batch.
         replica: The global index of the replica, for the instruments.
+        meets: Whether layers wait for other replicas.
 
     Attributes:
         spans: The timed actions of all devices in the last step; empty after the first one.
@@ -61,10 +62,13 @@ class PipelineRun:
         training: bool = True,
         instruments: Instruments | None = None,
         replica: int = 0,
+        meets: bool = False,
     ) -> None:
         self._pipeline = pipeline
+        self._meets = meets
         self._count = count
         self._stages = MetStages(pipeline.placing())
+        self._entries = KnownEntries(self._stages)
         self._timetable: Timetable | None = None
         self._trains = training
         self._instruments, self._replica = instruments or Instruments(), replica
@@ -93,15 +97,16 @@ class PipelineRun:
                     _walk(walk, work)
             if self._timetable is None:
                 self._timetable = self._planned()
-                self._course = Course.of(self._timetable, lambda part: part[1].micro_batch)
+                self._course = MicroBatchCourse(self._timetable)
             return
-        drive = MicroBatches(self._timetable, self._course)
-        walks = [self._walk(number, drive) for number in range(self._count)]
-        raise_first([self._threads.submit(_walk, walk, work) for walk in walks])
+        drive = MicroBatches(self._course, self._meets)
+        walks = [self._walk(number, drive.turns_of(number)) for number in range(self._count)]
+        # the first micro-batch comes last: the others sleep by then, and do not contend for Python's lock
+        raise_first([self._threads.submit(_walk, walk, work) for walk in reversed(walks)])
         self.spans = drive.spans
 
-    def _walk(self, number: int, turns: MicroBatches | None) -> Walk:
-        return Walk(self._stages, number, turns, self._instruments, self._replica)
+    def _walk(self, number: int, turns: MicroBatchTurns | None) -> Walk:
+        return Walk(self._stages, self._entries, number, turns, self._instruments, self._replica)
 
     def _look(self, walk: Walk, work: Callable[[int, Walk], None]) -> None:
         with BufferUses(self._module, lambda: walk.stage) as uses:
@@ -135,16 +140,23 @@ class Walk:
 
     Args:
         stages: The stages met so far.
+        entries: The entries of the stages in backward passes.
         micro_batch: The number of the micro-batch.
-        turns: The turns of all micro-batches; None to run micro-batches one after another.
+        turns: The turns of the micro-batch; None to run micro-batches one after another.
         instruments: The instruments to notify.
         replica: The global index of the replica.
     """
 
     def __init__(
-        self, stages: MetStages, micro_batch: int, turns: MicroBatches | None, instruments: Instruments, replica: int
+        self,
+        stages: MetStages,
+        entries: KnownEntries,
+        micro_batch: int,
+        turns: MicroBatchTurns | None,
+        instruments: Instruments,
+        replica: int,
     ) -> None:
-        self._stages = stages
+        self._stages, self._entries = stages, entries
         self._micro_batch = micro_batch
         self._turns = turns
         self._instruments, self._replica = instruments, replica
@@ -192,15 +204,18 @@ class Walk:
     def turn_round(self, loss: torch.Tensor, last: int) -> None:
         """End the forward pass with a loss, and wait for the turn of its backward pass."""
         self._advance(last, "the loss")
-        if self._turns is not None and self._turns.timetable.has_split_backward:
-            self._split = SplitBackward(loss, self._stage_of)
-        firsts = self._first_nodes(loss) if last else {}
+        splits = self._turns is not None and self._turns.timetable.has_split_backward
+        if last or splits:
+            graph = recorded(loss, self._begins)
+            entries = self._entries.of(graph, splits)
+            if entries.split is not None:
+                self._split = SplitBackward(loss, graph, entries.split)
+            for stage, number in entries.firsts.items():
+                if stage != last:
+                    graph.nodes[number].register_prehook(partial(self._go_back, stage))
         self._done()
-        self._kind = ActionKind.BACKWARD if self._split is None else ActionKind.BACKWARD_INPUTS
+        self._kind = ActionKind.BACKWARD_INPUTS if splits else ActionKind.BACKWARD
         self._wait()
-        for stage, node in firsts.items():
-            if stage != self.stage:
-                node.register_prehook(partial(self._go_back, stage))
 
     def back(self, loss: torch.Tensor) -> None:
         """Run the backward pass from the loss that `turn_round` was given."""
@@ -211,9 +226,10 @@ class Walk:
         self._go_back(0)
         self._done()
         if self._split is not None:
-            self._go_through_weights(self._split, self._turns)
+            split, self._split = self._split, None  # hooks of nodes lead here; without a cycle, memory is freed at once
+            self._go_through_weights(split, self._turns)
 
-    def _go_through_weights(self, split: SplitBackward, turns: MicroBatches | None) -> None:
+    def _go_through_weights(self, split: SplitBackward, turns: MicroBatchTurns | None) -> None:
         assert turns is not None
         self._kind = ActionKind.BACKWARD_WEIGHTS
         for self.stage in range(turns.timetable.num_stages):
@@ -238,35 +254,15 @@ class Walk:
             self.stage -= 1
             self._wait()
 
-    def _stage_of(self, node: Node) -> int:
-        """Return the stage in which autograd recorded a node; 0 for a node recorded before the first stage."""
-        return max(bisect_right(self._begins, node._sequence_nr()) - 1, 0)
-
-    def _first_nodes(self, loss: torch.Tensor) -> dict[int, Node]:
-        """Return each stage's first node in the backward pass; also record the parameters that stages use."""
-        firsts: dict[int, Node] = {}
-        for node in nodes_from(node_of(loss)):
-            if parameter_of(node) is not None:
-                continue
-            number, stage = node._sequence_nr(), self._stage_of(node)
-            is_run = self._split is None or node in self._split.of_first_part
-            is_first = stage not in firsts or number > firsts[stage]._sequence_nr()
-            if is_run and number >= self._begins[0] and is_first:
-                firsts[stage] = node
-            for parameter in (parameter_of(following) for following, _ in node.next_functions):
-                if parameter is not None:
-                    self._stages.use(parameter, stage)
-        return firsts
-
     def _wait(self) -> None:
         if self._turns is not None:
-            self._turns.wait(StageAction(self._kind, self.stage, self._micro_batch))
+            self._turns.wait(self._kind, self.stage)
         self._instruments.replica_begins(self._replica, self.stage)
 
     def _done(self) -> None:
         self._instruments.replica_ends(self._replica, self.stage, self._micro_batch)
         if self._turns is not None:
-            self._turns.done(StageAction(self._kind, self.stage, self._micro_batch))
+            self._turns.done()
 
     def give_up(self) -> None:
         """End the waits of all micro-batches."""

@@ -136,7 +136,13 @@ class TorchReplicaRun:
         if options.pipeline is not None:
             count, threads = options.gradient_accumulation_count, options.intra_op_threads
             self.pipeline = PipelineRun(
-                options.pipeline, count, threads, self.copy.module, instruments=self._instruments, replica=replica
+                options.pipeline,
+                count,
+                threads,
+                self.copy.module,
+                instruments=self._instruments,
+                replica=replica,
+                meets=meetings is not None,
             )
         self.finished: list[threading.Event] = []
         self.contribution: Contribution | DeviceContribution | None = None

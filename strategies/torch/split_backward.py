@@ -12,17 +12,65 @@ The first part of stage 0 has nothing to do, because no stage needs the gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from strategies.errors import StrategyError
+from strategies.torch.recorded_graph import NOWHERE, Edge, RecordedGraph
 
-Edge = tuple[Node, int]
-"""A node of autograd, and the number of its input at which a gradient enters."""
+
+@dataclass(frozen=True)
+class Entrance:
+    """The edges from which one call of autograd computes the gradients of parameters.
+
+    Attributes:
+        edges: The edges; the first part has kept the gradients that flow along them.
+        leaves: The nodes of the parameters that get gradients; None for all that autograd reaches.
+    """
+
+    edges: Sequence[Edge]
+    leaves: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The division of a backward pass, for all graphs of one shape. Nodes are given by their numbers.
+
+    Attributes:
+        first_part: The nodes that the first part runs.
+        aims: For nodes of the first part, the edges along which they send gradients to be kept, by their places.
+        kept: The edges whose gradients the first part keeps.
+        entrances: The edges at which the second part of each stage begins.
+        keeps_root: Whether a second part begins with the gradient of the loss.
+    """
+
+    first_part: frozenset[int]
+    aims: Mapping[int, Sequence[tuple[int, Edge]]]
+    kept: Sequence[Edge]
+    entrances: Mapping[int, Sequence[Entrance]]
+    keeps_root: bool
+
+    @classmethod
+    def of(cls, graph: RecordedGraph) -> SplitPlan:
+        """Return the plan for graphs of a shape.
+
+        Raises:
+            StrategyError: If several stages use a parameter, because its gradients would be added in another order.
+        """
+        division = _Division(graph)
+        entrances = division.entrances()
+        edges = {edge for of_stage in entrances.values() for each in of_stage for edge in each.edges}
+        first_part = division.trunk | division.early
+        sent = {
+            number: [(place, edge) for place, edge in enumerate(graph.edges[number]) if edge in edges]
+            for number in first_part
+        }
+        aims = {number: found for number, found in sent.items() if found}
+        return cls(frozenset(first_part), aims, sorted(edges - {graph.root}), entrances, graph.root in edges)
 
 
 class SplitBackward:
@@ -30,40 +78,35 @@ class SplitBackward:
 
     Args:
         loss: The loss, a scalar, from which the pass begins.
-        stage_of: Returns the stage that has recorded a node.
-
-    Attributes:
-        of_first_part: The nodes that the first part runs.
-
-    Raises:
-        StrategyError: If several stages use a parameter, because its gradients would be added in another order.
+        graph: The graph of the loss.
+        plan: The plan for graphs of its shape.
     """
 
-    def __init__(self, loss: torch.Tensor, stage_of: Callable[[Node], int]) -> None:
-        self._loss = loss
-        graph = _Graph((node_of(loss), loss.output_nr), stage_of)
-        self._entrances = graph.entrances()
-        self.of_first_part = graph.trunk | graph.early
-        self._edges = {edge for of_stage in self._entrances.values() for each in of_stage for edge in each.edges}
-        self._kept: dict[Edge, torch.Tensor] = {}
-        if graph.root in self._edges:
-            self._kept[graph.root] = torch.ones_like(loss)
+    def __init__(self, loss: torch.Tensor, graph: RecordedGraph, plan: SplitPlan) -> None:
+        self._graph = graph
+        self._plan = plan
+        self._of_loss = {graph.root: torch.ones_like(loss)}
+        self._kept = dict(self._of_loss) if plan.keeps_root else {}
 
     def of_inputs(self) -> None:
         """Compute the gradients of the inputs, without gradients of parameters (the first part)."""
-        hooks = []
-        for node in self.of_first_part:
-            aims = {place: edge for place, edge in enumerate(node.next_functions) if edge in self._edges}
-            if aims:
-                hooks.append(node.register_hook(partial(self._keep, aims)))
-        edges = [GradientEdge(*edge) for edge in self._edges]
-        torch.autograd.grad(self._loss, edges, retain_graph=True, allow_unused=True)
-        for hook in hooks:
-            hook.remove()
+        if not self._plan.kept:
+            return
+        nodes, aims = self._graph.nodes, self._plan.aims
+        hooks = [nodes[number].register_hook(partial(self._keep, found)) for number, found in aims.items()]
+        try:
+            self._run(self._of_loss, self._at(self._plan.kept), is_first=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def _keep(self, aims: Mapping[int, Edge], found: Sequence[torch.Tensor | None], _: object) -> None:
+    def _at(self, edges: Iterable[Edge]) -> tuple[GradientEdge, ...]:
+        nodes = self._graph.nodes
+        return tuple(GradientEdge(nodes[number], place) for number, place in edges)
+
+    def _keep(self, aims: Sequence[tuple[int, Edge]], found: Sequence[torch.Tensor | None], _: object) -> None:
         """Add the gradients that a node sends along edges, in the order of arrival, as autograd does."""
-        for place, edge in aims.items():
+        for place, edge in aims:
             gradient = found[place]
             if gradient is not None:
                 before = self._kept.get(edge)
@@ -71,24 +114,24 @@ class SplitBackward:
 
     def of_weights(self, stage: int) -> None:
         """Run the second part for one stage: its parameters get their gradients."""
-        for entrance in self._entrances.pop(stage, ()):
+        for entrance in self._plan.entrances.get(stage, ()):
             kept = {edge: self._kept.pop(edge) for edge in entrance.edges if edge in self._kept}
             if kept:
-                edges = [GradientEdge(*edge) for edge in kept]
-                torch.autograd.backward(edges, list(kept.values()), inputs=entrance.parameters)
+                inputs = tuple(self._graph.parameter(leaf) for leaf in entrance.leaves or ())
+                self._run(kept, inputs, is_first=False)
 
-
-@dataclass(frozen=True)
-class _Entrance:
-    """The edges from which one call of autograd computes the gradients of parameters.
-
-    Attributes:
-        edges: The edges; the first part has kept the gradients that flow along them.
-        parameters: The parameters that get gradients; None for all that autograd reaches.
-    """
-
-    edges: Sequence[Edge]
-    parameters: Sequence[torch.Tensor] | None
+    def _run(self, begin: Mapping[Edge, torch.Tensor], inputs: Sequence[object], is_first: bool) -> None:
+        """Run autograd without the checks of `torch.autograd`, which take as long as a small layer."""
+        keep_graph, create_graph = is_first, False
+        _engine_run_backward(
+            self._at(begin),
+            tuple(begin.values()),
+            keep_graph,
+            create_graph,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=not is_first,
+        )
 
 
 @dataclass
@@ -102,11 +145,11 @@ class _EdgeGroup:
     """
 
     edges: set[Edge]
-    users: set[Node | None]
-    nodes: set[Node]
+    users: set[int | None]
+    nodes: set[int]
 
 
-class _Graph:
+class _Division:
     """Autograd's graph: a trunk, along which gradients flow to earlier stages, and branches with parameters.
 
     Attributes:
@@ -115,37 +158,33 @@ class _Graph:
             come in turn from the trunk and from these nodes, so these nodes run with the trunk.
     """
 
-    def __init__(self, root: Edge, stage_of: Callable[[Node], int]) -> None:
-        self.root = root
-        computed = (node for node in nodes_from(root[0]) if parameter_of(node) is None)
-        nodes = sorted(computed, key=lambda node: node._sequence_nr())
-        self._next = {node: [(one, place) for one, place in node.next_functions if one is not None] for node in nodes}
-        self._stages = {node: stage_of(node) for node in nodes}
-        self.trunk: set[Node] = set()
-        self.early: set[Node] = set()
-        for node in nodes:  # in the order of recording: a node comes after all nodes that it leads to
-            inner = [following for following, _ in self._next[node] if not _is_leaf(following)]
-            if any(each in self.trunk or self._stages[each] < self._stages[node] for each in inner):
+    def __init__(self, graph: RecordedGraph) -> None:
+        self._graph = graph
+        self._next = [[edge for edge in edges if edge[0] != NOWHERE] for edges in graph.edges]
+        self.trunk: set[int] = set()
+        self.early: set[int] = set()
+        for node in graph.order:
+            inner = [following for following, _ in self._next[node] if not graph.is_leaf(following)]
+            if any(each in self.trunk or graph.stage(each) < graph.stage(node) for each in inner):
                 self.trunk.add(node)
 
-    def entrances(self) -> dict[int, list[_Entrance]]:
+    def entrances(self) -> dict[int, list[Entrance]]:
         """Return the edges at which the second part of each stage begins."""
         return {stage: self._entrances_of(stage, groups) for stage, groups in self._groups().items()}
 
     def _groups(self) -> dict[int, list[_EdgeGroup]]:
+        graph = self._graph
         found: dict[int, list[_EdgeGroup]] = {}
-        stages: dict[Node, int] = {}
+        stages: dict[int, int] = {}
         for edge, user in self._leaving_trunk():
-            stage = self._stages[user if user is not None and _is_leaf(edge[0]) else edge[0]]
-            nodes = set(nodes_from(edge[0]))
+            stage = graph.stage(user if user is not None and graph.is_leaf(edge[0]) else edge[0])
+            nodes = graph.reached_from(edge[0])
             for node in nodes:
-                if stages.setdefault(node, stage) != stage:
-                    parameter = parameter_of(node)
-                    assert parameter is not None  # a shared inner node would be in the trunk
+                if stages.setdefault(node, stage) != stage:  # a parameter: a shared inner node would be in the trunk
                     raise StrategyError(
-                        f"a parameter of shape {list(parameter.shape)} is used in the stages {stages[node]} and "
-                        f"{stage}, but the schedule splits backward passes stage by stage; use it in one stage, or "
-                        "use another schedule"
+                        f"a parameter of shape {list(graph.parameter(node).shape)} is used in the stages "
+                        f"{stages[node]} and {stage}, but the schedule splits backward passes stage by stage; use it "
+                        "in one stage, or use another schedule"
                     )
             groups = found.setdefault(stage, [])
             new = _EdgeGroup({edge}, {user}, nodes)
@@ -155,64 +194,32 @@ class _Graph:
             groups.append(new)
         return found
 
-    def _leaving_trunk(self) -> Iterator[tuple[Edge, Node | None]]:
+    def _leaving_trunk(self) -> Iterator[tuple[Edge, int | None]]:
         """Yield the edges that leave the trunk, each with its node in the trunk."""
-        if self.root[0] not in self.trunk:
-            yield self.root, None
+        root = self._graph.root
+        if root[0] not in self.trunk:
+            yield root, None
         for node in self.trunk:
             yield from ((edge, node) for edge in self._next[node] if edge[0] not in self.trunk)
 
-    def _entrances_of(self, stage: int, groups: Sequence[_EdgeGroup]) -> list[_Entrance]:
-        alone: dict[Node, list[torch.Tensor]] = {}
+    def _entrances_of(self, stage: int, groups: Sequence[_EdgeGroup]) -> list[Entrance]:
+        graph = self._graph
+        alone: dict[int, list[int]] = {}
         edges: list[Edge] = []
         for group in groups:
-            own = [user for user in group.users if user is not None and self._stages[user] == stage]
+            own = [user for user in group.users if user is not None and graph.stage(user) == stage]
+            leaves = [node for node in group.nodes if graph.is_leaf(node)]
             if not own:  # only later stages send gradients here, and these arrive first
                 edges += group.edges
             elif len(group.users) == 1:  # run the node of the trunk again, now for its parameters
-                parameters = map(parameter_of, group.nodes)
-                alone.setdefault(own[0], []).extend(one for one in parameters if one is not None)
+                alone.setdefault(own[0], []).extend(leaves)
             else:
-                self.early |= {node for node in group.nodes if not _is_leaf(node)}
-                edges += [(node, 0) for node in group.nodes if _is_leaf(node)]
-        entrances = [_Entrance(self._into(user), of_user) for user, of_user in alone.items()]
-        return [*entrances, _Entrance(edges, None)] if edges else entrances
+                self.early |= group.nodes - set(leaves)
+                edges += [(leaf, 0) for leaf in leaves]
+        entrances = [Entrance(self._into(user), of_user) for user, of_user in alone.items()]
+        return [*entrances, Entrance(edges, None)] if edges else entrances
 
-    def _into(self, node: Node) -> list[Edge]:
-        edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] is node}
-        return [*edges, self.root] if self.root[0] is node else [*edges]
-
-
-def node_of(loss: torch.Tensor) -> Node:
-    """Return the node that has computed a loss.
-
-    Raises:
-        StrategyError: If the loss is a parameter, which no node has computed.
-    """
-    if loss.grad_fn is None:
-        raise StrategyError(
-            f"the loss is a parameter of shape {list(loss.shape)}, but a pipeline's stages must compute it; return a "
-            "value computed from the parameter, as 1 * loss"
-        )
-    return loss.grad_fn
-
-
-def nodes_from(root: Node) -> Iterator[Node]:
-    """Yield a node of autograd's graph and all nodes that it leads to, including those of parameters."""
-    seen, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-
-
-def parameter_of(node: Node | None) -> torch.Tensor | None:
-    """Return the parameter to which a node adds gradients; None for other nodes."""
-    return getattr(node, "variable", None)
-
-
-def _is_leaf(node: Node) -> bool:
-    return parameter_of(node) is not None
+    def _into(self, node: int) -> list[Edge]:
+        root = self._graph.root
+        edges = {edge for user in self.trunk for edge in self._next[user] if edge[0] == node}
+        return [*edges, root] if root[0] == node else [*edges]

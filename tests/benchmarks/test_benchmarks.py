@@ -52,6 +52,7 @@ CASES = [
     ("keras_fit.py --rounds 1 --steps 2", (*COMPLETE, needs("keras"))),
     ("launch.py --repeats 1", COMPLETE),
     ("output.py --instances 2 --seconds 0.2 --repeats 1", COMPLETE),
+    ("local_replicas.py --replicas 1 3 --rounds 1 --steps 3", COMPLETE),
     ("overlap.py --batch-sizes 2 --rate 1gbit --delay-ms 0.5 --rounds 1 --steps 1", ON_HOSTS),
     ("overlap.py --gradient-transfer-dtype int8 --batch-sizes 2 --rate 1gbit --rounds 1 --steps 1", ON_HOSTS),
     ("pipelines.py --layers 1 --width 4 --batch-size 2 --micro-batches 8 --rounds 1 --kept-mib 2", COMPLETE),

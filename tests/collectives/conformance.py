@@ -207,6 +207,60 @@ def allocated_memory_stays_readable_until_the_next_reduction_into_it(communicato
             assert (outs[earlier % 3] == earlier + communicator.size - 1).all(), (turn, earlier)
 
 
+@suite.add_for_each(("float16", "float32", "float64", "int32"), about=About.NUMBERS)
+def a_repeated_reduction_into_one_array_has_the_bits_of_the_first(communicator: Communicator, dtype: str) -> None:
+    for length, spread, op in product((7, 3001, 70_001), ("one each", "three each", "one or two"), ("sum", "mean")):
+        arrays, count = mine(communicator, dtype, length, spread)
+        allocated, private = communicator.allocate((length,), dtype), np.empty(length, dtype)
+        expected = reduced_contributions(dtype, length, count, op)
+        for turn, out in product(range(4), (allocated, private)):
+            if turn == 2:  # with other arrays of the same layout
+                arrays = [array.copy() for array in arrays]
+            communicator.barrier()  # the others have read the result
+            out[...] = 0
+            communicator.barrier()
+            assert communicator.ordered_all_reduce(arrays, out, op) is out
+            assert_all_reduced(communicator, out, expected, (length, spread, op, turn))
+
+
+@suite.add
+def a_repeated_all_reduce_in_place_starts_from_the_new_values(communicator: Communicator) -> None:
+    for length in (7, 3001, 70_001):
+        buffer = np.empty(length, np.float32)
+        for _ in range(4):
+            buffer[...] = contribution("float32", length, communicator.rank)
+            assert communicator.all_reduce(buffer, "mean") is buffer
+            expected = reduced_contributions("float32", length, communicator.size, "mean")
+            assert_all_reduced(communicator, buffer, expected, length)
+
+
+@suite.add
+def the_number_of_contributions_may_change_between_reductions_into_one_array(communicator: Communicator) -> None:
+    for length in (7, 3001, 70_001):
+        for out in (communicator.allocate((length,), np.float32), np.empty(length, np.float32)):
+            for spread in ("one each",) * 4 + ("one or two", "three each", "one or two", "one each") * 2:
+                arrays, count = mine(communicator, "float32", length, spread)
+                communicator.ordered_all_reduce(arrays, out)
+                expected = reduced_contributions("float32", length, count, "sum")
+                assert_all_reduced(communicator, out, expected, (length, spread))
+
+
+@suite.add_for_groups
+def a_repeated_reduction_is_still_compared_with_the_calls_of_other_ranks(communicator: Communicator) -> None:
+    for length in (7, 3001, 70_001):
+        array = np.full(length, communicator.rank, np.float32)
+        for out in (communicator.allocate((length,), np.float32), np.empty(length, np.float32)):
+            for _ in range(3):
+                communicator.ordered_all_reduce([array], out, name="layer 1")
+            before = out.copy()
+            name = "layer 2" if communicator.rank == communicator.size - 1 else "layer 1"
+            with pytest.raises(LayoutMismatchError, match=r"(?s)'layer 1'.*'layer 2'"):
+                communicator.ordered_all_reduce([array], out, name=name)
+            assert_same_bits(out, before)
+            communicator.ordered_all_reduce([array], out, name="layer 1")
+            assert_same_bits(out, before)
+
+
 @suite.add
 def a_part_of_allocated_memory_takes_a_result_or_is_refused(communicator: Communicator) -> None:
     """Ranks that share memory can only take the whole array."""

@@ -1,6 +1,6 @@
-"""One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT TIER`.
+"""One rank of an MPI job that runs all statements: `conformance_job.py MECHANISM REPORT TIER RANKS`.
 
-The mechanism is one of those in `conformance_plan`.
+The mechanism is one of those in `conformance_plan`. RANKS are those that do without the native kernel, as in `1,2`.
 
 The report has one line of JSON per statement: its name, and its failures by rank.
 """
@@ -8,6 +8,7 @@ The report has one line of JSON per statement: its name, and its failures by ran
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from statements import LIMITS, failure_of
 
 import collectives
 from collectives import Communicator
+from collectives.kernel import NATIVE
 
 
 def connect(mechanism: str) -> Communicator:
@@ -28,9 +30,11 @@ def connect(mechanism: str) -> Communicator:
     return collectives.connect("mpi", settings, host=hosts[MPI.COMM_WORLD.rank] if hosts else "")
 
 
-def main(mechanism: str, report: Path, tier: str) -> None:
+def main(mechanism: str, report: Path, tier: str, without_kernel: str) -> None:
     warnings.simplefilter("error")
     world = MPI.COMM_WORLD
+    if str(world.rank) in without_kernel.split(","):
+        os.environ[NATIVE] = "0"
     verdicts = world.Dup()
     communicator = connect(mechanism)
     assert communicator.mechanism == mechanism
@@ -46,4 +50,4 @@ def main(mechanism: str, report: Path, tier: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

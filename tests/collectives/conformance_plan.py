@@ -69,6 +69,19 @@ def groups_of_threads(statement: Statement, *, complete: bool) -> Sequence[tuple
     return [(mechanism, size) for mechanism, size in groups if size >= statement.at_least]
 
 
+def groups_without_the_kernel(statement: Statement, *, complete: bool) -> Sequence[tuple[str, int]]:
+    """Return the mechanisms and sizes of the thread groups that check a statement without the native kernel.
+
+    By default this is one small group over the window. There NumPy does what the kernel does otherwise.
+    """
+    if complete:
+        return groups_of_threads(statement, complete=True)
+    depends_on_it = statement.about is not About.ARGUMENTS and (
+        statement.about is not About.DTYPES or statement.is_first
+    )
+    return [(WINDOW, 2)] if depends_on_it and statement.at_least <= 2 else []
+
+
 def hosts_of(mechanism: str, size: int) -> Sequence[str]:
     """Return the host of each rank, or nothing if all are on one host."""
     return ["here"] * (size - 1) + ["there"] if mechanism == HOSTS else ()

@@ -20,7 +20,9 @@ from conformance_plan import (
     MECHANISMS,
     SUITES,
     USUAL_SIZES,
+    WINDOW,
     groups_of_threads,
+    groups_without_the_kernel,
     hosts_of,
     setting_of,
     statements_for,
@@ -48,6 +50,7 @@ def complete(pytestconfig: pytest.Config) -> bool:
     return is_complete(pytestconfig, Path(__file__))
 
 
+@pytest.mark.usefixtures("with_either")
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_single_rank_passes(topic: str, subtests: pytest.Subtests) -> None:
     for statement in TOPICS[topic]:
@@ -69,6 +72,17 @@ def test_groups_of_threads_pass(topic: str, subtests: pytest.Subtests, complete:
                 run_on_threads(size, statement.check, settings, hosts_of(mechanism, size))
 
 
+@pytest.mark.cores(2)
+@pytest.mark.usefixtures("without_kernel")
+@pytest.mark.parametrize("topic", TOPICS)
+def test_groups_of_threads_pass_without_the_kernel(topic: str, subtests: pytest.Subtests, complete: bool) -> None:
+    for statement in TOPICS[topic]:
+        for mechanism, size in groups_without_the_kernel(statement, complete=complete):
+            with subtests.test(statement=statement.name, mechanism=mechanism, size=size):
+                settings = Settings(limits=LIMITS, mechanism=setting_of(mechanism))
+                run_on_threads(size, statement.check, settings, hosts_of(mechanism, size))
+
+
 # ---- jobs, each with the results of all its statements
 
 
@@ -85,6 +99,17 @@ def over_sizes(*transports: str) -> pytest.MarkDecorator:
 @over_sizes(*MECHANISMS)
 def test_mpi_jobs_pass(transport: str, size: int, tmp_path: Path, subtests: pytest.Subtests, complete: bool) -> None:
     _check_mpi_job(transport, size, tmp_path, subtests, complete)
+
+
+@pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.complete
+@pytest.mark.timeout(JOB_LIMIT_S + 20)
+@pytest.mark.parametrize("without_kernel", ["0,1,2", "1"])
+def test_mpi_jobs_pass_in_which_ranks_lack_the_kernel(
+    without_kernel: str, tmp_path: Path, subtests: pytest.Subtests, complete: bool
+) -> None:
+    _check_mpi_job(WINDOW, USUAL_SIZES[WINDOW], tmp_path, subtests, complete, without_kernel)
 
 
 @pytest.mark.job
@@ -123,12 +148,13 @@ def test_grpc_jobs_pass(transport: str, size: int, tmp_path: Path, subtests: pyt
     _check_report(report, expected, max(status for status, _, _ in ends), text, subtests)
 
 
-def _check_mpi_job(mechanism: str, size: int, folder: Path, subtests: pytest.Subtests, complete: bool) -> None:
+def _check_mpi_job(
+    mechanism: str, size: int, folder: Path, subtests: pytest.Subtests, complete: bool, without_kernel: str = ""
+) -> None:
     report = folder / "report"
     report.touch()
-    job = run_job(
-        mpirun_command(size, HERE / "conformance_job.py", mechanism, str(report), _word(complete)), JOB_LIMIT_S
-    )
+    arguments = mechanism, str(report), _word(complete), without_kernel
+    job = run_job(mpirun_command(size, HERE / "conformance_job.py", *arguments), JOB_LIMIT_S)
     expected = statements_for(size, mechanism, complete=complete)
     _check_report(report, expected, job.returncode, f"{job.stdout}\n{job.stderr}", subtests)
 

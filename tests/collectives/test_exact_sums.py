@@ -9,6 +9,8 @@ from adding import added
 
 from collectives.reduction import BLOCK_BYTES, Reduction
 
+pytestmark = pytest.mark.usefixtures("with_either")
+
 ODD = BLOCK_BYTES // 4 + 3  # elements of float32: one block and a little more
 
 

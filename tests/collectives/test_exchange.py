@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import Limits
+from collectives import Limits, PeerLostError
 from collectives.backends.thread import ThreadHub, ThreadLink
 from collectives.instruments import Instruments
+from collectives.point_to_point.link import EXCHANGE, Sizes
 from collectives.point_to_point.transport import PointToPointTransport
+from collectives.reduction import Reduction
 from collectives.shared_memory.segment import channel_bytes
 from collectives.shared_memory.transport import SharedMemoryTransport
-from collectives.transport import Transport
+from collectives.transport import Reducing, Transport
 from collectives.waiting import Watch
 
 LIMIT_S = 60.0
@@ -147,3 +149,19 @@ def test_large_arrays_are_not_sent_with_the_exchange(mechanism: str) -> None:
 
     with ThreadPoolExecutor(SIZE) as pool:
         assert list(pool.map(exchange, range(SIZE))) == [(True, (2, 2, 2), 0)] * SIZE
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096 - 4, 4096 + 4])
+def test_sums_of_a_wrong_length_are_refused(nbytes: int) -> None:
+    hub, opened = ThreadHub(2), (1 << 64) - 2
+    link = ThreadLink(hub, 0, 0)
+    link.sizes = Sizes(inline_bytes=512, gathered_bytes=1 << 14)
+    watch = Watch(0, ["rank 0", "rank 1"], range(2), Limits(timeout_s=LIMIT_S), Instruments(), spins=0)
+    transport = PointToPointTransport(link, watch)
+    mine, out = np.ones(1024, np.float32), np.zeros(1024, np.float32)
+    header = np.array([7, 1, opened, 0, 0, 0, 0, 0], np.uint64).view(np.uint8)
+    ThreadLink(hub, 1, 0).send(np.concatenate([header, np.ones(nbytes, np.uint8)]), 0, EXCHANGE)
+    transport.announce(Reducing([mine], out, Reduction("sum", mine.dtype)))
+    with pytest.raises(PeerLostError, match=f"rank 1 is lost: it announced 1 arrays of .* {nbytes + 64}, .*faulty"):
+        transport.exchange(7, [mine], 1)
+    assert not out.any()

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from collectives.kernel import Kernel, kernel
+from collectives.kernel import Kernel
 from collectives.reduction import order_of
 from collectives.tree import combined
 
@@ -15,14 +15,6 @@ LENGTHS = (0, 1, 2, 3, 7, 8, 15, 17, 31, 33, 64, 100, 511, 513, 1023, 1025, 4099
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, -3e38, 1.0)  # denormals of float32 among them
 DTYPES = (np.float32, np.float64)
 COUNTS = (0, 1, 2, 3, 4, 6, 7, 8, 1024)
-
-
-@pytest.fixture(scope="module")
-def native() -> Kernel:
-    found = kernel()
-    if found is None:
-        pytest.skip("the native kernel was not built, or POPDIST_NATIVE turns it off")
-    return found
 
 
 def arrays_of(dtype: type, number: int, length: int, start: int) -> list[np.ndarray]:

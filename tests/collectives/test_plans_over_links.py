@@ -11,7 +11,7 @@ import pytest
 from reference import contributions, reduced
 from statements import assert_same_bits
 
-from collectives import Communicator, PeerRefusedError, Settings
+from collectives import Communicator, LayoutMismatchError, PeerRefusedError, Settings
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
 from collectives.factory import RankGroup, assemble, refuse_other_networks
 from collectives.plans.choice import Width, quickest
@@ -27,6 +27,7 @@ FEW_BYTES_AND_MESSAGES = Network(1e-9, 1.0, 1e3, 1e-9, 1.0, 1e3, 1e12)
 WAYS = {"direct": FEW_ROUNDS, "halving": FEW_BYTES_AND_MESSAGES, "doubling": FEW_MESSAGES}
 WHOLE = Sizes(inline_bytes=0, chunk_bytes=1 << 20)
 IN_PIECES = Sizes(0, 0, 512, 512, 2)
+GATHERED = Sizes(inline_bytes=512, gathered_bytes=60 << 10)
 LENGTH = 5040
 
 
@@ -125,6 +126,30 @@ def test_ranks_of_a_host_that_share_memory_have_the_same_bits(
 ) -> None:
     sizes = replace(sizes, inline_bytes=512, one_column_bytes=one_column_bytes)
     assert_reduces(counts, hosts, FEW_MESSAGES, sizes, dtype, share_memory=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int16"])
+@pytest.mark.parametrize(
+    "counts", [(1, 1), (2, 2), (3, 3), (2, 1), (3, 3, 3), (1, 2, 3), (1, 1, 1, 1, 1), (6, 6, 6), (2,) * 9]
+)
+def test_sums_that_travel_with_the_agreement_have_the_bits_of_the_tree(counts: tuple[int, ...], dtype: str) -> None:
+    """Ranks assume equal numbers of contributions; a wrong assumption costs a further round."""
+    assert_reduces(counts, range(len(counts)), FEW_MESSAGES, GATHERED, dtype)
+
+
+def test_sums_that_travel_with_different_calls_are_dropped() -> None:
+    everything = contributions("float32", LENGTH, range(4))
+    expected = reduced(everything, "sum")
+
+    def program(communicator: Communicator) -> None:
+        mine = [array.copy() for array in everything[2 * communicator.rank : 2 * communicator.rank + 2]]
+        with pytest.raises(LayoutMismatchError, match="rank 0 called.*'of 0'.*rank 1 called.*'of 1'"):
+            communicator.ordered_all_reduce(mine, mine[0], name=f"of {communicator.rank}")
+        for array, sent in zip(mine, everything[2 * communicator.rank :], strict=False):
+            assert_same_bits(array, sent)
+        assert_same_bits(communicator.ordered_all_reduce(mine, mine[0]), expected)
+
+    on_links((0, 1), FEW_MESSAGES, GATHERED, program)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])

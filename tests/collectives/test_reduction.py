@@ -14,6 +14,8 @@ from statements import assert_same_bits
 from collectives.reduction import BLOCK_BYTES, Reduction, join, normalise_op, shares
 from collectives.tree import TreeNode, subtrees
 
+pytestmark = pytest.mark.usefixtures("with_either")
+
 COUNTS = (1, 2, 3, 5, 8, 12)
 LENGTHS = (0, 1, 7, 3001)
 

@@ -11,13 +11,14 @@ from reference import contribution, contributions, dtype_of, reduced_contributio
 from statements import assert_same_bits
 
 from collectives import Communicator, Settings
+from collectives.backends.grpc import sizes_for
 from collectives.backends.thread import ThreadHub, ThreadLink, run_on_threads
 from collectives.factory import RankGroup, assemble
 from collectives.point_to_point.link import CHUNK_BYTES, Link, Sizes, Transfer
 
 
 class CountingLink(Link):
-    """A link that counts the bytes sent to other hosts."""
+    """A link that counts the messages and bytes sent to other hosts."""
 
     def __init__(self, link: Link, hosts: Sequence[int], sizes: Sizes) -> None:
         self.rank = link.rank
@@ -25,11 +26,13 @@ class CountingLink(Link):
         self.hosts = tuple(hosts)
         self.sizes = sizes
         self.sent_bytes = 0
+        self.sent_messages = 0
         self._link = link
 
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         if self.hosts[to] != self.hosts[self.rank]:
             self.sent_bytes += data.nbytes
+            self.sent_messages += 1
         return self._link.send(data, to, lane)
 
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
@@ -37,9 +40,19 @@ class CountingLink(Link):
 
 
 def sent_by_each_rank(
-    hosts: int | Sequence[int], collective: Callable[[Communicator], object], sizes: Sizes = Link.sizes
+    hosts: int | Sequence[int],
+    collective: Callable[[Communicator], object],
+    sizes: Sizes = Link.sizes,
+    counted: str = "sent_bytes",
 ) -> list[int]:
-    """Return the bytes that each rank sends to other hosts in one collective; `hosts` lists them or is their number."""
+    """Return what each rank sends to other hosts in one collective: its bytes, or another count of `CountingLink`.
+
+    Args:
+        hosts: Host of each rank, or the number of hosts with one rank each.
+        collective: Collective call.
+        sizes: Sizes of messages.
+        counted: Name of the count.
+    """
     of_ranks = range(hosts) if isinstance(hosts, int) else hosts
     hub = ThreadHub(len(of_ranks))
 
@@ -51,11 +64,36 @@ def sent_by_each_rank(
         names = [f"rank {rank}" for rank in range(len(of_ranks))]
         group = RankGroup(outer.rank, names, range(len(of_ranks)))
         with assemble(Settings(spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
-            before = links[0].sent_bytes
+            before: int = getattr(links[0], counted)
             collective(communicator)
-            return links[0].sent_bytes - before
+            return getattr(links[0], counted) - before
 
     return run_on_threads(len(of_ranks), program)
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "nbytes", "messages"),
+    [
+        (2, 1, 4 << 10, 1),
+        (2, 1, 64 << 10, 1),
+        (2, 2, 64 << 10, 1),
+        (2, 3, 64 << 10, 1),
+        (2, 4, 1 << 20, 1),
+        (2, 1, (1 << 20) + 4, 2),
+        (3, 2, 64 << 10, 2),
+        (3, 1, 256 << 10, 2 + 2),
+        (4, 4, 64 << 10, 3),
+    ],
+)
+def test_workers_over_grpc_send_each_other_small_sums_in_one_message(
+    size: int, replicas: int, nbytes: int, messages: int
+) -> None:
+    """Three replicas on each of two workers are two sums of each worker."""
+
+    def reduce(communicator: Communicator) -> None:
+        communicator.ordered_all_reduce([np.ones(nbytes // 4, np.float32)] * replicas)
+
+    assert sent_by_each_rank(size, reduce, sizes_for(size), "sent_messages") == [messages] * size
 
 
 def allowed(nbytes: int, times: float = 2) -> float:

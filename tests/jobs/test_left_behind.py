@@ -16,7 +16,7 @@ from tiers import also
 from poprun.ipc import wire
 from poprun.ipc.processes import parent_of
 from poprun.launch.launch import AGENT
-from poprun.supervisor.control import Member, Reception
+from poprun.supervisor.reception import Member, Reception
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
 

@@ -191,19 +191,23 @@ class TestWordsOfMpirun:
         assert [json.loads(line) for line in finished.lines_of(0)] == [[[":", "-np", "2"], None]]
 
 
-LISTENERS = """
+CONNECTIONS = """
 import os, socket
 import popdist
 popdist.init()
-devices = set()
+devices, delays = set(), set()
 for name in os.listdir("/proc/self/fd"):
     try:
         with socket.socket(fileno=os.dup(int(name))) as each:
-            if each.family != socket.AF_UNIX and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if each.family == socket.AF_UNIX:
+                continue
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 devices.add(each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16))
+            elif each.type == socket.SOCK_STREAM:
+                delays.add(not each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
     except OSError:
         continue
-print(devices)
+print(devices, delays, os.environ["OMPI_MCA_pml"])
 """
 SPAWN = """
 import sys
@@ -220,10 +224,10 @@ others.Disconnect()
 
 
 class TestOnOneHost:
-    def test_instances_listen_only_to_loopback(self):
-        finished = run(*two(LISTENERS))
+    def test_instances_use_shared_memory_and_listen_only_to_loopback(self):
+        finished = run(*two(CONNECTIONS))
         assert finished.status == 0, finished.stderr
-        assert finished.lines_of(0) == finished.lines_of(1) == [r"{b'lo\x00'}"]
+        assert finished.lines_of(0) == finished.lines_of(1) == [r"{b'lo\x00'} {False} ob1"]
 
     @pytest.mark.complete
     def test_instances_reach_processes_that_they_spawn(self, tmp_path):

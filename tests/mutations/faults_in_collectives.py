@@ -6,6 +6,13 @@ from fault import Fault
 
 IN_COLLECTIVES = (
     Fault(
+        name="a fabric between hosts is never used",
+        path="collectives/open_mpi.py",
+        old="return {} if has_fabric else {TRANSPORTS_VARIABLE",
+        new="return {} if False else {TRANSPORTS_VARIABLE",
+        caught_by="tests/collectives/test_open_mpi.py::test_a_fabric_between_hosts_is_left_out_only_if_this_host_has_none",
+    ),
+    Fault(
         name="two replicas are swapped in a sum",
         path="collectives/reduction.py",
         old="values = list(sources)",
@@ -83,6 +90,13 @@ IN_COLLECTIVES = (
         caught_by="tests/collectives/test_long_arrays.py::test_every_rank_gets_the_ordered_mean",
     ),
     Fault(
+        name="staged sums are used although another rank has contributed other numbers of arrays",
+        path="collectives/shared_memory/transport.py",
+        old="            self._staged = None  # other ranks",
+        new="            pass  # other ranks",
+        caught_by="tests/collectives/test_prepared_reductions.py::test_spreads_may_change_between_reductions",
+    ),
+    Fault(
         name="rank 0's values are broadcast, not the root's",
         path="collectives/collective_ops.py",
         old="np.copyto(flat, parts.arrays[root])",
@@ -95,6 +109,28 @@ IN_COLLECTIVES = (
         old="if theirs[_FINGERPRINT] != fingerprint:",
         new="if theirs[_FINGERPRINT] == 0:",
         caught_by="tests/collectives/test_call_fingerprints.py::test_different_calls_fail_before_data_mixes",
+    ),
+    Fault(
+        name="small arrays are taken without a look at the header of their sender",
+        path="collectives/point_to_point/exchange.py",
+        old="are_alike and heads[other] == own_head and",
+        new="are_alike and",
+        caught_by="tests/collectives/test_call_fingerprints.py::test_different_calls_fail_before_data_mixes",
+    ),
+    Fault(
+        name="sums of a wrong length are taken",
+        path="collectives/point_to_point/exchange.py",
+        old="if alike or not is_plausible",
+        new="if not is_plausible",
+        caught_by="tests/collectives/test_exchange.py::test_sums_of_a_wrong_length_are_refused",
+    ),
+    Fault(
+        name="gathered 16-bit sums are read in 16 bits",
+        path="collectives/point_to_point/gathering.py",
+        old="tuple(map(reduction.dtype_of, nodes))",
+        new="tuple(reduction.dtype for _ in nodes)",
+        caught_by="tests/collectives/test_plans_over_links.py"
+        "::test_sums_that_travel_with_the_agreement_have_the_bits_of_the_tree",
     ),
     Fault(
         name="the name of a tensor is left out of the fingerprint",

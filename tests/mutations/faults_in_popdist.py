@@ -14,7 +14,7 @@ IN_POPDIST = (
     ),
     Fault(
         name="the variables of mpirun take precedence over those of poprun",
-        path="popdist/environments/__init__.py",
+        path="popdist/environments/detection.py",
         old="    PopRunEnvironment(),\n    OpenMPIEnvironment(),\n",
         new="    OpenMPIEnvironment(),\n    PopRunEnvironment(),\n",
         caught_by="tests/popdist/test_environments.py::TestPopRun::test_the_index_is_the_offset_divided_by_the_local_replicas",

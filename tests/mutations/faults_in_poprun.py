@@ -6,6 +6,13 @@ from fault import Fault
 
 IN_POPRUN = (
     Fault(
+        name="transports that the user names are overruled",
+        path="poprun/launch/transports.py",
+        old="return {} if _names_any(_TRANSPORTS, arguments, environ) else dict(_WITHIN_A_HOST)",
+        new="return dict(_WITHIN_A_HOST)",
+        caught_by="tests/poprun/test_loopback.py::test_transports_and_networks_named_by_the_user_are_kept",
+    ),
+    Fault(
         name="neighbouring instances are placed on different hosts",
         path="poprun/launch/placement.py",
         old="host=located[index][0],",

@@ -10,10 +10,11 @@ import slurm_records as records
 
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
-from poprun.hosts.allocation import choose_hosts, describe_use, find_allocation
+from poprun.hosts.allocation import BATCH_SYSTEMS, HOSTFILES, choose_hosts, describe_use, find_allocation
 from poprun.hosts.hosts import Host, check_hosts
 from poprun.hosts.schedulers.scheduler import Allocation
 from poprun.hosts.schedulers.slurm import expand_counts, expand_nodes
+from poprun.launch.plan import RESERVING
 
 PBS_FILE = "/var/spool/pbs/aux/1234.pbs-server"
 OPENPBS = {
@@ -383,3 +384,7 @@ def test_reading_an_allocation_imports_no_heavy_package():
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=dict(os.environ)
     )
     assert finished.stderr in ("", "''\n")
+
+
+def test_schedulers_are_asked_if_any_of_their_variables_is_set():
+    assert set(RESERVING) == {name for scheduler in (*BATCH_SYSTEMS, *HOSTFILES) for name in scheduler.variables}

@@ -17,16 +17,7 @@ from poprun.agent.guard import NEW_PAGE
 from poprun.ipc import wire
 from poprun.ipc.facts import Ending, EndKind
 from poprun.ipc.sockets import connect, open_socket
-from poprun.supervisor.control import (
-    GREETING_LIMIT_S,
-    MOST_STRANGERS,
-    PAUSE_S,
-    InputWanted,
-    Member,
-    Reception,
-    read_reports,
-    strangers_to_leave,
-)
+from poprun.supervisor.control import InputWanted, read_reports
 from poprun.supervisor.job_events import (
     AgentOrder,
     InstanceChanged,
@@ -34,6 +25,14 @@ from poprun.supervisor.job_events import (
     MemberConnected,
     OutputPiece,
     ProgressCame,
+)
+from poprun.supervisor.reception import (
+    GREETING_LIMIT_S,
+    MOST_STRANGERS,
+    PAUSE_S,
+    Member,
+    Reception,
+    strangers_to_leave,
 )
 
 

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from poprun.ipc.sockets import keep_to_loopback, loopback_variables
+from poprun.ipc.sockets import keep_to_loopback
+from poprun.launch.transports import loopback_variables, transport_variables
 
 LISTENS = """
 import socket, sys
@@ -24,14 +25,29 @@ print([each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for each i
 """
 
 
-@pytest.mark.parametrize("name", ["btl", "btl_tcp_if_include", "btl_tcp_if_exclude"])
-def test_transports_and_networks_named_by_the_user_are_kept(name):
-    assert loopback_variables(["--mca", name, "x"], {}) == {}
-    assert loopback_variables([], {f"OMPI_MCA_{name}": "x"}) == {}
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [
+        (loopback_variables, ("btl", "btl_tcp_if_include", "btl_tcp_if_exclude")),
+        (transport_variables, ("pml", "mtl", "btl")),
+    ],
+)
+def test_transports_and_networks_named_by_the_user_are_kept(variables, names):
+    for name in names:
+        assert variables(["--mca", name, "x"], {}) == {}
+        assert variables(["-x", f"OMPI_MCA_{name}=x"], {}) == {}
+        assert variables([], {f"OMPI_MCA_{name}": "x"}) == {}
+
+
+OTHERS = ["--mca", "osc", "^ucx"], {"OMPI_MCA_osc": "sm"}
 
 
 def test_tcp_is_limited_to_the_loopback_interface_by_default():
-    assert loopback_variables(["--mca", "osc", "^ucx"], {"OMPI_MCA_osc": "sm"}) == {"OMPI_MCA_btl_tcp_if_include": "lo"}
+    assert loopback_variables(*OTHERS) == {"OMPI_MCA_btl_tcp_if_include": "lo"}
+
+
+def test_no_fabric_is_used_within_a_host_by_default():
+    assert transport_variables(*OTHERS) == {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^ofi,uct"}
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")

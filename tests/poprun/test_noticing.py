@@ -76,11 +76,13 @@ def test_a_process_group_without_variables_is_named(tmp_path: Path, library, cal
     assert said.count("torch.distributed.init_process_group was called") == said.count("\n") == lines
 
 
-def test_the_projects_own_horovod_front_end_is_not_named(tmp_path: Path, library) -> None:
-    library("horovod.torch")
-    assert run(tmp_path, "import horovod.torch").stderr == ""
-    (tmp_path / "horovod" / "runner").mkdir()
-    assert "horovod.torch was imported" in run(tmp_path, "import horovod.torch").stderr
+@pytest.mark.parametrize(
+    ("text", "lines"), [("def mpi_built(): return True", 0), ("def mpi_built(): return False", 1), ("", 0)]
+)
+def test_horovod_is_named_only_if_it_was_built_without_mpi(tmp_path: Path, library, text: str, lines: int) -> None:
+    library("horovod.torch", text)
+    said = run(tmp_path, "import horovod.torch").stderr
+    assert said.count("horovod.torch without MPI was imported") == said.count("\n") == lines
 
 
 def test_the_program_sees_the_same_python_path_as_without_the_warning(tmp_path: Path, library) -> None:

@@ -22,7 +22,6 @@ _DEVICES = "Trainer(devices={local}, num_nodes={nodes})"
 _IMPORTED = {
     "accelerate": "",
     "deepspeed": "",
-    "horovod.torch": "",
     "lightning": _DEVICES,
     "lightning_fabric": _DEVICES.replace("Trainer", "Fabric"),
     "pytorch_lightning": _DEVICES,
@@ -37,6 +36,7 @@ _TRAINERS = {
     "pytorch_lightning.trainer.trainer": "Trainer",
 }
 _GROUPS = "torch.distributed.distributed_c10d"
+_HOROVOD = "horovod.torch"
 
 
 class ImportWatch:
@@ -51,9 +51,9 @@ class ImportWatch:
         Returns:
             The spec by which Python loads the module. None: Python loads it as usual.
         """
-        if name in _IMPORTED and not _knows_others() and not _is_own_horovod(name, path):
-            self._warn(f"{name} was imported", _IMPORTED[name])
-        return self._looked_into(name, path) if name in _TRAINERS or name == _GROUPS else None
+        if name in _IMPORTED and not _knows_others():
+            self._warn(f"{name} was imported", _ways_out(_IMPORTED[name]))
+        return self._looked_into(name, path) if name in _TRAINERS or name in (_GROUPS, _HOROVOD) else None
 
     def _looked_into(self, name: str, path: Sequence[str] | None) -> ModuleSpec | None:
         spec = _find(name, path, (each for each in sys.meta_path if each is not self))
@@ -65,6 +65,8 @@ class ImportWatch:
             execute(module)
             if name == _GROUPS:
                 self._look_at_groups(module)
+            elif name == _HOROVOD:
+                self._look_at_horovod(module)
             elif hasattr(module, _TRAINERS[name]):
                 self._look_at_trainer(getattr(module, _TRAINERS[name]))
 
@@ -80,10 +82,15 @@ class ImportWatch:
         def init_process_group(*words: object, **options: object) -> object:
             is_told = options.get("rank", -1) != -1 or options.get("init_method") not in (None, "env://")
             if not _knows_others() and not is_told and len(words) < 2:
-                self._warn("torch.distributed.init_process_group was called", "")
+                self._warn("torch.distributed.init_process_group was called", _ways_out(""))
             return init(*words, **options)
 
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+    def _look_at_horovod(self, module: ModuleType) -> None:
+        """Warn if Horovod was built without MPI, by which it finds the others."""
+        if hasattr(module, "mpi_built") and not module.mpi_built():
+            self._warn(f"{_HOROVOD} without MPI was imported", ["build Horovod with HOROVOD_WITH_MPI=1"])
 
     def _look_at_trainer(self, trainer: type) -> None:
         from functools import wraps
@@ -94,18 +101,15 @@ class ImportWatch:
         def init_and_look(made: object, *words: object, **options: object) -> None:
             init(made, *words, **options)
             if getattr(made, "world_size", 0) == 1:
-                self._warn(f"a {trainer.__name__} of Lightning has world size 1", _IMPORTED["lightning"])
+                self._warn(f"a {trainer.__name__} of Lightning has world size 1", _ways_out(_DEVICES))
 
         trainer.__init__ = init_and_look  # type: ignore[misc]
 
-    def _warn(self, fact: str, besides: str) -> None:
+    def _warn(self, fact: str, ways: Sequence[str]) -> None:
         if self._has_said:
             return
         self._has_said = True
-        count = int(os.environ["OMPI_COMM_WORLD_SIZE"])
-        local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", count))
-        ways = [] if _knows_others() else [_WAY_OUT]
-        ways += [f"write {besides.format(local=local, nodes=count // local)}"] if besides else []
+        count = os.environ["OMPI_COMM_WORLD_SIZE"]
         sys.stderr.write(
             f"poprun: {fact} in instance 0 of {count}, and it does not know the other instances, so each may "
             f"train a model of its own; {' and '.join(ways)}, or train with a strategy of this project\n"
@@ -116,9 +120,12 @@ def _knows_others() -> bool:
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
-def _is_own_horovod(name: str, path: Sequence[str] | None) -> bool:
-    """Return whether the module is this project's package under Horovod's name; Horovod itself has a `runner`."""
-    return name == "horovod.torch" and not any(os.path.isdir(os.path.join(each, "runner")) for each in path or ())
+def _ways_out(code: str) -> list[str]:
+    """Return how a library gets to know the other instances, and the code that its users have to write."""
+    count = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", count))
+    ways = [] if _knows_others() else [_WAY_OUT]
+    return [*ways, f"write {code.format(local=local, nodes=count // local)}"] if code else ways
 
 
 def _find(name: str, path: Sequence[str] | None, finders: Iterable[object]) -> ModuleSpec | None:

@@ -18,6 +18,7 @@ from strategies.exchange.shards import Shards
 from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan, ReplicaRun
 from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory, flatten
 from strategies.jax.gradients.replica_program import ReplicaProgram
+from strategies.jax.gradients.taking_turns import TakingTurns, may_wait
 from strategies.jax.programs.buckets import cut_in_buckets
 from strategies.jax.programs.program import DeviceProgram
 from strategies.jax.programs.segments import Part, ProgramSegment, carry_out
@@ -65,6 +66,7 @@ class JaxGradientPlan(ReplicaPlan):
     ) -> None:
         averaged = program.results
         self._makes_buffers = makes_buffers
+        self._traced = program
         self.leaving = Leaving(tuple(averaged), shards, len(averaged) - program.num_gradients)
         self.sum_bytes = 0  # micro-batches are added inside of the program
         self._shapes = jax.tree.leaves(shapes)
@@ -119,6 +121,13 @@ class JaxGradientPlan(ReplicaPlan):
         """Return the computation of the first segment, which is everything if it is the only one."""
         inputs = [self._shapes[place] for place in self.segments[0].inputs]
         return self.programs[0].equations(*inputs, *self._buffers(0))
+
+    def may_wait(self) -> bool:
+        """Return whether replicas need a thread each: their programs may wait for each other, or are streamed."""
+        if len(self.segments) > 1:  # the first bucket shall not wait for the last replica
+            return True
+        equations = self.equations()  # tracing shows whether the program has collectives
+        return not self._traced.is_independent or may_wait(equations)
 
     def _compile(self, device: jax.Device) -> list[jax.stages.Compiled]:
         """Compile the segments in order, with shapes instead of arrays."""
@@ -192,23 +201,46 @@ class GradientPrograms(ReplicaGradients):
         self.plan = plan
         self._devices = devices
         self._failed = failed
+        self._turns = TakingTurns(lambda: not devices.is_cpu or plan.may_wait(), devices.instruments)
+        self._are_in_turn = False
 
     @override
     def dispatch(self, variables: Variables, of_replicas: Sequence[Sequence[Tree]], others: Tree = None) -> None:
         wait(self._begun)  # threads of a step that was given up
-        shared = [[jax.tree.leaves(tree) for tree in trees] for trees in self._devices.share((variables, others))]
+        shared = self._devices.share((jax.tree.leaves(variables), jax.tree.leaves(others)))
+        executables = [self.plan.compiled(device) for device in self._devices.devices]
+        width = len(executables)
         for position, run in enumerate(self._runs):
-            first, last = shared[position % len(shared)]
+            first, last = shared[position % width]
             arguments = [*first, *jax.tree.leaves(of_replicas[position]), *last]
-            run.prepare(arguments, self.plan.compiled(self._devices.device_of(position)))
-        if len(self._runs) == 1:
-            self._runs[0].dispatch()
+            run.prepare(arguments, executables[position % width])
+        self._are_in_turn = len(self._runs) > 1 and self._turns.begin()
+        if self._are_in_turn or len(self._runs) == 1:
+            for run in self._runs:
+                run.dispatch()
         else:
+            for run in self._runs:
+                run.begin()
             self._begun = self._devices.begin(lambda position: self._runs[position].compute(), self._failed)
 
     def _end(self) -> None:
-        begun, self._begun = self._begun, []
-        results_of(begun)
+        if self._begun:
+            begun, self._begun = self._begun, []
+            results_of(begun)
+        elif self._are_in_turn:
+            self._end_turns()
+
+    def _end_turns(self) -> None:
+        """Wait for the programs that this thread has dispatched; raise the error of the first one that failed."""
+        failed: BaseException | None = None
+        for run in self._runs:
+            try:
+                run.wait(0)
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        self._turns.end(len(self._runs))
 
 
 class _ReplicaGradientRun(ReplicaRun):
@@ -222,14 +254,17 @@ class _ReplicaGradientRun(ReplicaRun):
 
     def prepare(self, arguments: Sequence[Tree], executables: Sequence[jax.stages.Compiled]) -> None:
         self._arguments, self._executables = arguments, executables
-        for finished in self.finished:
-            finished.clear()
         if self.is_broken:  # there are no buffers yet, or a failed program has used up some
             self.buffers = [
                 tuple(self._devices.zeros(self._position, buffer.size, buffer.dtype) for buffer in layout.buffers)
                 for layout in self._plan.layouts
             ]
         self.is_broken = False
+
+    def begin(self) -> None:
+        """Note that no bucket is finished, before a thread computes."""
+        for finished in self.finished:
+            finished.clear()
 
     def dispatch(self) -> None:
         """Start all segments on the device, without waiting."""
@@ -243,11 +278,12 @@ class _ReplicaGradientRun(ReplicaRun):
     @override
     def wait(self, number: int) -> Sequence[jax.Array]:
         try:
-            ready: Sequence[jax.Array] = jax.block_until_ready(self.buffers[number])
+            for buffer in self.buffers[number]:
+                buffer.block_until_ready()
         except BaseException:
             self.is_broken = True
             raise
-        return ready
+        return self.buffers[number]
 
     def compute(self) -> None:
         """Compute all segments in this thread."""

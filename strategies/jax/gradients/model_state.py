@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -71,38 +72,9 @@ class ModelStateRule:
         Raises:
             ValueError: The words are of another structure, or a word does not fit its leaf.
         """
-        try:
-            below = jax.tree.map(
-                lambda word, tree: jax.tree.map(lambda leaf: _word(word, leaf), tree),
-                aggregation,
-                model_state,
-                is_leaf=lambda word: word is None,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"model_state_aggregation is {aggregation!r}, but the model state is a "
-                f"{jax.tree.structure(model_state)}; {_WAY_OUT}"
-            ) from error
-        named = jax.tree_util.tree_leaves_with_path(model_state)
-        names, words = tuple(keystr(path) for path, _ in named), tuple(jax.tree.leaves(below))
-        for name, word, (_, leaf) in zip(names, words, named, strict=True):
-            if word == MEAN and not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ValueError(
-                    f"model_state_aggregation has 'mean' for leaf {name}, which is {leaf.dtype}; only floating-point "
-                    "leaves have a mean: use 'first' or 'per_replica'"
-                )
-            if word == SUM and not jnp.issubdtype(leaf.dtype, jnp.number):
-                raise ValueError(
-                    f"model_state_aggregation has 'sum' for leaf {name}, which is {leaf.dtype}; only numbers have a "
-                    "sum: use 'first' or 'per_replica'"
-                )
-            if word == PER_REPLICA and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                raise ValueError(
-                    f"model_state_aggregation has 'per_replica' for leaf {name}, which is a random key; use 'first', "
-                    "because the key that the loss function gets differs for each replica already, or keep "
-                    "jax.random.key_data of it"
-                )
-        return cls(jax.tree.structure(model_state), words, names)
+        leaves, structure = jax.tree.flatten(model_state)
+        words, of_words = jax.tree.flatten(aggregation)
+        return _rule_of(structure, tuple([leaf.dtype for leaf in leaves]), of_words, tuple(words))
 
     def pick(self, model_state: Tree, word: str) -> list[Tree]:
         """Return the leaves whose word is `word`."""
@@ -146,11 +118,15 @@ class ModelStateRule:
 
     def begun(self, model_state: Tree) -> Tree:
         """Return the model state at the start of a step: with zeros for the leaves that are added."""
+        if SUM not in self.words:
+            return model_state
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.pick(model_state, SUM)]
         return self.put(model_state, {SUM: zeros})
 
     def map_own(self, function: Callable[[Leaf], Leaf], model_state: Tree) -> Tree:
         """Return the model state with `function` applied to each `per_replica` leaf."""
+        if PER_REPLICA not in self.words:
+            return model_state
         return self.put(model_state, {PER_REPLICA: [function(leaf) for leaf in self.pick(model_state, PER_REPLICA)]})
 
     def with_own(self, shared: Tree, own: Sequence[Tree]) -> Tree:
@@ -182,6 +158,45 @@ class ModelStateRule:
                     f"the loss function returns {new.dtype}{list(new.shape)} as leaf {name} of the model state, but "
                     f"gets {old.dtype}{list(old.shape)}; return the same shape and dtype: cast it with astype"
                 )
+
+
+@lru_cache(256)
+def _rule_of(structure: Any, dtypes: tuple[Any, ...], of_words: Any, given: tuple[str, ...]) -> ModelStateRule:
+    """Return the rule of a model state of this structure and these dtypes; every step asks for it."""
+    model_state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes])
+    aggregation = jax.tree.unflatten(of_words, given)
+    try:
+        below = jax.tree.map(
+            lambda word, tree: jax.tree.map(lambda leaf: _word(word, leaf), tree),
+            aggregation,
+            model_state,
+            is_leaf=lambda word: word is None,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"model_state_aggregation is {aggregation!r}, but the model state is a "
+            f"{jax.tree.structure(model_state)}; {_WAY_OUT}"
+        ) from error
+    named = jax.tree_util.tree_leaves_with_path(model_state)
+    names, words = tuple(keystr(path) for path, _ in named), tuple(jax.tree.leaves(below))
+    for name, word, (_, leaf) in zip(names, words, named, strict=True):
+        if word == MEAN and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"model_state_aggregation has 'mean' for leaf {name}, which is {leaf.dtype}; only floating-point "
+                "leaves have a mean: use 'first' or 'per_replica'"
+            )
+        if word == SUM and not jnp.issubdtype(leaf.dtype, jnp.number):
+            raise ValueError(
+                f"model_state_aggregation has 'sum' for leaf {name}, which is {leaf.dtype}; only numbers have a "
+                "sum: use 'first' or 'per_replica'"
+            )
+        if word == PER_REPLICA and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"model_state_aggregation has 'per_replica' for leaf {name}, which is a random key; use 'first', "
+                "because the key that the loss function gets differs for each replica already, or keep "
+                "jax.random.key_data of it"
+            )
+    return ModelStateRule(structure, words, names)
 
 
 def check_model_state(model_state: Tree) -> None:

@@ -225,13 +225,14 @@ def borrow(array: jax.Array | np.ndarray | np.generic) -> np.ndarray:
     if not is_jax_array(array):
         return np.asarray(array)
     array.block_until_ready()
-    if is_key(array):
-        return array  # type: ignore[return-value]  # NumPy has no such dtype
-    is_exportable = array.dtype.kind in "fiu" and array.dtype.isbuiltin == 1
-    if array.size and is_exportable and next(iter(array.devices())).platform == "cpu":
+    dtype = array.dtype
+    is_exportable = isinstance(dtype, np.dtype) and dtype.kind in "fiu" and dtype.isbuiltin == 1
+    if is_exportable and array.size and next(iter(array.devices())).platform == "cpu":
         # A view that `np.asarray` returns would stay cached in the array and keep it from being donated.
         view: np.ndarray = np.from_dlpack(array)  # type: ignore[arg-type]  # JAX declares an older form of the protocol
         return view
+    if is_key(array):
+        return array  # type: ignore[return-value]  # NumPy has no such dtype
     return np.asarray(array)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import itemgetter
 
 from strategies.jax.replicas.devices import ReplicaDevices
@@ -23,6 +24,18 @@ _ALL: AbstractContextManager[object] = nullcontext()
 
 Part = tuple[int, StageAction]
 """A device, and an action of which the device runs its part."""
+
+SHORT_S = 1.5e-4
+"""If actions take less on average, they run one at a time: threads would only hand Python's lock to each other.
+
+On two cores, PyTorch's blocks of 0.14 ms then cost 0.11 ms instead of 0.20, but blocks of 0.43 ms 0.31 instead of 0.17.
+"""
+
+_SHORT_AT_FIRST = 4
+"""The number of actions that count as short before any has ended: the first is slow, because other threads start."""
+
+_PATIENCE_S = 0.01
+"""The first limit of a sleep. After it a thread looks whether its turn has come, and sleeps twice as long if not."""
 
 
 class AbandonedError(Exception):
@@ -61,14 +74,14 @@ class ScheduledAction:
     Attributes:
         device: The device that runs the action, or its part of it.
         action: The action.
-        needs: The numbers of the signals that it waits for. It needs no signal of earlier actions in its own thread.
-        gives: The number of the signal that it gives; None if no thread waits for it.
+        number: The number of the action in the course.
+        releases: The numbers of the actions of other threads that wait for it.
     """
 
     device: int
     action: StageAction
-    needs: tuple[int, ...]
-    gives: int | None
+    number: int
+    releases: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -77,11 +90,11 @@ class Course:
 
     Attributes:
         devices: The scheduled actions of each device.
-        signals: The number of signals.
+        needs: For each action, by its number, the number of actions of other threads for which it waits.
     """
 
     devices: tuple[tuple[ScheduledAction, ...], ...]
-    signals: int
+    needs: tuple[int, ...]
 
     @classmethod
     def of(cls, timetable: Timetable, thread_of: Callable[[Part], object] = itemgetter(0)) -> Course:
@@ -93,14 +106,18 @@ class Course:
                 its parts in the order of the timetable.
         """
         needed = dict(_needed(timetable))
-        elsewhere = {
-            part: [one for one in before if thread_of(one) != thread_of(part)] for part, before in needed.items()
-        }
-        numbers = {one: number for number, one in enumerate(sorted({*chain(*elsewhere.values())}, key=str))}
+        numbers = {part: number for number, part in enumerate(needed)}
+        needs = [0] * len(needed)
+        releases: list[list[int]] = [[] for _ in needed]
+        for part, before in needed.items():
+            for one in before:
+                if thread_of(one) != thread_of(part):
+                    needs[numbers[part]] += 1
+                    releases[numbers[one]].append(numbers[part])
         devices: list[list[ScheduledAction]] = [[] for _ in timetable.devices]
-        for part, before in elsewhere.items():
-            devices[part[0]].append(ScheduledAction(*part, tuple(numbers[one] for one in before), numbers.get(part)))
-        return cls(tuple(map(tuple, devices)), len(numbers))
+        for part, number in numbers.items():
+            devices[part[0]].append(ScheduledAction(*part, number, tuple(releases[number])))
+        return cls(tuple(map(tuple, devices)), tuple(needs))
 
 
 def _needed(timetable: Timetable) -> Iterator[tuple[Part, Sequence[Part]]]:
@@ -127,14 +144,20 @@ class Drive:
         course: The course of the timetable.
         begin_s: The time when the pipeline began, on the clock.
         clock: Returns seconds.
+        short_s: If actions take less on average, they run one at a time; 0 if actions wait for each other.
     """
 
     course: Course
     begin_s: float = 0.0
     clock: Callable[[], float] = time.perf_counter
+    short_s: float = SHORT_S
 
     def __post_init__(self) -> None:
-        self._signals = [threading.Event() for _ in range(self.course.signals)]
+        self._needs = list(self.course.needs)
+        self._asleep: dict[int, threading.Lock] = {}  # by the number of the action for which a thread sleeps
+        self._ready: deque[threading.Lock] = deque()  # of threads that may go on, and still sleep
+        self._busy_s, self._ended = 0.0, _SHORT_AT_FIRST
+        self._change = threading.Lock()
         self._has_failed = False
         self._spans: list[list[Timed]] = [[] for _ in self.course.devices]
 
@@ -156,12 +179,13 @@ class Drive:
             BaseException: The error of an action; then all other devices end.
         """
         try:
-            for turn in self.course.devices[device]:
+            turns = self.course.devices[device]
+            for turn, following in zip_longest(turns, turns[1:]):
                 self.wait(turn)
                 with at_once:
                     begin_s = self.clock()
                     perform(device, turn.action)
-                    self.done(turn, begin_s)
+                    self.done(turn, begin_s, following)
         except BaseException:
             self.give_up()
             raise
@@ -172,20 +196,60 @@ class Drive:
         Raises:
             AbandonedError: If another thread has failed.
         """
-        for number in turn.needs:
-            self._signals[number].wait()
+        if self._needs[turn.number]:
+            self._sleep(turn.number)
         if self._has_failed:
             raise AbandonedError(f"device {turn.device} gives up before the {turn.action}: another thread has failed")
 
-    def done(self, turn: ScheduledAction, begin_s: float) -> None:
-        """Record an action that began at `begin_s` of the clock and ends now; wake the threads that wait for it."""
-        times = (begin_s - self.begin_s, self.clock() - self.begin_s)
+    def _sleep(self, number: int) -> None:
+        with self._change:
+            if self._has_failed or not self._needs[number]:
+                return
+            lock = self._asleep[number] = threading.Lock()
+            lock.acquire()
+        limit_s = _PATIENCE_S
+        while not lock.acquire(timeout=limit_s):  # nobody wakes it while the only running thread waits for this one
+            with self._change:
+                if self._has_failed or not self._needs[number]:
+                    with suppress(ValueError):
+                        self._ready.remove(lock)
+                    return
+            limit_s *= 2
+
+    def done(self, turn: ScheduledAction, begin_s: float, following: ScheduledAction | None = None) -> None:
+        """Record an action that began at `begin_s` of the clock and ends now; wake threads that waited for it.
+
+        Args:
+            turn: The action.
+            begin_s: The time when it began.
+            following: The next action of this thread; None for none.
+        """
+        end_s = self.clock()
+        times = (begin_s - self.begin_s, end_s - self.begin_s)
         self._spans[turn.device].append(Timed(turn.device, turn.action, *times))
-        if turn.gives is not None:
-            self._signals[turn.gives].set()
+        with self._change:
+            self._busy_s += end_s - begin_s
+            self._ended += 1
+            for number in turn.releases:
+                self._needs[number] -= 1
+                if not self._needs[number] and number in self._asleep:
+                    self._ready.append(self._asleep.pop(number))
+            woken = [self._ready.popleft() for _ in range(self._how_many_to_wake(following))]
+        for lock in woken:
+            lock.release()
+
+    def _how_many_to_wake(self, following: ScheduledAction | None) -> int:
+        if self._busy_s >= self.short_s * self._ended:
+            return len(self._ready)
+        goes_on = following is not None and not self._needs[following.number]
+        return 0 if goes_on else min(1, len(self._ready))
 
     def give_up(self) -> None:
         """End all threads before their next actions. May be called from any thread."""
-        self._has_failed = True
-        for signal in self._signals:
-            signal.set()
+        with self._change:
+            self._has_failed = True
+            woken = [*self._asleep.values(), *self._ready]
+            self._asleep.clear()
+            self._ready.clear()
+        for lock in woken:
+            lock.release()

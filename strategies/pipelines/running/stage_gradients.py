@@ -21,7 +21,7 @@ from strategies.exchange.means import Allocate, Bucket
 from strategies.jax.gradients.computation import Kept, ReplicaGradients, ReplicaPlan, ReplicaRun
 from strategies.jax.gradients.leaving import MeansMemory
 from strategies.jax.replicas.devices import DeviceGrid, borrow
-from strategies.pipelines.running.driver import Drive, begin_devices, raise_first
+from strategies.pipelines.running.driver import SHORT_S, Drive, begin_devices, raise_first
 from strategies.pipelines.running.replica_run import ReplicaStages, back_on
 from strategies.pipelines.running.stage_plan import StageBucket, StagePlan
 from strategies.pipelines.timetable import ActionKind, StageAction, Timed
@@ -169,7 +169,7 @@ class _ReplicaStep(ReplicaRun):
         rows = [borrow(leaf) if self._is_cpu else leaf for leaf in jax.tree.leaves(batch)]
         self._replica.prepare(plan.arguments.given(variables, rows, self._index, self._control, state))
         self._flags: dict[int, jax.Array] = {}
-        self.drive = Drive(plan.course, begin_s)
+        self.drive = Drive(plan.course, begin_s, short_s=SHORT_S if plan.program.is_independent else 0.0)
 
     def _zeros(self, segment: int | None, layout: FlatLayout) -> tuple[jax.Array, ...]:
         device = self._devices[0 if segment is None else self._plan.device_of(segment)]

@@ -1,6 +1,7 @@
 """Callbacks: one instance writes files, and a decision of one instance reaches all."""
 
 import csv
+import threading
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,41 @@ def test_callbacks_are_called_once_for_each_execution(in_scopes, instances):
         assert calls["train"] == [(1, ["loss", "mae"]), (3, ["loss", "mae"])]
         assert calls["test"] == [(1, ["loss", "mae"]), (3, ["loss", "mae"])]
         assert calls["predict"] == [(1, ["outputs"]), (3, ["outputs"])]
+
+
+class Late(keras.callbacks.Callback):
+    """A callback that gets its hook for batches after `fit` has begun, and notes the threads of Keras."""
+
+    def __init__(self, is_late):
+        super().__init__()
+        self.is_late = is_late
+        self.batches = []
+        self.threads = set()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self.is_late and epoch:
+            self.on_train_batch_end = lambda batch, logs=None: self.batches.append((epoch, batch))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.threads |= {thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")}
+
+
+def test_no_thread_is_woken_for_batches_that_no_callback_sees(alone):
+    def program(strategy):
+        before, late = set(threading.enumerate()), Late(is_late=False)
+        history = regression(metrics=["mae"]).fit(X, TARGETS, batch_size=4, epochs=2, verbose=0, callbacks=[late])
+        return late.threads - before, sorted(history.history), len(history.history["mae"])
+
+    assert alone(program) == (set(), ["loss", "mae"], 2)
+
+
+def test_a_hook_for_batches_that_comes_later_is_called(alone):
+    def program(strategy):
+        late = Late(is_late=True)
+        regression().fit(X[:32], TARGETS[:32], batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[late])
+        return sorted(late.batches)
+
+    assert alone(program) == [(1, 0), (1, 1)]
 
 
 def test_steps_of_an_execution_change_no_bit(alone):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
 from collections import Counter
 
 import pytest
@@ -16,7 +15,8 @@ from strategies import StrategyError
 from strategies.pipelines.schedules import schedule_named
 from strategies.pipelines.timetable import ActionKind, StageAction, placed
 from strategies.torch.micro_batches import weights_behind
-from strategies.torch.split_backward import SplitBackward
+from strategies.torch.recorded_graph import recorded
+from strategies.torch.split_backward import SplitBackward, SplitPlan
 
 ROWS = 4
 
@@ -105,7 +105,8 @@ def split_of(stages, x, micro_batches=1):
         begins.append(torch._C._autograd._get_sequence_nr())
         hidden = stage(hidden)
     loss = hidden.square().mean() / micro_batches
-    return SplitBackward(loss, lambda node: max(bisect_right(begins, node._sequence_nr()) - 1, 0)), loss
+    graph = recorded(loss, begins)
+    return SplitBackward(loss, graph, SplitPlan.of(graph)), loss
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -191,4 +192,4 @@ def test_a_thread_for_each_micro_batch_can_follow_the_timetable(mapping):
 
 def test_a_loss_that_is_a_parameter_is_refused():
     with pytest.raises(StrategyError, match=r"the loss is a parameter of shape \[\], .* as 1 \* loss"):
-        SplitBackward(nn.Parameter(torch.ones(())), lambda node: 0)
+        recorded(nn.Parameter(torch.ones(())), [0])

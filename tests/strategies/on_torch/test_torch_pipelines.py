@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node
 from torch_modules import sgd_trainer
 
 import strategies
@@ -181,6 +183,53 @@ def test_random_numbers_and_moving_means_match_a_model_without_a_pipeline(on_ins
     executions.append(poptorch.PipelinedExecution(schedule="zero_bubble"))
     found = on_instances(1, 2, lambda strategy: [train(strategy, execution) for execution in executions])[0]
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+def test_a_step_leaves_no_objects_behind(schedule, network):
+    """Hooks of autograd's nodes are hidden from the garbage collector: a cycle through one would never be freed."""
+    strategy = poptorch.PipelinedExecution("B1", "B2", "B3", "B4", schedule=schedule)
+    training = poptorch.trainingModel(copy.deepcopy(network), new_options(strategy))
+    counts = []
+    for _ in range(3):
+        training(*batch())
+        gc.collect()
+        counts.append(sum(isinstance(each, Node) for each in gc.get_objects()))
+    training.destroy()
+    assert counts[2] == counts[1], "nodes of autograd after the second and the third call"
+
+
+class Branching(nn.Module):
+    """Three stages whose layers depend on the rows, and swap their places."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.extra = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 6)
+
+    def forward(self, x):
+        is_positive = bool(x.sum() > 0)
+        for number, layer in enumerate(self.layers):
+            with poptorch.Block(str(number), ipu_id=number):
+                x = torch.tanh(layer(x))
+                if number == 1:
+                    x = F.gelu(self.extra(x)) if is_positive else F.gelu(x) * self.extra(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["one_forward_one_backward", "zero_bubble"])
+def test_micro_batches_may_take_different_paths(schedule):
+    x = torch.randn(2 * COUNT, 6, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(3)
+    module = Branching()
+    found = []
+    for execution in (None, poptorch.PipelinedExecution(schedule=schedule)):
+        own = copy.deepcopy(module)
+        training = poptorch.trainingModel(own, new_options(execution), torch.optim.SGD(own.parameters(), 0.1))
+        for _ in range(2):
+            training(x)
+        training.destroy()
+        found.append([each.detach() for each in own.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_stages_run_concurrently_in_the_order_of_the_timetable(network):

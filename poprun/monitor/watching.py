@@ -1,0 +1,52 @@
+"""The parts of poprun that watch a job: the connections of `poprun top`, and the summary at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from poprun.cli.log import Log
+from poprun.cli.settings import LaunchSettings, SummaryAsked
+from poprun.monitor.attempts import Attempt
+from poprun.monitor.doors import open_doors
+from poprun.monitor.summary import Summary
+from poprun.monitor.viewers import Viewers
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The watchers of a job, during all attempts at it.
+
+    Attributes:
+        viewers: The connections of `poprun top`.
+        summary: The summary. None: nobody wants one.
+    """
+
+    viewers: Viewers
+    summary: Summary | None = None
+
+    def note(self, attempt: Attempt) -> None:
+        """Store an attempt after its end."""
+        if self.summary is not None:
+            self.summary.note(attempt)
+
+    def end(self, exit_status: int) -> None:
+        """Disconnect the viewers and give the summary after the end of the job."""
+        self.viewers.close()
+        if self.summary is not None:
+            self.summary.finish(exit_status)
+
+
+def watch_nothing() -> Watch:
+    """Return the watch of a job that nobody may look at."""
+    return Watch(Viewers())
+
+
+def watch_job(settings: LaunchSettings, log: Log, environ: Mapping[str, str]) -> Watch:
+    """Open the job for viewers, and begin its summary.
+
+    Raises:
+        PopRunError: poprun cannot listen at the address for viewers, or cannot write the file of the summary.
+    """
+    summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
+    return Watch(Viewers(open_doors(settings.top_address, environ, log), settings.program), summary)
