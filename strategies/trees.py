@@ -210,6 +210,14 @@ def structure(tree: Tree) -> AnyStructure:
     return flatten(tree)[1]
 
 
+def _take_those_of_jax() -> None:
+    """Put the functions of JAX itself in the place of those that every step calls."""
+    globals().update(flatten=jax.tree_util.tree_flatten, leaves=jax.tree_util.tree_leaves)
+
+
+when_jax_is_imported(_take_those_of_jax)
+
+
 def unflatten(structure: AnyStructure, leaves: Sequence[Leaf]) -> Tree:
     """Return the tree of a structure and its leaves."""
     if isinstance(structure, Structure):
