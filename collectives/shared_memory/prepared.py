@@ -1,4 +1,4 @@
-"""Reductions through a window that the native kernel carries out, each prepared for one array of results."""
+"""Reductions through a window that the native kernel carries out, each prepared for arrays of one layout."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Exchanging(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """A reduction into `out`, apart from the memory of its contributions.
+    """A reduction, apart from the memory of its arrays.
 
     Attributes:
         call: Call that all ranks make.
         reducing: An equal reduction.
-        out: Array for the result.
+        shape: Shape of the result.
         counts: Number of contributions of each rank.
     """
 
     call: Call
     reducing: Reducing
-    out: np.ndarray
+    shape: tuple[int, ...]
     counts: tuple[int, ...]
 
     def announced(self, inline_bytes: int, is_one_chunk: bool) -> list[int]:
@@ -88,10 +88,9 @@ def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: in
     own = flow.spread.sums[window.rank]
     plan = kernel.Plan(
         window=window.native,
-        out=layout.out,
         kind=kind,
         format=out.dtype.char,
-        shape=layout.out.shape,
+        shape=layout.shape,
         is_private=not reducing.is_shared,
         fingerprint=layout.call.fingerprint,
         mean=sum(counts) if reduction.op == "mean" else 0,

@@ -201,7 +201,7 @@ class SharedMemoryTransport(Transport):
         found = kernel()
         if found is None or not reducing.reduction.is_native or not out.size:
             return None
-        layout = Layout(call, reducing, out, self._counts())
+        layout = Layout(call, reducing, out.shape, self._counts())
         plan = native_plan(found, self.window, layout, self._inline_bytes)
         return plan and PreparedReduction(self, found, layout, *plan)
 
