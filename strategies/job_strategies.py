@@ -12,6 +12,7 @@ from popdist import horovod
 from popdist.context import join_cluster
 from popdist.environments import Cluster
 from popdist.instance import Instance
+from popdist.leaving import is_to_carry_on
 from strategies.argument_checks import positive
 from strategies.defaults import Defaults
 from strategies.exchange.choice import GRPC, HOROVOD
@@ -26,7 +27,9 @@ class MpiJob(Membership):
 
     @override
     def join(self) -> tuple[Instance, Communicator]:
-        return join_as_configured(self.defaults, self._ipus_per_replica), popdist.communicator()
+        instance = join_as_configured(self.defaults, self._ipus_per_replica)
+        self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
+        return instance, popdist.communicator()
 
     @property
     @override
@@ -36,7 +39,7 @@ class MpiJob(Membership):
     @property
     @override
     def can_carry_on(self) -> bool:
-        return popdist.can_carry_on()  # under poprun --on-failure shrink
+        return self._shrinks and popdist.can_carry_on()  # under poprun --on-failure shrink
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:

@@ -73,4 +73,4 @@ def check_state(state: object) -> None:
 
 def are_used_up(variables: Variables) -> bool:
     """Return whether a step has reused the memory of these variables for new ones."""
-    return any(leaf.is_deleted() for leaf in trees.leaves(variables) if hasattr(leaf, "is_deleted"))
+    return any([leaf.is_deleted() for leaf in trees.leaves(variables) if hasattr(leaf, "is_deleted")])  # in every step

@@ -268,7 +268,7 @@ def is_leaf(tree: Tree) -> bool:
 
 def rows_of(batch: Tree) -> int:
     """Return the number of rows of a batch: the length of its longest array."""
-    return max((leaf.shape[0] for leaf in leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    return max([shape[0] for leaf in leaves(batch) if (shape := getattr(leaf, "shape", ()))], default=0)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ ANY = {
     "strategies/compat": 21,
     "strategies/data": 5,
     "strategies/exchange": 2,
-    "strategies/jax": 75,
+    "strategies/jax": 74,
     "strategies/keras": 14,
     "strategies/sinks": 11,
     "strategies/torch": 8,

@@ -42,7 +42,7 @@ class Exchanging(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PreparedLayout:
     """A reduction, apart from the memory of its arrays.
 
     Attributes:
@@ -66,7 +66,9 @@ class Layout:
         return [size if size <= inline_bytes else TOO_LARGE for size in sizes]
 
 
-def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: int) -> tuple[NativePlan, int] | None:
+def native_plan(
+    kernel: Kernel, window: Window, layout: PreparedLayout, inline_bytes: int
+) -> tuple[NativePlan, int] | None:
     """Return a plan of the native kernel, and the number of chunks that pass through the window.
 
     Return None if some ranks' arrays travel with the exchange, and others' do not, or if there are too many.
@@ -121,7 +123,9 @@ def _table(numbers: Sequence[int]) -> bytes:
 class PreparedReduction:
     """A `Prepared` reduction through a window."""
 
-    def __init__(self, exchanging: Exchanging, kernel: Kernel, layout: Layout, plan: NativePlan, chunks: int) -> None:
+    def __init__(
+        self, exchanging: Exchanging, kernel: Kernel, layout: PreparedLayout, plan: NativePlan, chunks: int
+    ) -> None:
         self.call = layout.call
         self.is_of_use = True
         self.take: Callable[[Sequence[np.ndarray], np.ndarray], bool] = plan.take

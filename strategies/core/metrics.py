@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from collectives.instruments import is_seen
+from collectives.instruments import Instruments, is_seen
 from strategies.core.members import Members
 from strategies.loss_scaling import LossScale
 from strategies.sinks.sink import Reading
@@ -112,6 +112,7 @@ def metrics_of(names: tuple[str, ...], tail: UnreadArray, scale: LossScale | Non
 
 def tell_end(
     members: Members,
+    instruments: Instruments,
     rows_of_all: Callable[[], int],
     local: int,
     metrics: Metrics,
@@ -122,13 +123,14 @@ def tell_end(
 
     Args:
         members: The instances.
+        instruments: The instruments attached to this instance.
         rows_of_all: Returns the number of rows of all local replicas in the batch.
         local: The number of replicas to which the batch belongs.
         metrics: The metrics of the step.
         step: The number of steps so far, with this one.
         tails: The metrics of each step, if one program has made several steps with the same number of rows.
     """
-    instruments, sinks = members.instruments, members.sinks
+    sinks = members.sinks
     waits, counts = is_seen(instruments.step_ends), is_seen(instruments.steps_made)
     if not (sinks or waits or counts):
         return

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Generic, Protocol
 
 import numpy as np
 
-from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE
+from collectives import Communicator
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from strategies.core.agreement import broadcast_text
 from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
@@ -66,6 +67,26 @@ class StepRules(Generic[State]):
     rows_of: Callable[[Batch], int]
 
 
+@dataclass(frozen=True)
+class _Surroundings:
+    """The facts around a step that stay while the instances stay: they are looked up once, and not in each step.
+
+    Attributes:
+        communicator: The connection of the instances; another one means other instances.
+        instruments: The instruments attached to this instance.
+        local: The number of local replicas.
+    """
+
+    communicator: Communicator
+    instruments: Instruments
+    local: int
+
+    @classmethod
+    def of(cls, members: Members) -> _Surroundings:
+        """Return the facts about the present instances."""
+        return cls(members.communicator, members.instruments, len(members.local_replicas))
+
+
 class StepLoop(Generic[State, Pending]):
     """The order of a training step, and the work around it.
 
@@ -97,12 +118,13 @@ class StepLoop(Generic[State, Pending]):
         self._engine = engine
         self._rules = rules
         self._watcher = watcher
+        self._last_surroundings: _Surroundings | None = None
 
     # ---- one step
 
-    def _one_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def _one_step(self, instruments: Instruments, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update: gradients of the local replicas, their means over all replicas, new variables."""
-        instruments, watcher = self._members.instruments, self._watcher
+        watcher = self._watcher
         with instruments.during[FORWARD_BACKWARD]:
             pending = self._engine.begin(state, batch, self.notice.is_given)
         for bucket, contributions in instruments.each(FORWARD_BACKWARD, pending.buckets):
@@ -136,34 +158,41 @@ class StepLoop(Generic[State, Pending]):
         Returns:
             The new state, and the metrics as means over all replicas.
         """
-        members, local = self._members, len(self._members.local_replicas)
+        members, surroundings = self._members, self._surroundings()
+        local = surroundings.local
         batch = members.up_to_date(batch)
-        members.instruments.step_begins(state.step)
-        if members.faults.take_flip():
+        surroundings.instruments.step_begins(state.step)
+        if members.faults.is_armed and members.faults.take_flip():
             state = self._rules.flipped(state)
         try:
-            state, metrics = self._checked(state, batch)
+            state, metrics = self._checked(surroundings, state, batch)
         except LOSSES as loss:
             if self._rules.own_part:
                 raise
             state, metrics = self._repeated(loss, state, batch)
-        tell_end(members, partial(self._rules.rows_of, batch), local, metrics, state.step)
+            surroundings = self._surroundings()
+        tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
         can_share = members.can_carry_on and not self._rules.own_part
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
         return state, metrics
 
-    def _checked(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def _surroundings(self) -> _Surroundings:
+        found = self._last_surroundings
+        if found is None or found.communicator is not self._members.communicator:
+            found = self._last_surroundings = _Surroundings.of(self._members)
+        return found
+
+    def _checked(self, surroundings: _Surroundings, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make a step, after a comparison of the state's bits if one is due; end the programs of the replicas."""
-        programs = self._members.running_programs
+        programs, every = self._members.running_programs, self._rules.digest_every
         programs.begin()
         with programs.ending():
-            return self._one_step(self._compared(state), batch)
+            if every and state.step and not state.step % every:
+                state = self._compared(state)
+            return self._one_step(surroundings.instruments, state, batch)
 
     def _compared(self, state: State) -> State:
         """Return the state; if this instance has other bits than the majority, return the majority's state."""
-        every = self._rules.digest_every
-        if not every or not state.step or state.step % every:
-            return state
         root = majority_of(self._members, self._engine.digest(state), state.step)
         return state if root is None else self._engine.share(state, root)
 
@@ -197,7 +226,7 @@ class StepLoop(Generic[State, Pending]):
             assert self.metrics is not None
             return newest, self.metrics
 
-        return repeated(self._members, loss, lambda: self._checked(state, batch), catch_up)
+        return repeated(self._members, loss, lambda: self._checked(self._surroundings(), state, batch), catch_up)
 
     def _share(self, state: State, root: int) -> State:
         """Return the state of rank `root`, and take over its metrics and notice. Collective."""
@@ -221,4 +250,5 @@ class StepLoop(Generic[State, Pending]):
         """
         self.metrics = metrics
         self.notice.agree(self.notice.is_given)
-        tell_end(self._members, partial(self._rules.rows_of, batches[0]), 1, metrics, state.step, tails)
+        rows_of_all = partial(self._rules.rows_of, batches[0])
+        tell_end(self._members, self._members.instruments, rows_of_all, 1, metrics, state.step, tails)

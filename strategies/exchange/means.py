@@ -81,6 +81,21 @@ class Bucket:
             if buffer.size and number not in self.scattered
         }
 
+    @cached_property
+    def in_parts(self) -> Mapping[int, str]:
+        """The scattered buffers by number, in order, and the names of their collectives."""
+        return {number: f"{self.name}/{self.layout.buffers[number].name}" for number in sorted(self.scattered)}
+
+    @cached_property
+    def is_one_group(self) -> bool:
+        """Whether all buffers travel whole, so that a step chooses none of them."""
+        return len(self.whole) == len(self.results)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the collectives of `whole`."""
+        return tuple(self.whole.values())
+
 
 class Means:
     """The means of buckets, computed by all instances together.
@@ -106,8 +121,10 @@ class Means:
             bucket: Bucket to be reduced.
             contributions: Contributions of the local replicas to each buffer, in order of the replicas.
         """
-        for number in sorted(bucket.scattered):
-            name = f"{bucket.name}/{bucket.layout.buffers[number].name}"
+        if self._quantised is None and bucket.is_one_group and not isinstance(contributions, Arriving):
+            self._reduce_group(contributions, bucket.results, bucket.names)
+            return
+        for number, name in bucket.in_parts.items():
             self._communicator.ordered_reduce_scatter(contributions[number], bucket.results[number], "mean", name=name)
             if isinstance(contributions, Arriving):
                 contributions.added(number, bucket.results[number])
@@ -145,9 +162,13 @@ class Means:
         results: Sequence[np.ndarray],
     ) -> None:
         """Write the means of some whole buffers into `results`, which has an array for each buffer. Collective."""
-        self._communicator.grouped_ordered_all_reduce(
+        self._reduce_group(
             [contributions[number] for number in numbers],
             [results[number] for number in numbers],
-            "mean",
-            names=[bucket.whole[number] for number in numbers],
+            [bucket.whole[number] for number in numbers],
         )
+
+    def _reduce_group(
+        self, contributions: Sequence[Sequence[np.ndarray]], results: Sequence[np.ndarray], names: Sequence[str]
+    ) -> None:
+        self._communicator.grouped_ordered_all_reduce(contributions, results, "mean", names=names)

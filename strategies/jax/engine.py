@@ -105,6 +105,10 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         programs: Programs of the steps.
         options: Options of the step.
         is_recorded: Whether every step is recorded.
+
+    Attributes:
+        may_fuse: Whether a step may be one program: there is one replica, and no record or fault needs values in
+            between.
     """
 
     def __init__(
@@ -117,7 +121,9 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._replicas = replicas
         self._programs = programs
         self._options = options
-        self._is_recorded = is_recorded
+        is_looked_at = replicas.faults.is_armed or is_recorded
+        is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
+        self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
@@ -161,12 +167,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             return pending.arrived
         if isinstance(pending, DevicePending):
             return self._arrived_on_device(pending)
-        program = pending.step.program
+        step, state = pending.step, pending.state
+        program = step.program
         self._raise_if_feeds_differ()
-        pending.kept = self._kept(pending.step, pending.state)
-        tail = pending.tail = pending.step.gradients.tail.copy()
+        if state.residuals is not None or state.model_state is not None:
+            pending.kept = self._kept(step, state)
+        tail = pending.tail = step.tail.copy()
         if self._options.check_numerics:
-            self._raise_if_not_finite(pending.state, tail[-program.flags :])
+            self._raise_if_not_finite(state, tail[-program.flags :])
         if self._options.scaling is not None:
             pending.is_finite = bool(tail[program.finite_place] == 0)
         notice = float(tail[program.notice_place])
@@ -208,8 +216,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def _kept(self, step: PreparedStep, state: TrainState) -> tuple[Tree, Tree]:
         """Return the new residuals and model state. Collective if some leaves of the model state are replica 0's."""
-        if state.residuals is None and state.model_state is None:
-            return None, None
         rule, device = step.program.rule, self._replicas.variables_device
         kept = [step.program.unpack_kept(of_replica) for of_replica in step.gradients.kept()]
         residuals, of_state = zip(*kept, strict=True)
@@ -242,13 +248,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         )
 
     # ---- steps of a single replica in one program
-
-    @property
-    def may_fuse(self) -> bool:
-        """Whether a step may be one program: there is one replica, and no record or fault needs values in between."""
-        is_looked_at = self._replicas.faults.is_armed or self._is_recorded
-        is_plain = self._options.may_fuse and not has_own(self._options.model_state_aggregation)
-        return self._replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
 
     def at_once(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics, UnreadArray] | None:
         """Make several steps in one program; return None if they have to be made one by one.

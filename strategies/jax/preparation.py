@@ -38,6 +38,7 @@ from strategies.jax.programs.program import key_of, shapes_of
 from strategies.jax.programs.recomputation import recomputing
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
 from strategies.jax.replicas.replicas import Replicas
+from strategies.jax.updates.in_place import in_place
 from strategies.jax.updates.optimizers import AnyOptimizer
 from strategies.jax.updates.sharded_update import update_for
 from strategies.jax.updates.update import VariableUpdate
@@ -58,6 +59,8 @@ class PreparedStep:
         state_means: Memory of the means of leaves of the model state.
         exchange: Exchange that computes the means on all instances.
         update: Update of the variables by the means.
+        read_means: Mean gradients as the update reads them, in the same memory.
+        tail: Memory of the mean tail.
     """
 
     program: ReplicaProgram
@@ -66,12 +69,14 @@ class PreparedStep:
     state_means: Sequence[np.ndarray]
     exchange: Means
     update: VariableUpdate
+    read_means: Gradients
+    tail: np.ndarray
 
     @property
     def arrived_means(self) -> Gradients:
         """The mean gradients in the memory from which the update reads: on a GPU if they were copied there."""
         copies = self.gradients.copies
-        return self.means if copies is None else copies.means(self.means)
+        return self.read_means if copies is None else copies.means(self.means)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,34 @@ class _Plan:
     gradients: ReplicaPlan
     lines: Sequence[str]
     is_on_device: bool = False
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """The step that was made last, found again by few comparisons if a state and a batch have the same shapes.
+
+    Attributes:
+        structure: Structure of the variables, the model state and the batch.
+        avals: Abstract values of their leaves; None if a leaf is not an array of JAX, and has to be checked each time.
+        step: Step.
+    """
+
+    structure: jax.tree_util.PyTreeDef
+    avals: Sequence[object] | None
+    step: PreparedStep | DeviceStep
+
+    @classmethod
+    def of(cls, structure: jax.tree_util.PyTreeDef, leaves: Sequence[Leaf], step: PreparedStep | DeviceStep) -> _Latest:
+        """Return the latest step, given the leaves that it was made with."""
+        avals = [leaf.aval for leaf in leaves] if all(isinstance(leaf, jax.Array) for leaf in leaves) else None
+        return cls(structure, avals, step)
+
+    def fits(self, structure: jax.tree_util.PyTreeDef, leaves: Sequence[Leaf]) -> bool:
+        """Return whether leaves of this structure have the same shapes and dtypes."""
+        if self.avals is None or structure != self.structure:
+            return False
+        # Results of one program share their abstract values, and lists compare the identity of their items first.
+        return [getattr(leaf, "aval", None) for leaf in leaves] == self.avals
 
 
 class StepPrograms:
@@ -152,11 +185,21 @@ class StepPrograms:
         self._devices = self._replicas.devices
         self._close_path()
         self._is_on_device = self._replicas.exchange.is_on_device
-        self._indices = [np.int32(replica) for replica in self._replicas.local_replicas]
+        self._indices = self._placed_indices()
         self._steps: dict[Any, PreparedStep | DeviceStep] = {}
+        self._latest: _Latest | None = None
         self._seen: list[Any] = []  # shapes of the batches for which a step exists
         # Collectives and feeds in a loss function belong to the instances for which it was traced.
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
+
+    def _placed_indices(self) -> list[Leaf]:
+        """Return the index of each local replica; if all devices of all replicas are one, on that device."""
+        indices = [np.int32(replica) for replica in self._replicas.local_replicas]
+        return (
+            jax.device_put(indices, self._devices.devices[0])
+            if (self._devices.is_cpu and not self._is_on_device)
+            else indices
+        )
 
     def arguments(self, state: TrainState, batch: Batch, control: Leaf) -> tuple[Tree, Sequence[Tree], Tree]:
         """Return the arguments of `ReplicaGradients.dispatch`.
@@ -212,6 +255,15 @@ class StepPrograms:
         if self._reads is not None:
             self._reads.insist("in the batch, the model state or the state of the optimizer, or make a new Trainer")
         self._replicas.dealing.refuse_others(batch)
+        leaves, structure = jax.tree_util.tree_flatten((state.variables, state.model_state, batch))
+        latest = self._latest
+        if latest is None or not latest.fits(structure, leaves):
+            latest = _Latest.of(structure, leaves, self._looked_up(state, batch))
+            self._latest = latest
+        return latest.step
+
+    def _looked_up(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
+        """Return the step for this batch, prepared if its shapes are new. Collective if they are."""
         refuse_cut_integers(batch)
         try:
             key = key_of((state.variables, state.model_state, batch))
@@ -297,7 +349,9 @@ class StepPrograms:
         structure = jax.tree.structure(plan.program.trainable.pick(shapes.variables))
         update = self.update_of(shapes.variables)
         gradients.copies = copies_for(self._devices, communicator, gradients.buckets)
-        return PreparedStep(plan.program, gradients, jax.tree.unflatten(structure, means), of_state, exchange, update)
+        of_variables = jax.tree.unflatten(structure, means)
+        read = in_place(of_variables, self._replicas.variables_device)
+        return PreparedStep(plan.program, gradients, of_variables, of_state, exchange, update, read, gradients.tail)
 
     def _kept(self, key: Any) -> _Plan | None:
         """Return an earlier plan if all instances have it. Collective if instances have been lost.

@@ -189,6 +189,29 @@ def test_replicas_on_a_device_each_or_in_waves_compute_the_same(in_new_process):
     assert refusal.startswith("4 replicas have to wait for each other on 2 devices")
 
 
+ON_ONE_CORE = """\
+import os, sys
+import jax, numpy as np, optax
+import strategies
+
+if "one" in sys.argv:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+strategy = strategies.IPUStrategy(1)
+trainer = strategies.Trainer(strategy, lambda variables, batch, key: (batch @ variables).var(), optax.adam(0.1))
+state = trainer.init(np.linspace(-1, 1, 300, dtype=np.float32).reshape(30, 10))
+for _ in range(3):
+    state, _ = trainer.step(state, np.linspace(-2, 1, 1200, dtype=np.float32).reshape(40, 30))
+print(jax.config.values["jax_cpu_enable_async_dispatch"], strategies.fingerprint(state.variables))
+"""
+
+
+@pytest.mark.complete
+def test_on_one_core_programs_run_in_the_calling_thread_with_the_same_bits(in_new_process):
+    is_async, bits = in_new_process(ON_ONE_CORE, "one").split()
+    assert is_async == "False"
+    assert in_new_process(ON_ONE_CORE).split()[1] == bits
+
+
 def test_a_borrowed_array_is_viewed_in_place_and_not_kept_alive():
     array = jax.block_until_ready(jnp.arange(100.0) + 1)
     view = borrow(array)

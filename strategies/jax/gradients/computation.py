@@ -15,9 +15,10 @@ from jax.extend import core
 
 from strategies.exchange.means import Allocate, Bucket
 from strategies.jax.gradients.copies import GradientCopies
+from strategies.jax.gradients.host_views import HostViews
 from strategies.jax.gradients.leaving import TAIL, Leaving, MeansMemory
 from strategies.jax.programs.segments import Part
-from strategies.jax.replicas.devices import DeviceGrid, borrow, is_key
+from strategies.jax.replicas.devices import DeviceGrid, is_key
 from strategies.typing import Tree, Variables
 
 
@@ -67,6 +68,7 @@ class ReplicaGradients(ABC):
         self._parts = parts
         self._runs = runs
         self._begun: list[Future[None]] = []
+        self._views = [[HostViews() for _ in buckets] for _ in runs]
 
     @property
     def means(self) -> list[np.ndarray]:
@@ -106,11 +108,12 @@ class ReplicaGradients(ABC):
         for number, bucket in enumerate(self.buckets):
             if bucket is self.buckets[-1]:
                 self._end()
-            of_buffers = list(zip(*(self._finished(run, number) for run in self._runs), strict=True))
+            finished = [self._finished(run, number) for run in self._runs]
             if self.copies is not None:
-                yield bucket, self.copies.fetch(number, of_buffers)
-            else:
-                yield bucket, [[borrow(array) for array in of_buffer] for of_buffer in of_buffers]
+                yield bucket, self.copies.fetch(number, list(zip(*finished, strict=True)))
+                continue
+            views = [of[number].of(run.buffers, number) for of, run in zip(self._views, self._runs, strict=True)]
+            yield bucket, list(zip(*views, strict=True))
 
     def _finished(self, run: ReplicaRun, number: int) -> Sequence[jax.Array]:
         if not self._begun:

@@ -56,7 +56,7 @@ class ModelStateRule:
         names: Names of the leaves for messages.
     """
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     words: tuple[str, ...]
     names: tuple[str, ...]
 
@@ -161,7 +161,12 @@ class ModelStateRule:
 
 
 @lru_cache(256)
-def _rule_of(structure: Any, dtypes: tuple[Any, ...], of_words: Any, given: tuple[str, ...]) -> ModelStateRule:
+def _rule_of(
+    structure: jax.tree_util.PyTreeDef,
+    dtypes: tuple[np.dtype, ...],
+    of_words: jax.tree_util.PyTreeDef,
+    given: tuple[str, ...],
+) -> ModelStateRule:
     """Return the rule of a model state of this structure and these dtypes; every step asks for it."""
     model_state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes])
     aggregation = jax.tree.unflatten(of_words, given)

@@ -14,6 +14,7 @@ import logging
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +133,12 @@ class Reads:
     @property
     def changed(self) -> str | None:
         """The name of a value that has changed, or None."""
-        return next((read.name for read in self._reads if not read.is_same), None)
+        for read in self._reads:  # every step asks, so the usual values are compared here
+            seen, now = read.seen, read.get()
+            is_usual = seen() is now if type(seen) is weakref.ref else type(seen) is tuple and seen[0] is now
+            if not (is_usual or read.is_same):
+                return read.name
+        return None
 
     def is_same(self) -> bool:
         """Return whether all values are unchanged."""

@@ -141,9 +141,10 @@ class Dealing:
         Raises:
             ValueError: An array of the batch is for other replicas.
         """
+        own = self._replication
         for leaf in trees.leaves(batch):
-            replication = replication_of(leaf)
-            if replication is not None and replication != self._replication:
+            replication = _replications.of(leaf)
+            if replication is not own and replication is not None and replication != own:
                 raise ValueError(
                     f"the batch is dealt out among {replication}, but is used on {self._replication}; use batches of "
                     "the strategy that runs the program, and none from before an instance was lost"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 from weakref import WeakSet
 
@@ -184,7 +185,7 @@ class CrossReplicaReducer:
         self._blocks = replica_blocks(communicator.size, total_replicas)
         self._lock = threading.Lock()
         self._calls: dict[str, _CollectiveCall] = {}
-        self._outfeeds: WeakSet[ProgramEndListener] = WeakSet()
+        self._outfeeds: WeakSet[ProgramEndListener] | None = None  # those that the running program enqueues
 
     def begin(self) -> None:
         """Prepare for a program; drop remains of a program that failed half-way."""
@@ -193,31 +194,39 @@ class CrossReplicaReducer:
 
     def meets(self, outfeed: ProgramEndListener) -> None:
         """Note that a replica of the running program enqueues an outfeed. Called from any thread."""
-        if outfeed not in self._outfeeds:
+        met = self._outfeeds
+        if met is None or outfeed not in met:
             with self._lock:
+                if self._outfeeds is None:
+                    self._outfeeds = WeakSet()
                 self._outfeeds.add(outfeed)
 
     def end(self) -> None:
         """End the program; drop values enqueued by only some local replicas, and note this as an error."""
-        if not self._outfeeds:
+        if self._outfeeds is None:
             return
         with self._lock:
-            outfeeds, self._outfeeds = list(self._outfeeds), WeakSet()
+            outfeeds, self._outfeeds = list(self._outfeeds), None
         for outfeed in outfeeds:
             try:
                 outfeed.end_program()
             except FeedError as error:
                 self.last_error = self.last_error or error
 
-    @contextmanager
-    def ending(self) -> Iterator[None]:
+    def ending(self) -> AbstractContextManager[None]:
         """End the program with the block; if JAX raises, raise the error of the collective or feed that caused it."""
+        return self  # an object of its own, or a generator, would cost each step some microseconds
+
+    def __enter__(self) -> None:
+        """Enter the block of `ending`."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the block of `ending`."""
         try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if self.last_error not in (None, error):
+            if isinstance(error, jax.errors.JaxRuntimeError) and self.last_error not in (None, error):
                 raise self.last_error from error
-            raise
         finally:
             self.end()
 

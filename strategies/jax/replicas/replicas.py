@@ -183,6 +183,7 @@ class Replicas:
             self.defaults.executables or (usual_folder(os.environ) if self._has_same_bits else ""),
             is_spread=self.exchange.is_on_device,
             first_device=self._first_device,
+            runs_ahead=self.exchange.is_on_device or self.streams_gradients,
         )
         if grid.first.is_cpu and self._platform != CPU:
             raise DeviceError(

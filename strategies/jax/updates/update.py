@@ -226,6 +226,7 @@ class WholeStateUpdate(VariableUpdate):
         super().__init__(replicas, optimizer, settings)
         self._jitted = jit(self.traced, donate_argnums=(0, 1))
         self._program = self.in_turn(self._jitted)
+        self._is_plain = variables is None and not settings.offloads_state
         if variables is not None:
             shards = shards_of(replicas, settings.min_elements)
             shapes = jax.eval_shape(self._optimizer.init, variables)
@@ -246,6 +247,9 @@ class WholeStateUpdate(VariableUpdate):
         self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
     ) -> tuple[Variables, OptimizerState]:
         """Return new variables and optimizer state; the old ones are used up. Collective if the state is in parts."""
+        if self._is_plain:
+            variables, state, self._reading = self._program(variables, optimizer_state, means, control)
+            return variables, state
         state = self.on_device(optimizer_state)
         if self._state_shards is not None:
             state = self._gathered(self._state_shards.whole(state))
