@@ -16,7 +16,7 @@ from collectives.errors import BrokenError, BusyError, ClosedError, LayoutMismat
 from collectives.instruments import Instruments, is_seen
 from collectives.named import Handle, NamedQueue
 from collectives.point_to_point.link import Link
-from collectives.prepared import Key, PreparedReductions
+from collectives.prepared import ORDERED, Key, PreparedReductions
 from collectives.requests import Carried, Preparations, Request, Result
 from collectives.transport import Prepared, Transport
 from collectives.waiting import Limits, Watch
@@ -74,7 +74,7 @@ class Communicator:
         self._number = 0
         self._state: Exception | None = None
         self._preparations = Preparations(self.rank, self.size)
-        self._prepared = PreparedReductions(transport)
+        self._prepared = PreparedReductions(transport, self._preparations.place_of)
         self._let_see(instruments)
 
     # ---- synchronous collectives
@@ -93,7 +93,7 @@ class Communicator:
             >>> collectives.run_on_threads(2, lambda comm: comm.all_reduce(np.array([1.0 + comm.rank])).tolist())
             [[3.0], [3.0]]
         """
-        key = "all_reduce", name, op, id(buffer)
+        key = self._prepared.key("all_reduce", name, op, 1, buffer)
         found = self._prepared.calls.get(key)
         if found is not None and found.take((buffer,), buffer):
             self._run_taken(found)
@@ -123,7 +123,7 @@ class Communicator:
         """
         if out is None:
             return self._run(self._preparations.ordered_all_reduce(contributions, out, op, name))
-        key = name, op, id(out)
+        key = self._prepared.key(ORDERED, name, op, len(contributions), out)
         found = self._prepared.calls.get(key)
         if found is not None and found.take(contributions, out):
             self._run_taken(found)
@@ -152,7 +152,7 @@ class Communicator:
         group = self._preparations.grouped_ordered_all_reduce(contributions, outs, op, names)
         if not self._transport.groups_reductions or len(group) < 2:
             for each, out in zip(group, outs, strict=True):
-                self._run_and_learn((each.call.name, op, id(out)), each)
+                self._run_and_learn(self._prepared.key(ORDERED, each.call.name, op, each.count, out), each)
             return outs
         call = Call("grouped_ordered_all_reduce", ", ".join(names), group=tuple(each.call for each in group))
         tensors = [each.arguments[0]._replace(is_shared=False) for each in group]

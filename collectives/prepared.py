@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -11,26 +10,41 @@ import numpy as np
 from collectives.requests import Request
 from collectives.transport import Prepared, Transport
 
-Key = tuple[str | int, ...]
+Key = tuple[object, ...]
+
+ORDERED = "ordered_all_reduce"
+"""The name of the operation in keys."""
 
 _CACHED = 1024
 
 
 @final
 class PreparedReductions:
-    """The prepared reductions of a communicator. A call is prepared when it is made for the second time.
+    """The prepared reductions of a communicator. A call is prepared when one of its layout is made the second time.
 
     Args:
         transport: Transport that prepares them.
+        place_of: Returns the place of a result, as `Preparations.place_of` does.
 
     Attributes:
-        calls: Prepared reductions by operation, name, operator and `id` of the result.
+        calls: Prepared reductions by key.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, place_of: Callable[[np.ndarray], int]) -> None:
         self._transport = transport
-        self._outs: dict[Key, weakref.ref[np.ndarray]] = {}
+        self._place_of = place_of
+        self._seen: set[Key] = set()
         self.calls: dict[Key, Prepared] = {}
+
+    def key(self, operation: str, name: str, op: str, count: int, out: np.ndarray) -> Key:
+        """Return the key of a call, for the number of its contributions: equal for all arrays of one layout.
+
+        Shared memory has a key for each array. If `out` is no array, the key is empty: no such call is prepared.
+        """
+        try:
+            return operation, name, op, count, self._place_of(out), out.shape, out.dtype
+        except AttributeError:
+            return ()
 
     def take_group(
         self,
@@ -44,7 +58,7 @@ class PreparedReductions:
             return []
         taken: list[Prepared] = []
         for arrays, out, name in zip(contributions, outs, names, strict=True):
-            found = self.calls.get((name, op, id(out)))
+            found = self.calls.get(self.key(ORDERED, name, op, len(arrays), out))
             if found is None or not found.take(arrays, out):
                 break
             taken.append(found)
@@ -59,21 +73,19 @@ class PreparedReductions:
         out = request.result
         if not self._transport.prepares_reductions or out is None:
             return
-        known, is_second = self.calls.get(key), self._is_known(key, out)
-        if not is_second or (known is not None and known.is_of_use):
+        known = self.calls.get(key)
+        if not self._is_known(key) or (known is not None and known.is_of_use):
             return
         prepared = self._transport.prepared(request.call, request.arguments[0], out)
         if prepared is not None:
             self.calls[key] = prepared
 
-    def _is_known(self, key: Key, out: np.ndarray) -> bool:
-        """Return whether the key was seen with the same array; note it otherwise."""
-        seen = self._outs.get(key)
-        if seen is not None and seen() is out:
+    def _is_known(self, key: Key) -> bool:
+        """Return whether the key was seen before; note it otherwise."""
+        if key in self._seen:
             return True
-        if len(self._outs) >= _CACHED:
-            self._outs.clear()
+        if len(self._seen) >= _CACHED:
+            self._seen.clear()
             self.calls.clear()
-        self._outs[key] = weakref.ref(out)
-        self.calls.pop(key, None)
+        self._seen.add(key)
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count as numbers_from
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -102,14 +103,24 @@ class Preparations:
         self._size = size
         self._shared: dict[int, np.ndarray] = {}  # flat views of shared arrays, by the id of the array
         self._shared_bases: set[int] = set()
+        self._places: dict[int, int] = {}  # a number for each shared array, never used again, by the id of the array
+        self._numbers = numbers_from(1)
         self._calls: dict[tuple[Any, ...], tuple[Call, Reduction]] = {}
 
     def share(self, array: np.ndarray) -> None:
         """Note that all ranks share the memory of an array: a reduction into it is then written once."""
         self._shared[id(array)] = array.reshape(-1)
+        self._places[id(array)] = next(self._numbers)
         weakref.finalize(array, self._shared.pop, id(array), None)
+        weakref.finalize(array, self._places.pop, id(array), None)
         self._shared_bases.add(id(array.base))
         weakref.finalize(array.base, self._shared_bases.discard, id(array.base))
+
+    def place_of(self, out: np.ndarray) -> int:
+        """Return the number of a shared array; 0 for private memory, and -1 for a part or view of a shared array."""
+        if not self._shared_bases or id(out.base) not in self._shared_bases:
+            return 0
+        return self._places.get(id(out), -1)
 
     def all_reduce(self, buffer: np.ndarray, op: str, name: str) -> Request[np.ndarray]:
         """Prepare a reduction in place."""
@@ -242,7 +253,7 @@ class Preparations:
 
     def _private(self, out: np.ndarray) -> np.ndarray:
         """Return a flat view of memory that only this rank will write."""
-        if self._shared_bases and id(out.base) in self._shared_bases:
+        if self.place_of(out):
             raise UnsupportedBufferError(
                 "a part or view of memory from `allocate` cannot receive a result: all ranks would write to it; "
                 "give ordered_all_reduce the whole array"

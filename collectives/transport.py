@@ -54,7 +54,7 @@ class Reducing(NamedTuple):
 
 
 class Prepared(Protocol):
-    """A reduction into one array that can be repeated, with other contributions of the same layout.
+    """A reduction that can be repeated with other arrays of the same layout.
 
     Attributes:
         call: Call that all ranks must make.
@@ -122,6 +122,8 @@ class Transport(ABC):
 
     def prepared(self, call: Call, reducing: Reducing, out: np.ndarray) -> Prepared | None:
         """Prepare repetitions of the reduction into `out` that has just been carried out; None: they are not faster.
+
+        If `out` is shared memory, repetitions have the same `out`; else they have any private arrays of its layout.
 
         A rank may prepare a reduction that another rank carries out as before.
         """

@@ -179,8 +179,13 @@ def end_before_mpi(at_end: Callable[[], None], at_failure: Callable[[], None]) -
         at_failure: Function that lets a failed process end without waiting for the others.
     """
     process.at_end, process.at_failure = at_end, at_failure
+    leave_first()
+
+
+def leave_first() -> None:
+    """Let this instance wait for the others before the exit handlers that exist now, which may end what others use."""
     if process.watches_exit:
-        atexit.unregister(_leave)  # exit handlers run in reverse order: `_leave` must run first
+        atexit.unregister(_leave)  # exit handlers run in reverse order
         atexit.register(_leave)
 
 

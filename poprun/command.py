@@ -16,7 +16,7 @@ from poprun.launch.program import check_sinks, check_user, check_word, quote_wor
 
 TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
 if TYPE_CHECKING:
-    from poprun.monitor.watching import Watch
+    from poprun.monitor.watching import JobWatch
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -76,7 +76,7 @@ def _run_job(launch: Launch, environ: Mapping[str, str], log: Log) -> int:
     from poprun.supervisor.job import run_job
 
     @cache
-    def watch() -> Watch:
+    def watch() -> JobWatch:
         from poprun.monitor.watching import watch_job
 
         return watch_job(launch.settings, log, environ)

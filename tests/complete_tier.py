@@ -42,8 +42,8 @@ class Part:
 
 PARTS = {
     "transports": Part(
-        "every dtype, refusal and size over each real transport",
-        ("collectives/backends",),
+        "every dtype, refusal and size over each real transport, without the kernel, and the kernel under sanitizers",
+        ("collectives/backends", "collectives/kernel.py", "collectives/native", "collectives/shared_memory"),
         ("tests/collectives",),
     ),
     "hosts": Part(
@@ -143,7 +143,7 @@ def files_of(part: Part) -> Iterator[Path]:
         if path.is_file():
             yield path
         else:
-            yield from sorted(path.rglob("*.py"))
+            yield from sorted(each for each in path.rglob("*") if each.suffix in (".c", ".py"))
 
 
 def _code_of(path: Path) -> bytes:

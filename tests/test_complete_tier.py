@@ -47,7 +47,7 @@ def test_changed_docstrings_and_comments_make_no_part_due(project):
     assert due() == []
 
 
-@pytest.mark.parametrize("name", ["ssh.py", "telnet.py"])
+@pytest.mark.parametrize("name", ["ssh.py", "telnet.py", "kernel.c"])
 def test_changed_and_new_code_makes_a_part_due(project, name):
     (project / "code" / name).write_text("PORT = 23\n")
     assert due() == ["hosts"]

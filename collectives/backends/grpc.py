@@ -14,7 +14,7 @@ from typing_extensions import override
 from collectives.communicator import Communicator
 from collectives.factory import RankGroup, Settings, assemble
 from collectives.network.addresses import Address
-from collectives.network.lanes import SMALL_BYTES, Copied, Fetched, Inbox, Outbox, Received, Sent
+from collectives.network.lanes import SMALL_BYTES, CopiedMessage, Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
@@ -29,7 +29,7 @@ SIZES = Sizes(
 )
 
 _PAIR = 2
-_COPIED = Copied()
+_COPIED = CopiedMessage()
 
 
 def sizes_for(workers: int) -> Sizes:

@@ -335,6 +335,18 @@ static void produce(const Waiter *w, const Plan *p, const void *const *own, int 
     }
 }
 
+/* Reduce `p->sources` into two places, block by block: the second write reads a block that is in the cache. */
+static void reduce_twice(const Plan *p, int sources, char *out, char *copy, size_t n) {
+    const size_t block = BLOCK_BYTES / p->item;
+    for (size_t start = 0; start < n; start += block) {
+        const size_t nbytes = smaller(block, n - start) * p->item;
+        reduce(p->item, &p->whole, p->sources, out, nbytes / p->item, p->mean);
+        memcpy(copy, out, nbytes);
+        for (int number = 0; number < sources; number++) p->sources[number] = (const char *)p->sources[number] + nbytes;
+        out += nbytes, copy += nbytes;
+    }
+}
+
 /* Reduce this rank's slice of a chunk into `out`, and for others into the window if `out` is private. */
 static void reduce_chunk(const Waiter *w, const Plan *p, const void *const *own, char *out, int step, int64_t chunk) {
     const size_t first = first_of(p, w->rank, step), n = length_of(p, w->rank, step);
@@ -349,8 +361,8 @@ static void reduce_chunk(const Waiter *w, const Plan *p, const void *const *own,
                 p->sources[known++] = place_in_pipe(w, p, rank, w->rank, chunk, node);
     }
     char *target = out + first * p->item;
-    reduce(p->item, &p->whole, p->sources, target, n, p->mean);
-    if (p->is_private) memcpy(result_of(w, p, w->rank, chunk), target, n * p->item);
+    if (p->is_private) reduce_twice(p, known, target, result_of(w, p, w->rank, chunk), n);
+    else reduce(p->item, &p->whole, p->sources, target, n, p->mean);
 }
 
 static int fetch_chunk(const Waiter *w, const Plan *p, char *out, int step, int64_t chunk) {
@@ -741,7 +753,6 @@ typedef struct {
     PyObject_HEAD
     Plan plan;
     PyObject *window, *tables; /* what `plan` points into is kept alive by these */
-    PyObject *out;             /* a weak reference to the result's array */
     Py_ssize_t *shape;
     int ndim;
     char format;
@@ -797,23 +808,22 @@ static int make_room(PlanObject *self, int64_t own) {
 }
 
 static int fill_in(PlanObject *self, PyObject *args, PyObject *named) {
-    static char *names[] = {"window",     "out",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
+    static char *names[] = {"window",     "kind",    "format",    "shape",       "is_private", "fingerprint", "mean",
                             "counts",     "nbytes",  "bounds",    "slots",       "pipes",      "nodes",       "chunk",
                             "chunks",     "pipe_step", "results", "result_step", "sums",       "whole",       "leaves",      "with_sums", NULL};
     Plan *plan = &self->plan;
-    PyObject *window, *out, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole, *leaves;
+    PyObject *window, *shape, *counts, *nbytes, *bounds, *slots, *pipes, *nodes, *sums, *whole, *leaves;
     int kind, format;
     unsigned long long fingerprint;
     long long mean, pipe_step, results, result_step;
     Py_ssize_t chunk;
-    if (!PyArg_ParseTupleAndKeywords(args, named, "O!OiCO!pKLSSSSSSniLLLO!SSp", names, window_type, &window, &out, &kind, &format, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, named, "O!iCO!pKLSSSSSSniLLLO!SSp", names, window_type, &window, &kind, &format, &PyTuple_Type,
                                      &shape, &plan->is_private, &fingerprint, &mean, &counts, &nbytes, &bounds, &slots,
                                      &pipes, &nodes, &chunk, &plan->chunks, &pipe_step, &results, &result_step,
                                      &PyTuple_Type, &sums, &whole, &leaves, &plan->with_sums))
         return 0;
     self->tables = PyTuple_Pack(10, window, counts, nbytes, bounds, slots, pipes, nodes, sums, whole, leaves);
-    self->out = PyWeakref_NewRef(out, NULL);
-    if (!self->tables || !self->out) return 0;
+    if (!self->tables) return 0;
     self->window = window;
     const Py_ssize_t size = ((Window *)window)->waiter.size;
     plan->counts = table(counts, size);
@@ -866,7 +876,6 @@ static void plan_dealloc(PyObject *object) {
     PyMem_Free((void *)self->own);
     PyMem_Free(self->views);
     Py_XDECREF(self->tables);
-    Py_XDECREF(self->out);
     end_of(object);
 }
 
@@ -884,7 +893,6 @@ static PyObject *plan_take(PyObject *object, PyObject *const *args, Py_ssize_t g
     PlanObject *self = (PlanObject *)object;
     if (given != 2) return PyErr_Format(PyExc_TypeError, "take takes 2 arguments, not %zd", given);
     const Py_ssize_t count = own_count(self);
-    if (PyWeakref_GetObject(self->out) != args[1]) Py_RETURN_FALSE; /* not the array that was found to be sound */
     if (self->is_taken || length_of_list(args[0]) != count || !borrow_all(args[0], count, args[1], self->views))
         Py_RETURN_FALSE;
     for (Py_ssize_t number = 0; number <= count; number++)

@@ -152,7 +152,7 @@ class Received:
         return True
 
 
-class Copied:
+class CopiedMessage:
     """A sent message whose array may be reused from the beginning."""
 
     __slots__ = ()

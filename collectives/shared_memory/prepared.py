@@ -1,4 +1,4 @@
-"""Reductions through a window that the native kernel carries out, each prepared for one array of results."""
+"""Reductions through a window that the native kernel carries out, each prepared for arrays of one layout."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Exchanging(Protocol):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A reduction into `out`, apart from the memory of its contributions.
+class PreparedLayout:
+    """A reduction, apart from the memory of its arrays.
 
     Attributes:
         call: Call that all ranks make.
         reducing: An equal reduction.
-        out: Array for the result.
+        shape: Shape of the result.
         counts: Number of contributions of each rank.
     """
 
     call: Call
     reducing: Reducing
-    out: np.ndarray
+    shape: tuple[int, ...]
     counts: tuple[int, ...]
 
     def announced(self, inline_bytes: int, is_one_chunk: bool) -> list[int]:
@@ -66,7 +66,9 @@ class Layout:
         return [size if size <= inline_bytes else TOO_LARGE for size in sizes]
 
 
-def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: int) -> tuple[NativePlan, int] | None:
+def native_plan(
+    kernel: Kernel, window: Window, layout: PreparedLayout, inline_bytes: int
+) -> tuple[NativePlan, int] | None:
     """Return a plan of the native kernel, and the number of chunks that pass through the window.
 
     Return None if some ranks' arrays travel with the exchange, and others' do not, or if there are too many.
@@ -88,10 +90,9 @@ def native_plan(kernel: Kernel, window: Window, layout: Layout, inline_bytes: in
     own = flow.spread.sums[window.rank]
     plan = kernel.Plan(
         window=window.native,
-        out=layout.out,
         kind=kind,
         format=out.dtype.char,
-        shape=layout.out.shape,
+        shape=layout.shape,
         is_private=not reducing.is_shared,
         fingerprint=layout.call.fingerprint,
         mean=sum(counts) if reduction.op == "mean" else 0,
@@ -122,7 +123,9 @@ def _table(numbers: Sequence[int]) -> bytes:
 class PreparedReduction:
     """A `Prepared` reduction through a window."""
 
-    def __init__(self, exchanging: Exchanging, kernel: Kernel, layout: Layout, plan: NativePlan, chunks: int) -> None:
+    def __init__(
+        self, exchanging: Exchanging, kernel: Kernel, layout: PreparedLayout, plan: NativePlan, chunks: int
+    ) -> None:
         self.call = layout.call
         self.is_of_use = True
         self.take: Callable[[Sequence[np.ndarray], np.ndarray], bool] = plan.take

@@ -20,7 +20,7 @@ from collectives.arrays import aligned_empty
 from collectives.calls import Call
 from collectives.kernel import kernel
 from collectives.reduction import Reduction
-from collectives.shared_memory.prepared import Layout, PreparedReduction, native_plan
+from collectives.shared_memory.prepared import PreparedLayout, PreparedReduction, native_plan
 from collectives.shared_memory.reduction import ChunkedReduction, StagedReduction, slice_bounds
 from collectives.shared_memory.segment import (
     CONSUMED,
@@ -201,7 +201,7 @@ class SharedMemoryTransport(Transport):
         found = kernel()
         if found is None or not reducing.reduction.is_native or not out.size:
             return None
-        layout = Layout(call, reducing, out, self._counts())
+        layout = PreparedLayout(call, reducing, out.shape, self._counts())
         plan = native_plan(found, self.window, layout, self._inline_bytes)
         return plan and PreparedReduction(self, found, layout, *plan)
 

@@ -14,7 +14,7 @@ from poprun.monitor.viewers import Viewers
 
 
 @dataclass(frozen=True)
-class Watch:
+class JobWatch:
     """The watchers of a job, during all attempts at it.
 
     Attributes:
@@ -37,16 +37,16 @@ class Watch:
             self.summary.finish(exit_status)
 
 
-def watch_nothing() -> Watch:
+def watch_nothing() -> JobWatch:
     """Return the watch of a job that nobody may look at."""
-    return Watch(Viewers())
+    return JobWatch(Viewers())
 
 
-def watch_job(settings: LaunchSettings, log: Log, environ: Mapping[str, str]) -> Watch:
+def watch_job(settings: LaunchSettings, log: Log, environ: Mapping[str, str]) -> JobWatch:
     """Open the job for viewers, and begin its summary.
 
     Raises:
         PopRunError: poprun cannot listen at the address for viewers, or cannot write the file of the summary.
     """
     summary = Summary(SummaryAsked.read(settings.summary), settings.program, log, environ)
-    return Watch(Viewers(open_doors(settings.top_address, environ, log), settings.program), summary)
+    return JobWatch(Viewers(open_doors(settings.top_address, environ, log), settings.program), summary)

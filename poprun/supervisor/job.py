@@ -20,13 +20,13 @@ from poprun.supervisor.starting import StartedJob
 TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
 if TYPE_CHECKING:
     from poprun.ipc.facts import JobEnd
-    from poprun.monitor.watching import Watch
+    from poprun.monitor.watching import JobWatch
 
 LAST_WORDS_LIMIT_S = 0.2
 """The time limit for a reader to take each piece of the last output after an interrupt."""
 
 
-def run_job(launch: Launch, environ: Mapping[str, str], log: Log, watch: Callable[[], Watch]) -> JobEnd:
+def run_job(launch: Launch, environ: Mapping[str, str], log: Log, watch: Callable[[], JobWatch]) -> JobEnd:
     """Run the instances of a launch to their end.
 
     Args:
@@ -53,7 +53,7 @@ def run_job(launch: Launch, environ: Mapping[str, str], log: Log, watch: Callabl
 
 
 def _run_once(
-    launch: Launch, output: Output, environ: Mapping[str, str], log: Log, watch: Callable[[], Watch]
+    launch: Launch, output: Output, environ: Mapping[str, str], log: Log, watch: Callable[[], JobWatch]
 ) -> JobEnd:
     for warning in launch.remote.warnings if launch.remote is not None else ():
         log.warn(warning)

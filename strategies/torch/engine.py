@@ -21,7 +21,7 @@ from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError, StrategyError
-from strategies.exchange.flat import not_made
+from strategies.exchange.flat import not_made, private_memory
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
 from strategies.jax.comparing.agreement import terms_of
@@ -65,10 +65,6 @@ from strategies.torch.updates import refuse_groups
 from strategies.train_state import TrainState
 from strategies.trees import ShapeOfArray
 from strategies.typing import Batch, Tree
-
-_READ_IN_WINDOW = 32 << 20
-"""Bytes of all gradients up to which optimizers read means in shared memory. This saves 3 % of a step of an MLP with 7
-MB, but keeps gradients and means in memory."""
 
 
 @dataclass
@@ -246,9 +242,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if path is None and replicas.num_instances == 1:  # several instances choose the path in the first step
             path = path_for(replicas, memory, self._options)
         if path is not None:
-            return plan_memory(replicas, training, plan, [], True, batch, stays=True)
+            return plan_memory(replicas, training, plan, [], batch, stays=True)
         buckets = plan.buckets(not_made, self._writes_over)
-        return plan_memory(replicas, training, plan, buckets, self._has_private_means, batch)
+        return plan_memory(replicas, training, plan, buckets, batch)
 
     def _make_exchange(self, names: tuple[str, ...]) -> AnyExchange:
         """Plan how gradients travel, and allocate the memory of their means. Collective."""
@@ -256,8 +252,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if self._path is not None:
             insist_on_agreement(self._replicas, [{"metrics": ", ".join(names)}])
             return DeviceExchange(plan, names, self._path, TorchArithmetic(), self._training.memory_of_replicas)
-        gpu, communicator = self._training.memory_of_replicas.gpu, self._replicas.communicator
-        return GradientExchange(plan, names, communicator, count, self._has_private_means, self._writes_over, gpu)
+        memory, communicator = self._training.memory_of_replicas, self._replicas.communicator
+        # `grad` refers to means on the host, and programs write to it; a device gets copies.
+        allocate = private_memory if memory.is_on_host else communicator.allocate
+        return GradientExchange(plan, names, communicator, count, allocate, self._writes_over, memory.gpu)
 
     def _gradient_plan(self, metrics: int) -> TorchGradientPlan:
         training, options = self._training, self._options
@@ -271,21 +269,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return TorchGradientPlan(parameters, options.transfer, streams, training.update.shards, tail)
 
     @property
-    def _has_private_means(self) -> bool:
-        """Whether the mean gradients need memory of their own, because the optimizer or a callback may write to it."""
-        is_plain = type(self._training.optimizer).__module__.startswith("torch.optim")
-        return not is_plain or self._options.before_update is not None
-
-    @property
     def _writes_over(self) -> bool:
-        """Whether the means of large gradients are written over them. A check of gradients, and a GPU, needs both.
-
-        Instances that share the memory of means do so only if all gradients together are large; see `_READ_IN_WINDOW`.
-        """
-        if self._options.check_numerics or self._training.memory_of_replicas.gpu is not None:
-            return False
-        is_shared = self._replicas.num_instances > 1 and not self._has_private_means
-        return not is_shared or sum(one.nbytes for one in self._training.trained) > _READ_IN_WINDOW
+        """Whether means of large gradients are written over them. A check of gradients, and a GPU, needs both."""
+        return not self._options.check_numerics and self._training.memory_of_replicas.gpu is None
 
     # ---- one step
 

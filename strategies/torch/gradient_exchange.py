@@ -18,7 +18,7 @@ from strategies.core.gathering import replicas_where
 from strategies.core.members import Members
 from strategies.core.metrics import UnreadArray
 from strategies.errors import StrategyError
-from strategies.exchange.flat import FlatLayout, private_memory
+from strategies.exchange.flat import FlatLayout
 from strategies.exchange.int8 import Int8Layout
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.page_locks import lock_pages
@@ -249,7 +249,7 @@ class GradientExchange:
         names: The names of the metrics in the tail.
         communicator: The communicator of all instances.
         replicas: The number of replicas of all instances.
-        is_private: Whether the memory of the means may be written. If not, the instances of a host share it.
+        allocate: Makes the memory of the means. Collective if instances share it.
         writes_over: Whether means may be written over gradients. If not, gradients can be inspected afterwards.
         gpu: The ordinal of the GPU to which means go; None if they stay on the host.
 
@@ -265,14 +265,14 @@ class GradientExchange:
         names: tuple[str, ...],
         communicator: Communicator,
         replicas: int,
-        is_private: bool,
+        allocate: Allocate,
         writes_over: bool = False,
         gpu: int | None = None,
     ) -> None:
         self.plan, self.names = plan, names
         self._means = Means(communicator, replicas, plan.quantised)
         self._is_alone = replicas == 1 and plan.quantised is None  # the mean over one replica is its gradient
-        self.buckets = plan.buckets(private_memory if is_private else communicator.allocate, writes_over)
+        self.buckets = plan.buckets(allocate, writes_over)
         self._numbers = {bucket.name: number for number, bucket in enumerate(self.buckets)}
         self._over = [self._written_over(bucket, writes_over) for bucket in self.buckets]
         pairs = list(zip(self.buckets, self._over, strict=True))

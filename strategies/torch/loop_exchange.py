@@ -88,7 +88,7 @@ class HostLoopExchange(LoopExchange):
     ) -> None:
         super().__init__(plan)
         self._exchange = GradientExchange(
-            plan, flags, communicator, replicas, is_private=False, writes_over=not plan.is_cut
+            plan, flags, communicator, replicas, communicator.allocate, writes_over=not plan.is_cut
         )
         self._contribution = Contribution(plan)
         self._last = len(plan.members) - 1

@@ -27,7 +27,6 @@ def plan_memory(
     training: TorchTraining,
     plan: TorchGradientPlan,
     buckets: Sequence[Bucket],
-    is_private: bool,
     batch: Batch,
     stays: bool = False,
 ) -> MemoryPlan:
@@ -38,14 +37,14 @@ def plan_memory(
         training: The module, its optimizer, and their state.
         plan: The plan of the gradients.
         buckets: The buckets, with memory for their means on the host.
-        is_private: Whether no means lie in a shared window.
         batch: The batch of this instance.
         stays: Whether gradients stay on the device.
     """
     local, state = len(replicas.local_replicas), training.state()
     gradients = sum(each.size * each.dtype.itemsize for layout in plan.layouts for each in layout.buffers)
     quantised = 0 if plan.quantised is None else plan.quantised.new_result().nbytes
-    where = HOST if training.memory_of_replicas.is_on_host else DEVICE
+    is_on_host = training.memory_of_replicas.is_on_host
+    where = HOST if is_on_host else DEVICE
     held = [
         Held("variables", _nbytes(state.variables), where, "once for all local replicas"),
         Held("optimizer state", _nbytes(state.optimizer_state["state"]), where, "after the first step"),
@@ -55,7 +54,7 @@ def plan_memory(
         Held("gradients", local.bit_length() * gradients, where, f"sums of {local} replicas")
         if stays
         else Held("gradients", local * gradients, HOST, f"of {local} replicas, as they travel"),
-        *held_by_means(replicas, buckets, quantised, is_private),
+        *held_by_means(replicas, buckets, quantised, is_private=is_on_host),
         *held_by_data(replicas, batch, _nbytes(tensors_of(batch)), HOST),
     ]
     return MemoryPlan(replicas.instance.index, local, [each for each in held if each.nbytes])

@@ -1,4 +1,4 @@
-"""Reductions into one array that are repeated: prepared for the native kernel, and checked as before."""
+"""Reductions of one layout that are repeated: prepared for the native kernel, and checked as before."""
 
 from __future__ import annotations
 
@@ -58,11 +58,50 @@ def test_the_third_call_runs_in_the_kernel(native: Kernel, length: int, is_alloc
             communicator.ordered_all_reduce(arrays, out, "mean", name="gradients")
         return functions_entered(lambda: communicator.ordered_all_reduce(arrays, out, "mean", name="gradients"))
 
-    prepared = ["ordered_all_reduce", "_run_taken", "_run", "carry_out", "begin_exchange"]
+    prepared = ["ordered_all_reduce", "key", "place_of", "_run_taken", "_run", "carry_out", "begin_exchange"]
     for entered in run_on_threads(2, program, WINDOW):
         # A rank that has to wait for longer than a millisecond goes on in `wait_on`.
         assert entered[: len(prepared)] == prepared
         assert "_run_and_learn" not in entered
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_new_private_arrays_of_a_known_layout_run_in_the_kernel(native: Kernel, length: int, is_in_place: bool) -> None:
+    def program(communicator: Communicator) -> list[str]:
+        def reduce(value: float) -> np.ndarray:
+            arrays = [np.full(length, value + number, np.float32) for number in range(2)]
+            out = arrays[0] if is_in_place else np.empty(length, np.float32)
+            kept.append(communicator.grouped_ordered_all_reduce([arrays], [out], "sum", names=["gradients"])[0])
+            return kept[-1]
+
+        kept: list[np.ndarray] = []  # so that no array has the place of an earlier one
+        for value in range(2):
+            reduce(value)
+        entered = functions_entered(lambda: reduce(communicator.rank))
+        assert (kept[-1] == 4).all()
+        return entered
+
+    for entered in run_on_threads(2, program, WINDOW):
+        assert "carry_out" in entered
+        assert "_run_and_learn" not in entered
+
+
+def test_a_reduction_into_new_shared_memory_is_prepared_for_itself() -> None:
+    def program(communicator: Communicator) -> None:
+        for value in range(4):  # a freed array may leave its `id` to the next one
+            out = communicator.allocate((70_001,), np.float32)
+            for _ in range(4):
+                communicator.ordered_all_reduce([np.full(70_001, value, np.float32)], out)
+                assert (out == 2 * value).all()
+                communicator.barrier()
+            private = np.empty(70_001, np.float32)
+            communicator.ordered_all_reduce([np.full(70_001, 5, np.float32)], private)
+            assert (private == 10).all()
+            assert (out == 2 * value).all()
+            del out
+
+    run_on_threads(2, program, WINDOW)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

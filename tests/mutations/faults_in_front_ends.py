@@ -148,9 +148,16 @@ IN_FRONT_ENDS = (
     Fault(
         name="means are written over gradients that are then searched for numbers that are not finite",
         path="strategies/torch/engine.py",
-        old="if self._options.check_numerics or self._training",
-        new="if self._training",
+        old="return not self._options.check_numerics and self._training",
+        new="return self._training",
         caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_a_large_gradient_that_is_not_finite_is_blamed_on_its_replica",
+    ),
+    Fault(
+        name="instances of a host share the memory of the gradients that a program sees",
+        path="strategies/torch/engine.py",
+        old="private_memory if memory.is_on_host else communicator.allocate",
+        new="communicator.allocate",
+        caught_by="tests/strategies/on_torch/test_means_over_gradients.py::test_a_program_may_write_gradients_while_another_instance_updates",
     ),
     Fault(
         name="all replicas of a module draw the same numbers",

@@ -25,6 +25,7 @@ import numpy as np
 # leaves the coordinator without waiting for the other processes.
 from collectives import Communicator
 from popdist.instance import this_host
+from popdist.leaving import leave_first
 from popdist.process import process
 from popdist.tuning import read_limits
 from popdist.xla import own_autotuning_setting
@@ -128,6 +129,7 @@ def connect_processes(communicator: Communicator) -> None:
     if states[0] == RuntimeState.UNSTARTED:
         with _reserved_port() if communicator.rank == 0 else contextlib.nullcontext(0) as port:
             _initialize(_Coordinator.agreed(communicator, port), communicator)
+        leave_first()  # JAX, imported later than popdist, would wait for an instance that has not left yet
     atexit.unregister(_leave_if_failed)
     atexit.register(_leave_if_failed)
     _delay_abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import strategies.torch
 from strategies import NonFiniteGradientError
 
 REPLICAS = 2
+LIMIT_S = 60
 SMALL = 600 * 5 * 4  # the most bytes of a gradient that is packed with others
 
 
@@ -59,12 +61,12 @@ def by_trainer(steps=3):
     return bits(module.parameters())
 
 
-@pytest.mark.parametrize(("instances", "options"), [(1, {}), (2, {"before_update": lambda module: None})])
-def test_a_trainer_shows_the_mean_in_the_memory_of_the_first_local_gradient(instances, options, on_instances):
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_trainer_shows_the_mean_in_the_memory_of_the_first_local_gradient(instances, on_instances):
     def train(strategy):
         module = copy.deepcopy(MODULE)
         completed = addresses_in(module[3].weight)
-        trainer = sgd_trainer(strategy, module, square, verify_steps=0, **options)
+        trainer = sgd_trainer(strategy, module, square, verify_steps=0)
         trainer.step(data()["x"][: 2 * len(strategy.local_replicas)])
         assert module[3].weight.grad.data_ptr() in completed
         assert bytes_of_means(trainer._engine._local.exchange) <= SMALL + (64 + 2) * 600 * 4 + 1000
@@ -73,16 +75,25 @@ def test_a_trainer_shows_the_mean_in_the_memory_of_the_first_local_gradient(inst
     assert all(on_instances(instances, REPLICAS, train, mechanism="window"))
 
 
-def test_small_means_are_read_where_instances_share_them(on_instances):
+def test_a_program_may_write_gradients_while_another_instance_updates(on_instances):
+    """Instance 1 waits in its optimizer until instance 0 has cleared the gradients of its own step."""
+    cleared = threading.Event()
+
+    def await_other(*_):
+        assert cleared.wait(LIMIT_S)
+
     def train(strategy):
         module = copy.deepcopy(MODULE)
-        completed = addresses_in(module[3].weight)
         trainer = sgd_trainer(strategy, module, square, verify_steps=0)
+        if strategy.instance_index == 1:
+            trainer.optimizer.register_step_pre_hook(await_other)
         trainer.step(rows(strategy))
-        [address] = completed
-        return module[3].weight.grad.data_ptr() not in (0, address)
+        if strategy.instance_index == 0:
+            module.zero_grad(set_to_none=False)
+            cleared.set()
+        return bits(module.parameters())
 
-    assert all(on_instances(REPLICAS, REPLICAS, train, mechanism="window"))
+    assert on_instances(REPLICAS, REPLICAS, train, mechanism="window") == [by_trainer(1)] * REPLICAS
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_gradients": True}])
@@ -146,8 +157,7 @@ def test_a_large_gradient_that_is_not_finite_is_blamed_on_its_replica():
     "options",
     [
         {},
-        {"before_update": lambda module: None},
-        {"before_update": lambda module: None, "stream_gradients": True},
+        {"stream_gradients": True},
         {"gradient_transfer_dtype": "bfloat16"},
     ],
 )
