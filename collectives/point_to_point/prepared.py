@@ -1,8 +1,7 @@
-"""Reductions of small arrays by messages, each prepared for one array of results."""
+"""Reductions of small arrays by messages, each prepared for arrays of one layout."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -59,7 +58,7 @@ class PreparedReduction:
         told: Messages of the reduction.
         call: Call that all ranks make.
         reducing: An equal reduction.
-        out: Array for the result.
+        out: Array of the layout of results.
         watch: Limits and messages of waits.
     """
 
@@ -72,7 +71,6 @@ class PreparedReduction:
         self._told = told
         self._watch = watch
         self._reduction = reducing.reduction
-        self._out = weakref.ref(out)  # a strong one would keep the arrays of the first call alive
         self._dtype, self._shape, self._is_flat = out.dtype, out.shape, out.ndim == 1
         self._count = len(reducing.contributions)
         self._words = told.head[: told.compared]
@@ -90,7 +88,7 @@ class PreparedReduction:
     # ---- the arrays of a call
 
     def _take(self, contributions: Sequence[np.ndarray], out: np.ndarray) -> bool:
-        if self._taken is not None or out is not self._out() or len(contributions) != self._count:
+        if self._taken is not None or type(out) is not np.ndarray or len(contributions) != self._count:
             return False
         flags = out.flags
         if out.shape != self._shape or out.dtype != self._dtype or not (flags.c_contiguous and flags.writeable):
