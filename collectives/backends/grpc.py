@@ -18,7 +18,7 @@ from collectives.network.lanes import SMALL_BYTES, CopiedMessage, Fetched, Inbox
 from collectives.network.node import Node
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
-from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Sizes, Transfer
+from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Mail, Sizes, Transfer
 
 SIZES = Sizes(
     whole_bytes=2 * MESSAGE_BYTES,  # two workers exchange halves
@@ -58,7 +58,8 @@ class GrpcLink(Link):
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         self._complaints = [partial(self._complain, source) for source in range(self.size)]
-        self.pause = node.bell(self._channel).wait
+        self._bell = node.bell(self._channel)
+        self.pause = self._bell.wait
 
     def begin(self) -> str:
         """Open streams for exchanges to all other members, and return the name of their lane.
@@ -105,6 +106,11 @@ class GrpcLink(Link):
     @override
     def fetch_up_to(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         return Fetched(self._inbox(source, lane), 0, room.size, self._complaints[source])
+
+    @override
+    def mail(self, ranks: Sequence[int], lane: int) -> Mail:
+        puts = [self._outbox(rank, lane).put for rank in ranks]
+        return Mail(puts, [self._inbox(rank, lane) for rank in ranks], self._bell.wait)
 
     def _outbox(self, to: int, lane: int) -> Outbox:
         outbox = self._outboxes.get((to, lane))

@@ -70,6 +70,13 @@ class Inbox:
             self._has_room.ring()
         return message
 
+    def put_back(self, message: bytes) -> None:
+        """Let a message that was taken be the next one again."""
+        self._messages.appendleft(message)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
     def close(self) -> None:
         """Drop the present and all future messages."""
         self._is_closed = True
@@ -186,15 +193,15 @@ class Outbox:
 
     Args:
         bell: Bell to ring whenever a sent array may be reused.
+
+    Attributes:
+        put: Function that appends a message.
     """
 
     def __init__(self, bell: Bell) -> None:
         self._bell = bell
         self._queue: SimpleQueue[bytes | Sent | None] = SimpleQueue()
-
-    def put(self, message: bytes | Sent) -> None:
-        """Append a message."""
-        self._queue.put(message)
+        self.put: Callable[[bytes | Sent], None] = self._queue.put
 
     def end(self) -> None:
         """Note that no further messages will follow."""

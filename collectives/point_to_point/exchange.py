@@ -19,6 +19,7 @@ from collectives.waiting import Watch
 _HEADER_BYTES = 64
 _FINGERPRINT, _COUNT, _NBYTES = 0, 1, 2  # the words of a header
 _WORDS = 3
+COMPARED_BYTES = 8 * _WORDS
 _PLANS = 256  # maximum number of cached layouts
 _TOO_LARGE = (1 << 64) - 1
 _OPENED = _TOO_LARGE - 1  # the arrays are too large, and the first messages of the reduction follow the block
@@ -69,11 +70,31 @@ class LinkExchange:
         rooms = [block + opening_bytes * (rank in self.away) for rank in range(self._size)]
         self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
         self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
-        self._heads = [[block[: _WORDS * 8].data for block in blocks] for blocks in self._blocks]
+        self._heads = [[block[:COMPARED_BYTES].data for block in blocks] for blocks in self._blocks]
         self._is_flat = len(self._rounds) == 1 and len(self.away) == self._size - 1
         self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
+        self._is_told = False
+
+    def expect_told(self) -> None:
+        """Let the next exchange begin after its messages were sent, which `head` describes."""
+        self._is_told = True
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of arrays that each rank contributed to the last exchange."""
+        return tuple(header[_COUNT] for header in self._headers[self._parity])
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether each rank sends one message to each other rank, with its block alone."""
+        return self._is_flat
+
+    def head(self, fingerprint: int, count: int, nbytes: int, opens: bool) -> bytes:
+        """Return the header of a block; `opens` says that the first messages of a reduction follow it."""
+        words = np.array([fingerprint, count, _OPENED if opens else nbytes], np.uint64).tobytes()
+        return words + bytes(_HEADER_BYTES - len(words))
 
     def run(
         self, fingerprint: int, arrays: Sequence[np.ndarray], count: int, opening: Opening | None = None
@@ -90,6 +111,7 @@ class LinkExchange:
         # Two sets of blocks: the arrays of one exchange stay readable until the next exchange but one.
         parity = self._parity = 1 - self._parity
         blocks, headers = self._blocks[parity], self._headers[parity]
+        is_told, self._is_told = self._is_told, False
         header = headers[self._rank]
         nbytes = len(arrays) and arrays[0].nbytes * count
         inline = None
@@ -104,12 +126,12 @@ class LinkExchange:
         self.has_delivered = False
         if self._is_flat and nbytes != _OPENED:
             own = blocks[self._rank][:_HEADER_BYTES] if inline is None else inline.block
-            if self._tell_at_once(blocks, self._heads[parity], own):
+            if self._tell_at_once(blocks, self._heads[parity], own, is_told):
                 return True, Parts((count,) * self._size, ()) if inline is None else inline.parts
             opened = None
         else:
             self._behind.clear()
-            opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None)
+            opened = self._tell(blocks, headers, opening if nbytes == _OPENED else None, is_told)
         return self._compared(arrays, headers, opened)
 
     def _compared(
@@ -139,11 +161,13 @@ class LinkExchange:
             return True, Parts(counts, ())
         return True, Parts(counts, self._views(self._parity, counts, arrays[0]))
 
-    def _tell_at_once(self, blocks: Sequence[np.ndarray], heads: Sequence[memoryview], own: np.ndarray) -> bool:
+    def _tell_at_once(
+        self, blocks: Sequence[np.ndarray], heads: Sequence[memoryview], own: np.ndarray, is_told: bool
+    ) -> bool:
         """Exchange blocks with all others, which are all on hosts of their own; return whether they are like `own`."""
         others, receive = self._others, self._link.receive
         receives = [receive(blocks[other], other, EXCHANGE) for other in others]
-        sends = self._link.send_all(own, others, EXCHANGE)
+        sends: Sequence[Transfer] = () if is_told else self._link.send_all(own, others, EXCHANGE)
         self._complete(receives, others)
         self._complete(sends, others)
         own_head, are_alike = heads[self._rank], True
@@ -153,7 +177,7 @@ class LinkExchange:
         return are_alike
 
     def _tell(
-        self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None
+        self, blocks: Sequence[np.ndarray], headers: Sequence[memoryview], opening: Opening | None, is_told: bool
     ) -> Opened | None:
         """Send all blocks to all ranks; return what has begun a reduction meanwhile, or None."""
         opened: Opened | None = None
@@ -164,7 +188,7 @@ class LinkExchange:
             fetches = [
                 self._link.fetch_up_to(room, source, EXCHANGE) for room, source in zip(rooms, each.sources, strict=True)
             ]
-            sends = self._send(each, blocks, headers, opened if each.leaves else None)
+            sends = [] if is_told else self._send(each, blocks, headers, opened if each.leaves else None)
             self._complete(fetches, each.sources)
             self._complete(sends, each.receivers)
             for (ranks, _), room, source, fetch in zip(each.rooms, rooms, each.sources, fetches, strict=True):

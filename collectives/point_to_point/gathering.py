@@ -67,27 +67,31 @@ class Layouts:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._known: dict[tuple[np.dtype, np.dtype, int, int], SumLayout] = {}
+        self._known: dict[tuple[np.dtype, np.dtype, int, int, bool], SumLayout] = {}
 
-    def layout(self, reduction: Reduction, count: int, elements: int) -> SumLayout:
-        """Return the layout if each rank contributes `count` arrays of `elements` elements."""
-        key = reduction.dtype, reduction.accumulator, count, elements
+    def layout(self, reduction: Reduction, count: int, elements: int, adds: bool = True) -> SumLayout:
+        """Return the layout if each rank contributes `count` arrays of `elements` elements.
+
+        If `adds` is false, no rank adds its contributions: they are the sums that travel.
+        """
+        key = reduction.dtype, reduction.accumulator, count, elements, adds
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _CACHED:
                 self._known.clear()
-            found = self._known[key] = self._new(reduction, count, elements)
+            found = self._known[key] = self._new(reduction, count, elements, adds)
         return found
 
-    def _new(self, reduction: Reduction, count: int, elements: int) -> SumLayout:
+    def _new(self, reduction: Reduction, count: int, elements: int, adds: bool) -> SumLayout:
         spread = Spread.apart((count,) * self._size)
         first = spread.blocks[self._rank].first
-        dtypes = tuple(tuple(map(reduction.dtype_of, nodes)) for nodes in spread.sums)
+        sums = spread.sums if adds else tuple(map(spread.leaves, range(self._size)))
+        dtypes = tuple(tuple(map(reduction.dtype_of, nodes)) for nodes in sums)
         return SumLayout(
-            tuple(OwnSum(node, node.first - first) for node in spread.sums[self._rank]),
+            tuple(OwnSum(node, node.first - first) for node in sums[self._rank]),
             dtypes,
             tuple(elements * sum(dtype.itemsize for dtype in of_rank) for of_rank in dtypes),
-            order_of(tuple(node for nodes in spread.sums for node in nodes)),
+            order_of(tuple(node for nodes in sums for node in nodes)),
             spread.replicas,
             elements,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -111,6 +111,33 @@ Pause = Callable[[float], None]
 """Function that returns when something may have happened, at the latest after the given seconds."""
 
 
+class Mailbox(Protocol):
+    """The received messages of one lane from one rank, in order."""
+
+    def __len__(self) -> int:
+        """Return the number of messages that have not been taken."""
+
+    def take(self) -> bytes | None:
+        """Return the next message, or None if none has arrived."""
+
+    def put_back(self, message: bytes) -> None:
+        """Let a message that was taken be the next one again."""
+
+
+class Mail(NamedTuple):
+    """The messages of one lane with several ranks, as `bytes` and without transfers.
+
+    Attributes:
+        puts: For each rank the function that sends a message to it.
+        boxes: Messages of each rank.
+        pause: Function that returns when a message may have arrived.
+    """
+
+    puts: Sequence[Callable[[bytes], None]]
+    boxes: Sequence[Mailbox]
+    pause: Pause
+
+
 class Link(ABC):
     """A connection of one rank with all other ranks.
 
@@ -161,6 +188,10 @@ class Link(ABC):
     def fetch_up_to(self, room: np.ndarray, source: int, lane: int) -> Fetch:
         """Fetch as `fetch` does a message of at most `room.size` bytes; what follows it in its memory is undefined."""
         return FetchedInto(self.receive(room, source, lane), room)
+
+    def mail(self, ranks: Sequence[int], lane: int) -> Mail | None:
+        """Return the messages with some ranks, if the link has them as `bytes`; else None."""
+        return None
 
     def pausing(self) -> Pause | None:
         """Return the pause function for a wait that begins now: `pause` if it covers all pending transfers."""

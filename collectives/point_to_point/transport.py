@@ -16,14 +16,16 @@ import numpy as np
 from typing_extensions import override
 
 from collectives.arrays import aligned_empty
+from collectives.calls import Call
 from collectives.plans.cutting import UNDER_WAY
-from collectives.point_to_point.exchange import LinkExchange
+from collectives.point_to_point.exchange import COMPARED_BYTES, LinkExchange
 from collectives.point_to_point.flow import Arrays, PartialSums, PieceFlow, drain
 from collectives.point_to_point.gathering import GatheredSums, Layouts, SumLayout, add_own
-from collectives.point_to_point.link import RESULTS, Link, Transfer
+from collectives.point_to_point.link import EXCHANGE, RESULTS, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.point_to_point.planned import Planned, Planner
-from collectives.transport import Parts, Reducing, Transport
+from collectives.point_to_point.prepared import PreparedReduction, Told, is_preparable
+from collectives.transport import Parts, Prepared, Reducing, Transport
 from collectives.waiting import Watch
 
 
@@ -54,6 +56,8 @@ class PointToPointTransport(Transport):
         self._gathered_bytes = self._sizes.gathered_bytes if is_apart else 0
         self._layouts = Layouts(self.rank, self.size)
         self._gathered: GatheredSums | None = None
+        self._mail = link.mail(self._others, EXCHANGE) if self._exchange.is_flat else None
+        self.prepares_reductions = self._mail is not None
 
     # ---- exchange
 
@@ -128,6 +132,23 @@ class PointToPointTransport(Transport):
                 return
 
     # ---- reductions
+
+    @override
+    def prepared(self, call: Call, reducing: Reducing, out: np.ndarray) -> Prepared | None:
+        count, nbytes = len(reducing.contributions), len(reducing.contributions) * out.nbytes
+        is_alike = self._exchange.counts == (count,) * self.size
+        if self._mail is None or not is_alike or not is_preparable(reducing):
+            return None
+        opens = nbytes > self._sizes.inline_bytes
+        layout = self._layout_for(reducing, count) if opens else self._inline_layout(reducing, count)
+        if layout is None:
+            return None
+        head = self._exchange.head(call.fingerprint, count, nbytes, opens)
+        told = Told(layout, head, COMPARED_BYTES, self.rank, self._others, self._mail, self._exchange.expect_told)
+        return PreparedReduction(told, call, reducing, out, self._watch)
+
+    def _inline_layout(self, reducing: Reducing, count: int) -> SumLayout:
+        return self._layouts.layout(reducing.reduction, count, reducing.out.size, adds=False)
 
     def _planned_for(self, reducing: Reducing, counts: tuple[int, ...]) -> Planned:
         return self._planner.planned(reducing.reduction, counts, reducing.out.size, reducing.scatters)
