@@ -53,7 +53,7 @@ def test_public_names_exist_are_sorted_and_described(package):
         assert not callable(value) or value.__doc__, name
 
 
-def test_what_a_package_lists_can_be_read_without_optional_libraries():
+def test_listed_names_can_be_read_without_optional_libraries():
     """`help` and `inspect.getmembers` read all that `dir` lists, and Keras may be absent."""
     program = "import strategies; print({*strategies.__all__} <= {*dir(strategies)}, 'keras' in dir(strategies))"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
