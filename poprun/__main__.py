@@ -81,7 +81,7 @@ def _launch_and_end(words: Sequence[str]) -> NoReturn:
     gc.disable()  # until the job runs
     exit_status = _launch(words)
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the descriptor was closed when Python started
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_status)

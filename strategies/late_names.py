@@ -16,7 +16,8 @@ def late_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str],
 
     Args:
         package: The name of the package.
-        places: For each name the module that has it. A name that ends its place is that module itself.
+        places: For each name the module that has it. A name that ends its place is that module itself. `__dir__` lists
+            the names that are in `__all__` too, because `help` and `inspect.getmembers` import all that it lists.
     """
 
     def get(name: str) -> object:
@@ -30,6 +31,7 @@ def late_names(package: str, places: Mapping[str, str]) -> tuple[Callable[[str],
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places})
+        found = vars(sys.modules[package])
+        return sorted({*found, *found["__all__"]})
 
     return get, names

@@ -39,8 +39,12 @@ def register_dataclass(kind: T, data_fields: Sequence[str], meta_fields: Sequenc
 
 
 def _of_jax() -> ModuleType | None:
-    """Return `jax.tree_util`, or None if JAX is not imported."""
-    return getattr(sys.modules.get("jax"), "tree_util", None)
+    """Return `jax.tree_util`, or None if JAX is not imported. It knows our classes only at the end of the import."""
+    module = sys.modules.get("jax")
+    if module is None or getattr(module.__spec__, "_initializing", False):  # another thread is importing it
+        return None
+    tree_util: ModuleType = module.tree_util
+    return tree_util
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,13 @@ def test_public_names_exist_are_sorted_and_described(package):
     for name in module.__all__:
         value = getattr(module, name)
         assert not callable(value) or value.__doc__, name
+
+
+def test_listed_names_can_be_read_without_optional_libraries():
+    """`help` and `inspect.getmembers` read all that `dir` lists, and Keras may be absent."""
+    program = "import strategies; print({*strategies.__all__} <= {*dir(strategies)}, 'keras' in dir(strategies))"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert printed.stdout == "True False\n"
 
 
 @pytest.mark.parametrize("package", ["collectives", "popdist", "poprun", "strategies"])

@@ -56,6 +56,12 @@ def test_a_closed_standard_input_is_empty():
     assert (finished.returncode, finished.stdout) == (0, b"")
 
 
+def test_closed_outputs_do_not_change_the_exit_status():
+    words = ["sh", "-c", f"exec {shlex.quote(sys.executable)} -m poprun sh -c 'exit 7' >&- 2>&-"]
+    finished = subprocess.run(words, env=os.environ | ROOT_ALLOWED, timeout=LIMIT_S, check=False)
+    assert finished.returncode == 7
+
+
 def test_programs_see_no_terminal_without_one():
     finished = run(sys.executable, "-c", "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
     assert finished.stdout == "False False\n"

@@ -63,6 +63,19 @@ def test_the_size_is_set_before_jax_starts(in_new_process):
     assert in_new_process(program) == "12\n"
 
 
+def test_the_size_is_set_again_if_the_program_puts_back_its_variables(in_new_process):
+    program = (
+        "import os, strategies\n"
+        "before = dict(os.environ)\n"
+        "strategies.IPUStrategy(num_replicas=12)\n"
+        "os.environ.clear()\n"
+        "os.environ.update(before)\n"
+        "import jax\n"
+        "print(os.environ['PJRT_NPROC'])\n"
+    )
+    assert in_new_process(program) == "12\n"
+
+
 @pytest.mark.complete
 def test_the_size_that_the_user_has_set_stays(in_new_process):
     program = "import os, strategies\nstrategies.IPUStrategy(2)\nprint(os.environ['PJRT_NPROC'])\n"

@@ -64,6 +64,24 @@ for count in (1, 3):
         print("refused")
 """
 
+DURING_THE_IMPORT = """
+import sys
+import strategies.trees as trees
+from strategies.train_state import TrainState
+
+state = TrainState({"w": 1}, (2, 3), step=3)
+
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("jax."):
+            found.add(len(trees.leaves(state)))
+
+found = set()
+sys.meta_path.insert(0, Look())
+import jax
+print(found, len(jax.tree.leaves(state)))
+"""
+
 
 def test_trees_are_the_same_without_jax(in_new_process):
     """The classes of this project are nodes for JAX too, although JAX was imported after them."""
@@ -75,3 +93,7 @@ def test_trees_are_the_same_without_jax(in_new_process):
 
 def test_trees_of_other_structures_are_refused_without_jax(in_new_process):
     assert in_new_process(MISMATCHES).split() == ["refused"] * 6
+
+
+def test_trees_are_the_same_while_another_thread_imports_jax(in_new_process):
+    assert in_new_process(DURING_THE_IMPORT) == "{3} 3\n"

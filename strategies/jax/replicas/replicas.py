@@ -153,7 +153,9 @@ class Replicas:
         if is_jax_loaded() or platform != CPU or self.exchange != ON_CPUS:
             self._find()
         else:
-            prepare_environment(instance.total_replicas)
+            prepare = partial(prepare_environment, instance.total_replicas)
+            prepare()
+            when_jax_is_imported(prepare)  # a program may have put back the variables that it had before
             insist_on_right_sums(os.environ)
             executables_folder(os.environ, self.defaults.executables)
             when_jax_is_imported(partial(set_number_of_devices, len(instance.local_replica_range)))
