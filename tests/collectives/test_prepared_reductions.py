@@ -268,3 +268,14 @@ def test_a_prepared_call_from_a_second_thread_is_refused_while_one_runs() -> Non
                 waits.set()
 
     run_on_threads(2, program, Settings(mechanism="window", progress=Instruments(Waits())))
+
+
+def test_single_values_are_prepared(native: Kernel) -> None:
+    def program(communicator: Communicator) -> int:
+        out = np.empty((), np.float32)
+        for number in range(4):
+            communicator.ordered_all_reduce([np.array(number, np.float32)], out)
+            assert out == 2 * number
+        return len(communicator._prepared.calls)
+
+    assert run_on_threads(2, program, WINDOW) == [1, 1]
