@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -369,7 +370,7 @@ class Communicator:
 
     # ---- the two ways through
 
-    def _run(self, request: Carried[Result]) -> Result:
+    def _run(self, request: Carried[Result], learn: Callable[[], None] | None = None) -> Result:
         call = request.call
         if not self._lock.acquire(False):
             raise BusyError(
@@ -396,6 +397,8 @@ class Communicator:
                 raise
             if (ends := self._ends) is not None:
                 ends()  # not after a failure: the record then shows the operation that failed
+            if learn is not None:
+                learn()  # before another thread may begin an exchange
             return result
         finally:
             self._lock.release()
@@ -410,9 +413,7 @@ class Communicator:
             raise
 
     def _run_and_learn(self, key: Key, request: Request[np.ndarray]) -> np.ndarray:
-        result = self._run(request)
-        self._prepared.learn(key, request)
-        return result
+        return self._run(request, partial(self._prepared.learn, key, request))
 
     def _let_see(self, instruments: Instruments) -> None:
         """Store methods of instruments, or None if no instrument uses them: `is None` costs less than a call."""

@@ -5,7 +5,7 @@
  */
 
 #define _GNU_SOURCE
-#include <errno.h>
+#include <float.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -19,6 +19,10 @@
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "a futex is the low half of a word: the kernel needs a little-endian processor"
+#endif
+
+#if defined(__FAST_MATH__) || FLT_EVAL_METHOD != 0
+#error "the bits of sums must be NumPy's: each operation is rounded once, to its own dtype, and NaN is heeded"
 #endif
 
 #ifndef __has_attribute
@@ -881,7 +885,7 @@ static void plan_dealloc(PyObject *object) {
 
 static int has_shape(const PlanObject *self, const Py_buffer *view) {
     if (view->format[0] != self->format || view->ndim != self->ndim) return 0;
-    return memcmp(view->shape, self->shape, (size_t)self->ndim * sizeof *self->shape) == 0;
+    return !self->ndim || memcmp(view->shape, self->shape, (size_t)self->ndim * sizeof *self->shape) == 0;
 }
 
 PyDoc_STRVAR(take_doc,
@@ -1037,6 +1041,10 @@ static int add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObj
 }
 
 static int fill_module(PyObject *module) {
+    if (ndarray) { /* its types belong to the interpreter that came first, as NumPy's do */
+        PyErr_SetString(PyExc_ImportError, "another interpreter of this process has loaded the kernel");
+        return -1;
+    }
     PyObject *numpy = PyImport_ImportModule("numpy");
     if (!numpy) return -1;
     ndarray = PyObject_GetAttrString(numpy, "ndarray");

@@ -95,7 +95,7 @@ class SharedMemoryTransport(Transport):
     @override
     def exchange(self, fingerprint: int, arrays: Sequence[np.ndarray], count: int) -> tuple[bool, Parts]:
         words, mine = self._words, self._mine
-        sequence = self.begin_exchange()
+        self._sequence = sequence = self._sequence + 1
         parity = sequence & 1
         nbytes, self._ahead = self._ahead, 0
         if arrays:
@@ -114,7 +114,8 @@ class SharedMemoryTransport(Transport):
         return self.compare(arrays, count)
 
     def begin_exchange(self) -> int:
-        """Return the number of a new exchange."""
+        """Return the number of a new exchange, before which nothing was staged for `reduce`."""
+        self._staged = None  # a mean of integers, or a mismatch, leaves what was staged for it
         self._sequence += 1
         return self._sequence
 

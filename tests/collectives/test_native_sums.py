@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import collectives.kernel
 from collectives.kernel import Kernel
 from collectives.reduction import order_of
 from collectives.tree import combined
@@ -89,3 +94,15 @@ def test_steps_that_are_no_order_are_refused(native: Kernel) -> None:
     one = np.ones(8, np.float32)
     for steps in ([[0, 2, 0]], [[-1, 0, 0]], [[0, 1, 99]], [[0, 1]]):
         assert not native.combine(np.array(steps, np.int32).tobytes(), [one, one], one, 0)
+
+
+def test_the_kernel_is_not_compiled_with_fast_arithmetic() -> None:
+    """`CFLAGS` of whoever installs the project may ask for it; without the kernel, NumPy does the work."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source = Path(collectives.kernel.__file__).with_name("native") / "kernel.c"
+    command = [compiler, "-std=c11", "-ffast-math", "-DKERNEL_ALONE", "-fsyntax-only", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "the bits of sums must be NumPy's" in done.stderr

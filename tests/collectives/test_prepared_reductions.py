@@ -17,6 +17,7 @@ from collectives.errors import BusyError
 from collectives.instruments import Instruments
 from collectives.kernel import Kernel
 from collectives.shared_memory import segment
+from collectives.waiting import Limits
 
 WINDOW = Settings(mechanism="window")
 LENGTHS = (7, 3001, 70_001)
@@ -198,6 +199,23 @@ def test_spreads_may_change_between_reductions() -> None:
     run_on_threads(2, program, WINDOW)
 
 
+def test_what_another_call_staged_is_not_taken_for_a_prepared_one() -> None:
+    """A mean of 64-bit integers stages its arrays, and does not use them."""
+    length = 300_001  # more than one chunk, so that equal ranks stage nothing
+
+    def program(communicator: Communicator) -> None:
+        out, whole = communicator.allocate((length,), np.float32), communicator.allocate((5000,), np.int64)
+        arrays = [np.ones(length, np.float32)] * (1 + communicator.rank)
+        for _ in range(3):
+            communicator.ordered_all_reduce(arrays, out)
+        communicator.ordered_all_reduce([np.arange(5000)], whole, "mean")
+        communicator.ordered_all_reduce(arrays[:1], out)
+        assert (out == 2).all()
+        communicator.barrier()
+
+    run_on_threads(2, program, Settings(mechanism="window", limits=Limits(timeout_s=20)))
+
+
 def test_no_array_is_kept_alive_by_a_prepared_call() -> None:
     def program(communicator: Communicator) -> list[object]:
         array, out = np.ones(3001, np.float32), np.empty(3001, np.float32)
@@ -289,3 +307,14 @@ def test_a_prepared_call_from_a_second_thread_is_refused_while_one_runs() -> Non
                 waits.set()
 
     run_on_threads(2, program, Settings(mechanism="window", progress=Instruments(Waits())))
+
+
+def test_single_values_are_prepared(native: Kernel) -> None:
+    def program(communicator: Communicator) -> int:
+        out = np.empty((), np.float32)
+        for number in range(4):
+            communicator.ordered_all_reduce([np.array(number, np.float32)], out)
+            assert out == 2 * number
+        return len(communicator._prepared.calls)
+
+    assert run_on_threads(2, program, WINDOW) == [1, 1]
