@@ -134,6 +134,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
         self._queue.await_room()
         step = self._programs.prepare(state, batch)
+        state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
             return self._begun_on_device(step, state, batch, notice)
         made = self._fused.made(step, state, [batch], self._in_parts) if self.may_fuse else None
@@ -265,6 +266,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if isinstance(step, DeviceStep) or any(other is not step for other in others):
             return None
         self._replicas.instruments.step_begins(state.step)
+        state = self._programs.unchanging(state)
         made = self._fused.made(step, state, batches, self._in_parts)
         if made is None:
             return None

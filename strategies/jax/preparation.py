@@ -37,6 +37,7 @@ from strategies.jax.programs.compilation import explain_recompilation
 from strategies.jax.programs.program import key_of, shapes_of
 from strategies.jax.programs.recomputation import recomputing
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
+from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.updates.in_place import in_place
 from strategies.jax.updates.optimizers import AnyOptimizer
@@ -261,6 +262,19 @@ class StepPrograms:
             latest = _Latest.of(structure, leaves, self._looked_up(state, batch))
             self._latest = latest
         return latest.step
+
+    def unchanging(self, state: TrainState) -> TrainState:
+        """Return the state of the step that was prepared last, with copies of its NumPy arrays.
+
+        The program may change its arrays as soon as the step returns, while JAX still reads them.
+        """
+        if self._latest is not None and self._latest.avals is not None:  # all arrays are JAX's
+            return state
+        parts = (state.variables, state.optimizer_state, state.model_state)
+        if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(parts)):
+            return state
+        variables, optimizer_state, model_state = unchanging(parts)
+        return replace(state, variables=variables, optimizer_state=optimizer_state, model_state=model_state)
 
     def _looked_up(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         """Return the step for this batch, prepared if its shapes are new. Collective if they are."""

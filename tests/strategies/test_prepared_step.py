@@ -1,6 +1,7 @@
 """The steps after the first: what they look up, count by count, and the memory that they read in place."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -155,3 +156,22 @@ class TestMemory:
         [moved] = views.of(buckets, 0)
         assert moved is not first
         assert np.array_equal(moved, np.arange(64, 128).astype(dtype))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_program_may_change_arrays_of_numpy_that_it_has_put_into_a_state(replicas):
+    trainer = strategies.Trainer(strategies.IPUStrategy(num_replicas=replicas), loss_fn, optax.adam(0.1))
+    batch = {"x": np.ones((2 * replicas, 512), np.float32)}
+    fresh = trainer.init({"w": np.zeros((512, 4096), np.float32)})
+
+    def stepped(value):
+        given = private_memory((512, 4096), np.dtype(np.float32))
+        given[...] = 1
+        state, _ = trainer.step(
+            replace(fresh, variables={"w": given}, optimizer_state=trainer.init({"w": given}).optimizer_state), batch
+        )
+        given[...] = value
+        return strategies.fingerprint(state.variables)
+
+    wanted = stepped(1)
+    assert [stepped(np.nan) for _ in range(3)] == [wanted] * 3
