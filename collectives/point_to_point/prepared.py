@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import cast, final
 
 import numpy as np
 
@@ -129,8 +129,8 @@ class PreparedReduction:
         """Carry out the call whose arrays were taken."""
         assert self._taken is not None
         contributions, out = self._taken
-        own: Sequence[Any] = self._summed(contributions) if self._rooms else contributions
-        message = b"".join((self._told.head, *own))
+        own = self._summed(contributions) if self._rooms else contributions
+        message = b"".join((self._told.head, *cast("Sequence[memoryview]", own)))  # arrays are buffers
         mail, words = self._told.mail, self._words
         for put in mail.puts:
             put(message)

@@ -199,7 +199,7 @@ def test_spreads_may_change_between_reductions() -> None:
     run_on_threads(2, program, WINDOW)
 
 
-def test_what_another_call_staged_is_not_taken_for_a_prepared_one() -> None:
+def test_sums_staged_by_another_call_are_not_taken_for_those_of_a_prepared_one() -> None:
     """A mean of 64-bit integers stages its arrays, and does not use them."""
     length = 300_001  # more than one chunk, so that equal ranks stage nothing
 
