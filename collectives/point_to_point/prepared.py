@@ -22,7 +22,7 @@ _BUFFERS = "iuf"  # kinds of dtypes whose arrays `bytes.join` takes; bfloat16 is
 
 
 @dataclass(frozen=True)
-class Told:
+class Correspondence:
     """The messages of a reduction in which all ranks contribute equally many arrays.
 
     Attributes:
@@ -51,7 +51,7 @@ def is_preparable(reducing: Reducing) -> bool:
 
 
 @final
-class PreparedReduction:
+class PreparedMessages:
     """A `Prepared` reduction by one message from each rank to each other rank.
 
     Args:
@@ -62,7 +62,7 @@ class PreparedReduction:
         watch: Limits and messages of waits.
     """
 
-    def __init__(self, told: Told, call: Call, reducing: Reducing, out: np.ndarray, watch: Watch) -> None:
+    def __init__(self, told: Correspondence, call: Call, reducing: Reducing, out: np.ndarray, watch: Watch) -> None:
         self.call = call
         self.is_of_use = True
         self.take: Callable[[Sequence[np.ndarray], np.ndarray], bool] = self._take
@@ -115,7 +115,7 @@ class PreparedReduction:
         """Return whether the result shares no memory with the arrays of other members of the group."""
         assert self._taken is not None
         out = self._taken[1]
-        others = [each for each in cast("Sequence[PreparedReduction]", group) if each is not self]
+        others = [each for each in cast("Sequence[PreparedMessages]", group) if each is not self]
         return not any(each._shares(out) for each in others)
 
     def _shares(self, out: np.ndarray) -> bool:

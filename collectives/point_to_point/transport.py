@@ -24,7 +24,7 @@ from collectives.point_to_point.gathering import GatheredSums, Layouts, SumLayou
 from collectives.point_to_point.link import EXCHANGE, RESULTS, Link, Transfer
 from collectives.point_to_point.opening import OpeningLink
 from collectives.point_to_point.planned import Planned, Planner
-from collectives.point_to_point.prepared import PreparedReduction, Told, is_preparable
+from collectives.point_to_point.prepared import Correspondence, PreparedMessages, is_preparable
 from collectives.transport import Parts, Prepared, Reducing, Transport
 from collectives.waiting import Watch
 
@@ -144,8 +144,10 @@ class PointToPointTransport(Transport):
         if layout is None:
             return None
         head = self._exchange.head(call.fingerprint, count, nbytes, opens)
-        told = Told(layout, head, COMPARED_BYTES, self.rank, self._others, self._mail, self._exchange.expect_told)
-        return PreparedReduction(told, call, reducing, out, self._watch)
+        told = Correspondence(
+            layout, head, COMPARED_BYTES, self.rank, self._others, self._mail, self._exchange.expect_told
+        )
+        return PreparedMessages(told, call, reducing, out, self._watch)
 
     def _inline_layout(self, reducing: Reducing, count: int) -> SumLayout:
         return self._layouts.layout(reducing.reduction, count, reducing.out.size, adds=False)

@@ -51,7 +51,8 @@ def counted(means, **more):
     counter = Counter()
     single = collectives.connect("single", collectives.Settings(progress=Instruments(counter)))
     replicas = ConnectedStrategy(Instance(0, 1, 2, 0, 2, 0), single).replicas
-    tell_end(replicas, lambda: rows_of({"x": np.zeros((4, 8)), "n": 3}), 2, Metrics(("loss",), means), 5, **more)
+    metrics, batch = Metrics(("loss",), means), {"x": np.zeros((4, 8)), "n": 3}
+    tell_end(replicas, replicas.instruments, lambda: rows_of(batch), 2, metrics, 5, **more)
     ((steps, rows, loss),) = counter.seen
     return steps, rows, loss()
 

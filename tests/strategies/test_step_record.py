@@ -127,7 +127,7 @@ def test_steps_of_one_execution_are_recorded_one_by_one(tmp_path):
     strategy = strategies.IPUStrategy(1)
     trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1))
     trainer._loop._watcher = StepRecorder(strategy.replicas, StepOptions(), Recording(tmp_path))
-    trainer._engine._is_recorded = True
+    trainer._engine.may_fuse = False
     dataset = strategy.distribute_dataset(DATA, batch_size=8, seed=1)
     trainer.run(trainer.init(VARIABLES), dataset, steps_per_execution=4)
     assert len(read_record(tmp_path).steps) == len(dataset) == 8
