@@ -22,6 +22,7 @@ class Fault:
         old: The right text, which occurs in the file exactly once.
         new: The wrong text.
         caught_by: The node id of a test of the default tier that fails with the fault.
+        needs_kernel: Whether the native kernel has to be in use; without it, NumPy's sums are tried.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Fault:
     old: str
     new: str
     caught_by: str
+    needs_kernel: bool = False
 
     def __post_init__(self) -> None:
         if self.old == self.new or not self.caught_by:

@@ -102,6 +102,7 @@ IN_COLLECTIVES = (
         old="return operation, name, op, count, self._place_of(out), out.shape",
         new="return operation, name, op, count, 0, out.shape",
         caught_by="tests/collectives/test_prepared_reductions.py::test_an_array_at_the_place_of_a_freed_one_is_checked_again",
+        needs_kernel=True,
     ),
     Fault(
         name="rank 0's values are broadcast, not the root's",

@@ -52,7 +52,7 @@ class Trial:
     """A copy of the project, and the runs of pytest in it.
 
     Args:
-        project: The root of the working tree; its files tracked by git are copied.
+        project: The root of the working tree; its files tracked by git, and its kernel, are copied.
         folder: An empty folder, which the caller removes.
     """
 
@@ -60,7 +60,7 @@ class Trial:
         self.root = folder / "project"
         self._folder = folder
         self._runs = 0
-        for name in _tracked(project):
+        for name in (*_tracked(project), *_built(project)):
             target = self.root / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(project / name, target, follow_symlinks=False)
@@ -76,12 +76,12 @@ class Trial:
         right = path.read_text()
         try:
             _write(path, fault.planted_in(right))
-            return self.run([fault.caught_by], "-x")
+            return self.run([fault.caught_by], "-x", kernel=fault.needs_kernel)
         finally:
             _write(path, right)
 
-    def run(self, tests: Sequence[str], *options: str) -> Run:
-        """Run some tests of the default tier."""
+    def run(self, tests: Sequence[str], *options: str, kernel: bool = False) -> Run:
+        """Run some tests of the default tier, with or without the native kernel."""
         self._runs += 1
         place = self._place
         place.mkdir()
@@ -95,7 +95,7 @@ class Trial:
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
-                env=self._environ(),
+                env={**self._environ(), "POPDIST_NATIVE": str(int(kernel))},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -137,6 +137,11 @@ def check_without_fault(trial: Trial, tests: Sequence[str]) -> Run:
 def _tracked(project: Path) -> list[str]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=project, check=True, capture_output=True, text=True).stdout
     return [name for name in listed.split("\0") if name and (project / name).is_file()]
+
+
+def _built(project: Path) -> list[str]:
+    """Return the native kernel, which is built from tracked files, if there is one."""
+    return [str(path.relative_to(project)) for path in (project / "collectives" / "native").glob("*.so")]
 
 
 def _write(path: Path, text: str) -> None:
