@@ -45,6 +45,7 @@ class LinkExchange:
     Attributes:
         away: Ranks of other hosts that send to this rank.
         pairs: Pairs (sender, receiver) whose messages leave a host, if all these messages are in one round; else empty.
+        is_flat: Whether each rank sends one message to each other rank, with its block alone.
         has_delivered: Whether the last exchange also began the reduction.
     """
 
@@ -71,7 +72,7 @@ class LinkExchange:
         self._blocks = [[aligned_empty(room) for room in rooms] for _ in (0, 1)]
         self._headers = [[block[:_HEADER_BYTES].data.cast("Q") for block in blocks] for blocks in self._blocks]
         self._heads = [[block[:COMPARED_BYTES].data for block in blocks] for blocks in self._blocks]
-        self._is_flat = len(self._rounds) == 1 and len(self.away) == self._size - 1
+        self.is_flat = len(self._rounds) == 1 and len(self.away) == self._size - 1
         self._received: dict[int, int | None] = {}  # lengths of messages with one block; None if the link does not know
         self._behind: dict[int, np.ndarray] = {}  # bytes that followed the blocks of other hosts
         self.has_delivered = False
@@ -85,11 +86,6 @@ class LinkExchange:
     def counts(self) -> tuple[int, ...]:
         """The number of arrays that each rank contributed to the last exchange."""
         return tuple(header[_COUNT] for header in self._headers[self._parity])
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether each rank sends one message to each other rank, with its block alone."""
-        return self._is_flat
 
     def head(self, fingerprint: int, count: int, nbytes: int, opens: bool) -> bytes:
         """Return the header of a block; `opens` says that the first messages of a reduction follow it."""
@@ -124,7 +120,7 @@ class LinkExchange:
                 slot[...] = array
         header[_FINGERPRINT], header[_COUNT], header[_NBYTES] = fingerprint, count, nbytes
         self.has_delivered = False
-        if self._is_flat and nbytes != _OPENED:
+        if self.is_flat and nbytes != _OPENED:
             own = blocks[self._rank][:_HEADER_BYTES] if inline is None else inline.block
             if self._tell_at_once(blocks, self._heads[parity], own, is_told):
                 return True, Parts((count,) * self._size, ()) if inline is None else inline.parts

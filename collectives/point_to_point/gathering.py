@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -54,6 +55,36 @@ class SumLayout:
     order: Order
     replicas: int
     elements: int
+
+    def places(self, rank: int, start: int = 0) -> list[tuple[np.dtype, int]]:
+        """Return the dtype and the first byte of each sum of a rank in a message, where the sums begin at `start`."""
+        dtypes = self.dtypes[rank]
+        starts = accumulate((self.elements * dtype.itemsize for dtype in dtypes), initial=start)
+        return list(zip(dtypes, starts, strict=False))
+
+    def sums_in(self, message: bytes | np.ndarray, places: Sequence[tuple[np.dtype, int]]) -> list[np.ndarray]:
+        """Return the sums at these places of a message, without a copy."""
+        return [np.frombuffer(message, dtype, self.elements, start) for dtype, start in places]
+
+    def own_sums(
+        self, reduction: Reduction, contributions: Sequence[np.ndarray], rooms: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Add up the nodes of this rank, each into its room; a node of one contribution is that array.
+
+        Args:
+            reduction: Arithmetic of the sums.
+            contributions: One-dimensional arrays of this rank.
+            rooms: Memory for each node, of the accumulator's dtype.
+        """
+        sums = []
+        for own, room in zip(self.own, rooms, strict=True):
+            leaves = contributions[own.first : own.stop]
+            if len(leaves) == 1:
+                sums.append(leaves[0])
+                continue
+            reduction.fold(leaves, room, own.order)
+            sums.append(room)
+        return sums
 
 
 class Layouts:
@@ -121,12 +152,7 @@ class GatheredSums:
 
     def deliver(self, source: int, payload: np.ndarray) -> None:
         """Note a rank's sums: the first `nbytes_from(source)` bytes of `payload`."""
-        start, sums = 0, []
-        for dtype in self.layout.dtypes[source]:
-            stop = start + self.layout.elements * dtype.itemsize
-            sums.append(payload[start:stop].view(dtype))
-            start = stop
-        self.others[source] = sums
+        self.others[source] = self.layout.sums_in(payload, self.layout.places(source))
 
     def finish(self, reducing: Reducing) -> None:
         """Add the sums of all ranks into the result."""
@@ -143,13 +169,6 @@ def add_own(layout: SumLayout, reducing: Reducing, rooms: Sequence[np.ndarray]) 
         reducing: Reduction; only its contributions are read.
         rooms: Memory for each sum of this rank, as bytes.
     """
-    sums = []
-    for own, room in zip(layout.own, rooms, strict=True):
-        leaves = reducing.contributions[own.first : own.stop]
-        if len(leaves) == 1:
-            sums.append(leaves[0])
-            continue
-        into = room.view(reducing.reduction.accumulator)
-        reducing.reduction.fold(leaves, into, own.order)
-        sums.append(into)
-    return GatheredSums(layout, sums)
+    reduction = reducing.reduction
+    typed = [room.view(reduction.accumulator) for room in rooms]
+    return GatheredSums(layout, layout.own_sums(reduction, reducing.contributions, typed))

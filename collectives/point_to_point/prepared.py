@@ -78,7 +78,7 @@ class PreparedMessages:
             (box.take, len(told.head) + layout.nbytes[rank])
             for box, rank in zip(told.mail.boxes, told.others, strict=True)
         ]
-        self._places = [_places(layout.dtypes[rank], layout.elements, len(told.head)) for rank in told.others]
+        self._places = [layout.places(rank, len(told.head)) for rank in told.others]
         self._before = sum(map(len, layout.dtypes[: told.rank]))  # number of sums before those of this rank
         is_added = len(layout.own) < self._count
         rooms = np.empty((len(layout.own), layout.elements), self._reduction.accumulator) if is_added else ()
@@ -129,7 +129,10 @@ class PreparedMessages:
         """Carry out the call whose arrays were taken."""
         assert self._taken is not None
         contributions, out = self._taken
-        own = self._summed(contributions) if self._rooms else contributions
+        own = contributions
+        if self._rooms:
+            flat = [array.reshape(-1) for array in contributions]
+            own = self._told.layout.own_sums(self._reduction, flat, self._rooms)
         message = b"".join((self._told.head, *cast("Sequence[memoryview]", own)))  # arrays are buffers
         mail, words = self._told.mail, self._words
         for put in mail.puts:
@@ -153,18 +156,6 @@ class PreparedMessages:
             moves(self.call.nbytes)
         self._add(own, messages, out)
 
-    def _summed(self, contributions: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Add up the nodes of this rank."""
-        sums = []
-        for own, room in zip(self._told.layout.own, self._rooms, strict=True):
-            leaves = contributions[own.first : own.stop]
-            if len(leaves) == 1:
-                sums.append(leaves[0])
-                continue
-            self._reduction.fold([leaf.reshape(-1) for leaf in leaves], room, own.order)
-            sums.append(room)
-        return sums
-
     def _await(self, number: int) -> bytes:
         """Return the message of the other rank with this number, when it has come."""
         boxes, others = self._told.mail.boxes[number:], self._told.others[number:]
@@ -179,10 +170,8 @@ class PreparedMessages:
 
     def _add(self, own: Sequence[np.ndarray], messages: Sequence[bytes], out: np.ndarray) -> None:
         layout = self._told.layout
-        sources = []
-        for message, places in zip(messages, self._places, strict=True):
-            for dtype, start in places:
-                sources.append(np.frombuffer(message, dtype, layout.elements, start))
+        pairs = zip(messages, self._places, strict=True)
+        sources = [each for message, places in pairs for each in layout.sums_in(message, places)]
         before = self._before
         sources[before:before] = own if self._is_flat else [array.reshape(-1) for array in own]
         self._reduction.reduce(sources, out if self._is_flat else out.reshape(-1), layout.replicas, layout.order)
@@ -208,12 +197,3 @@ class PreparedMessages:
 
 def _refuse(contributions: Sequence[np.ndarray], out: np.ndarray) -> bool:
     return False
-
-
-def _places(dtypes: Sequence[np.dtype], elements: int, start: int) -> list[tuple[np.dtype, int]]:
-    """Return the dtype and the first byte of each sum in a message."""
-    places = []
-    for dtype in dtypes:
-        places.append((dtype, start))
-        start += elements * dtype.itemsize
-    return places

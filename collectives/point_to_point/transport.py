@@ -52,8 +52,7 @@ class PointToPointTransport(Transport):
         self._is_between_hosts = len(set(link.hosts)) > 1
         self._announced: Reducing | None = None
         self._opened: PieceFlow | None = None
-        is_apart = len(self._exchange.away) == self.size - 1 and bool(self._exchange.pairs)
-        self._gathered_bytes = self._sizes.gathered_bytes if is_apart else 0
+        self._gathered_bytes = self._sizes.gathered_bytes if self._exchange.is_flat else 0
         self._layouts = Layouts(self.rank, self.size)
         self._gathered: GatheredSums | None = None
         self._mail = link.mail(self._others, EXCHANGE) if self._exchange.is_flat else None
