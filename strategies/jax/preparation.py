@@ -194,13 +194,12 @@ class StepPrograms:
         self._plans = {key: plan for key, plan in self._plans.items() if plan.program.is_independent}
 
     def _placed_indices(self) -> list[Leaf]:
-        """Return the index of each local replica; if all devices of all replicas are one, on that device."""
-        indices = [np.int32(replica) for replica in self._replicas.local_replicas]
-        return (
-            jax.device_put(indices, self._devices.devices[0])
-            if (self._devices.is_cpu and not self._is_on_device)
-            else indices
-        )
+        """Return the index of each local replica; on JAX's only device, if gradients pass through a CPU's host."""
+        indices: list[Leaf] = [np.int32(replica) for replica in self._replicas.local_replicas]
+        if self._is_on_device or not self._devices.is_cpu:
+            return indices
+        placed: list[Leaf] = jax.device_put(indices, self._devices.devices[0])
+        return placed
 
     def arguments(self, state: TrainState, batch: Batch, control: Leaf) -> tuple[Tree, Sequence[Tree], Tree]:
         """Return the arguments of `ReplicaGradients.dispatch`.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from strategies.exchange.flat import ALIGNMENT_BYTES
 from strategies.typing import Gradients, Leaf
-
-_ALIGNMENT_BYTES = 64  # XLA reads host memory in place only from such addresses
 
 
 def in_place(means: Gradients, device: jax.Device) -> Gradients:
@@ -26,6 +25,6 @@ def in_place(means: Gradients, device: jax.Device) -> Gradients:
 def _in_place(mean: np.ndarray) -> Leaf:
     address: int = mean.__array_interface__["data"][0]
     is_exportable = mean.dtype.kind in "fiu" and mean.dtype.isbuiltin == 1 and mean.flags.c_contiguous
-    if not mean.size or not is_exportable or address % _ALIGNMENT_BYTES:
+    if not mean.size or not is_exportable or address % ALIGNMENT_BYTES:
         return mean
     return jax.dlpack.from_dlpack(mean, copy=False)
