@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,19 +66,21 @@ def test_a_single_rank_passes(topic: str, subtests: pytest.Subtests) -> None:
 @pytest.mark.cores(2)
 @pytest.mark.parametrize("topic", TOPICS)
 def test_groups_of_threads_pass(topic: str, subtests: pytest.Subtests, complete: bool) -> None:
-    for statement in TOPICS[topic]:
-        for mechanism, size in groups_of_threads(statement, complete=complete):
-            with subtests.test(statement=statement.name, mechanism=mechanism, size=size):
-                settings = Settings(limits=LIMITS, mechanism=setting_of(mechanism))
-                run_on_threads(size, statement.check, settings, hosts_of(mechanism, size))
+    check_on_threads(topic, subtests, partial(groups_of_threads, complete=complete))
 
 
 @pytest.mark.cores(2)
 @pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("topic", TOPICS)
 def test_groups_of_threads_pass_without_the_kernel(topic: str, subtests: pytest.Subtests, complete: bool) -> None:
+    check_on_threads(topic, subtests, partial(groups_without_the_kernel, complete=complete))
+
+
+def check_on_threads(
+    topic: str, subtests: pytest.Subtests, groups_of: Callable[[Statement], Iterable[tuple[str, int]]]
+) -> None:
     for statement in TOPICS[topic]:
-        for mechanism, size in groups_without_the_kernel(statement, complete=complete):
+        for mechanism, size in groups_of(statement):
             with subtests.test(statement=statement.name, mechanism=mechanism, size=size):
                 settings = Settings(limits=LIMITS, mechanism=setting_of(mechanism))
                 run_on_threads(size, statement.check, settings, hosts_of(mechanism, size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from grpc_jobs import socket_addresses
 from grpc_threads import LIMIT_S, WorkerThreads
+from profiling import call_profiled
 from test_prepared_reductions import functions_entered
 
 from collectives import Communicator, LayoutMismatchError, UnsupportedBufferError
@@ -65,11 +65,7 @@ def entered_apart_from_waits(call: Callable[[], object]) -> list[str]:
         elif event == "return" and frame in waiting:
             waiting.clear()
 
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    call_profiled(call, note)
     return entered
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from profiling import call_profiled
 
 from collectives import Communicator, Settings, UnsupportedBufferError, run_on_threads
 from collectives.calls import Call
@@ -35,11 +35,7 @@ def functions_entered(call: Callable[[], object]) -> list[str]:
         ):
             entered.append(frame.f_code.co_name)
 
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    call_profiled(call, note)
     return entered
 
 

@@ -1,6 +1,5 @@
 """The steps after the first: what they look up, count by count, and the memory that they read in place."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiling import call_profiled
 
 import strategies
 from strategies.exchange.flat import private_memory
@@ -50,12 +50,7 @@ def calls_of(function):
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
+    call_profiled(function, see)
     return count
 
 
