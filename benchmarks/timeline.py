@@ -33,8 +33,7 @@ from timing import Machine, command_line  # makes the project importable, too
 
 from collectives.calls import Call
 from collectives.instruments import UPDATE, Instruments, is_seen
-from popdist.records import ProgressPage
-from popdist.records.progress import new_page
+from popdist.records.progress import ProgressPage, new_page
 from popdist.timeline.asked import FOLDER_VARIABLE
 from popdist.timeline.clocks import Alignment
 from popdist.timeline.events import EVENT, EVENTS, HEADER, MAGIC, EventKind, block, json_block, names_block, pack_events

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from popdist.environments import Cluster, read_cluster
+from popdist.environments.tf_config import Cluster, read_cluster
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from popdist.environments import read_cluster
+from popdist.environments.tf_config import read_cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.process import ConnectBackend, process

@@ -10,12 +10,13 @@ import os
 from typing import TYPE_CHECKING
 
 from popdist.connecting import backend_of, check_rank, connect_default
-from popdist.environments import Cluster
+from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.leaving import disconnect, watch_exit
 from popdist.process import ConnectBackend, group, process
-from popdist.records import Progress, ProgressPage, show_stack_when_asked
+from popdist.records.progress import Progress, ProgressPage
+from popdist.records.watched import show_stack_when_asked
 from popdist.spawned import join_once, leave_job, refuse_while_spawned
 
 if TYPE_CHECKING:

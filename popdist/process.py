@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from popdist.environments import Cluster, detect_instance
+from popdist.environments.detection import detect_instance
+from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
-from popdist.records import FaultInjector, NoProgress, Progress, ProgressPage, Waits, due_faults
+from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
+from popdist.records.progress import NoProgress, Progress, ProgressPage
+from popdist.records.watched import Waits
 from popdist.timeline.asked import TimelineOptions
 
 if TYPE_CHECKING:

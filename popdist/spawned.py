@@ -8,8 +8,8 @@ import zlib
 from collections.abc import MutableMapping
 from typing import NoReturn
 
-from popdist.environments import Cluster
 from popdist.environments.single import ALONE_VARIABLE
+from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.records.progress import page_owner

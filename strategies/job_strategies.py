@@ -10,7 +10,7 @@ import popdist
 from collectives import Communicator
 from popdist import horovod
 from popdist.context import join_cluster
-from popdist.environments import Cluster
+from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.leaving import is_to_carry_on
 from strategies.argument_checks import positive

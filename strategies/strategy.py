@@ -15,7 +15,7 @@ import strategies.trees as trees
 from collectives import Communicator
 from collectives.instruments import Instruments
 from popdist.instance import Instance
-from popdist.records import Progress
+from popdist.records.progress import Progress
 from popdist.records.recording import note_question
 from popdist.switches import require_switches
 from strategies.argument_checks import Axis, positive

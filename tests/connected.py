@@ -7,7 +7,7 @@ from typing import Any, final
 import strategies
 from collectives import Communicator
 from popdist import Instance
-from popdist.records import NoProgress, Progress
+from popdist.records.progress import NoProgress, Progress
 from strategies.defaults import Defaults
 from strategies.jax.replicas.membership import Membership
 

@@ -9,23 +9,8 @@ from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment
 from popdist.environments.single import AloneEnvironment, SingleEnvironment
 from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
-from popdist.environments.tf_config import Cluster, TFConfigEnvironment, read_cluster
+from popdist.environments.tf_config import TFConfigEnvironment
 from popdist.instance import Instance
-
-__all__ = [
-    "ENVIRONMENTS",
-    "AloneEnvironment",
-    "Cluster",
-    "Environment",
-    "OpenMPIEnvironment",
-    "PopRunEnvironment",
-    "SingleEnvironment",
-    "SlurmEnvironment",
-    "SlurmWithoutPMIxEnvironment",
-    "TFConfigEnvironment",
-    "detect_instance",
-    "read_cluster",
-]
 
 ENVIRONMENTS: tuple[Environment, ...] = (
     AloneEnvironment(),

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from collectives import Communicator
 from collectives.instruments import Instruments
-from popdist.records import FaultInjector
+from popdist.records.faults import FaultInjector
 from strategies.sinks.sinks import Sinks
 from strategies.typing import Batch
 

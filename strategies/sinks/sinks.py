@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self, final
 
-from popdist.records import Waits
+from popdist.records.watched import Waits
 from strategies.sinks.sink import Reading, Row, Sink, is_scalar, reading_of
 
 logger = logging.getLogger("strategies.metrics")

@@ -36,7 +36,7 @@ comm.Barrier()
 PROGRESS_HEAD = """\
 import os, signal, sys
 from collections import namedtuple
-from popdist.records import ProgressPage
+from popdist.records.progress import ProgressPage
 Call = namedtuple("Call", "label")
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 page = ProgressPage.from_environ(os.environ)

@@ -104,7 +104,7 @@ def test_a_stuck_instance_is_named_with_its_line(how, where, tmp_path):
     """The other instance waits only once the first is stuck."""
     begun = str(tmp_path / "begun")
     program = PROGRESS_HEAD + (
-        "from popdist.records import show_stack_when_asked\n"
+        "from popdist.records.watched import show_stack_when_asked\n"
         "show_stack_when_asked(os.environ)\n"
         "def forever():\n"
         f"    open({begun!r}, 'x').close(); any(iter(int, 1))  # forever is here\n"

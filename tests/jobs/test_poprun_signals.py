@@ -104,7 +104,7 @@ def test_a_program_can_use_the_signal_to_save_and_end():
 
 NEEDS_TIME = (
     "import os, signal, time\n"
-    "from popdist.records import ProgressPage\n"
+    "from popdist.records.progress import ProgressPage\n"
     "page = ProgressPage.from_environ(os.environ)\n"
     "rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
     "page.grace(20)\n"

@@ -10,20 +10,25 @@ import pytest
 from collectives import instruments
 from collectives.calls import Call
 from collectives.instruments import Instrument
-from popdist.environments import (
-    ENVIRONMENTS,
-    AloneEnvironment,
-    OpenMPIEnvironment,
-    PopRunEnvironment,
-    SingleEnvironment,
-    SlurmEnvironment,
-    SlurmWithoutPMIxEnvironment,
-    TFConfigEnvironment,
-    detect_instance,
-)
+from popdist.environments.detection import ENVIRONMENTS, detect_instance
+from popdist.environments.open_mpi import OpenMPIEnvironment
+from popdist.environments.poprun import PopRunEnvironment
+from popdist.environments.single import AloneEnvironment, SingleEnvironment
+from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
+from popdist.environments.tf_config import TFConfigEnvironment
 from popdist.errors import EnvironmentMismatchError
-from popdist.records import NoProgress, ProgressPage, parse_progress
-from popdist.records.progress import DESCRIPTOR_VARIABLE, PAGE_BYTES, PHASES, Made, ProgressRecord, State, new_page
+from popdist.records.progress import (
+    DESCRIPTOR_VARIABLE,
+    PAGE_BYTES,
+    PHASES,
+    Made,
+    NoProgress,
+    ProgressPage,
+    ProgressRecord,
+    State,
+    new_page,
+    parse_progress,
+)
 from popdist.xla import thread_pool_setting, thread_pool_size
 
 
@@ -325,7 +330,8 @@ class TestProgress:
         page.finished()
 
     def test_a_page_belongs_to_one_living_process(self, page, descriptor):
-        program = "import os; from popdist.records import *;print(type(ProgressPage.from_environ(os.environ)).__name__)"
+        program = "import os; from popdist.records.progress import ProgressPage;"
+        program += "print(type(ProgressPage.from_environ(os.environ)).__name__)"
         environ = os.environ | {DESCRIPTOR_VARIABLE: str(descriptor)}
 
         def child():

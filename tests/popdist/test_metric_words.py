@@ -7,8 +7,8 @@ from importlib.machinery import BuiltinImporter
 import pytest
 
 from popdist.errors import EnvironmentMismatchError
-from popdist.records import Waits
 from popdist.records.metric_words import FORMS, LIBRARIES, MetricWord, fault_of, fault_of_library, parse_words, words_in
+from popdist.records.watched import Waits
 
 
 def test_words_are_separated_by_commas_and_add_up():

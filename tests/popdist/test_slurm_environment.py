@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import slurm_records as records
 
-from popdist.environments import detect_instance
+from popdist.environments.detection import detect_instance
 from popdist.environments.slurm import VARIABLES
 from popdist.errors import EnvironmentMismatchError
 

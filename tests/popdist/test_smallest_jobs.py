@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from popdist.environments import detect_instance
+from popdist.environments.detection import detect_instance
 from popdist.errors import EnvironmentMismatchError
 
 

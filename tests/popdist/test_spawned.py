@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from popdist.environments import detect_instance, read_cluster
+from popdist.environments.detection import detect_instance
+from popdist.environments.tf_config import read_cluster
 from popdist.errors import LifeCycleError
 from popdist.records.progress import DESCRIPTOR_VARIABLE, new_page
 from popdist.spawned import JOINED_VARIABLE, join_once, leave_job
@@ -87,8 +88,8 @@ def test_a_wrapper_that_does_not_join_may_start_the_program() -> None:
 
 
 def test_a_process_replaced_by_exec_may_not_join_again() -> None:
-    again = "import os, sys\nfrom popdist.environments import detect_instance\nfrom popdist.spawned import join_once\n"
-    again += "join_once(detect_instance(os.environ), None, os.environ)\n"
+    again = "import os, sys\nfrom popdist.environments.detection import detect_instance\n"
+    again += "from popdist.spawned import join_once\njoin_once(detect_instance(os.environ), None, os.environ)\n"
     said = child(POPRUN, f"{again}os.execv(sys.executable, [sys.executable, '-c', {CHILD!r}])")
     assert "has started this one" in said
 

@@ -11,8 +11,8 @@ import pytest
 
 import popdist
 from popdist.cluster_resolver import ClusterSpec
-from popdist.environments import Cluster, detect_instance, read_cluster
-from popdist.environments.tf_config import EXAMPLE
+from popdist.environments.detection import detect_instance
+from popdist.environments.tf_config import EXAMPLE, Cluster, read_cluster
 from popdist.errors import EnvironmentMismatchError
 
 TWO = ["localhost:3737", "localhost:3738"]

@@ -95,8 +95,7 @@ class TestWire:
 
 
 def test_the_agent_and_popdist_agree_on_the_progress_page():
-    from popdist.records import ProgressPage, parse_progress
-    from popdist.records.progress import DESCRIPTOR_VARIABLE, new_page
+    from popdist.records.progress import DESCRIPTOR_VARIABLE, ProgressPage, new_page, parse_progress
 
     assert new_page() == NEW_PAGE
     assert DESCRIPTOR_VARIABLE == PROGRESS_VARIABLE

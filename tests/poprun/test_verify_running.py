@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from test_verify_records import layout, process, step
 
-from popdist.environments import detect_instance, read_cluster
+from popdist.environments.detection import detect_instance
+from popdist.environments.tf_config import read_cluster
 from poprun.errors import PopRunError
 from poprun.verify import worker_script
 from poprun.verify.command import check_processes

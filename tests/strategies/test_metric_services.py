@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from popdist.records import Waits
+from popdist.records.watched import Waits
 from strategies.sinks.prometheus import MOST_CLIENTS, Prometheus
 from strategies.sinks.sink import Row, reading_of
 from strategies.sinks.sinks import JobFacts

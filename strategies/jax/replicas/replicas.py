@@ -20,7 +20,9 @@ from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.instance import Instance
-from popdist.records import FaultInjector, NoProgress, Progress, Waits
+from popdist.records.faults import FaultInjector
+from popdist.records.progress import NoProgress, Progress
+from popdist.records.watched import Waits
 from popdist.xla import shared_memory_setting
 from strategies.argument_checks import Axis, parts_along
 from strategies.core.members import InstanceProgress, ReplicaPrograms
