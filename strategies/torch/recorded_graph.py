@@ -47,7 +47,8 @@ class RecordedGraph:
 
     def parameter(self, number: int) -> torch.Tensor:
         """Return the parameter of a leaf."""
-        found: torch.Tensor = self.nodes[number].variable  # type: ignore[attr-defined]
+        found: torch.Tensor | None = getattr(self.nodes[number], "variable", None)
+        assert found is not None, "not a leaf"
         return found
 
     @cached_property
