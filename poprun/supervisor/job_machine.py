@@ -276,7 +276,7 @@ class JobMachine:
             self._see_out(now_s, facts[self._released])
         elif now_s < self._deadline_s:
             return
-        elif self._members.are_asked and now_s < self._settle_limit_s:
+        elif now_s < self._settle_limit_s and (self._members.are_asked or self._lacks_mpirun(facts)):
             self._deadline_s = min(now_s + SETTLE_S, self._settle_limit_s)
         elif cause is not None and facts[cause].ending is None:
             self._released = cause
@@ -284,6 +284,10 @@ class JobMachine:
             self._deadline_s, self._next_look_s = now_s + LEAVE_S, now_s + QUICK_LOOK_S
         else:
             self._conclude(now_s)
+
+    def _lacks_mpirun(self, facts: Sequence[Facts]) -> bool:
+        """Return whether mpirun has ended, as its agents say, but poprun does not know its status yet."""
+        return self._around.mpirun_status is None and self._lookout.are_orphaned(facts)
 
     def _see_out(self, now_s: float, released: Facts) -> None:
         """Wait for the exit status of a released instance. If the instance has noticed the release, wait longer."""

@@ -101,6 +101,10 @@ class Lookout:
             return judge_stuck(facts, failed.index, self._stuck_timeout_s).lines[0]
         return describe_failure(failed, facts)
 
+    def are_orphaned(self, facts: Sequence[Facts]) -> bool:
+        """Return whether an agent on mpirun's host has noticed the end of mpirun."""
+        return any(each.host == self._here and each.orphaned_at_s > 0 for each in facts)
+
     def judge(self, facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
         """Return the verdict on a job that has failed."""
         if self.stuck is not None:

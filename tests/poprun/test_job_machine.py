@@ -958,6 +958,21 @@ class TestMpirun:
         assert (script.exit_status, script.verdict.instance, script.verdict.is_of_hosts) == (137, None, True)
         assert script.said()[0] == "mpirun ended with 137 before every instance had completed"
 
+    def test_the_status_of_a_killed_mpirun_is_awaited(self):
+        """On a busy machine it comes after the reports of the agents, which see at once that mpirun is gone."""
+        script = Script(2, least=1)
+        script.note(0.1, 0, joining(since_s=0.1))
+        script.note(0.1, 1, joining(since_s=0.1))
+        script.at(1.0, InstanceChanged(0, ORPHANED), InstanceChanged(1, ORPHANED))
+        script.end(1.02, 0, exited(14))
+        script.end(1.03, 1, exited(14))
+        script.end_mpirun(1.03 + 3 * SETTLE_S, 137)
+        script.run()
+        assert (script.exit_status, script.said()[0]) == (
+            137,
+            "mpirun ended with 137 before every instance had completed",
+        )
+
     def test_an_instance_that_never_started_is_named_if_mpirun_kills_the_others(self):
         script = Script(2, connected=1)
         script.at(1.0, InstanceChanged(0, TOLD))
