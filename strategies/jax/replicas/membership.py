@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, final
 
@@ -64,6 +65,37 @@ class Membership(ABC):
     def can_carry_on(self) -> bool:
         """Whether the job goes on if an instance is lost."""
         return False
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this instance waits to take the place of a lost one, and takes no part in the training yet."""
+        return False
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether other instances may join later, so that the results of all operations are kept for them."""
+        return False
+
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        """Keep the result of an operation for instances that join later; every active instance calls this.
+
+        Args:
+            entry: Function that encodes the result. It may be called later, when the result is complete.
+        """
+
+    def next_entry(self) -> bytes | None:
+        """Return the result of the next operation of the others. A spare calls this in place of the operation.
+
+        The call sleeps until the others have completed the operation.
+
+        Returns:
+            The encoded result. None if this spare has become active: then it has returned all results that the others
+            have published, and takes part in the operation after them. `join_survivors` returns its new identity.
+
+        Raises:
+            SystemExit: With status 0, at the end of the job.
+        """
+        raise LifeCycleError(f"{self.members} have no spares")
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
         """Connect with the instances that are left. Collective among them. If it raises, this object is unchanged.
