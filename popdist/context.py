@@ -17,10 +17,9 @@ from popdist.instance import Instance
 from popdist.leaving import disconnect, watch_exit
 from popdist.places import take_first_places
 from popdist.process import ConnectBackend, group, process
-from popdist.records.progress import Progress, ProgressPage
+from popdist.records.progress import Progress, ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
 from popdist.spawned import join_once, leave_job, refuse_while_spawned
-from popdist.standby import Role
 
 if TYPE_CHECKING:
     from collectives import Communicator

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from popdist.connecting import finalize_mpi
 from popdist.environments.poprun import SHRINKS_VARIABLE
@@ -14,10 +13,7 @@ from popdist.failing import end_with
 from popdist.instance import Instance
 from popdist.places import take_places
 from popdist.process import Chief, process
-from popdist.standby import Role
-
-if TYPE_CHECKING:
-    from collectives import Communicator
+from popdist.records.progress import Role
 
 _at_renumbering: list[Callable[[], None]] = []
 _WITHOUT_CHIEF = (

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from popdist.process import Chief, process
-from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Role, Standing, choose
+from popdist.records.progress import Role
+from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,10 +82,11 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     wanted = progress.wanted  # read before the next property, which belongs to the same wish
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
-    own = [role, instance.index, host, entries, progress.may_be_active, is_done, wanted]
+    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
-        Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, _, _ in facts.tolist()
+        Standing(Role(role), index, host, entries, bool(may))
+        for role, index, host, entries, may, _, _ in facts.tolist()
     ]
     wishes = [wish for each, wish in zip(standings, facts[:, 6].tolist(), strict=True) if each.role is Role.ACTIVE]
     return standings, facts[:, 5], wishes

@@ -15,9 +15,9 @@ from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
-from popdist.records.progress import NoProgress, Progress, ProgressPage
+from popdist.records.progress import NoProgress, Progress, ProgressPage, Role
 from popdist.records.watched import Waits
-from popdist.standby import Fed, Feeding, Journal, Role
+from popdist.standby import Fed, Feeding, Journal
 from popdist.timeline.asked import TimelineOptions
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ class Process:
             attached += self.timeline.instruments
         if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
             attached.append(Waits())
-        if faults := due_faults(os.environ, instance.index if self.role is Role.ACTIVE else read_process(os.environ).rank):
+        if faults := due_faults(
+            os.environ, instance.index if self.role is Role.ACTIVE else read_process(os.environ).rank
+        ):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached
 

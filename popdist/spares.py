@@ -8,7 +8,8 @@ from collections.abc import Callable
 from popdist.errors import LifeCycleError
 from popdist.leaving import connect_survivors
 from popdist.process import Chief, process
-from popdist.standby import SLEEP_S, Role
+from popdist.records.progress import Role
+from popdist.standby import SLEEP_S
 
 
 def is_spare() -> bool:
@@ -71,7 +72,7 @@ def _has_news() -> bool:
     except PeerLostError:
         connect_survivors(Role.SPARE)
         return True
-    if process.progress.is_released or process.progress.is_resize_due:
+    if process.progress.is_released:
         connect_survivors(Role.SPARE)
         return True
     return False

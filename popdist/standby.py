@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
+
+from popdist.records.progress import Role
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,17 +29,6 @@ _END = -1
 _LANE = 0
 
 
-class Role(IntEnum):
-    """The part that a process takes in the job."""
-
-    ACTIVE = 0
-    """It trains."""
-    LEAVING = 1
-    """It has finished its program, and waits for the others at its exit."""
-    SPARE = 2
-    """It waits to take the place of a lost instance."""
-
-
 # ---- who trains
 
 
@@ -47,14 +37,14 @@ class Standing(NamedTuple):
 
     Attributes:
         role: Its role before the change.
-        index: Its number among the instances before the change; of a spare, any number.
+        number: Its number among the instances before the change; of a spare, any number.
         host: A number that is the same for all processes of a host.
         entries: The number of results that it knows.
         may_be_active: Whether it may be chosen; False while its host is to be left.
     """
 
     role: Role
-    index: int
+    number: int
     host: int
     entries: int
     may_be_active: bool = True
@@ -83,7 +73,7 @@ def choose(standings: Sequence[Standing], target: int) -> list[int]:
         hosts = [standings[rank].host for rank in (*stay, *joining)]
         joining.append(min(waiting, key=lambda rank: (hosts.count(standings[rank].host), rank)))
         waiting.remove(joining[-1])
-    return _numbered(stay, joining, [standings[rank].index for rank in stay])
+    return _numbered(stay, joining, [standings[rank].number for rank in stay])
 
 
 def _numbered(stay: list[int], joining: list[int], numbers: Sequence[int]) -> list[int]:
