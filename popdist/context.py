@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from popdist.connecting import backend_of, check_rank, connect_default
-from popdist.environments.poprun import SPARE_VARIABLE, num_spares
+from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
@@ -135,6 +135,10 @@ def initializeBackend() -> None:
     if process.is_default and (spares := num_spares(os.environ)):
         take_first_places(everybody, spares)
     watch_exit()
+    if RESERVE_VARIABLE in os.environ:
+        from popdist.reserve import hold
+
+        hold()
 
 
 def finalizeBackend() -> None:

@@ -82,7 +82,8 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     wanted = progress.wanted  # read before the next property, which belongs to the same wish
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
-    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted]
+    may_be_active = progress.may_be_active and process.is_ready
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, wanted]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
         Standing(Role(role), index, host, entries, bool(may))

@@ -35,7 +35,7 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_ROLE, _WANTED, _CONSIDERED = 22, 23, 24
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY = 22, 23, 24, 25, 26
 _WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
@@ -133,6 +133,7 @@ class ProgressRecord:
         role: Role of the process.
         wanted: Wish of poprun in the page.
         considered: Number of the last wish that the instance has considered in a membership change; 0: none.
+        is_ready: Whether a spare has come to the place in the program at which the active instances are.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -149,6 +150,7 @@ class ProgressRecord:
     role: Role = Role.UNKNOWN
     wanted: Wanted = Wanted()
     considered: int = 0
+    is_ready: bool = False
     fault: str = ""
 
     @property
@@ -219,6 +221,15 @@ class Progress(ABC):
     def takes_role(self, is_spare: bool) -> None:
         """Note the role of this process after a membership change, which has considered the wish read by `wanted`."""
 
+    @property
+    @abstractmethod
+    def is_to_begin(self) -> bool:
+        """Whether poprun has started the program of this process; only a reserve asks."""
+
+    @abstractmethod
+    def catches_up(self) -> None:
+        """Note that this spare has come to the place in the program at which the active instances are."""
+
     @abstractmethod
     def joining(self) -> None:
         """Note that the program is in `popdist.init` and waits for the other instances."""
@@ -257,8 +268,11 @@ class NoProgress(Progress):
     is_resize_due = False
     wanted = 0
     may_be_active = True
+    is_to_begin = True
 
     def takes_role(self, is_spare: bool) -> None: ...
+
+    def catches_up(self) -> None: ...
 
     def joining(self) -> None: ...
 
@@ -441,6 +455,13 @@ class ProgressPage(Progress):
             self._considered_word = self._wanted_word
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
 
+    @property
+    def is_to_begin(self) -> bool:
+        return bool(self._words[_BEGUN])
+
+    def catches_up(self) -> None:
+        self._words[_READY] = 1
+
     def cut_off(self) -> bool:
         supervisor = self._words[_SUPERVISOR]
         if supervisor:
@@ -511,6 +532,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
         role=Role(words[_ROLE]),
         wanted=unpack_wanted(words[_WANTED]),
         considered=words[_CONSIDERED],
+        is_ready=bool(words[_READY]),
     )
 
 
