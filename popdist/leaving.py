@@ -20,6 +20,7 @@ _WITHOUT_CHIEF = (
     "instance 0 was lost when all others had finished: its output and files for the whole job are missing. "
     "Start the job again, or write them in strategy.on_chief, so that after a loss another instance writes them"
 )
+_ONLY_SPARES = "all instances that had the variables are lost, and spares have none. Start the job from its checkpoint"
 
 
 # ---- survivors
@@ -197,7 +198,8 @@ def _leave() -> None:
             return
         _finalize_at_exit()
     if process.chief is Chief.LOST:
-        end_with(1, _WITHOUT_CHIEF if process.is_first_left else "")
+        reason = _ONLY_SPARES if process.role is Role.SPARE else _WITHOUT_CHIEF
+        end_with(1, reason if process.is_first_left else "")
 
 
 def _finalize_at_exit() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,14 +147,18 @@ class Feeding:
         self._transfers: list[Transfer] = []
 
     def pass_on(self, journal: Journal) -> None:
-        """Send new entries to every spare, without waiting."""
+        """Send new entries to every spare, without waiting. If a spare is lost, nothing is sent until a change."""
+        from collectives import PeerLostError
+
         journal.encode()
-        self._transfers = [each for each in self._transfers if not each.done()]
-        for rank, known in self._known.items():
-            fresh = journal.entries[known:]
-            if fresh:
-                self._send(rank, len(fresh), b"".join(len(each).to_bytes(8, "little") + each for each in fresh))
-                self._known[rank] = len(journal.entries)
+        try:
+            self._transfers = [each for each in self._transfers if not each.done()]
+            for rank, known in self._known.items():
+                if fresh := journal.entries[known:]:
+                    self._send(rank, len(fresh), b"".join(len(each).to_bytes(8, "little") + each for each in fresh))
+                    self._known[rank] = len(journal.entries)
+        except PeerLostError:
+            self._known = {}
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Pass nothing more on to some ranks, which have become active."""
@@ -161,9 +166,12 @@ class Feeding:
 
     def end(self, journal: Journal) -> None:
         """Tell every spare that the job ends."""
+        from collectives import PeerLostError
+
         self.pass_on(journal)
-        for rank in self._known:
-            self._send(rank, _END, b"")
+        with suppress(PeerLostError):
+            for rank in self._known:
+                self._send(rank, _END, b"")
 
     def _send(self, rank: int, number: int, data: bytes) -> None:
         header, body = _message(number, data)
