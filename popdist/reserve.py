@@ -9,7 +9,6 @@ beginning.
 from __future__ import annotations
 
 import atexit
-import os
 import signal
 import threading
 import time

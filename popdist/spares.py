@@ -12,7 +12,6 @@ from popdist.process import Chief, process
 from popdist.records.progress import Role
 from popdist.standby import SLEEP_S, Journal
 
-
 looking = threading.Lock()
 """Held by the thread that looks for news: the program's, or that of `popdist.reserve`."""
 

@@ -217,9 +217,20 @@ class Progress(ABC):
     def may_be_active(self) -> bool:
         """Whether this process may be active, by the wish that `wanted` has read last; complete or not."""
 
+    @property
     @abstractmethod
-    def takes_role(self, is_spare: bool) -> None:
-        """Note the role of this process after a membership change, which has considered the wish read by `wanted`."""
+    def wish(self) -> int:
+        """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
+
+    @abstractmethod
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        """Note the role of this process after a membership change.
+
+        Args:
+            is_spare: Whether it is a spare.
+            wish: The number of the wish that the change has considered, the same on all processes; 0: none. A page may
+                get the wish a moment later than another one, so this page may not have it yet.
+        """
 
     @property
     @abstractmethod
@@ -268,9 +279,10 @@ class NoProgress(Progress):
     is_resize_due = False
     wanted = 0
     may_be_active = True
+    wish = 0
     is_to_begin = True
 
-    def takes_role(self, is_spare: bool) -> None: ...
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
 
     def catches_up(self) -> None: ...
 
@@ -298,6 +310,7 @@ class ProgressPage(Progress):
         "_begun_ns",
         "_call",
         "_considered_word",
+        "_is_changing",
         "_label_at",
         "_losses",
         "_lost",
@@ -323,6 +336,7 @@ class ProgressPage(Progress):
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
         self._wanted_word = self._considered_word = 0
         self._wanted = Wanted()
+        self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
 
@@ -426,10 +440,10 @@ class ProgressPage(Progress):
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
-        return released > self._lost or self.is_resize_due
+        return released > self._lost or (not self._is_changing and self.is_resize_due)
 
     def carry_on(self, lost: int) -> None:
-        self._lost = lost
+        self._lost, self._is_changing = lost, True
 
     @property
     def is_resize_due(self) -> bool:
@@ -449,9 +463,15 @@ class ProgressPage(Progress):
     def may_be_active(self) -> bool:
         return not self._wanted.is_barred
 
-    def takes_role(self, is_spare: bool) -> None:
-        if self._wanted.is_complete:
-            self._words[_CONSIDERED] = self._wanted.number
+    @property
+    def wish(self) -> int:
+        return self._wanted.number if self._wanted.is_complete else 0
+
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        self._is_changing = False
+        if wish:
+            self._words[_CONSIDERED] = wish
+        if wish and wish == self.wish:
             self._considered_word = self._wanted_word
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
 
