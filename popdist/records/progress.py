@@ -72,6 +72,8 @@ class Role(IntEnum):
     """It takes part in the training."""
     SPARE = 2
     """It waits until it becomes active."""
+    LEAVING = 3
+    """It has finished its program, and waits for the others at its exit."""
 
 
 _STATES, _ROLES = frozenset(map(int, State)), frozenset(map(int, Role))
@@ -406,11 +408,11 @@ class ProgressPage(Progress):
 
     @property
     def is_released(self) -> bool:
-        """Whether the supervisor counts more lost instances than the last call of `carry_on`."""
+        """Whether the supervisor counts more lost instances than the last call of `carry_on`, or has a new wish."""
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
-        return released > self._lost
+        return released > self._lost or self.is_resize_due
 
     def carry_on(self, lost: int) -> None:
         self._lost = lost
