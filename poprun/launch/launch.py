@@ -82,6 +82,7 @@ class Across:
         silence_s: Seconds of silence after which a host counts as lost.
         start_timeout_s: Seconds within which all instances have to start.
         least: Smallest number of instances to continue with after a loss. 0: a loss ends the job.
+        replicas: Number of replicas of the job. 0: unknown.
         stuck_timeout_s: Seconds for which an instance that others wait for may be idle. 0: no limit.
         others: The hosts besides this machine.
         ssh: The words of ssh before the host.
@@ -91,6 +92,7 @@ class Across:
     silence_s: float = 10.0
     start_timeout_s: float = 60.0
     least: int = 0
+    replicas: int = 0
     stuck_timeout_s: float = 0.0
     others: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()

@@ -110,6 +110,7 @@ def _across(launch: Launch) -> Across:
         silence_s=settings.host_timeout_s,
         start_timeout_s=settings.start_timeout_s,
         least=settings.min_instances if settings.on_failure == "shrink" else 0,
+        replicas=settings.num_replicas,
         stuck_timeout_s=settings.stuck_timeout_s,
         others=tuple(host.name for host in launch.hosts if not host.is_this_machine),
         ssh=() if remote is None else remote.shell,

@@ -12,6 +12,7 @@ from popdist.records.progress import ProgressRecord
 from poprun.cli.log import Level
 from poprun.ipc import wire
 from poprun.ipc.facts import Ending, JobEnd
+from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 
 LOOK_S = 0.2
 """The interval at which instances are asked for their progress."""
@@ -120,6 +121,14 @@ class SignalCame:
 
 
 @dataclass(frozen=True)
+class ResizeAsked:
+    """A request of `poprun resize`; `asker` is the number of its connection."""
+
+    asker: int
+    request: ResizeRequest
+
+
+@dataclass(frozen=True)
 class Tick:
     """The moment to decide: all events so far have been passed on. It carries the state of mpirun and of the output.
 
@@ -136,7 +145,7 @@ class Tick:
     closed: str | None = None
 
 
-Event = MemberEvent | OutputPiece | SignalCame | Tick
+Event = MemberEvent | OutputPiece | SignalCame | ResizeAsked | Tick
 
 
 class Command(Enum):
@@ -193,6 +202,14 @@ class Say:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """The answer to the asker of a resize."""
+
+    asker: int
+    answer: ResizeAnswer
+
+
+@dataclass(frozen=True)
 class CleanUp:
     """Removal of the job's processes and files here and, if `sweeps`, on all other hosts except the `silent` ones."""
 
@@ -207,4 +224,4 @@ class Finish:
     ended: JobEnd
 
 
-Action = AgentOrder | OutputPiece | Deed | Say | CleanUp | Finish
+Action = AgentOrder | OutputPiece | Deed | Say | Answer | CleanUp | Finish

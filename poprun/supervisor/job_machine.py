@@ -14,6 +14,7 @@ from enum import Enum
 
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
+from poprun.ipc.resizes import ResizeAnswer
 from poprun.launch.launch import Across
 from poprun.supervisor.diagnosis import LastLines, LastWords, describe_rest, first_cause, has_failed, last_actions
 from poprun.supervisor.job_events import (
@@ -32,18 +33,21 @@ from poprun.supervisor.job_events import (
     TOLD_LIMIT_S,
     Action,
     AgentOrder,
+    Answer,
     Command,
     Deed,
     DeedKind,
     Event,
     MemberConnected,
     OutputPiece,
+    ResizeAsked,
     Say,
     SignalCame,
     Tick,
 )
 from poprun.supervisor.lookout import Lookout, Survival
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.resizing import Resizing
 from poprun.supervisor.signals import END_SIGNAL, PASSED_ON
 
 STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -80,6 +84,7 @@ class JobMachine:
         self.phase = JobPhase.RUNNING
         self._members = JobMembers(count)
         self._survival = Survival(self._members, across.least)
+        self._resizing = Resizing(self._members, across.least, across.replicas)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []
@@ -123,6 +128,8 @@ class JobMachine:
                 self._show(event)
             case SignalCame(number):
                 self._take_signal(number, now_s)
+            case ResizeAsked():
+                self._resize(event)
             case _:
                 self._members.take(event, now_s)
                 if isinstance(event, MemberConnected):
@@ -160,6 +167,18 @@ class JobMachine:
         elif self.phase is JobPhase.CLOSING:
             self._see_off(now_s)
 
+    def _resize(self, asked: ResizeAsked) -> None:
+        if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
+            self._actions += self._resizing.ask(asked)
+        else:
+            self._actions.append(Answer(asked.asker, ResizeAnswer(False, "the job is ending")))
+
+    def _go_on_resizing(self, now_s: float) -> None:
+        was_under_way = self._resizing.is_under_way
+        self._actions += self._resizing.look()
+        if was_under_way and not self._resizing.is_under_way:
+            self._lookout.forget(now_s)  # the others may have waited long for an instance that has just joined
+
     # While the job runs.
 
     def _watch(self, now_s: float) -> None:
@@ -177,7 +196,8 @@ class JobMachine:
             if not self._give_up_the_failed(now_s):
                 self._begin_to_settle(now_s)
         else:
-            if any(each.is_gone for each in members.facts):
+            self._go_on_resizing(now_s)
+            if self._resizing.is_under_way or any(each.is_gone for each in members.facts):
                 self._next_look_s = min(self._next_look_s, now_s + QUICK_LOOK_S)
             if now_s >= self._next_look_s:
                 self._look(now_s)
