@@ -10,6 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from popdist.environments.detection import detect_instance
+from popdist.environments.poprun import process_index
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector, due_faults
@@ -94,7 +95,7 @@ class Process:
             attached += self.timeline.instruments
         if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
             attached.append(Waits())
-        if faults := due_faults(os.environ, instance.index):
+        if faults := due_faults(os.environ, process_index(os.environ, instance)):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached
 

@@ -22,10 +22,15 @@ MOST_QUESTIONS = 8
 
 
 class JobMembers:
-    """The current facts of every instance, and the agents that are connected."""
+    """The current facts of every instance and spare, and the agents that are connected.
 
-    def __init__(self, count: int) -> None:
-        self.facts = [Facts(index) for index in range(count)]
+    Args:
+        count: The number of instances and spares.
+        spares: The number of spares, which have the highest indices.
+    """
+
+    def __init__(self, count: int, spares: int = 0) -> None:
+        self.facts = [Facts(index, is_spare=index >= count - spares) for index in range(count)]
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()
         self._connected: dict[int, None] = {}  # in the order of their connections
@@ -42,18 +47,28 @@ class JobMembers:
 
     @property
     def all_succeeded(self) -> bool:
-        """Whether every instance has reported exit status 0."""
-        return all(each.is_given_up or (each.ending is not None and each.ending.is_success) for each in self.facts)
+        """Whether every instance that is needed has reported exit status 0."""
+        return all(each.ending is not None and each.ending.is_success for each in self.facts if each.is_needed)
 
     @property
     def all_ended(self) -> bool:
-        """Whether every instance has ended."""
-        return all(each.ending is not None for each in self.facts)
+        """Whether every instance has ended; sleeping spares do not count."""
+        return all(each.ending is not None for each in self.facts if not each.is_asleep)
 
     @property
     def all_closed(self) -> bool:
-        """Whether all processes of every started instance are gone."""
-        return all(each.index in self._closed or not each.is_started for each in self.facts)
+        """Whether all processes of every started instance are gone; sleeping spares do not count."""
+        return all(each.index in self._closed or not each.is_started or each.is_asleep for each in self.facts)
+
+    @property
+    def are_spares_closed(self) -> bool:
+        """Whether all processes of the sleeping spares are gone."""
+        return all(each.index in self._closed or not each.is_asleep for each in self.facts)
+
+    @property
+    def carriers(self) -> tuple[int, ...]:
+        """The instances that drive the replicas, in their order."""
+        return tuple(each.index for each in self.facts if not each.is_given_up and not each.is_spare)
 
     @property
     def left(self) -> list[Facts]:
@@ -62,8 +77,8 @@ class JobMembers:
 
     @property
     def are_others_closed(self) -> bool:
-        """Whether all processes of every instance that was not given up are gone."""
-        return all(each.index in self._closed or each.is_given_up for each in self.facts)
+        """Whether all processes of every instance are gone that was not given up; sleeping spares do not count."""
+        return all(each.index in self._closed or not each.is_needed for each in self.facts)
 
     @property
     def are_asked(self) -> bool:
@@ -110,8 +125,12 @@ class JobMembers:
         return [AgentOrder(Command.STOP, index) for index in self._connected]
 
     def pass_on(self, number: int) -> list[AgentOrder]:
-        """Send a signal to the programs of all instances."""
-        return [AgentOrder(Command.PASS_ON, index, number) for index in self._connected]
+        """Send a signal to the programs of all instances.
+
+        Sleeping spares do not get it: the instances tell them what follows, and a signal might end them before.
+        """
+        awake = [index for index in self._connected if not self.facts[index].is_asleep]
+        return [AgentOrder(Command.PASS_ON, index, number) for index in awake]
 
     def release(self, index: int, lost: int) -> list[AgentOrder]:
         """Tell an instance that `lost` instances are lost; return no order if its agent is not connected."""
@@ -121,6 +140,10 @@ class JobMembers:
         """Mark an instance as given up, and order its agent to end all of its processes."""
         self._update(index, is_given_up=True)
         return [AgentOrder(Command.STOP, index)] if index in self._connected else []
+
+    def call(self, index: int) -> None:
+        """Note that a spare takes the place of a lost instance."""
+        self._update(index, is_spare=False)
 
     def note_told_alone(self, before_s: float) -> None:
         """Mark as lost every instance that was stopped alone; mpirun stops all of them together.
