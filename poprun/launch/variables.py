@@ -14,10 +14,10 @@ from popdist.environments.poprun import (
     IPUS,
     LOCAL,
     LOCAL_INSTANCE,
-    NUM_SPARES,
+    NUM_SPARES_VARIABLE,
     OFFSET,
     SHRINKS_VARIABLE,
-    SPARE,
+    SPARE_VARIABLE,
     TOTAL,
     UNIFORM,
 )
@@ -75,9 +75,9 @@ def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[st
     if settings.executable_cache_path is not None:
         variables["POPDIST_EXECUTABLE_CACHE_PATH"] = settings.executable_cache_path
     if settings.spares:
-        variables[NUM_SPARES] = str(settings.spares)
+        variables[NUM_SPARES_VARIABLE] = str(settings.spares)
     if place.is_spare:
-        variables[SPARE] = "1"
+        variables[SPARE_VARIABLE] = "1"
     if place.device is not None:
         variables[DEVICE] = str(place.device)
     if settings.vipu_partition is not None and settings.uses_partition:

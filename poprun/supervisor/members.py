@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
+from popdist.records.progress import Role
 from poprun.ipc.facts import Ending, EndKind, Facts
 from poprun.supervisor.job_events import (
     AgentOrder,
@@ -31,6 +33,7 @@ class JobMembers:
 
     def __init__(self, count: int, spares: int = 0) -> None:
         self.facts = [Facts(index, is_spare=index >= count - spares) for index in range(count)]
+        self._carriers = tuple(range(count - spares))
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()
         self._connected: dict[int, None] = {}  # in the order of their connections
@@ -68,7 +71,8 @@ class JobMembers:
     @property
     def carriers(self) -> tuple[int, ...]:
         """The instances that drive the replicas, in their order."""
-        return tuple(each.index for each in self.facts if not each.is_given_up and not each.is_spare)
+        named = [self.facts[index] for index in self._carriers]
+        return tuple(each.index for each in named if not each.is_given_up and not each.is_spare)
 
     @property
     def left(self) -> list[Facts]:
@@ -141,9 +145,11 @@ class JobMembers:
         self._update(index, is_given_up=True)
         return [AgentOrder(Command.STOP, index)] if index in self._connected else []
 
-    def call(self, index: int) -> None:
-        """Note that a spare takes the place of a lost instance."""
-        self._update(index, is_spare=False)
+    def go_on_with(self, carriers: Sequence[int]) -> None:
+        """Note which instances are to drive the replicas, in their order; spares among them join."""
+        self._carriers = tuple(carriers)
+        for index in carriers:
+            self._update(index, is_spare=False)
 
     def note_told_alone(self, before_s: float) -> None:
         """Mark as lost every instance that was stopped alone; mpirun stops all of them together.
@@ -171,6 +177,18 @@ class JobMembers:
             peak_memory_bytes=event.peak_memory_bytes,
             busy_at_s=now_s if event.effort != before.effort else before.busy_at_s,
         )
+        if event.record.role not in (before.record.role, Role.UNKNOWN):
+            self._note_role(event.instance, event.record.is_spare)
+
+    def _note_role(self, index: int, is_spare: bool) -> None:
+        """Note a role that an instance reports. If a spare joins uncalled, those called in vain are spares again."""
+        if self.facts[index].is_spare and not is_spare:
+            for each in self.facts:
+                if each.record.is_spare and each.ending is None and not each.is_given_up:
+                    self._update(each.index, is_spare=True)
+        self._update(index, is_spare=is_spare)
+        if index not in self._carriers:
+            self._carriers += (index,)
 
     def _note_loss(self, index: int, fault: str, now_s: float) -> None:
         self._connected.pop(index, None)

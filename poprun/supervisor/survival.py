@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 
+from popdist.records.progress import Role
+from popdist.standby import Standing, choose
 from poprun.cli.log import Level
 from poprun.cli.wording import count
 from poprun.ipc.facts import Ending, Facts, Loss
@@ -30,6 +32,7 @@ class Survival:
         self.obstacle = ""
         self._members = members
         self._least = least
+        self._target = len(members.carriers)
 
     def give_up(
         self, useless: Collection[int], was_told: Callable[[Ending], bool], describe: Callable[[Facts], str]
@@ -60,22 +63,45 @@ class Survival:
         were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
         if not failed or were_told or is_of_hosts(failed) or not self._least:
             return []
-        called = choose_spares(left, sum(not each.is_spare for each in failed))
+        carriers = self._choose_carriers(left) if any(not each.is_spare for each in failed) else []
+        called = [each for each in left if each.is_asleep and each.index in carriers]
         if not all(each.is_asleep for each in failed) and (obstacle := self._obstacle(left, len(called))):
             self.obstacle = self.obstacle or obstacle  # later failures follow from the first
             return []
-        return self._part_from(failed, left, called, describe)
+        actions = self._part_from(failed, left, called, describe)
+        if carriers:
+            self._members.go_on_with(carriers)
+        return actions
+
+    def _choose_carriers(self, left: Sequence[Facts]) -> list[int]:
+        """Return the instances that drive the replicas after a loss, in their order; popdist chooses by the same rule.
+
+        An instance at its end takes no part. So the others may call more spares than places were lost.
+        """
+        before = self._members.carriers
+        hosts = [each.host for each in left]
+        standings = [
+            Standing(
+                role=_role_of(each),
+                number=before.index(each.index) if each.index in before else 0,
+                host=hosts.index(each.host),
+                entries=0,
+            )
+            for each in left
+        ]
+        return [left[rank].index for rank in choose(standings, self._target)]
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]
     ) -> list[Action]:
         lost = [each for each in failed if not each.is_spare]
         spares = [each for each in failed if each.is_spare]
+        successors = called[: len(lost)]
         losses = [
             Loss(describe(each), each.index, taken_by=None if spare is None else spare.index)
-            for each, spare in zip_longest(lost, called)
+            for each, spare in zip_longest(lost, successors)
         ]
-        said = [f"{loss.line}; {_who_follows(spare, left, called)}" for loss, spare in zip_longest(losses, called)]
+        said = [f"{loss.line}; {_who_follows(spare, left, called)}" for loss, spare in zip_longest(losses, successors)]
         rest = sum(each.is_asleep for each in left) - len(called)
         for each in spares:
             losses.append(Loss(describe(each), each.index, was_spare=True))
@@ -84,8 +110,6 @@ class Survival:
         actions: list[Action] = []
         for each in failed:
             actions += self._members.give_up(each.index)
-        for each in called:
-            self._members.call(each.index)
         if lost or any(set(each.record.waiting_for) & {other.index for other in spares} for each in left):
             for each in left:
                 actions += self._members.release(each.index, len(self.losses))
@@ -95,7 +119,7 @@ class Survival:
         if not self._members.all_connected or not all(each.record.has_joined for each in left):
             return "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
         active = sum(not each.is_asleep for each in left)
-        if not active and called:
+        if not active and any(each.is_asleep for each in left):
             return "no instance is left that has the variables, and spares have none: the job ends"
         if active + called < max(1, self._least):
             return (
@@ -105,15 +129,10 @@ class Survival:
         return ""
 
 
-def choose_spares(left: Sequence[Facts], places: int) -> list[Facts]:
-    """Return the spares that take the places of lost instances; fewer if there are not enough.
-
-    A spare of the host with the fewest instances comes first, then the spare with the smallest index. popdist chooses
-    by the same rule.
-    """
-    active = [each.host for each in left if not each.is_asleep]
-    asleep = [each for each in left if each.is_asleep]
-    return sorted(asleep, key=lambda each: (active.count(each.host), each.index))[:places]
+def _role_of(each: Facts) -> Role:
+    if each.is_asleep:
+        return Role.SPARE
+    return Role.LEAVING if each.is_at_end else Role.ACTIVE
 
 
 def _who_follows(spare: Facts | None, left: Sequence[Facts], called: Sequence[Facts]) -> str:

@@ -19,7 +19,7 @@ from job_scripts import (
     running,
 )
 
-from popdist.records.progress import ProgressRecord
+from popdist.records.progress import ProgressRecord, Role
 from poprun.cli.log import Level
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
@@ -299,7 +299,7 @@ class TestReplacement:
             f"the job completed with 1 spare in the place of lost instances: {lost}",
         ]
         assert script.all_of(RELEASE) == [AgentOrder(RELEASE, index, 1) for index in (0, 2, 3)]
-        assert script.machine.carriers == [Carriers(0.0, 0, (0, 1, 2)), Carriers(pytest.approx(1.0), 3, (0, 2, 3))]
+        assert script.machine.carriers == [Carriers(0.0, 0, (0, 1, 2)), Carriers(pytest.approx(1.0), 3, (0, 3, 2))]
 
     def test_the_job_fails_if_the_former_spare_does_not_complete(self):
         script = job(2, 1)
@@ -320,6 +320,44 @@ class TestReplacement:
         script.end(1.0, lost, killed())
         script.run(until_s=2.0)
         assert [loss.taken_by for loss in script.machine.losses] == expected
+
+    def test_an_instance_at_its_end_takes_no_part_so_more_spares_may_join(self):
+        script = job(3, 2)
+        script.instances[2].record = leaving()
+        script.run(until_s=0.5)
+        script.end(1.0, 1, killed())
+        complete(script, 9.0, 0, 2, 3, 4)
+        script.run()
+        assert script.exit_status == 0
+        assert script.machine.carriers[-1].instances == (0, 3, 4)
+        assert [(loss.instance, loss.taken_by) for loss in script.machine.losses] == [(1, 3)]
+
+    def test_roles_that_instances_report_count_more_than_what_was_expected(self):
+        script = job(2, 2)
+        for index in range(4):
+            script.instances[index].record = running(role=Role.SPARE if index > 1 else Role.ACTIVE)
+        script.run(until_s=0.5)
+        script.end(1.0, 1, killed())
+        script.note(1.5, 3, running(role=Role.ACTIVE))
+        script.run(until_s=3.0)
+        assert [each.instances for each in script.machine.carriers] == [(0, 1), (0, 2), (0, 3)]
+        script.end(4.0, 2, killed())
+        complete(script, 9.0, 0, 3)
+        script.run()
+        assert (script.exit_status, script.machine.losses[-1].was_spare) == (0, True)
+
+    def test_an_instance_that_is_not_wanted_becomes_a_spare(self):
+        script = job(3, 0)
+        script.run(until_s=0.5)
+        script.note(1.0, 1, running(role=Role.SPARE))
+        script.run(until_s=3.0)
+        assert script.machine.carriers[-1].instances == (0, 2)
+        script.end(4.0, 0, killed())
+        script.run(until_s=5.0)
+        assert script.said(Level.WARN)[0].endswith("; spare 1 on host node0 takes its place")
+        complete(script, 9.0, 1, 2)
+        script.run()
+        assert script.exit_status == 0
 
     def test_two_losses_at_once_and_one_spare(self):
         script = job(4, 1)
