@@ -16,8 +16,8 @@ from poprun.cli.wording import count
 from poprun.ipc.facts import Facts
 from poprun.supervisor.job_events import Action, AgentOrder, Command, Say
 from poprun.supervisor.members import JobMembers
-from poprun.supervisor.pauses import MOST_FAILURES, pause_s
 from poprun.supervisor.resizing import Resizing
+from poprun.supervisor.restarts import MOST_FAILURES, pause_s
 
 _NEVER = float("inf")
 
@@ -58,6 +58,8 @@ class Regrowth:
         said = self._note_joined()
         running = [each for each in self._members.facts if each.ending is None and not each.is_given_up]
         active = [each for each in running if not each.is_asleep]
+        if not active or any(each.is_at_end for each in active):
+            return said
         ready = [each for each in running if each.can_join]
         coming = [each for each in running if each.index in self._started and each.is_asleep and not each.can_join]
         missing = self._wanted - len(active)
@@ -100,8 +102,8 @@ class Regrowth:
             each = self._members.facts[index]
             if index not in self._joined and each.record.role is Role.ACTIVE and each.ending is None:
                 self._joined.add(index)
-                self._members.call(index)
-                said.append(Say(Level.WARN, f"{each.name} has joined in step {each.record.step}"))
+                step = max(other.record.step for other in self._members.facts)
+                said.append(Say(Level.WARN, f"{each.name} has joined in step {step}"))
         return said
 
     def _failures(self) -> Counter[str]:

@@ -84,6 +84,18 @@ class Resizing:
         text = f"{wish.count} -> {count(wish.count, 'instance')}: nothing to change"
         return [*self._tell(self._there()), Answer(asked.asker, ResizeAnswer(True, text))]
 
+    @property
+    def wanted(self) -> int:
+        """The number of active instances in the last wish; 0 if there was none."""
+        return self._wish.count
+
+    def want(self, wanted: int) -> list[Action]:
+        """Begin a change that poprun itself wants."""
+        there = self._there()
+        self._before = sum(each.record.role is Role.ACTIVE for each in there)
+        self._stages = [Stage(wanted, frozenset(each.index for each in there if each.host in self._left_hosts))]
+        return self._begin()
+
     def look(self) -> list[Action]:
         """Continue the change as far as the processes' progress records allow."""
         there = self._there()
