@@ -58,7 +58,7 @@ class Regrowth:
         said = self._note_joined()
         running = [each for each in self._members.facts if each.ending is None and not each.is_given_up]
         active = [each for each in running if not each.is_asleep]
-        if not active or any(each.is_at_end for each in active):
+        if not active or self._is_ending:
             return said
         ready = [each for each in running if each.can_join]
         coming = [each for each in running if each.index in self._started and each.is_asleep and not each.can_join]
@@ -69,6 +69,11 @@ class Regrowth:
             self._due_s = _NEVER
             return said
         return [*said, *self._start_when_due(running, active, now_s)]
+
+    @property
+    def _is_ending(self) -> bool:
+        there = (each for each in self._members.facts if not each.is_given_up and not each.is_spare)
+        return any(each.ending is not None or each.is_at_end for each in there)
 
     @property
     def _wanted(self) -> int:
