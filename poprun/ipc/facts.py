@@ -165,12 +165,14 @@ class Loss:
         instance: The index of the lost instance or spare.
         was_spare: Whether a spare was lost.
         taken_by: The spare that takes the place of the lost instance. None: the others go on without it.
+        by_new: Whether that spare is a new instance, which was started after the loss.
     """
 
     line: str
     instance: int
     was_spare: bool = False
     taken_by: int | None = None
+    by_new: bool = False
 
     @property
     def followed_by(self) -> str:
