@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 from job_scripts import (
