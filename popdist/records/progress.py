@@ -72,6 +72,8 @@ class Role(IntEnum):
     """It takes part in the training."""
     SPARE = 2
     """It waits until it becomes active."""
+    FIXED = 3
+    """It takes part in the training, which cannot go on with other instances."""
     LEAVING = 3
     """It has finished its program, and waits for the others at its exit."""
 
@@ -220,6 +222,10 @@ class Progress(ABC):
         """Note the role of this process after a membership change, which has considered the wish read by `wanted`."""
 
     @abstractmethod
+    def needs_all(self) -> None:
+        """Note that the program cannot go on with other instances; later wishes for others have no effect."""
+
+    @abstractmethod
     def joining(self) -> None:
         """Note that the program is in `popdist.init` and waits for the other instances."""
 
@@ -259,6 +265,8 @@ class NoProgress(Progress):
     may_be_active = True
 
     def takes_role(self, is_spare: bool) -> None: ...
+
+    def needs_all(self) -> None: ...
 
     def joining(self) -> None: ...
 
@@ -423,7 +431,8 @@ class ProgressPage(Progress):
         if word == self._considered_word:
             return False
         latest = unpack_wanted(word)
-        return latest.is_complete and latest.number != self._words[_CONSIDERED]
+        is_new = latest.is_complete and latest.number != self._words[_CONSIDERED]
+        return is_new and self._words[_ROLE] != Role.FIXED
 
     @property
     def wanted(self) -> int:
@@ -440,6 +449,9 @@ class ProgressPage(Progress):
             self._words[_CONSIDERED] = self._wanted.number
             self._considered_word = self._wanted_word
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
+
+    def needs_all(self) -> None:
+        self._words[_ROLE] = Role.FIXED
 
     def cut_off(self) -> bool:
         supervisor = self._words[_SUPERVISOR]

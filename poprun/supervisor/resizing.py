@@ -149,11 +149,13 @@ class Resizing:
                 "the job cannot be resized, because it was not started with --spares, or with --on-failure shrink or "
                 "replace"
             )
-        if not any(each.record.role is Role.ACTIVE for each in there):
+        if not any(each.record.role in (Role.ACTIVE, Role.FIXED) for each in there):
             return (
                 "the job cannot be resized now, because its instances have not connected in popdist.init yet, or have "
                 "finished; try again after the first step"
             )
+        if any(each.record.role is Role.FIXED for each in there):
+            return "the job cannot be resized: its program needs all instances, as a warning at its begin says"
         return ""
 
     def _obstacle(self, wanted: int, there: Sequence[Facts], free: Sequence[Facts]) -> str:

@@ -103,7 +103,7 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
         PeerLostError: If the remaining instances cannot go on, as in `surviving`.
     """
     while members.can_carry_on:
-        logger.info("an instance is lost: %s", loss)
+        logger.info("the instances change: %s", loss)
         with members.communicator.instruments.during[RECOVERY]:
             members.carry_on()  # repeats itself if more instances are lost; its errors are final
         try:
@@ -116,12 +116,14 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:
-    """Warn if a job that was started to go on without lost instances cannot.
+    """Warn if a job that was started to go on without lost instances cannot; then it cannot be resized either.
 
     Args:
         members: The instances.
         reason: The reason in words; None if the job can go on.
     """
+    if reason and members.can_carry_on:
+        members.progress.needs_all()
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
             "%s: if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart",

@@ -152,6 +152,8 @@ def test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_conside
     want(Wanted(2, 1, is_complete=True))
     assert page.is_resize_due
     assert (page.wanted, page.may_be_active) == (1, True)
+    page.needs_all()
+    assert (page.is_resize_due, record().role) == (False, Role.FIXED)
     os.close(descriptor)
 
 

@@ -152,6 +152,15 @@ def test_a_request_that_cannot_be_fulfilled_is_refused_with_the_reason(across, c
     assert wishes(script) == []
 
 
+def test_a_job_whose_program_needs_all_instances_is_not_resized():
+    script = job("ff")
+    script.ask_resize(1.0, 7, 1)
+    script.run(2.0)
+    assert answers(script) == [
+        (7, False, "the job cannot be resized: its program needs all instances, as a warning at its begin says")
+    ]
+
+
 def test_a_job_is_not_resized_before_its_instances_are_connected_or_after_they_have_finished():
     script = Script(2, least=1)
     script.ask_resize(0.5, 7, 1)
