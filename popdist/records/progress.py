@@ -72,10 +72,10 @@ class Role(IntEnum):
     """It takes part in the training."""
     SPARE = 2
     """It waits until it becomes active."""
-    FIXED = 3
-    """It takes part in the training, which cannot go on with other instances."""
     LEAVING = 3
     """It has finished its program, and waits for the others at its exit."""
+    FIXED = 4
+    """It takes part in the training, which cannot go on with other instances."""
 
 
 _STATES, _ROLES = frozenset(map(int, State)), frozenset(map(int, Role))
