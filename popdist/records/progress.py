@@ -201,7 +201,7 @@ class Progress(ABC):
     @property
     @abstractmethod
     def is_resize_due(self) -> bool:
-        """Whether poprun has a complete wish that this process has not considered yet; cheap enough for every step."""
+        """Whether poprun has a complete wish that no change has read yet; cheap enough for every step."""
 
     @property
     @abstractmethod
@@ -247,7 +247,7 @@ class Progress(ABC):
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that the others continue without `lost` lost instances in all."""
+        """Note that the others continue without `lost` lost instances in all; their change considers poprun's wish."""
 
     @abstractmethod
     def cut_off(self) -> bool:
@@ -291,16 +291,15 @@ class ProgressPage(Progress):
     __slots__ = (
         "_begun_ns",
         "_call",
-        "_considered_word",
         "_label_at",
         "_losses",
         "_lost",
         "_map",
         "_outer",
         "_pending",
+        "_read_word",
         "_waited_ns",
         "_wanted",
-        "_wanted_word",
         "_words",
     )
 
@@ -315,7 +314,7 @@ class ProgressPage(Progress):
         self._call: Call | None = None
         self._pending: Callable[[], float | None] | None = None
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
-        self._wanted_word = self._considered_word = 0
+        self._read_word = 0
         self._wanted = Wanted()
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
@@ -424,11 +423,12 @@ class ProgressPage(Progress):
 
     def carry_on(self, lost: int) -> None:
         self._lost = lost
+        self._read_word = self._words[_WANTED]
 
     @property
     def is_resize_due(self) -> bool:
         word = self._words[_WANTED]
-        if word == self._considered_word:
+        if word == self._read_word:
             return False
         latest = unpack_wanted(word)
         is_new = latest.is_complete and latest.number != self._words[_CONSIDERED]
@@ -436,8 +436,8 @@ class ProgressPage(Progress):
 
     @property
     def wanted(self) -> int:
-        self._wanted_word = self._words[_WANTED]
-        self._wanted = unpack_wanted(self._wanted_word)
+        self._read_word = self._words[_WANTED]
+        self._wanted = unpack_wanted(self._read_word)
         return self._wanted.count if self._wanted.is_complete else 0
 
     @property
@@ -447,7 +447,6 @@ class ProgressPage(Progress):
     def takes_role(self, is_spare: bool) -> None:
         if self._wanted.is_complete:
             self._words[_CONSIDERED] = self._wanted.number
-            self._considered_word = self._wanted_word
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
 
     def needs_all(self) -> None:
