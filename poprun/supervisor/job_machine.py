@@ -95,7 +95,7 @@ class JobMachine:
         self.phase = JobPhase.RUNNING
         self._members = JobMembers(count, across.spares)
         self._survival = Survival(self._members, across.least)
-        self._resizing = Resizing(self._members, across.least, across.replicas)
+        self._resizing = Resizing(self._members, across.least if across.spares else 0, across.replicas)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []

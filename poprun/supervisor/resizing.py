@@ -37,7 +37,7 @@ class Resizing:
 
     Args:
         members: All processes of the job.
-        least: The least number of active instances; 0 if the job cannot change.
+        least: The least number of active instances; 0 if the job keeps nothing with which others could join.
         most: The largest useful number of active instances, which is that of the replicas; 0 if unknown.
 
     Attributes:
@@ -145,10 +145,7 @@ class Resizing:
 
     def _obstacle_of_job(self, there: Sequence[Facts]) -> str:
         if not self._least:
-            return (
-                "the job cannot be resized, because it was not started with --spares, or with --on-failure shrink or "
-                "replace"
-            )
+            return "the job cannot be resized, because it was not started with --spares"
         if not any(each.record.role in (Role.ACTIVE, Role.FIXED) for each in there):
             return (
                 "the job cannot be resized now, because its instances have not connected in popdist.init yet, or have "

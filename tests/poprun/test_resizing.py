@@ -12,7 +12,7 @@ from poprun.supervisor.job_events import Answer
 
 def job(roles: str, hosts: str = "", **across: object) -> Script:
     """Return a job whose processes have had their roles for 0.5 s."""
-    script = Script(len(roles), hosts, **{"least": 1, "replicas": 12, **across})
+    script = Script(len(roles), hosts, **{"least": 1, "replicas": 12, "spares": roles.count("s") or 1, **across})
     for index in range(len(roles)):
         script.note(0.1, index, running())
     script.take_roles(0.2, roles)
@@ -116,7 +116,7 @@ class TestHosts:
         assert answers(script) == [(7, True, "2 -> 2 instances")]
 
     def test_a_process_that_joins_the_job_later_is_barred_on_a_host_that_was_left(self):
-        script = Script(3, "node0 node1 node1", least=1)
+        script = Script(3, "node0 node1 node1", least=1, spares=2)
         script.take_roles(0.2, "as-")
         script.ask_resize(1.0, 7, leave=("node1",))
         script.take_roles(2.0, "ass")
@@ -134,7 +134,8 @@ class TestHosts:
 @pytest.mark.parametrize(
     ("across", "counts", "leave", "reason"),
     [
-        ({"least": 0}, (1,), (), "not started with --spares, or with --on-failure shrink or replace"),
+        ({"least": 0}, (1,), (), "the job cannot be resized, because it was not started with --spares"),
+        ({"spares": 0}, (1,), (), "the job cannot be resized, because it was not started with --spares"),
         ({"least": 2}, (1,), (), "1 instance would be active, and --min-instances is 2"),
         ({}, (4,), (), "2 active instances and 1 spare; ask for at most 3, or start the job with more --spares"),
         ({"replicas": 2}, (3,), (), "3 instances cannot share 2 replicas; ask for at most 2"),
@@ -162,7 +163,7 @@ def test_a_job_whose_program_needs_all_instances_is_not_resized():
 
 
 def test_a_job_is_not_resized_before_its_instances_are_connected_or_after_they_have_finished():
-    script = Script(2, least=1)
+    script = Script(2, least=1, spares=1)
     script.ask_resize(0.5, 7, 1)
     script.take_roles(1.0, "aa")
     script.note(2.0, 0, leaving())
