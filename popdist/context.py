@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from popdist.connecting import backend_of, check_rank, connect_default
-from popdist.environments.poprun import SPARE_VARIABLE, num_spares
+from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
@@ -137,6 +137,10 @@ def initializeBackend() -> None:
     elif can_carry_on():
         process.progress.takes_role(is_spare=False)
     watch_exit()
+    if RESERVE_VARIABLE in os.environ:
+        from popdist.reserve import hold
+
+        hold()
 
 
 def finalizeBackend() -> None:

@@ -35,7 +35,7 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_ROLE, _WANTED, _CONSIDERED = 22, 23, 24
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY = 22, 23, 24, 25, 26
 _WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
@@ -135,6 +135,7 @@ class ProgressRecord:
         role: Role of the process.
         wanted: Wish of poprun in the page.
         considered: Number of the last wish that the instance has considered in a membership change; 0: none.
+        is_ready: Whether a spare has come to the place in the program at which the active instances are.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -151,6 +152,7 @@ class ProgressRecord:
     role: Role = Role.UNKNOWN
     wanted: Wanted = Wanted()
     considered: int = 0
+    is_ready: bool = False
     fault: str = ""
 
     @property
@@ -217,9 +219,29 @@ class Progress(ABC):
     def may_be_active(self) -> bool:
         """Whether this process may be active, by the wish that `wanted` has read last; complete or not."""
 
+    @property
     @abstractmethod
-    def takes_role(self, is_spare: bool) -> None:
-        """Note the role of this process after a membership change, which has considered the wish read by `wanted`."""
+    def wish(self) -> int:
+        """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
+
+    @abstractmethod
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        """Note the role of this process after a membership change.
+
+        Args:
+            is_spare: Whether it is a spare.
+            wish: The number of the wish that the change has considered, the same on all processes; 0: none. A page may
+                get the wish a moment later than another one, so this page may not have it yet.
+        """
+
+    @property
+    @abstractmethod
+    def is_to_begin(self) -> bool:
+        """Whether poprun has started the program of this process; only a reserve asks."""
+
+    @abstractmethod
+    def catches_up(self) -> None:
+        """Note that this spare has come to the place in the program at which the active instances are."""
 
     @abstractmethod
     def needs_all(self) -> None:
@@ -263,8 +285,12 @@ class NoProgress(Progress):
     is_resize_due = False
     wanted = 0
     may_be_active = True
+    wish = 0
+    is_to_begin = True
 
-    def takes_role(self, is_spare: bool) -> None: ...
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
+
+    def catches_up(self) -> None: ...
 
     def needs_all(self) -> None: ...
 
@@ -291,15 +317,17 @@ class ProgressPage(Progress):
     __slots__ = (
         "_begun_ns",
         "_call",
+        "_considered_word",
+        "_is_changing",
         "_label_at",
         "_losses",
         "_lost",
         "_map",
         "_outer",
         "_pending",
-        "_read_word",
         "_waited_ns",
         "_wanted",
+        "_wanted_word",
         "_words",
     )
 
@@ -314,8 +342,9 @@ class ProgressPage(Progress):
         self._call: Call | None = None
         self._pending: Callable[[], float | None] | None = None
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
-        self._read_word = 0
+        self._wanted_word = self._considered_word = 0
         self._wanted = Wanted()
+        self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
 
@@ -419,16 +448,15 @@ class ProgressPage(Progress):
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
-        return released > self._lost or self.is_resize_due
+        return released > self._lost or (not self._is_changing and self.is_resize_due)
 
     def carry_on(self, lost: int) -> None:
-        self._lost = lost
-        self._read_word = self._words[_WANTED]
+        self._lost, self._is_changing = lost, True
 
     @property
     def is_resize_due(self) -> bool:
         word = self._words[_WANTED]
-        if word == self._read_word:
+        if word == self._considered_word:
             return False
         latest = unpack_wanted(word)
         is_new = latest.is_complete and latest.number != self._words[_CONSIDERED]
@@ -436,18 +464,32 @@ class ProgressPage(Progress):
 
     @property
     def wanted(self) -> int:
-        self._read_word = self._words[_WANTED]
-        self._wanted = unpack_wanted(self._read_word)
+        self._wanted_word = self._words[_WANTED]
+        self._wanted = unpack_wanted(self._wanted_word)
         return self._wanted.count if self._wanted.is_complete else 0
 
     @property
     def may_be_active(self) -> bool:
         return not self._wanted.is_barred
 
-    def takes_role(self, is_spare: bool) -> None:
-        if self._wanted.is_complete:
-            self._words[_CONSIDERED] = self._wanted.number
+    @property
+    def wish(self) -> int:
+        return self._wanted.number if self._wanted.is_complete else 0
+
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        self._is_changing = False
+        if wish:
+            self._words[_CONSIDERED] = wish
+        if wish and wish == self.wish:
+            self._considered_word = self._wanted_word
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
+
+    @property
+    def is_to_begin(self) -> bool:
+        return bool(self._words[_BEGUN])
+
+    def catches_up(self) -> None:
+        self._words[_READY] = 1
 
     def needs_all(self) -> None:
         self._words[_ROLE] = Role.FIXED
@@ -522,6 +564,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
         role=Role(words[_ROLE]),
         wanted=unpack_wanted(words[_WANTED]),
         considered=words[_CONSIDERED],
+        is_ready=bool(words[_READY]),
     )
 
 

@@ -43,9 +43,12 @@ ALONE_VARIABLE = "POPDIST_ALONE"
 """The name of popdist's variable for processes outside of a job; programs of this job must not inherit it. It is
 repeated here, because popdist takes too long to load.
 """
+RESERVE_VARIABLE = "POPDIST_RESERVE"
+"""The name of popdist's variable for a process whose program waits until poprun starts it, repeated likewise."""
 PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN3\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET, WANTED_OFFSET = 8, 40, 64, 80, 184
+BEGUN_OFFSET = 200
 
 STACK_BYTES = 1 << 16
 _NEVER = float("inf")
@@ -94,7 +97,9 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         if cpus != "any":
             os.sched_setaffinity(0, parse_cpus(cpus))
 
-    if rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+    if RESERVE_VARIABLE in environ:
+        environ[RESERVE_VARIABLE] = str(parent)
+    if RESERVE_VARIABLE in environ or (rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NOTICING, environ.get("PYTHONPATH"))))
     pid = start(words, environ, prepare)
     os.close(stdin)
@@ -218,6 +223,8 @@ class Guard:
             elif kind == wire.WANT_ACTIVE and self._page >= 0:
                 wanted = wire.unpack_number(content)
                 os.pwrite(self._page, (wanted | (wanted ^ 0xFFFFFFFF) << 32).to_bytes(8, "little"), WANTED_OFFSET)
+            elif kind == wire.BEGIN and self._page >= 0:
+                os.pwrite(self._page, (1).to_bytes(8, "little"), BEGUN_OFFSET)
             elif kind == wire.STDIN:
                 self._feed.put(content)
             elif kind == wire.EXAMINE:

@@ -197,7 +197,16 @@ class LaunchOptions(ABC):
         choices=("stop", "shrink", "replace", "restart"),
         see="surviving.md",
     )
-    max_restarts: int = failure(3, NUMBER, "largest number of restarts", at_least=0, without_effect=STOPS)
+    regrow: bool = failure(
+        False,
+        BOOLEAN,
+        "start new instances in the places of lost ones, at most --max-restarts; they join between two steps",
+        without_effect=STOPS,
+        see="surviving.md#growing-back",
+    )
+    max_restarts: int = failure(
+        3, NUMBER, "largest number of restarts, and of new instances", at_least=0, without_effect=STOPS
+    )
     restart_backoff_s: float = failure(
         1,
         SECONDS,

@@ -58,6 +58,9 @@ EXAMINE = 69
 WANT_ACTIVE = 70
 """poprun: its wish about the active instances, as `popdist.records.wanted.Wanted.pack` returns it."""
 
+BEGIN = 71
+"""poprun: begin the program of a reserve."""
+
 MOST_OF_STRANGERS = 1 << 10
 """The most bytes of a message before the sender has proved that it belongs to the job; a HELLO is shorter."""
 MOST_BYTES = 1 << 26

@@ -161,6 +161,8 @@ class Command(Enum):
     """Do not wait for other instances any more; the number counts the lost instances."""
     WANT_ACTIVE = wire.WANT_ACTIVE
     """Write the wish about the active instances into the progress page; the number is the packed wish."""
+    BEGIN = wire.BEGIN
+    """Begin the program of a reserve."""
     PASS_ON = wire.SIGNAL
     """Send the program a signal; the number is the signal's."""
     STOP = wire.STOP

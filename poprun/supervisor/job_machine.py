@@ -93,9 +93,15 @@ class JobMachine:
 
     def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
         self.phase = JobPhase.RUNNING
-        self._members = JobMembers(count, across.spares)
+        self._members = JobMembers(count, across.spares, across.reserves)
         self._survival = Survival(self._members, across.least)
         self._resizing = Resizing(self._members, across.least if across.spares else 0, across.replicas)
+        self._regrowth = None
+        if across.most_new:
+            from poprun.supervisor.regrowth import Regrowth
+
+            instances = count - across.spares
+            self._regrowth = Regrowth(self._members, self._resizing, instances, across.most_new, across.first_pause_s)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []
@@ -194,6 +200,9 @@ class JobMachine:
             self._actions.append(Answer(asked.asker, ResizeAnswer(False, "the job is ending")))
 
     def _go_on_resizing(self, now_s: float) -> None:
+        if self._regrowth is not None:
+            self._actions += self._regrowth.look(now_s)
+            self._next_look_s = min(self._next_look_s, self._regrowth.deadline_s)
         was_under_way = self._resizing.is_under_way
         self._actions += self._resizing.look()
         if was_under_way and not self._resizing.is_under_way:

@@ -64,7 +64,7 @@ class Resizing:
         if obstacle := self._obstacle_of_job(there) or _unknown_hosts(asked, there):
             return [_refuse(asked, obstacle)]
         left_hosts = _hosts_after(asked, self._left_hosts, there)
-        free = [each for each in there if each.host not in left_hosts]
+        free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
         active = [each for each in there if each.record.role is Role.ACTIVE]
         wanted = asked.request.count or min(len(active), len(free))
         if obstacle := self._obstacle(wanted, there, free):
@@ -83,6 +83,18 @@ class Resizing:
         self._wish = wish
         text = f"{wish.count} -> {count(wish.count, 'instance')}: nothing to change"
         return [*self._tell(self._there()), Answer(asked.asker, ResizeAnswer(True, text))]
+
+    @property
+    def wanted(self) -> int:
+        """The number of active instances in the last wish; 0 if there was none."""
+        return self._wish.count
+
+    def want(self, wanted: int) -> list[Action]:
+        """Begin a change that poprun itself wants."""
+        there = self._there()
+        self._before = sum(each.record.role is Role.ACTIVE for each in there)
+        self._stages = [Stage(wanted, frozenset(each.index for each in there if each.host in self._left_hosts))]
+        return self._begin()
 
     def look(self) -> list[Action]:
         """Continue the change as far as the processes' progress records allow."""

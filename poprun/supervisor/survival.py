@@ -86,7 +86,7 @@ class Survival:
                 number=before.index(each.index) if each.index in before else 0,
                 host=hosts.index(each.host),
                 entries=0,
-                may_be_active=not each.record.wanted.is_barred,
+                may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
             )
             for each in left
         ]
@@ -105,7 +105,7 @@ class Survival:
             for each, spare in zip_longest(lost, successors)
         ]
         said = [f"{loss.line}; {_who_follows(spare, left, called)}" for loss, spare in zip_longest(losses, successors)]
-        rest = sum(each.is_asleep for each in left) - len(called)
+        rest = sum(each.can_join for each in left) - len(called)
         for each in spares:
             losses.append(Loss(describe(each), each.index, was_spare=True))
             said.append(f"{losses[-1].line}; the job goes on with {count(rest, 'spare') if rest else 'no spare'} left")

@@ -262,7 +262,7 @@ def test_an_instance_that_announces_an_oversized_message_is_lost_with_the_reason
 
 
 @pytest.mark.parametrize(
-    ("offset", "value", "what"), [(16, 99, "state"), (16, (1 << 64) - 1, "state"), (176, 5, "role")]
+    ("offset", "value", "what"), [(16, 99, "state"), (16, (1 << 64) - 1, "state"), (176, 9, "role")]
 )
 def test_a_page_with_an_unknown_state_or_role_yields_only_that_fault(pair, offset, value, what):
     theirs, member = pair

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from job_scripts import WANT_ACTIVE, Script, killed, leaving, running
 
 from popdist.records.wanted import MOST_INSTANCES, MOST_NUMBER, Wanted, number_after
+from poprun.errors import UsageError
 from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
+from poprun.monitor.resize_command import ResizeWords, read_words
 from poprun.supervisor.job_events import Answer
 
 
@@ -202,3 +206,35 @@ def test_damaged_messages_are_refused(data):
         ResizeRequest.unpack(data)
     with pytest.raises(ValueError, match="resize|answer"):
         ResizeAnswer.unpack(data)
+
+
+def words_of(text: str) -> ResizeWords:
+    found = read_words(text.split())
+    assert found is not None
+    return found
+
+
+def test_words_of_the_command_may_come_in_any_order():
+    assert words_of("4242 3") == ResizeWords(4242, ResizeRequest(3))
+    assert words_of("--timeout 5 4242 --leave-host node[0-1] 3 --leave-host=node7") == ResizeWords(
+        4242, ResizeRequest(3, ("node0", "node1", "node7")), 5.0
+    )
+    assert words_of("4242 --use-host node0").request == ResizeRequest(0, (), ("node0",))
+    assert read_words(["4242", "--help"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "needs a job and the number of active instances"),
+        ("4242", "needs a job and the number of active instances"),
+        ("4242 3 4", "needs a job and the number of active instances"),
+        ("train 3", "the job is 'train'; name it by the pid of its poprun"),
+        ("4242 0", "the number of active instances is '0'; give a whole number, 1 or more"),
+        ("4242 -3", "unknown option -3"),
+        ("4242 3 --timeout soon", "--timeout"),
+    ],
+)
+def test_wrong_words_are_refused(text, reason):
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        read_words(text.split())
