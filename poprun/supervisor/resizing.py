@@ -14,9 +14,12 @@ from popdist.records.wanted import Wanted, number_after
 from poprun.cli.log import Level
 from poprun.cli.wording import count
 from poprun.ipc.facts import Facts
-from poprun.ipc.resizes import ResizeAnswer
+from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 from poprun.supervisor.job_events import Action, AgentOrder, Answer, Command, ResizeAsked, Say
 from poprun.supervisor.members import JobMembers
+
+NOBODY = 0
+"""The asker of changes that poprun itself wants; connections have higher numbers."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ class Resizing:
         actions = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
         self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
         return [*actions, *self._begin()]
+
+    def is_left(self, host: str) -> bool:
+        """Return whether a host is to carry no active instance."""
+        return host in self._left_hosts
+
+    def leave(self, host: str) -> tuple[str, list[Action]]:
+        """Begin to leave a host for which poprun itself got a notice; return the obstacle, or "", and the actions."""
+        first, *rest = self.ask(ResizeAsked(NOBODY, ResizeRequest(leave=(host,))))
+        if isinstance(first, Answer) and first.asker == NOBODY and not first.answer.is_done:
+            return first.answer.text, []
+        return "", [first, *rest]
 
     def _bar_spares(self, asked: ResizeAsked, wish: Stage) -> list[Action]:
         """Tell a wish that the active instances fulfil already; it only says which spares may join later."""

@@ -39,7 +39,7 @@ ANSWER_S = 0.01
 """The time that agents and mpirun take to obey an order, unless the script sets another one."""
 
 ASK, EXAMINE, RELEASE, WANT_ACTIVE, BEGIN, PASS_ON, STOP = Command
-TOLD, ORPHANED, EXAMINED, CLOSED, LOST = InstanceChange
+TOLD, ORPHANED, EXAMINED, CLOSED, NOTICED, LOST = InstanceChange
 STOP_LISTENING, SEND_TO_MPIRUN, SHOW_HIDDEN_ERRORS, SHOW_COMPLAINT = DeedKind
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import pytest
-from job_scripts import WANT_ACTIVE, Script, killed, leaving, running
+from job_scripts import NOTICED, PASS_ON, WANT_ACTIVE, Script, killed, leaving, running
 
 from popdist.records.wanted import MOST_INSTANCES, MOST_NUMBER, Wanted, number_after
+from poprun.cli.log import Level
 from poprun.errors import UsageError
 from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 from poprun.monitor.resize_command import ResizeWords, read_words
-from poprun.supervisor.job_events import Answer
+from poprun.supervisor.job_events import AgentOrder, Answer, InstanceChanged
 
 
 def job(roles: str, hosts: str = "", **across: object) -> Script:
@@ -126,6 +128,26 @@ class TestHosts:
         script.take_roles(2.0, "ass")
         script.run(3.0)
         assert wishes(script) == [(0, Wanted(1, 1)), (1, Wanted(1, 1, True)), (2, Wanted(1, 1, True))]
+
+    def test_a_host_is_left_once_if_its_agents_get_a_notice(self):
+        script = job("aas", "node0 node1 node0")
+        for _ in range(2):
+            script.at(1.0, InstanceChanged(1, NOTICED))
+        script.run(2.0)
+        assert wishes(script)[3:] == [(index, Wanted(1, 2, index == 1, True)) for index in range(3)]
+        assert script.said(Level.WARN) == ["host node1 is about to go away; other hosts take over from it"]
+        script.take_roles(2.0, "asa")
+        script.run(3.0)
+        assert script.all_of(PASS_ON) == []
+
+    def test_all_programs_save_and_leave_if_a_host_that_gets_a_notice_cannot_be_left(self):
+        script = job("aas", "node0 node1 node0", least=3)
+        script.at(1.0, InstanceChanged(1, NOTICED))
+        script.run(2.0)
+        assert wishes(script) == []
+        assert script.all_of(PASS_ON) == [AgentOrder(PASS_ON, index, signal.SIGUSR1) for index in (0, 1)]
+        [said] = script.said(Level.WARN)
+        assert "host node1 cannot be left: 2 instances would be active, and --min-instances is 3; all" in said
 
     def test_spares_are_barred_without_a_change(self):
         script = job("as", "node0 node1")
