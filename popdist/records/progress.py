@@ -74,6 +74,8 @@ class Role(IntEnum):
     """It waits until it becomes active."""
     LEAVING = 3
     """It has finished its program, and waits for the others at its exit."""
+    FIXED = 4
+    """It takes part in the training, which cannot go on with other instances."""
 
 
 _STATES, _ROLES = frozenset(map(int, State)), frozenset(map(int, Role))
@@ -201,7 +203,7 @@ class Progress(ABC):
     @property
     @abstractmethod
     def is_resize_due(self) -> bool:
-        """Whether poprun has a complete wish that this process has not considered yet; cheap enough for every step."""
+        """Whether poprun has a complete wish that no change has read yet; cheap enough for every step."""
 
     @property
     @abstractmethod
@@ -242,6 +244,10 @@ class Progress(ABC):
         """Note that this spare has come to the place in the program at which the active instances are."""
 
     @abstractmethod
+    def needs_all(self) -> None:
+        """Note that the program cannot go on with other instances; later wishes for others have no effect."""
+
+    @abstractmethod
     def joining(self) -> None:
         """Note that the program is in `popdist.init` and waits for the other instances."""
 
@@ -263,7 +269,7 @@ class Progress(ABC):
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that the others continue without `lost` lost instances in all."""
+        """Note that the others continue without `lost` lost instances in all; their change considers poprun's wish."""
 
     @abstractmethod
     def cut_off(self) -> bool:
@@ -285,6 +291,8 @@ class NoProgress(Progress):
     def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
 
     def catches_up(self) -> None: ...
+
+    def needs_all(self) -> None: ...
 
     def joining(self) -> None: ...
 
@@ -451,7 +459,8 @@ class ProgressPage(Progress):
         if word == self._considered_word:
             return False
         latest = unpack_wanted(word)
-        return latest.is_complete and latest.number != self._words[_CONSIDERED]
+        is_new = latest.is_complete and latest.number != self._words[_CONSIDERED]
+        return is_new and self._words[_ROLE] != Role.FIXED
 
     @property
     def wanted(self) -> int:
@@ -481,6 +490,9 @@ class ProgressPage(Progress):
 
     def catches_up(self) -> None:
         self._words[_READY] = 1
+
+    def needs_all(self) -> None:
+        self._words[_ROLE] = Role.FIXED
 
     def cut_off(self) -> bool:
         supervisor = self._words[_SUPERVISOR]

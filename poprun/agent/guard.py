@@ -67,7 +67,9 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     environ.pop(ALONE_VARIABLE, None)
     if control.endswith(wire.IGNORES_HANGUP):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun has reset it to the default
-    place, token, terminals = control.removesuffix(wire.IGNORES_HANGUP).rsplit(" ", 2)
+    control = control.removesuffix(wire.IGNORES_HANGUP)
+    tells_notice = control.endswith(wire.TELLS_NOTICE)
+    place, token, terminals = control.removesuffix(wire.TELLS_NOTICE).rsplit(" ", 2)
     directory, _, address = place.rpartition(" ")
     blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly, address))
     wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
@@ -111,7 +113,8 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         end_descendants()
         raise
     link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
-    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed)).run()
+    machine = GuardMachine(tells_notice)
+    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed), machine).run()
     if link.is_cut and parent_of(os.getppid()) == daemon:
         # The daemon's report about our instance is still unconfirmed, and keepalive does not end a connection with
         # unconfirmed data. So the daemon would not end by itself.
@@ -145,6 +148,7 @@ class Guard:
         wakeup: Descriptor from which the numbers of received signals are read.
         outputs: Descriptors of the program's standard output and error.
         feed: The program's standard input.
+        machine: The state of the instance.
         now_s: The clock, like `time.monotonic`.
     """
 
@@ -157,12 +161,13 @@ class Guard:
         wakeup: int,
         outputs: list[int],
         feed: InputFeed,
+        machine: GuardMachine,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
         self._page = page
         self._stack = stack
-        self._machine = GuardMachine()
+        self._machine = machine
         self._ended_at_s = _NEVER
         self._link = link
         self._wakeup = wakeup
@@ -253,6 +258,8 @@ class Guard:
                 self._look_at_stack()
             elif what is Do.TELL_TOLD:
                 self._link.send(wire.pack_number(wire.TOLD, number))
+            elif what is Do.TELL_NOTICE:
+                self._link.send(wire.pack(wire.NOTICED))
             elif what is Do.TELL_ENDED:
                 self._tell_end(number)
             elif what is Do.TELL_CLOSED:

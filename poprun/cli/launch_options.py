@@ -218,6 +218,15 @@ class LaunchOptions(ABC):
     min_instances: int = failure(
         1, NUMBER, "smallest number of instances to continue or restart with", without_effect=STOPS
     )
+    on_notice: str = failure(
+        "save",
+        TEXT,
+        "if SIGUSR1 comes to the agents of a host: save passes it on, so that programs save and leave; leave-host lets "
+        "other hosts take over from this one",
+        choices=("save", "leave-host"),
+        without_effect=NO_SPARES,
+        see="resizing.md#before-a-host-goes-away",
+    )
     stuck_timeout_s: float = failure(
         300,
         SECONDS,

@@ -86,7 +86,8 @@ class Across:
         reserves: Number of these spares that are reserves.
         most_new: Largest number of new instances in the places of lost ones.
         first_pause_s: Seconds before the first new instance; each further pause is twice as long.
-        replicas: Number of replicas of the job. 0: unknown.
+        replicas: Number of replicas. 0: unknown.
+        tells_notice: Whether SIGUSR1 to an agent means that its host is to be left.
         stuck_timeout_s: Seconds for which an instance that others wait for may be idle. 0: no limit.
         others: The hosts besides this machine.
         ssh: The words of ssh before the host.
@@ -101,6 +102,7 @@ class Across:
     first_pause_s: float = 0.0
     least: int = 0
     replicas: int = 0
+    tells_notice: bool = False
     stuck_timeout_s: float = 0.0
     others: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()

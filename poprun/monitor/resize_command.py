@@ -39,8 +39,7 @@ _WORDS = (
     "Changes the number of active instances of a running job to N, between two steps, without a change of the results. "
     "JOB is the pid of its poprun, as `poprun top` names it. Active instances that are not needed become spares, and "
     "spares become active. The command waits for the change. Without N, --leave-host lets other instances take over "
-    "from those on the host. The job must run on this machine, be yours, and have been started with --spares, or with "
-    "--on-failure shrink or replace."
+    "from those on the host. The job must run on this machine, be yours, and have been started with --spares."
 )
 
 

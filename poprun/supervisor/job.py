@@ -116,6 +116,7 @@ def _across(launch: Launch) -> Across:
         first_pause_s=settings.restart_backoff_s,
         replicas=settings.num_replicas,
         least=settings.min_instances if settings.carries_on else 0,
+        tells_notice=settings.on_notice == "leave-host",
         stuck_timeout_s=settings.stuck_timeout_s,
         others=tuple(host.name for host in launch.hosts if not host.is_this_machine),
         ssh=() if remote is None else remote.shell,

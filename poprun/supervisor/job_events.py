@@ -99,6 +99,7 @@ class InstanceChange(Enum):
     ORPHANED = "the agent's parent, mpirun or its daemon, is gone"
     EXAMINED = "an answer to `Command.EXAMINE`: the letter of the process's state, followed by its Python stack if any"
     CLOSED = "all its processes are gone"
+    NOTICED = "SIGUSR1 has told its agent that its host is about to go away"
     LOST = "the connection to its agent has ended; the text is the fault that the network reports, if any"
 
 

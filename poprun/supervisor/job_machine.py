@@ -47,6 +47,8 @@ from poprun.supervisor.job_events import (
     Deed,
     DeedKind,
     Event,
+    InstanceChange,
+    InstanceChanged,
     MemberConnected,
     OutputPiece,
     ResizeAsked,
@@ -95,7 +97,7 @@ class JobMachine:
         self.phase = JobPhase.RUNNING
         self._members = JobMembers(count, across.spares, across.reserves)
         self._survival = Survival(self._members, across.least)
-        self._resizing = Resizing(self._members, across.least, across.replicas)
+        self._resizing = Resizing(self._members, across.least if across.spares else 0, across.replicas)
         self._regrowth = None
         if across.most_new:
             from poprun.supervisor.regrowth import Regrowth
@@ -152,6 +154,8 @@ class JobMachine:
                 self._members.take(event, now_s)
                 if isinstance(event, MemberConnected):
                     self._greet(event)
+                elif isinstance(event, InstanceChanged) and event.change is InstanceChange.NOTICED:
+                    self._take_notice(self._members.facts[event.instance].host, now_s)
         self._note_carriers(now_s)
         actions, self._actions = self._actions, []
         return actions
@@ -197,6 +201,18 @@ class JobMachine:
             self._actions += self._resizing.ask(asked)
         else:
             self._actions.append(Answer(asked.asker, ResizeAnswer(False, "the job is ending")))
+
+    def _take_notice(self, host: str, now_s: float) -> None:
+        """Leave a host that is about to go away; if that is impossible, let all programs save and leave."""
+        if self.phase not in (JobPhase.RUNNING, JobPhase.SETTLING) or self._resizing.is_left(host):
+            return
+        obstacle, actions = self._resizing.leave(host)
+        self._actions += actions
+        if obstacle:
+            self._actions.append(Say(Level.WARN, f"host {host} cannot be left: {obstacle}; all programs get SIGUSR1"))
+            self._take_signal(signal.SIGUSR1, now_s)
+        else:
+            self._actions.append(Say(Level.WARN, f"host {host} is about to go away; other hosts take over from it"))
 
     def _go_on_resizing(self, now_s: float) -> None:
         if self._regrowth is not None:

@@ -14,9 +14,12 @@ from popdist.records.wanted import Wanted, number_after
 from poprun.cli.log import Level
 from poprun.cli.wording import count
 from poprun.ipc.facts import Facts
-from poprun.ipc.resizes import ResizeAnswer
+from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 from poprun.supervisor.job_events import Action, AgentOrder, Answer, Command, ResizeAsked, Say
 from poprun.supervisor.members import JobMembers
+
+NOBODY = 0
+"""The asker of changes that poprun itself wants; connections have higher numbers."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Resizing:
 
     Args:
         members: All processes of the job.
-        least: The least number of active instances; 0 if the job cannot change.
+        least: The least number of active instances; 0 if the job keeps nothing with which others could join.
         most: The largest useful number of active instances, which is that of the replicas; 0 if unknown.
 
     Attributes:
@@ -64,7 +67,7 @@ class Resizing:
         if obstacle := self._obstacle_of_job(there) or _unknown_hosts(asked, there):
             return [_refuse(asked, obstacle)]
         left_hosts = _hosts_after(asked, self._left_hosts, there)
-        free = [each for each in there if each.host not in left_hosts]
+        free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
         active = [each for each in there if each.record.role is Role.ACTIVE]
         wanted = asked.request.count or min(len(active), len(free))
         if obstacle := self._obstacle(wanted, there, free):
@@ -76,6 +79,17 @@ class Resizing:
         actions = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
         self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
         return [*actions, *self._begin()]
+
+    def is_left(self, host: str) -> bool:
+        """Return whether a host is to carry no active instance."""
+        return host in self._left_hosts
+
+    def leave(self, host: str) -> tuple[str, list[Action]]:
+        """Begin to leave a host for which poprun itself got a notice; return the obstacle, or "", and the actions."""
+        first, *rest = self.ask(ResizeAsked(NOBODY, ResizeRequest(leave=(host,))))
+        if isinstance(first, Answer) and first.asker == NOBODY and not first.answer.is_done:
+            return first.answer.text, []
+        return "", [first, *rest]
 
     def _bar_spares(self, asked: ResizeAsked, wish: Stage) -> list[Action]:
         """Tell a wish that the active instances fulfil already; it only says which spares may join later."""
@@ -157,15 +171,14 @@ class Resizing:
 
     def _obstacle_of_job(self, there: Sequence[Facts]) -> str:
         if not self._least:
-            return (
-                "the job cannot be resized, because it was not started with --spares, or with --on-failure shrink or "
-                "replace"
-            )
-        if not any(each.record.role is Role.ACTIVE for each in there):
+            return "the job cannot be resized, because it was not started with --spares"
+        if not any(each.record.role in (Role.ACTIVE, Role.FIXED) for each in there):
             return (
                 "the job cannot be resized now, because its instances have not connected in popdist.init yet, or have "
                 "finished; try again after the first step"
             )
+        if any(each.record.role is Role.FIXED for each in there):
+            return "the job cannot be resized: its program needs all instances, as a warning at its begin says"
         return ""
 
     def _obstacle(self, wanted: int, there: Sequence[Facts], free: Sequence[Facts]) -> str:

@@ -86,11 +86,13 @@ class Survival:
                 number=before.index(each.index) if each.index in before else 0,
                 host=hosts.index(each.host),
                 entries=0,
-                may_be_active=each.can_join or not each.is_spare,
+                may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
             )
             for each in left
         ]
-        return [left[rank].index for rank in choose(standings, self._target)]
+        wishes = [each.record.wanted for each in left]
+        target = next((wanted.count for wanted in wishes if wanted.is_complete), self._target)
+        return [left[rank].index for rank in choose(standings, target)]
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]

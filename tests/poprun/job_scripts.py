@@ -39,7 +39,7 @@ ANSWER_S = 0.01
 """The time that agents and mpirun take to obey an order, unless the script sets another one."""
 
 ASK, EXAMINE, RELEASE, WANT_ACTIVE, BEGIN, PASS_ON, STOP = Command
-TOLD, ORPHANED, EXAMINED, CLOSED, LOST = InstanceChange
+TOLD, ORPHANED, EXAMINED, CLOSED, NOTICED, LOST = InstanceChange
 STOP_LISTENING, SEND_TO_MPIRUN, SHOW_HIDDEN_ERRORS, SHOW_COMPLAINT = DeedKind
 
 
@@ -166,12 +166,12 @@ class Script:
 
         Args:
             at_s: The time.
-            roles: A letter for each instance: `a` for active, `s` for a spare, `-` for one that is lost.
+            roles: A letter for each instance: `a` for active, `s` for a spare, `f` for fixed, `-` for one that is lost.
         """
 
         def change() -> None:
             for each, letter in zip(self.instances, roles, strict=True):
-                role = {"a": Role.ACTIVE, "s": Role.SPARE, "-": each.record.role}[letter]
+                role = {"a": Role.ACTIVE, "s": Role.SPARE, "f": Role.FIXED, "-": each.record.role}[letter]
                 each.record = replace(each.record, role=role, considered=each.record.wanted.number)
 
         self.at(at_s, change)

@@ -159,6 +159,8 @@ def test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_conside
     page.takes_role(is_spare=False, wish=3)  # other processes had the wish as complete
     want(Wanted(3, 2, is_complete=True))
     assert not page.is_resize_due
+    page.needs_all()
+    assert (page.is_resize_due, record().role) == (False, Role.FIXED)
     os.close(descriptor)
 
 

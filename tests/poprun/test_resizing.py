@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import signal
+
 import pytest
-from job_scripts import WANT_ACTIVE, Script, killed, leaving, running
+from job_scripts import NOTICED, PASS_ON, WANT_ACTIVE, Script, killed, leaving, running
 
 from popdist.records.wanted import MOST_INSTANCES, MOST_NUMBER, Wanted, number_after
+from poprun.cli.log import Level
+from poprun.errors import UsageError
 from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
-from poprun.supervisor.job_events import Answer
+from poprun.monitor.resize_command import ResizeWords, read_words
+from poprun.supervisor.job_events import AgentOrder, Answer, InstanceChanged
 
 
 def job(roles: str, hosts: str = "", **across: object) -> Script:
     """Return a job whose processes have had their roles for 0.5 s."""
-    script = Script(len(roles), hosts, **{"least": 1, "replicas": 12, **across})
+    script = Script(len(roles), hosts, **{"least": 1, "replicas": 12, "spares": roles.count("s") or 1, **across})
     for index in range(len(roles)):
         script.note(0.1, index, running())
     script.take_roles(0.2, roles)
@@ -116,12 +122,32 @@ class TestHosts:
         assert answers(script) == [(7, True, "2 -> 2 instances")]
 
     def test_a_process_that_joins_the_job_later_is_barred_on_a_host_that_was_left(self):
-        script = Script(3, "node0 node1 node1", least=1)
+        script = Script(3, "node0 node1 node1", least=1, spares=2)
         script.take_roles(0.2, "as-")
         script.ask_resize(1.0, 7, leave=("node1",))
         script.take_roles(2.0, "ass")
         script.run(3.0)
         assert wishes(script) == [(0, Wanted(1, 1)), (1, Wanted(1, 1, True)), (2, Wanted(1, 1, True))]
+
+    def test_a_host_is_left_once_if_its_agents_get_a_notice(self):
+        script = job("aas", "node0 node1 node0")
+        for _ in range(2):
+            script.at(1.0, InstanceChanged(1, NOTICED))
+        script.run(2.0)
+        assert wishes(script)[3:] == [(index, Wanted(1, 2, index == 1, True)) for index in range(3)]
+        assert script.said(Level.WARN) == ["host node1 is about to go away; other hosts take over from it"]
+        script.take_roles(2.0, "asa")
+        script.run(3.0)
+        assert script.all_of(PASS_ON) == []
+
+    def test_all_programs_save_and_leave_if_a_host_that_gets_a_notice_cannot_be_left(self):
+        script = job("aas", "node0 node1 node0", least=3)
+        script.at(1.0, InstanceChanged(1, NOTICED))
+        script.run(2.0)
+        assert wishes(script) == []
+        assert script.all_of(PASS_ON) == [AgentOrder(PASS_ON, index, signal.SIGUSR1) for index in (0, 1)]
+        [said] = script.said(Level.WARN)
+        assert "host node1 cannot be left: 2 instances would be active, and --min-instances is 3; all" in said
 
     def test_spares_are_barred_without_a_change(self):
         script = job("as", "node0 node1")
@@ -134,7 +160,8 @@ class TestHosts:
 @pytest.mark.parametrize(
     ("across", "counts", "leave", "reason"),
     [
-        ({"least": 0}, (1,), (), "not started with --spares, or with --on-failure shrink or replace"),
+        ({"least": 0}, (1,), (), "the job cannot be resized, because it was not started with --spares"),
+        ({"spares": 0}, (1,), (), "the job cannot be resized, because it was not started with --spares"),
         ({"least": 2}, (1,), (), "1 instance would be active, and --min-instances is 2"),
         ({}, (4,), (), "2 active instances and 1 spare; ask for at most 3, or start the job with more --spares"),
         ({"replicas": 2}, (3,), (), "3 instances cannot share 2 replicas; ask for at most 2"),
@@ -152,8 +179,17 @@ def test_a_request_that_cannot_be_fulfilled_is_refused_with_the_reason(across, c
     assert wishes(script) == []
 
 
+def test_a_job_whose_program_needs_all_instances_is_not_resized():
+    script = job("ff")
+    script.ask_resize(1.0, 7, 1)
+    script.run(2.0)
+    assert answers(script) == [
+        (7, False, "the job cannot be resized: its program needs all instances, as a warning at its begin says")
+    ]
+
+
 def test_a_job_is_not_resized_before_its_instances_are_connected_or_after_they_have_finished():
-    script = Script(2, least=1)
+    script = Script(2, least=1, spares=1)
     script.ask_resize(0.5, 7, 1)
     script.take_roles(1.0, "aa")
     script.note(2.0, 0, leaving())
@@ -192,3 +228,35 @@ def test_damaged_messages_are_refused(data):
         ResizeRequest.unpack(data)
     with pytest.raises(ValueError, match="resize|answer"):
         ResizeAnswer.unpack(data)
+
+
+def words_of(text: str) -> ResizeWords:
+    found = read_words(text.split())
+    assert found is not None
+    return found
+
+
+def test_words_of_the_command_may_come_in_any_order():
+    assert words_of("4242 3") == ResizeWords(4242, ResizeRequest(3))
+    assert words_of("--timeout 5 4242 --leave-host node[0-1] 3 --leave-host=node7") == ResizeWords(
+        4242, ResizeRequest(3, ("node0", "node1", "node7")), 5.0
+    )
+    assert words_of("4242 --use-host node0").request == ResizeRequest(0, (), ("node0",))
+    assert read_words(["4242", "--help"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "needs a job and the number of active instances"),
+        ("4242", "needs a job and the number of active instances"),
+        ("4242 3 4", "needs a job and the number of active instances"),
+        ("train 3", "the job is 'train'; name it by the pid of its poprun"),
+        ("4242 0", "the number of active instances is '0'; give a whole number, 1 or more"),
+        ("4242 -3", "unknown option -3"),
+        ("4242 3 --timeout soon", "--timeout"),
+    ],
+)
+def test_wrong_words_are_refused(text, reason):
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        read_words(text.split())
