@@ -545,7 +545,7 @@ def last_actions(words: LastWords, has_others: bool) -> list[Action]:
 
 def _describe_losses(losses: Sequence[Loss]) -> str:
     spares = sum(loss.was_spare for loss in losses)
-    replaced = sum(loss.taken_by is not None for loss in losses)
+    replaced = sum(loss.is_replaced for loss in losses)
     new = sum(loss.by_new for loss in losses)
     missing = len(losses) - spares - replaced
     parts = [
