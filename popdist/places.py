@@ -75,7 +75,8 @@ def take_places(everybody: Communicator, role: Role) -> None:
     if role is Role.ACTIVE and not is_active:
         process.role = Role.SPARE
     number = max((number for _, number in wishes), default=0)
-    process.progress.takes_role(role is not Role.LEAVING and not is_active, number)
+    is_spare = process.role is Role.SPARE if role is Role.LEAVING else not is_active
+    process.progress.takes_role(is_spare, number)
 
 
 def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:

@@ -103,7 +103,7 @@ class Regrowth:
         said: list[Action] = []
         for index in self._started:
             each = self._members.facts[index]
-            if index not in self._joined and each.record.role is Role.ACTIVE and not self._is_ending:
+            if index not in self._joined and each.record.role is Role.ACTIVE:
                 self._joined.add(index)
                 self._note_successor(index)
                 step = max(other.record.step for other in self._members.facts)
