@@ -18,6 +18,9 @@ from popdist.records.progress import Role
 from popdist.spares import has_news, looking
 from popdist.standby import SLEEP_S
 
+LONG_SLEEP_S = 2 * SLEEP_S
+"""The time that a reserve sleeps between two looks for news; a job has many reserves."""
+
 
 def hold() -> None:
     """Sleep until poprun starts the program of this process. If the job ends before, end this process.
@@ -31,7 +34,7 @@ def hold() -> None:
     try:
         while not process.progress.is_to_begin:
             if not has_news():
-                time.sleep(SLEEP_S)
+                time.sleep(LONG_SLEEP_S)
     except SystemExit:  # Python cannot end by it before the program has begun
         atexit._run_exitfuncs()
         end_with(0)
