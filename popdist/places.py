@@ -89,7 +89,8 @@ def _fall_asleep() -> None:
 def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:
     """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun.
 
-    A wish is a pair: the number of active instances, and the number of the wish.
+    A wish is a pair: the number of active instances, and the number of the wish. It counts once an active instance has
+    it.
     """
     import numpy as np
 
@@ -108,12 +109,9 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
         Standing(Role(role), index, host, entries, bool(may))
         for role, index, host, entries, may, _, _, _ in facts.tolist()
     ]
-    wishes = [
-        (count, number)
-        for each, (count, number) in zip(standings, facts[:, 6:].tolist(), strict=True)
-        if each.role is Role.ACTIVE
-    ]
-    return standings, facts[:, 5], wishes
+    wishes = [(count, number) for count, number in facts[:, 6:].tolist()]
+    of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
+    return standings, facts[:, 5], of_active or wishes  # the last ones must not wait for a wish that nobody fulfils
 
 
 def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:

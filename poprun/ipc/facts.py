@@ -120,7 +120,12 @@ class Facts:
     def short_name(self) -> str:
         """The instance or spare with its number."""
         kind = "reserve" if self.is_reserve else "spare"
-        return f"{kind if self.is_spare else 'instance'} {self.index}"
+        return f"{kind if self.is_spare or self.record.is_spare else 'instance'} {self.index}"
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether it has trained, so that others can get the variables from it."""
+        return not self.is_spare and not self.record.is_spare
 
     @property
     def is_at_end(self) -> bool:
@@ -163,21 +168,28 @@ class Loss:
     Attributes:
         line: A line about the loss.
         instance: The index of the lost instance or spare.
-        was_spare: Whether a spare was lost.
+        was_spare: Whether a spare was lost, perhaps while it joined.
         taken_by: The spare that takes the place of the lost instance. None: the others go on without it.
+        by_new: Whether that spare is a new instance, which was started after the loss.
     """
 
     line: str
     instance: int
     was_spare: bool = False
     taken_by: int | None = None
+    by_new: bool = False
 
     @property
     def followed_by(self) -> str:
         """The reaction: `replace`, `shrink`, or `none` after the loss of a spare."""
-        if self.was_spare:
-            return "none"
-        return "shrink" if self.taken_by is None else "replace"
+        if self.taken_by is not None:
+            return "replace"
+        return "none" if self.was_spare else "shrink"
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether an instance was lost, and a spare takes its place."""
+        return self.taken_by is not None and not self.was_spare
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ def instance_variables(
 ) -> tuple[InstanceVariables, ...]:
     """Return the variables of each instance; an `-x` for one instance takes precedence over an `-x` for all."""
     common, arguments = job_variables(settings), settings.mpi
-    if spares := sum(place.is_spare for place in places):
-        common[NUM_SPARES_VARIABLE] = str(spares)
+    if any(place.is_reserve for place in places):
+        common[NUM_SPARES_VARIABLE] = str(sum(place.is_spare for place in places))
     found = []
     for place in places:
         of_instance = arguments.of(place.index)
@@ -78,6 +78,8 @@ def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[st
     }
     if settings.executable_cache_path is not None:
         variables["POPDIST_EXECUTABLE_CACHE_PATH"] = settings.executable_cache_path
+    if settings.spares:
+        variables[NUM_SPARES_VARIABLE] = str(settings.spares)
     if place.is_spare:
         variables[SPARE_VARIABLE] = "1"
     if place.is_reserve:

@@ -275,5 +275,5 @@ class Viewers:
             attempt=self.attempt,
             losses=sum(not loss.was_spare for loss in losses),
             instances=instances,
-            replaced=sum(loss.taken_by is not None for loss in losses),
+            replaced=sum(loss.is_replaced for loss in losses),
         )

@@ -102,8 +102,7 @@ class JobMachine:
         if across.most_new:
             from poprun.supervisor.regrowth import Regrowth
 
-            instances = count - across.spares
-            self._regrowth = Regrowth(self._members, self._resizing, instances, across.most_new, across.first_pause_s)
+            self._regrowth = Regrowth(self._members, self._resizing, self._survival.losses, across)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from popdist.records.progress import Role
 from poprun.cli.log import Level
 from poprun.cli.wording import count
-from poprun.ipc.facts import Facts
+from poprun.ipc.facts import Facts, Loss
+from poprun.launch.launch import Across
 from poprun.supervisor.job_events import Action, AgentOrder, Command, Say
 from poprun.supervisor.members import JobMembers
 from poprun.supervisor.resizing import Resizing
@@ -28,19 +30,17 @@ class Regrowth:
     Args:
         members: All processes of the job.
         resizing: The changes of the members.
-        instances: The number of instances with which the job began.
-        most: The largest number of new instances; 0: none.
-        first_pause_s: The pause before the first one; it doubles each time.
+        losses: The lost instances; a new instance is noted as the successor of one.
+        across: The largest number of new instances, and the pause before the first one; it doubles each time.
     """
 
-    def __init__(
-        self, members: JobMembers, resizing: Resizing, instances: int, most: int, first_pause_s: float
-    ) -> None:
+    def __init__(self, members: JobMembers, resizing: Resizing, losses: list[Loss], across: Across) -> None:
         self._members = members
         self._resizing = resizing
-        self._instances = instances
-        self._most = most
-        self._first_pause_s = first_pause_s
+        self._losses = losses
+        self._instances = len(members.carriers)
+        self._most = across.most_new
+        self._first_pause_s = across.first_pause_s
         self._started: list[int] = []
         self._joined: set[int] = set()
         self._due_s = _NEVER
@@ -53,8 +53,6 @@ class Regrowth:
 
     def look(self, now_s: float) -> list[Action]:
         """Start the next instance, or let one that is ready join, as far as the job lacks instances."""
-        if not self._most:
-            return []
         said = self._note_joined()
         running = [each for each in self._members.facts if each.ending is None and not each.is_given_up]
         active = [each for each in running if not each.is_asleep]
@@ -105,11 +103,18 @@ class Regrowth:
         said: list[Action] = []
         for index in self._started:
             each = self._members.facts[index]
-            if index not in self._joined and each.record.role is Role.ACTIVE and each.ending is None:
+            if index not in self._joined and each.record.role is Role.ACTIVE and not self._is_ending:
                 self._joined.add(index)
+                self._note_successor(index)
                 step = max(other.record.step for other in self._members.facts)
                 said.append(Say(Level.WARN, f"{each.name} has joined in step {step}"))
         return said
+
+    def _note_successor(self, index: int) -> None:
+        open_places = [at for at, loss in enumerate(self._losses) if loss.taken_by is None and not loss.was_spare]
+        if open_places:
+            at = open_places[0]
+            self._losses[at] = replace(self._losses[at], taken_by=index, by_new=True)
 
     def _failures(self) -> Counter[str]:
         return Counter(each.host for each in self._members.facts if each.is_given_up)

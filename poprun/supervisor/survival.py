@@ -101,7 +101,7 @@ class Survival:
         spares = [each for each in failed if each.is_spare]
         successors = called[: len(lost)]
         losses = [
-            Loss(describe(each), each.index, taken_by=None if spare is None else spare.index)
+            Loss(describe(each), each.index, each.record.is_spare, None if spare is None else spare.index)
             for each, spare in zip_longest(lost, successors)
         ]
         said = [f"{loss.line}; {_who_follows(spare, left, called)}" for loss, spare in zip_longest(losses, successors)]
@@ -113,16 +113,15 @@ class Survival:
         actions: list[Action] = []
         for each in failed:
             actions += self._members.give_up(each.index)
-        if lost or any(set(each.record.waiting_for) & {other.index for other in spares} for each in left):
-            for each in left:
-                actions += self._members.release(each.index, len(self.losses))
+        for each in left:
+            actions += self._members.release(each.index, len(self.losses))
         return [*actions, *(Say(Level.WARN, line) for line in said)]
 
     def _obstacle(self, left: Sequence[Facts], called: int) -> str:
         if not self._members.all_connected or not all(each.record.has_joined for each in left):
             return "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
         active = sum(not each.is_asleep for each in left)
-        if not active and any(each.is_asleep for each in left):
+        if left and not any(each.has_variables for each in left):
             return "no instance is left that has the variables, and spares have none: the job ends"
         if active + called < max(1, self._least):
             return (

@@ -157,6 +157,8 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
         members: The instances.
         reason: The reason in words; None if the job can go on.
     """
+    if members.is_spare:
+        return  # a rehearsal does not have the data set, and the active instances say it
     if reason and members.can_carry_on:
         members.progress.needs_all()
     if reason and members.can_carry_on and members.communicator.size > 1:
