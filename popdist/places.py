@@ -73,10 +73,18 @@ def take_places(everybody: Communicator, role: Role) -> None:
         _bring_up(everybody, role, standings, active)
     process.is_chosen = role is Role.SPARE and is_active
     if role is Role.ACTIVE and not is_active:
-        process.role = Role.SPARE
+        _fall_asleep()
     number = max((number for _, number in wishes), default=0)
     is_spare = process.role is Role.SPARE if role is Role.LEAVING else not is_active
     process.progress.takes_role(is_spare, number)
+
+
+def _fall_asleep() -> None:
+    """Become a spare: the program has done all operations of the journal itself."""
+    assert process.journal is not None
+    process.role = Role.SPARE
+    process.journal.encode()
+    process.journal.read = len(process.journal)
 
 
 def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:

@@ -245,7 +245,10 @@ class Progress(ABC):
 
     @abstractmethod
     def needs_all(self) -> None:
-        """Note that the program cannot go on with other instances; later wishes for others have no effect."""
+        """Note that the program cannot go on with other instances; later wishes for others have no effect.
+
+        A spare cannot tell, because it has no batches; its note is dropped.
+        """
 
     @abstractmethod
     def joining(self) -> None:
@@ -492,7 +495,8 @@ class ProgressPage(Progress):
         self._words[_READY] = 1
 
     def needs_all(self) -> None:
-        self._words[_ROLE] = Role.FIXED
+        if self._words[_ROLE] != Role.SPARE:
+            self._words[_ROLE] = Role.FIXED
 
     def cut_off(self) -> bool:
         supervisor = self._words[_SUPERVISOR]
