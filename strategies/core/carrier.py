@@ -58,7 +58,7 @@ class Carrier(Generic[State, Pending]):
 
     def read(self, state: State) -> State:
         """Return a state with values, given one that this instance may have got as a spare."""
-        return self._engine.read(state) if self._members.journal.is_kept else state
+        return self._engine.read(state) if self._members.journal.has_joined else state
 
     def holds(self, state: object) -> bool:
         """Return whether this is the latest state."""
@@ -91,9 +91,10 @@ class Carrier(Generic[State, Pending]):
         """
         if self._latest is None:
             return
-        found = self._engine.hand_over(self._latest, source, joins)
         if joins:
-            self._engine.resolve(self._latest, found)
+            self._engine.resolve(self._latest, self._engine.hand_over(self._latest, source, joins))
+        else:
+            self._engine.hand_over(self.read(self._latest), source, joins)
 
     def digest(self) -> tuple[int, int]:
         """Return a digest of the latest state."""

@@ -222,8 +222,7 @@ def run_with_spares(
             job.end()
             return result
         except SystemExit as error:
-            assert error.code == 0
-            return ASLEEP
+            return ASLEEP if error.code == 0 else f"exit status {error.code}"
         except strategies.SpareError as error:
             job.hub.lose(rank)
             return error

@@ -1,0 +1,161 @@
+"""Operations of programs that spares replay: whatever a program does, a joining spare is at the same place.
+
+Each program here is run by one process first; its results are compared to the last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from losing import OnMessage
+from standby_instances import ASLEEP, run_with_spares
+from surviving_instances import run_instances
+
+import strategies
+from collectives import ThreadHub
+from strategies import Outcome
+
+REPLICAS = 6
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def rows(count=96):
+    return np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)
+
+
+def loss_fn(variables, batch, key):
+    return ((batch @ variables["w"] - 1) ** 2).mean()
+
+
+def start():
+    return {"w": np.float32([0.3, -1.7, 0.9])}
+
+
+def run(program, faults, *, count=2, spares=1, lost=1, **options):
+    """Run a program with losses, check that all that are left have the results of one process, and return them."""
+    found = run_with_spares(count, spares, REPLICAS, program, faults, **options)
+    [expected] = run_instances(1, REPLICAS, program)
+    left = [each for each in found if each not in (None, ASLEEP)]
+    assert found.count(None) == lost
+    assert left == [expected] * (count + min(0, spares - lost))
+    return expected
+
+
+# ---- programs
+
+
+def adversarial(strategy):
+    """Train two networks in turns, with decisions by metrics, evaluations, duties and low-level collectives."""
+    training = strategy.distribute_dataset(rows(), 2, seed=3)
+    testing = strategy.distribute_dataset(rows(31), 2, shuffle=False, remainder="pad")
+    one = strategies.Trainer(strategy, loss_fn, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    other = strategies.Trainer(strategy, lambda v, b, k: -loss_fn(v, b, k), optax.adam(0.01), seed=7)
+    first, second = one.init(start()), other.init({"w": np.float32([1, 2, 3])})
+    scale = float(strategy.broadcast({"scale": np.float32(1 + strategy.instance_index)})["scale"])
+    counter = strategy.variable({"steps": np.float32(0)})
+    found, duties, worse = [scale], [], 0
+    for epoch in range(2):
+        for number, batch in enumerate(training.epoch(epoch)):
+            first, metrics = one.step(first, batch)
+            found.append(metrics["loss"])
+            if metrics["loss"] > found[-2]:
+                worse += 1
+                second, metrics = other.step(second, batch)
+                found.append(metrics["loss"])
+            if number % 3 == 1:
+                found.append(one.evaluate(first, testing)["loss"])
+            if number % 4 == 2:
+                strategy.on_chief(functools.partial(duties.append, number))
+        total = strategy.reduce("sum", strategy.per_replica(lambda replica, epoch=epoch: np.float32(replica + epoch)))
+        rows_of = strategy.gather(strategy.per_replica(lambda replica, epoch=epoch: np.float32([replica, epoch])), 0)
+        counter.assign({"steps": np.float32(total)})
+        found += [float(total), rows_of.tolist(), float(counter.value["steps"]), worse]
+    return found, strategies.fingerprint((first, second))
+
+
+FAULTS = [
+    f"kill:instance={lost},step={step},phase={phase}"
+    for lost in (0, 1)
+    for step in (1, 4, 9)
+    for phase in ("forward", "update")
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_spare_replays_whatever_the_program_does(fault):
+    run(adversarial, [fault])
+
+
+def lose_at(number, lost):
+    """Lose an instance at a message of the whole program; return whether there is such a message."""
+    fault = OnMessage(lost, number)
+
+    def program(strategy):
+        if strategy.replicas.first_index == lost and not strategy.replicas.is_spare:
+            fault.begin()
+        try:
+            return adversarial(strategy)
+        finally:
+            fault.end()
+
+    [expected] = run_instances(1, REPLICAS, adversarial)
+    found = run_with_spares(2, 1, REPLICAS, program, mechanism="ring", hub=ThreadHub(3, fault))
+    assert [each for each in found if each not in (None, ASLEEP)] == [expected] * 2, number
+    return fault.has_struck
+
+
+def accumulating(strategy):
+    """Train with accumulation, loss scaling in float16, and a model state."""
+
+    def with_state(variables, batch, key, state):
+        noise = jnp.sum(jnp.zeros(1, jnp.float16))
+        mean = 0.9 * state["mean"] + 0.1 * batch.mean()
+        return Outcome(loss_fn(variables, batch, key) + noise, {"mean": mean}, {**state, "mean": mean})
+
+    dataset = strategy.distribute_dataset(rows(), 2, gradient_accumulation_count=2, remainder="drop")
+    trainer = strategies.Trainer(
+        strategy,
+        with_state,
+        optax.adam(0.05),
+        gradient_accumulation_count=2,
+        loss_scaling=strategies.LossScaling(initial=2.0**15, growth_interval=2),
+    )
+    state, found = trainer.init(start(), {"mean": np.float32(0), "seen": np.int32(0)}), []
+    for epoch in range(2):
+        for batch in dataset.epoch(epoch):
+            state, metrics = trainer.step(state, batch)
+            found.append(dict(metrics))
+    return found, strategies.fingerprint(state)
+
+
+@pytest.mark.parametrize("fault", [f"kill:instance=1,step={step},phase=all_reduce" for step in (0, 1, 5)])
+def test_accumulation_loss_scaling_and_model_state_come_along(fault):
+    run(accumulating, [fault])
+
+
+def stopping_early(strategy):
+    """Evaluate in each epoch, and stop when the loss no longer falls."""
+    dataset = strategy.distribute_dataset(rows(24), 2)
+    testing = strategy.distribute_dataset(rows(31), 2, shuffle=False, remainder="pad")
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.3))
+    state, best, epoch = trainer.init(start()), float("inf"), 0
+    while epoch < 20:
+        for batch in dataset.epoch(epoch):
+            state, _ = trainer.step(state, batch)
+        loss = trainer.evaluate(state, testing)["loss"]
+        epoch += 1
+        if loss > best * 0.999:
+            break
+        best = loss
+    return epoch, best, strategies.fingerprint(state)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_program_that_stops_early_stops_at_the_same_epoch(step):
+    epoch, _, _ = run(stopping_early, [f"kill:instance=0,step={step},phase=update"])
+    assert 3 < epoch < 20
