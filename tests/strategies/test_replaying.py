@@ -123,7 +123,8 @@ def accumulating(strategy):
         with_state,
         optax.adam(0.05),
         gradient_accumulation_count=2,
-        loss_scaling=strategies.LossScaling(initial=2.0**15, growth_interval=2),
+        compute_dtype="float16",
+            loss_scaling=strategies.LossScaling(2.0**15, interval=2),
     )
     state, found = trainer.init(start(), {"mean": np.float32(0), "seen": np.int32(0)}), []
     for epoch in range(2):
