@@ -70,10 +70,11 @@ class Carrier(Generic[State, Pending]):
     def facts(self) -> tuple[Mapping[str, object], Mapping[str, object]]:
         """The facts that a joining instance must share, and others that it must share if both have them."""
         state = self._latest
-        told: dict[str, object] = {"number of states": self._version, "step": None if state is None else state.step}
-        if self.batch is not None:
-            told["position in the data set"] = self._members.position_of(self.batch)
-        return told, self._engine.facts
+        told = {"number of states": self._version, "step": None if state is None else state.step}
+        others = dict(self._engine.facts)
+        if self.batch is not None:  # missing if the program of the joining instance reads variables between steps
+            others["position in the data set"] = self._members.position_of(self.batch)
+        return told, others
 
     @property
     def obstacle(self) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 import optax
 import pytest
 from losing import Lost, OnMessage
-from standby_instances import ASLEEP, run_with_spares
+from standby_instances import ASLEEP, StandbyJob, run_with_spares
 from surviving_instances import hook, run_instances
 
 import strategies
-from collectives import ThreadHub
+from collectives import PeerLostError, ThreadHub
 
 REPLICAS = 6
 STEPS = 4
@@ -131,3 +131,35 @@ def test_an_instance_can_be_lost_at_every_message_of_a_join(rank, spares):
     while lose_while_joining(rank, number, spares):
         number += 1
     assert number > 10
+
+
+# ---- resizing
+
+
+def resizing(job, number):
+    """Return a function that asks for another number of active instances, between two steps of an instance."""
+
+    def ask():
+        job.num_active = number
+        raise PeerLostError("another number of instances is wanted")
+
+    return ask
+
+
+@pytest.mark.parametrize("phase", ["all_reduce", "update"])
+def test_an_active_instance_becomes_a_spare_and_active_again(phase):
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, phase, 2, resizing(job, 1)), hook(0, phase, 5, resizing(job, 3))]
+    check(run_with_spares(3, 0, REPLICAS, train, hooks, job=job), train, instances=3)
+
+
+def test_a_spare_that_was_active_sleeps_to_the_end():
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, "all_reduce", 2, resizing(job, 2))]
+    check(run_with_spares(3, 0, REPLICAS, train, hooks, job=job), train, asleep=1)
+
+
+def test_a_job_grows_by_its_spares():
+    job = StandbyJob(ThreadHub(3), num_active=1)
+    hooks = [hook(0, "all_reduce", 2, resizing(job, 3)), hook(2, "all_reduce", 5, resizing(job, 2))]
+    check(run_with_spares(1, 2, REPLICAS, train, hooks, job=job), train, asleep=1)
