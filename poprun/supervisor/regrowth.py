@@ -58,7 +58,7 @@ class Regrowth:
         active = [each for each in running if not each.is_asleep]
         if not active or self._is_ending:
             return said
-        ready = [each for each in running if each.can_join]
+        ready = [each for each in running if each.can_join and not self._resizing.is_left(each.host)]
         coming = [each for each in running if each.index in self._started and each.is_asleep and not each.can_join]
         missing = self._wanted - len(active)
         if missing > 0 and ready and not self._resizing.is_under_way:
@@ -81,7 +81,7 @@ class Regrowth:
         reserves = [
             each
             for each in running
-            if each.is_reserve and each.index not in self._started and each.host not in self._resizing.left_hosts
+            if each.is_reserve and each.index not in self._started and not self._resizing.is_left(each.host)
         ]
         if len(self._started) == self._most or not reserves:
             return self._say_end()

@@ -45,10 +45,12 @@ class Resizing:
 
     Attributes:
         is_under_way: Whether the processes have not all considered the latest wish.
+        wanted: The number of active instances that the user has asked for; 0 before.
     """
 
     def __init__(self, members: JobMembers, least: int, most: int = 0) -> None:
         self.is_under_way = False
+        self.wanted = 0
         self._members = members
         self._least = least
         self._most = most
@@ -72,7 +74,7 @@ class Resizing:
         wanted = asked.request.count or min(len(active), len(free))
         if obstacle := self._obstacle(wanted, there, free):
             return [_refuse(asked, obstacle)]
-        self._left_hosts, self._before = left_hosts, len(active)
+        self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted
         barred = frozenset(each.index for each in there if each.host in left_hosts)
         if not self.is_under_way and wanted == len(active) and not any(each.index in barred for each in active):
             return self._bar_spares(asked, Stage(wanted, barred))
@@ -97,16 +99,6 @@ class Resizing:
         self._wish = wish
         text = f"{wish.count} -> {count(wish.count, 'instance')}: nothing to change"
         return [*self._tell(self._there()), Answer(asked.asker, ResizeAnswer(True, text))]
-
-    @property
-    def left_hosts(self) -> frozenset[str]:
-        """The hosts that must not carry active instances."""
-        return self._left_hosts
-
-    @property
-    def wanted(self) -> int:
-        """The number of active instances in the last wish; 0 if there was none."""
-        return self._wish.count
 
     def want(self, wanted: int) -> list[Action]:
         """Begin a change that poprun itself wants."""

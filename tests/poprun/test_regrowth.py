@@ -106,6 +106,45 @@ def test_two_lost_instances_get_two_new_ones():
     assert begun(script) == [(2.0 + PAUSE_S, 3), (2.0 + 3 * PAUSE_S, 4)]
 
 
+def test_a_new_instance_that_fails_after_it_has_joined_is_followed_by_another():
+    script = job("aass", reserves=2)
+    script.end(2.0, 1, killed())
+    be_ready(script, 4.0, 2)
+    script.run(5.0)
+    script.take_roles(5.0, "a-as")
+    script.end(6.0, 2, killed())
+    script.run(9.0)
+    assert begun(script) == [(2.0 + PAUSE_S, 2), (6.0 + 2 * PAUSE_S, 3)]
+    assert [index for index, each in enumerate(script.machine.facts) if each.is_given_up] == [1, 2]
+
+
+def test_an_instance_lost_while_a_new_one_is_on_its_way_gets_a_second_one():
+    script = job("aaass", reserves=2)
+    script.end(2.0, 1, killed())
+    script.end(4.0, 2, killed())
+    script.run(9.0)
+    assert begun(script) == [(2.0 + PAUSE_S, 3), (4.0 + 2 * PAUSE_S, 4)]
+    be_ready(script, 9.0, 3)
+    script.run(10.0)
+    assert wishes(script)[-1] == Wanted(1, 2, is_complete=True)
+    script.take_roles(10.0, "a--as")
+    be_ready(script, 11.0, 4)
+    script.run(12.0)
+    assert wishes(script)[-1] == Wanted(2, 3, is_complete=True)
+
+
+def test_no_new_instance_starts_on_a_host_that_is_left():
+    script = job("aaass", reserves=2, hosts="h0 h1 h1 h0 h1")
+    script.ask_resize(1.0, 7, 2, leave=("h0",))
+    script.run(2.0)
+    script.take_roles(2.0, "saass")
+    script.run(3.0)
+    script.end(3.0, 1, killed())
+    script.run(9.0)
+    assert begun(script) == [(3.0 + PAUSE_S, 4)]
+    assert len(set(wishes(script))) == 4  # barred and not, both complete and not
+
+
 def test_no_more_instances_start_than_the_user_wants_now():
     script = job("aaas", reserves=1)
     script.ask_resize(1.0, 7, 2)
