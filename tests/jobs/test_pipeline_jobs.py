@@ -47,7 +47,7 @@ def test_a_pipeline_under_poprun_has_the_bits_of_one_process():
 
 
 def test_the_survivor_of_a_killed_instance_has_the_bits_of_one_process():
-    """It then drives the stages of all replicas, on as many devices as before."""
+    """The survivor drives the stages of all replicas on the devices that it had."""
     words = ["--num-instances=2", "--num-replicas=4", "--ipus-per-replica=4", "--on-failure=shrink"]
     finished = start(*words, "--inject=kill:instance=0,step=1", *PROGRAM, "transformer").finish(LIMIT_S)
     assert finished.status == 0, finished.stderr
