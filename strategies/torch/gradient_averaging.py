@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
+from strategies.core.journal import Recorded
 from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of, host_arrays
@@ -28,7 +29,7 @@ from strategies.torch.gradient_exchange import (
     refuse_gradients_of_some,
 )
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
-from strategies.torch.loop_means import LoopMeans, Turn, received_means
+from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
@@ -124,7 +125,8 @@ class GradientAveraging:
             self.begin_alike(root)  # `connect` makes the plan
             return is_done
 
-        together(self._replicas, attempt, share, lambda: True)
+        recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, refuse_spares)
+        together(self._replicas, attempt, share, lambda: True, recorded)
 
     def _entitle(self) -> None:
         if not self._title:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from collectives import Communicator
+from strategies.errors import SpareError
 from strategies.torch.module_parts import Slot
 from strategies.torch.replica_memory import HOST
 from strategies.torch.tensors import as_array
@@ -97,3 +99,11 @@ def _received(name: str, like: torch.Tensor, communicator: Communicator, root: i
     copy = like.detach().to(HOST, copy=True, memory_format=torch.contiguous_format)
     communicator.broadcast(as_array(copy), root, name=name)
     return copy.to(like.device)
+
+
+def refuse_spares(told: object) -> NoReturn:
+    """Raise on a spare, given the result of an operation that it cannot replay."""
+    raise SpareError(
+        "a spare cannot follow the loop of a DistributedModel, because it would not get the optimizer and other state "
+        "of the loop; use strategies.torch.Trainer, or start the job without spares. The job goes on without this spare"
+    )

@@ -9,11 +9,12 @@ from functools import partial
 import torch
 
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD
+from strategies.core.journal import Recorded
 from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.gradient_averaging import GradientAveraging
-from strategies.torch.loop_means import LoopMeans, Turn
+from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.module_parts import Slot
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
@@ -81,7 +82,8 @@ class ReplicaTurns:
             batch = replicas.replicas_batch(batch)
             return None
 
-        return torch.tensor(surviving(replicas, attempt, catch_up, self._averaging.shared).loss)
+        recorded = Recorded[LoopMeans]("backward pass of all replicas", lambda means: bool, refuse_spares)
+        return torch.tensor(surviving(replicas, attempt, catch_up, self._averaging.shared, recorded).loss)
 
     # ---- one replica after another
 
