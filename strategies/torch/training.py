@@ -224,7 +224,7 @@ class TorchTraining:
         return {
             number: {
                 name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
-                for name, array in own[number].items()
+                for name, array in sorted(own[number].items())  # a restored state has another order than a new one
             }
             for number in np.flatnonzero(is_made_there).tolist()
         }
