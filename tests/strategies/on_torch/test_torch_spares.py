@@ -7,11 +7,14 @@ import functools
 
 import pytest
 import torch
+from losing import OnMessage
 from standby_instances import ASLEEP, run_with_spares
+from surviving_instances import hook
 from torch_modules import data, loss_fn, new_module
 
 import strategies
 import strategies.torch
+from collectives import ThreadHub
 from strategies import SpareError
 
 REPLICAS = 6
@@ -77,6 +80,28 @@ def test_the_job_shrinks_after_its_last_spare(module, alone):
     faults = ["kill:instance=0,step=1,phase=forward", "kill:instance=1,step=2,phase=update"]
     found = run_with_spares(2, 1, REPLICAS, functools.partial(train, module=module), faults)
     assert found == [None, None, alone]
+
+
+MESSAGES = [
+    pytest.param(number, marks=[] if number in (12, 40) else pytest.mark.complete) for number in range(2, 66, 2)
+]
+
+
+@pytest.mark.parametrize("number", MESSAGES)
+def test_the_others_go_on_if_a_spare_is_lost_while_it_joins(module, alone, number):
+    """The spare is lost at a message after the loss of instance 1 in step 1."""
+    fault = OnMessage(2, number)
+    faults = [hook(0, "forward", 1, fault.begin), "kill:instance=1,step=1,phase=all_reduce"]
+    program, hub = functools.partial(train, module=module), ThreadHub(3, fault)
+    assert run_with_spares(2, 1, REPLICAS, program, faults, mechanism="ring", hub=hub) == [alone, None, None]
+
+
+@pytest.mark.parametrize("number", MESSAGES)
+def test_a_spare_joins_although_an_instance_that_hands_its_state_over_is_lost(module, alone, number):
+    fault = OnMessage(0, number)
+    faults = [hook(1, "forward", 1, fault.begin), "kill:instance=1,step=1,phase=all_reduce"]
+    program, hub = functools.partial(train, module=module), ThreadHub(4, fault)
+    assert run_with_spares(3, 1, REPLICAS, program, faults, mechanism="ring", hub=hub) == [None, None, alone, alone]
 
 
 @functools.cache
