@@ -13,6 +13,7 @@ import numpy as np
 from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
 from popdist.leaving import is_to_carry_on
+from popdist.records.recording import note_obstacle
 from strategies.core.members import Members
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
         members: The instances.
         reason: The reason in words; None if the job can go on.
     """
+    if reason:
+        note_obstacle(reason)
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
             "%s: if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart",
