@@ -10,7 +10,7 @@ import collectives
 from collectives import Settings, ThreadHub
 from collectives.errors import PeerLostError
 from popdist.records.progress import Role
-from popdist.standby import Fed, Feeding, Journal, Standing, choose
+from popdist.standby import BLOCK, Entries, Fed, Feeding, Journal, Standing, choose
 
 A, L, S = Role.ACTIVE, Role.LEAVING, Role.SPARE
 
@@ -65,7 +65,9 @@ def fed_over_threads(sent: list[list[bytes]], known: int = 0) -> tuple[list[byte
     hub = ThreadHub(2)
     journal = Journal()
     feeder, spare = (collectives.load_backend("thread").ThreadLink(hub, rank, 2) for rank in (0, 1))
-    got = Journal(entries=[entry for entries in sent for entry in entries][:known])
+    got = Journal()
+    for entry in [entry for entries in sent for entry in entries][:known]:
+        got.entries.append(entry)
     feeding, fed = Feeding(feeder, {1: known}), Fed(spare, 0)
     for entries in sent:
         for entry in entries:
@@ -74,13 +76,28 @@ def fed_over_threads(sent: list[list[bytes]], known: int = 0) -> tuple[list[byte
     feeding.end(journal)
     while fed.take(got):
         pass
-    return got.entries, fed.is_end
+    return got.entries.since(0), fed.is_end
 
 
 @pytest.mark.parametrize("known", [0, 1, 3])
 def test_a_spare_gets_every_entry_once_and_the_end(known: int) -> None:
     sent = [[b"first", b""], [], [b"third"], [bytes(range(256)) * 300, b"last"]]
     assert fed_over_threads(sent, known) == ([entry for entries in sent for entry in entries], True)
+
+
+def test_a_long_journal_is_compressed_and_read_in_any_order() -> None:
+    entries = Entries()
+    expected = [b"step %d of a training, with its loss" % number for number in range(5 * BLOCK + 3)]
+    for number, entry in enumerate(expected):
+        assert len(entries) == number
+        entries.append(entry)
+    assert entries.since(0) == expected
+    assert entries.since(3 * BLOCK - 1) == expected[3 * BLOCK - 1 :]
+    assert entries.since(len(expected)) == []
+    assert [entries[number] for number in (1000, 0, BLOCK, 5 * BLOCK)] == [
+        expected[number] for number in (1000, 0, BLOCK, 5 * BLOCK)
+    ]
+    assert sum(map(len, entries._full)) < sum(map(len, expected)) / 5
 
 
 def test_entries_are_encoded_in_their_order_and_once() -> None:
@@ -96,7 +113,7 @@ def test_entries_are_encoded_in_their_order_and_once() -> None:
     journal.encode()
     journal.encode()
     assert asked == list(range(5))
-    assert journal.entries == [bytes([number]) for number in range(5)]
+    assert journal.entries.since(0) == [bytes([number]) for number in range(5)]
 
 
 def test_the_feeding_instance_does_not_notice_that_a_spare_is_lost() -> None:
@@ -110,7 +127,7 @@ def test_the_feeding_instance_does_not_notice_that_a_spare_is_lost() -> None:
     journal.add(lambda: b"entry")
     feeding.pass_on(journal)
     feeding.end(journal)
-    assert journal.entries == [b"entry"]
+    assert journal.entries.since(0) == [b"entry"]
 
 
 def test_a_communicator_has_a_link_beside_its_collectives() -> None:
