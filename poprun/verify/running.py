@@ -173,8 +173,8 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
     if "output-dir" in values:
         values["output-dir"] = str(Path(str(values["output-dir"])) / _folder_name(run))
     if run.faults:
-        values |= {"inject": run.faults, "on-failure": "replace" if run.spares else "shrink"}
-    values |= {"spares": run.spares} if run.spares else {}
+        how = {"on-failure": "replace", "spares": run.spares} if run.spares else {"on-failure": "shrink"}
+        values |= {"inject": run.faults, **how, "max-restarts": 0}
     if kept:
         values["instance-mpi-local-args"] = kept
     settings = settings_from(CommandLine(values, asked.line.program), environ)
@@ -268,7 +268,8 @@ class Run:
     def how(self) -> str:
         """The transport and the incidents of the run as text."""
         if self.faults:
-            return f"{self.transport}, {'; '.join(self.faults)}"
+            what = self.faults[0] if len(self.faults) == 1 else count(len(self.faults), "fault")
+            return f"{self.transport}, {what}"
         if self.resumed_on is not None:
             return f"{self.transport}, stopped and resumed"
         return "-" if self.instances == 1 and self.transport != GRPC else self.transport
