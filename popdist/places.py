@@ -89,12 +89,13 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     wanted = progress.wanted  # read before the next property, which belongs to the same wish
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
-    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted]
+    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted, process.changes]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
         Standing(Role(role), index, host, entries, bool(may))
-        for role, index, host, entries, may, _, _ in facts.tolist()
+        for role, index, host, entries, may, *_ in facts.tolist()
     ]
+    process.changes = 1 + int(facts[:, 7].max())
     wishes = [wish for each, wish in zip(standings, facts[:, 6].tolist(), strict=True) if each.role is Role.ACTIVE]
     return standings, facts[:, 5], wishes
 
