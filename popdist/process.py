@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from popdist.environments.detection import detect_instance
-from popdist.environments.open_mpi import read_process
+from popdist.environments.poprun import process_index
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector, due_faults
@@ -104,9 +104,7 @@ class Process:
             attached += self.timeline.instruments
         if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
             attached.append(Waits())
-        if faults := due_faults(
-            os.environ, instance.index if self.role is Role.ACTIVE else read_process(os.environ).rank
-        ):
+        if faults := due_faults(os.environ, process_index(os.environ, instance)):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached
 

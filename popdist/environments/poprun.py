@@ -85,6 +85,11 @@ def num_spares(environ: Mapping[str, str]) -> int:
     return read_whole_number(environ, NUM_SPARES_VARIABLE, 1) if NUM_SPARES_VARIABLE in environ else 0
 
 
+def process_index(environ: Mapping[str, str], instance: Instance) -> int:
+    """Return the number of a process in poprun's messages: of a spare its rank, of an instance its index."""
+    return read_process(environ).rank if SPARE_VARIABLE in environ else instance.index
+
+
 def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping[str, str]) -> Instance:
     count = process.size - num_spares(environ)
     index = min(process.rank, count - 1)
@@ -93,18 +98,25 @@ def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping
         replicas.offset + replicas.local <= replicas.total
         and replicas.local_instance == process.local_rank
         and (not replicas.uniform or is_block)
+        and count >= 1
         and (process.rank >= count) == (environ.get(SPARE_VARIABLE) == "1")
     )
     if not agree:
         raise EnvironmentMismatchError(
             "the variables of poprun and of Open MPI contradict each other: "
-            f"{quote(environ, (*VARIABLES, *OPEN_MPI_VARIABLES))}; start the program with poprun"
+            f"{quote(environ, (*VARIABLES, *_spare_variables(environ), *OPEN_MPI_VARIABLES))}; start the program with "
+            "poprun"
         )
     return _instance(replicas, index, count)
 
 
+def _spare_variables(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in (NUM_SPARES_VARIABLE, SPARE_VARIABLE) if name in environ]
+
+
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:
-    if replicas.total != replicas.local or replicas.offset or replicas.local_instance:
+    is_one_of_several = replicas.total != replicas.local or replicas.offset or replicas.local_instance
+    if is_one_of_several or SPARE_VARIABLE in environ:
         raise EnvironmentMismatchError(
             "the variables of poprun describe one of several instances, but the variables of Open MPI are unset: "
             f"{quote(environ, VARIABLES)}; start the program with poprun or unset POPDIST_*"

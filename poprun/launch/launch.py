@@ -81,6 +81,8 @@ class Across:
         interface: This machine's address that the other hosts reach. Empty without other hosts.
         silence_s: Seconds of silence after which a host counts as lost.
         start_timeout_s: Seconds within which all instances have to start.
+        spares: Number of spares.
+        replicas: Number of replicas.
         least: Smallest number of instances to continue with after a loss. 0: a loss ends the job.
         stuck_timeout_s: Seconds for which an instance that others wait for may be idle. 0: no limit.
         others: The hosts besides this machine.
@@ -90,6 +92,8 @@ class Across:
     interface: str = ""
     silence_s: float = 10.0
     start_timeout_s: float = 60.0
+    spares: int = 0
+    replicas: int = 0
     least: int = 0
     stuck_timeout_s: float = 0.0
     others: tuple[str, ...] = ()
@@ -135,7 +139,7 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
         from poprun.hosts.remote import mpirun_options  # only jobs on other hosts need it
 
         words += mpirun_options(launch.remote, user)
-    if settings.on_failure == "shrink" and "--with-ft" not in user:
+    if settings.carries_on and "--with-ft" not in user:
         words += ["--with-ft", "ulfm"]
     words += settings.mpi.everywhere.without_exports(moved)
     if settings.allow_run_as_root and "--allow-run-as-root" not in settings.mpi_global_args:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from poprun.ipc import wire
+from poprun.ipc.facts import Loss
 from poprun.ipc.sockets import is_own
 from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Door, welcome_to
 from poprun.monitor.snapshot import Seen, Snapshot
@@ -154,13 +155,13 @@ class Viewers:
         for viewer in self._viewers:
             yield viewer.fileno(), viewer.events, viewer.serve
 
-    def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: int = 0) -> None:
+    def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: Sequence[Loss] = ()) -> None:
         """Send a snapshot to each viewer in due time; disconnect viewers that have gone, are late, or are too many.
 
         Args:
             now_s: The time.
             look: Returns the states of the instances; called only if a viewer is due.
-            losses: The number of lost instances without which the job goes on.
+            losses: The lost instances and spares without which the job goes on.
         """
         if not self._viewers:
             return
@@ -223,6 +224,14 @@ class Viewers:
         strangers = [each for each in reversed(there) if not each.is_welcome]
         return [*known, *strangers][MOST_VIEWERS:]
 
-    def _snapshot(self, now_s: float, instances: tuple[Seen, ...], losses: int) -> Snapshot:
-        age_s = now_s - self._began_s
-        return Snapshot(os.getpid(), os.uname().nodename, self._program, age_s, self.attempt, losses, instances)
+    def _snapshot(self, now_s: float, instances: tuple[Seen, ...], losses: Sequence[Loss]) -> Snapshot:
+        return Snapshot(
+            pid=os.getpid(),
+            host=os.uname().nodename,
+            program=self._program,
+            age_s=now_s - self._began_s,
+            attempt=self.attempt,
+            losses=sum(not loss.was_spare for loss in losses),
+            instances=instances,
+            replaced=sum(loss.taken_by is not None for loss in losses),
+        )

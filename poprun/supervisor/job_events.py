@@ -37,6 +37,8 @@ GRACE_ANSWER_LIMIT_S = 3.0
 """The time limit for instances to answer, after SIGTERM, how long they need to save."""
 CLOSE_LIMIT_S = 0.4
 """The time limit for agents to end the remaining processes of their instances."""
+SPARE_LIMIT_S = 5.0
+"""The time limit for spares to end by themselves after all instances have completed."""
 MPIRUN_LIMIT_S = 0.6
 """The time limit for mpirun to end after a signal; if it were killed, it would leave files behind."""
 

@@ -1151,6 +1151,8 @@ class TestRandomScripts:
         count = generator.choice([1, 2, 3, 5])
         connected = generator.choice([count, count, count, count - 1])
         across = {"least": generator.choice([0, 0, 1, 2]), "stuck_timeout_s": generator.choice([0.0, self.STUCK_S])}
+        if across["least"]:
+            across["spares"] = generator.randrange(count)
         script = Script(count, connected=connected, start_timeout_s=30.0, **across)
         for each in script.instances:
             each.record = generator.choice([running(), inside(0), leaving(), running(grace_s=30.0), each.record])
