@@ -92,8 +92,7 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted, process.changes]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
-        Standing(Role(role), index, host, entries, bool(may))
-        for role, index, host, entries, may, *_ in facts.tolist()
+        Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, *_ in facts.tolist()
     ]
     process.changes = 1 + int(facts[:, 7].max())
     wishes = [wish for each, wish in zip(standings, facts[:, 6].tolist(), strict=True) if each.role is Role.ACTIVE]

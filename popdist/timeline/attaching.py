@@ -18,7 +18,7 @@ from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import JOINED, MAIN_TRACK, PROFILE, EventKind
+from popdist.timeline.events import JOINED, PROFILE, EventKind
 from popdist.timeline.gauges import read_connections
 from popdist.timeline.meeting import (
     CARD_BYTES,

@@ -18,7 +18,7 @@ from poprun.errors import UsageError
 VERIFY = "Verify"
 SOME_FAULT = "some"
 """The value of `--inject` if the user names no fault."""
-USUAL_SPARES = 0
+USUAL_SPARES = 1
 """The number of spares of the run with losses, if the user names none."""
 
 TEXT, PATH = OptionKind.TEXT, OptionKind.PATH
