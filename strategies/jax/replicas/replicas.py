@@ -19,8 +19,8 @@ from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
-from popdist.instance import Instance
 from popdist.environments.poprun import process_index
+from popdist.instance import Instance
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
 from popdist.records.watched import Waits
