@@ -173,8 +173,9 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
     if "output-dir" in values:
         values["output-dir"] = str(Path(str(values["output-dir"])) / _folder_name(run))
     if run.faults:
-        how = {"on-failure": "replace", "spares": run.spares} if run.spares else {"on-failure": "shrink"}
-        values |= {"inject": run.faults, **how, "max-restarts": 0}
+        values |= {"inject": run.faults, "on-failure": "shrink", "max-restarts": 0}
+    if run.spares:
+        values |= {"on-failure": "replace", "spares": run.spares}
     if kept:
         values["instance-mpi-local-args"] = kept
     settings = settings_from(CommandLine(values, asked.line.program), environ)
