@@ -348,6 +348,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     def rehearse(self, state: TrainState, batch: Batch) -> None:
         try:
             if self._programs.is_independent(state, batch):
+                state = self.share(state, 0)  # committed to its device like a state that is handed over; see `_placed`
                 pending = self.begin(state, batch, False)
                 for bucket, contributions in pending.buckets:
                     pending.exchange.reduce(bucket, contributions)
