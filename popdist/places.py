@@ -32,7 +32,7 @@ def take_first_places(everybody: Communicator, num_spares: int) -> None:
     process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
     spares = dict.fromkeys(range(count, everybody.size), 0)
     if process.role is Role.ACTIVE:
-        process.communicator = everybody.subgroup(range(count))
+        process.communicator = _part_of(everybody, range(count))
     else:
         process.communicator = process.alone = _alone()
     _connect_journal(everybody, spares, feeder=0)
@@ -50,9 +50,10 @@ def take_places(everybody: Communicator, role: Role) -> None:
         role: The role of this process before the change.
     """
     assert process.instance is not None
-    standings, is_done, wanted = _gather(everybody, role)
+    standings, is_done, wishes = _gather(everybody, role)
     _note_the_chief(everybody, role, standings, is_done)
-    process.target = next((each for each in wanted if each), process.target or process.instance.count)
+    number, wanted = min(wishes, default=(0, 0))
+    process.target = wanted or process.target or process.instance.count
     active = choose(standings, process.target)
     is_active = everybody.rank in active
     are_all_active = active == list(range(everybody.size))
@@ -61,7 +62,7 @@ def take_places(everybody: Communicator, role: Role) -> None:
     if role is Role.LEAVING:
         process.communicator, process.everybody = everybody, None
     elif is_active:
-        process.communicator = everybody if are_all_active else everybody.subgroup(active)
+        process.communicator = everybody if are_all_active else _part_of(everybody, active)
     else:
         if process.journal is None:
             raise LifeCycleError(
@@ -73,12 +74,25 @@ def take_places(everybody: Communicator, role: Role) -> None:
         _bring_up(everybody, role, standings, active)
     process.is_chosen = role is Role.SPARE and is_active
     if role is Role.ACTIVE and not is_active:
-        process.role = Role.SPARE
-    process.progress.takes_role(role is not Role.LEAVING and not is_active)
+        _fall_asleep()
+    process.progress.takes_role(role is not Role.LEAVING and not is_active, number)
 
 
-def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[int]]:
-    """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun."""
+def _fall_asleep() -> None:
+    """Become a spare: the program has done all operations of the journal itself."""
+    assert process.journal is not None
+    process.role = Role.SPARE
+    process.journal.encode()
+    process.journal.read = len(process.journal)
+
+
+def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:
+    """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun.
+
+    A wish is a pair: its number, and the wanted number of active instances. It counts once an active instance has it.
+    If a new wish comes meanwhile, some have that one and others the one before. Then the earlier one counts, and the
+    new one leads to another change.
+    """
     import numpy as np
 
     instance, progress = process.instance, process.progress
@@ -89,14 +103,17 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     wanted = progress.wanted  # read before the next property, which belongs to the same wish
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
-    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted, process.changes]
+    may_be_active = progress.may_be_active and process.is_ready
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, process.changes, progress.wish, wanted]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
         Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, *_ in facts.tolist()
     ]
-    process.changes = 1 + int(facts[:, 7].max())
-    wishes = [wish for each, wish in zip(standings, facts[:, 6].tolist(), strict=True) if each.role is Role.ACTIVE]
-    return standings, facts[:, 5], wishes
+    process.changes = 1 + int(facts[:, 6].max())
+    wishes = [(number, count) for number, count in facts[:, 7:].tolist()]
+    of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
+    found = [wish for wish in of_active or wishes if wish[0]]
+    return standings, facts[:, 5], found  # the last ones must not wait for a wish that nobody fulfils
 
 
 def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:
@@ -139,6 +156,11 @@ def _connect_journal(everybody: Communicator, fed: dict[int, int], feeder: int) 
         process.fed = Fed(everybody.beside, feeder)
     elif everybody.rank == feeder:
         process.feeding = Feeding(everybody.beside, fed)
+
+
+def _part_of(everybody: Communicator, active: Sequence[int]) -> Communicator:
+    assert everybody.part is not None
+    return everybody.part(active)
 
 
 def _alone() -> Communicator:

@@ -86,10 +86,13 @@ class Survival:
                 number=before.index(each.index) if each.index in before else 0,
                 host=hosts.index(each.host),
                 entries=0,
+                may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
             )
             for each in left
         ]
-        return [left[rank].index for rank in choose(standings, self._target)]
+        wishes = [each.record.wanted for each in left]
+        target = next((wanted.count for wanted in wishes if wanted.is_complete), self._target)
+        return [left[rank].index for rank in choose(standings, target)]
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]
@@ -98,11 +101,11 @@ class Survival:
         spares = [each for each in failed if each.is_spare]
         successors = called[: len(lost)]
         losses = [
-            Loss(describe(each), each.index, taken_by=None if spare is None else spare.index)
+            Loss(describe(each), each.index, each.record.is_spare, None if spare is None else spare.index)
             for each, spare in zip_longest(lost, successors)
         ]
         said = [f"{loss.line}; {_who_follows(spare, left, called)}" for loss, spare in zip_longest(losses, successors)]
-        rest = sum(each.is_asleep for each in left) - len(called)
+        rest = sum(each.can_join for each in left) - len(called)
         for each in spares:
             losses.append(Loss(describe(each), each.index, was_spare=True))
             said.append(f"{losses[-1].line}; the job goes on with {count(rest, 'spare') if rest else 'no spare'} left")
@@ -110,16 +113,15 @@ class Survival:
         actions: list[Action] = []
         for each in failed:
             actions += self._members.give_up(each.index)
-        if lost or any(set(each.record.waiting_for) & {other.index for other in spares} for each in left):
-            for each in left:
-                actions += self._members.release(each.index, len(self.losses))
+        for each in left:
+            actions += self._members.release(each.index, len(self.losses))
         return [*actions, *(Say(Level.WARN, line) for line in said)]
 
     def _obstacle(self, left: Sequence[Facts], called: int) -> str:
         if not self._members.all_connected or not all(each.record.has_joined for each in left):
             return "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
         active = sum(not each.is_asleep for each in left)
-        if not active and any(each.is_asleep for each in left):
+        if left and not any(each.has_variables for each in left):
             return "no instance is left that has the variables, and spares have none: the job ends"
         if active + called < max(1, self._least):
             return (

@@ -18,8 +18,6 @@ from poprun.errors import UsageError
 VERIFY = "Verify"
 SOME_FAULT = "some"
 """The value of `--inject` if the user names no fault."""
-USUAL_SPARES = 1
-"""The number of spares of the run with losses, if the user names none."""
 
 TEXT, PATH = OptionKind.TEXT, OptionKind.PATH
 MPI, RING, GRPC = "mpi", "ring", "grpc"
@@ -111,9 +109,10 @@ class VerifyRequest:
         return int(str(self.line.values.get("num-replicas", 1)))
 
     @property
-    def spares(self) -> int:
-        """The number of spares of the run with losses."""
-        return int(str(self.line.values.get("spares", USUAL_SPARES)))
+    def named_spares(self) -> int | None:
+        """The number of spares that the user names for runs with failures; None if the user names none."""
+        named = self.line.values.get("spares")
+        return None if named is None else int(str(named))
 
 
 OPTIONS_OF_VERIFY: tuple[Option, ...] = options_of(VerifyRequest)

@@ -37,6 +37,8 @@ SAVED_STATUS = 128 + signal.SIGTERM
 MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4
 """The most instances per core. It is more than one, because the time that a run takes does not matter here."""
+USUAL_SPARES = 1
+"""The number of spares of the run with losses, if the user names none."""
 MOST_WITH_LOSSES = 4
 """The most instances of the run with losses, if the user names no spreads; fewer make it quicker."""
 FEWEST_STEPS_FOR_TWO = 3
@@ -163,12 +165,13 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
         environ: The environment, which may name a partition.
     """
     values: dict[str, Value] = {**asked.line.values, "num-instances": run.instances}
-    values.pop("spares", None)
+    values.pop("spares", None)  # only the run with losses has spares
+    processes = run.instances + run.spares
     of_instances = values.pop("instance-mpi-local-args", ())
     assert isinstance(of_instances, tuple)
-    kept = tuple(text for text in of_instances if not _names_other(text, run.instances))
+    kept = tuple(text for text in of_instances if not _names_other(text, processes))
     shown = values.get("only-output-from-instance")
-    if isinstance(shown, int) and shown >= run.instances:
+    if isinstance(shown, int) and shown >= processes:
         values["only-output-from-instance"] = 0
     if "output-dir" in values:
         values["output-dir"] = str(Path(str(values["output-dir"])) / _folder_name(run))
@@ -192,9 +195,9 @@ def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
     return find_hosts(settings_from(CommandLine(named, asked.line.program)))
 
 
-def _names_other(text: str, instances: int) -> bool:
+def _names_other(text: str, processes: int) -> bool:
     index = text.partition(":")[0].strip()
-    return index.isdecimal() and int(index) >= instances
+    return index.isdecimal() and int(index) >= processes
 
 
 def _folder_name(run: Run) -> str:
@@ -321,7 +324,7 @@ def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> 
     run = max((each for each in plain if can_shrink(each)), key=lambda each: each.instances)
     chosen = f"kill:instance={run.instances - 1},step={steps // 2}"
     faults = (chosen,) if asked.inject == (SOME_FAULT,) else asked.inject
-    return Run(run.instances, run.replicas, run.transport, faults)
+    return Run(run.instances, run.replicas, run.transport, faults, spares=asked.named_spares or 0)
 
 
 def run_with_losses(asked: VerifyRequest, spreads: Sequence[int], steps: int) -> Run | None:
@@ -346,8 +349,8 @@ def run_with_losses(asked: VerifyRequest, spreads: Sequence[int], steps: int) ->
     fewer = [each for each in several if each <= MOST_WITH_LOSSES]
     instances = max(several) if asked.spreads else max(fewer, default=min(several))
     transport = next(each for each in asked.transports if each != GRPC)
-    faults = choose_losses(instances, asked.spares, steps)
-    return Run(instances, asked.replicas, transport, faults, spares=asked.spares)
+    spares = USUAL_SPARES if asked.named_spares is None else asked.named_spares
+    return Run(instances, asked.replicas, transport, choose_losses(instances, spares, steps), spares=spares)
 
 
 def choose_losses(instances: int, spares: int, steps: int) -> tuple[str, ...]:

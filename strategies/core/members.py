@@ -9,6 +9,7 @@ from typing import Protocol
 from collectives import Communicator
 from collectives.instruments import Instruments
 from popdist.records.faults import FaultInjector
+from popdist.records.progress import Progress
 from strategies.core.journal import InstanceProgress, Journal
 from strategies.sinks.sinks import Sinks
 from strategies.typing import Batch
@@ -65,6 +66,10 @@ class Members(Protocol):
     @property
     def sinks(self) -> Sequence[Sinks]:
         """The open sinks of metrics."""
+
+    @property
+    def progress(self) -> Progress:
+        """The connection to the supervisor of this instance."""
 
     @property
     def faults(self) -> FaultInjector:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, Protocol
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
@@ -159,6 +159,8 @@ class StepLoop(Generic[State, Pending]):
     def make_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update. If instances are lost meanwhile and the others have the whole state, the others make it.
 
+        If poprun wants other active instances, they change first: this is the boundary between two steps.
+
         An error before the update leaves the state unchanged, so that the step can be repeated.
 
         Args:
@@ -186,6 +188,8 @@ class StepLoop(Generic[State, Pending]):
         try:
             if members.journal.is_joining:
                 raise JoinsNowError
+            if members.progress.is_resize_due:
+                raise PeerLostError("poprun wants other active instances")
             state, metrics = self._checked(surroundings, state, batch)
         except LOSSES as loss:
             if self._rules.own_part:

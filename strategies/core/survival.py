@@ -137,7 +137,7 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
         BecameSpareError: If fewer instances are wanted, and this one is a spare from now on.
     """
     while members.can_carry_on:
-        logger.info("an instance is lost: %s", loss)
+        logger.info("the instances change: %s", loss)
         with members.communicator.instruments.during[RECOVERY]:
             members.carry_on()  # repeats itself if more instances are lost; its errors are final
         if members.is_spare:
@@ -152,14 +152,18 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:
-    """Warn if a job that was started to go on without lost instances cannot.
+    """Warn if a job that was started to go on without lost instances cannot; then it cannot be resized either.
 
     Args:
         members: The instances.
         reason: The reason in words; None if the job can go on.
     """
+    if members.is_spare:
+        return  # a rehearsal does not have the data set, and the active instances say it
     if reason:
         note_obstacle(reason)
+    if reason and members.can_carry_on:
+        members.progress.needs_all()
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
             "%s: if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart",

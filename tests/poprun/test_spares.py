@@ -156,13 +156,13 @@ class TestSleepingSpares:
         assert script.said(Level.WARN) == []
 
     @pytest.mark.parametrize("ending", [killed(), exited(1), killed(signal.SIGSEGV)], ids=["SIGKILL", "1", "SIGSEGV"])
-    def test_the_loss_of_a_spare_is_a_warning_and_disturbs_nobody(self, ending):
+    def test_the_loss_of_a_spare_is_a_warning(self, ending):
         script = job(2, 2)
         script.end(1.0, 3, ending)
         complete(script, 9.0, 0, 1, 2)
         script.run()
         assert script.exit_status == 0
-        assert script.all_of(RELEASE) == []
+        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, index, 1) for index in (0, 1, 2)]
         lost = f"spare 3 on host node0 (pid 103) {ending.describe()} in step 3, after collective 4, barrier"
         assert script.said(Level.WARN) == [
             f"{lost}; the job goes on with 1 spare left",
@@ -207,7 +207,7 @@ class TestSleepingSpares:
         assert script.said() == script.said(Level.WARN) == []
 
     def test_a_stopped_spare_is_given_up(self):
-        """It would delay the next change of the members for ever."""
+        """Otherwise the next change of the members would wait for the spare."""
         script = job(2, 1, stuck_timeout_s=10.0)
         script.instances[2].is_stopped, script.instances[2].state = True, "T"
         complete(script, 60.0, 0, 1)
@@ -236,13 +236,13 @@ class TestSleepingSpares:
         assert script.exit_status == 7
 
     def test_a_spare_has_joined_if_the_instances_have(self):
-        """It was lost before it could report that."""
+        """The spare was lost before it could report that."""
         script = job(2, 1)
         script.instances[2].record = ProgressRecord()
         script.end(1.0, 2, killed())
         complete(script, 9.0, 0, 1)
         script.run()
-        assert (script.exit_status, script.all_of(RELEASE)) == (0, [])
+        assert script.exit_status == 0
         assert script.said(Level.WARN)[0].endswith("; the job goes on with no spare left")
 
     def test_the_loss_of_a_spare_s_host_ends_the_job(self):
@@ -373,6 +373,23 @@ class TestReplacement:
         assert end.startswith("the job completed with 1 spare in the place of lost instances, without 1 instance: ")
         assert script.all_of(RELEASE) == [AgentOrder(RELEASE, index, 2) for index in (0, 3, 4)]
 
+    def test_a_spare_that_is_lost_while_it_joins_is_replaced_too(self):
+        script = job(2, 2)
+        for index in range(4):
+            script.instances[index].record = running(role=Role.SPARE if index > 1 else Role.ACTIVE)
+        script.run(until_s=0.5)
+        script.end(1.0, 1, killed())
+        script.end(1.05, 2, killed())
+        complete(script, 9.0, 0, 3)
+        script.run()
+        assert script.exit_status == 0
+        first, second, end = script.said(Level.WARN)
+        assert first.endswith("; spare 2 on host node0 takes its place")
+        assert second.startswith("spare 2 on host node0 (pid 102) was killed by SIGKILL")
+        assert second.endswith("; spare 3 on host node0 takes its place")
+        assert end.startswith("the job completed with 1 spare in the place of lost instances, without 1 spare: ")
+        assert script.machine.carriers[-1].instances == (0, 3)
+
     def test_without_spares_left_the_others_go_on(self):
         script = job(3, 1)
         script.run(until_s=0.5)
@@ -411,17 +428,20 @@ class TestReplacement:
         assert script.exit_status == 137
         assert script.said()[-1] == "only 1 instance would be left, and --min-instances is 2: the job ends"
 
-    def test_spares_cannot_go_on_without_any_instance(self):
+    @pytest.mark.parametrize("second_s", [1.0, 1.1])
+    def test_spares_cannot_go_on_without_any_instance(self, second_s):
         script = job(2, 2)
+        for index in range(4):
+            script.instances[index].record = running(role=Role.SPARE if index > 1 else Role.ACTIVE)
         script.run(until_s=0.5)
         script.end(1.0, 0, killed())
-        script.end(1.0, 1, killed())
+        script.end(second_s, 1, exited(3))
         script.run()
-        assert script.exit_status == 137
+        assert (script.exit_status, script.verdict.instance) == ((137, 0) if second_s == 1.0 else (3, 1))
         assert script.said()[-1] == "no instance is left that has the variables, and spares have none: the job ends"
 
     def test_a_spare_for_which_the_others_wait_in_vain_is_given_up(self):
-        """It was called to replace a lost instance, and ended with status 0 instead."""
+        """The spare was called to replace a lost instance, and ended with status 0 instead."""
         script = job(3, 1)
         script.run(until_s=0.5)
         script.end(1.0, 1, killed())

@@ -99,7 +99,7 @@ class TestLines:
         assert lines[0].startswith("summary: 2 instances and 2 spares ran for 20 s; ")
         assert lines[2] == "summary: replicas on instances 0-1; from step 5 (12 s) on instances 0, 2"
 
-    def test_of_many_changes_of_the_carriers_the_last_ones_are_told(self):
+    def test_the_last_of_many_changes_of_the_carriers_are_told(self):
         carriers = tuple(Carriers(float(number), number, (number,)) for number in range(12))
         line = summary_lines([replace(attempt(made()), carriers=carriers)], 20.0)[-2]
         assert line.startswith("summary: replicas on instances 0; 3 earlier changes; from step 4 (4.0 s) on instances")
