@@ -151,12 +151,13 @@ class Journal:
     Attributes:
         is_kept: Whether operations are recorded or replayed at all.
         is_joining: Whether this instance has been a spare, and still lacks the state of the others.
+        has_joined: Whether this instance has been a spare that was chosen, so that it may hold placeholders with values.
         carriers: The holders of states that joining instances get, in the order of their construction.
     """
 
     def __init__(self, member: JournalMember, progress: InstanceProgress) -> None:
         self.is_kept = member.keeps_journal or member.is_spare
-        self.is_joining = False
+        self.is_joining = self.has_joined = False
         self.carriers: list[Carrier[Any, Any]] = []
         self._member = member
         self._progress = progress
@@ -285,7 +286,7 @@ class Journal:
         if self._next is None:
             data = self._member.next_entry()
             if data is None:
-                self.is_joining = True
+                self.is_joining = self.has_joined = True
                 return None
             self._next = _Entry(*pickle.loads(data))
         return self._next

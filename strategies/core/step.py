@@ -205,11 +205,11 @@ class StepLoop(Generic[State, Pending]):
 
     def _carried(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update whose state can be handed over."""
-        carrier = self.carrier
+        carrier, journal = self.carrier, self._members.journal
         carrier.note(state)
         carrier.batch = batch
         try:
-            state, metrics = self._made(state, batch)
+            state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
         finally:
             carrier.batch = None
         carrier.note(state)
