@@ -104,13 +104,13 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
     may_be_active = progress.may_be_active and process.is_ready
-    own = [int(role), instance.index, host, entries, may_be_active, is_done, progress.wish, wanted]
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, process.changes, progress.wish, wanted]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
-        Standing(Role(role), index, host, entries, bool(may))
-        for role, index, host, entries, may, _, _, _ in facts.tolist()
+        Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, *_ in facts.tolist()
     ]
-    wishes = [(number, count) for number, count in facts[:, 6:].tolist()]
+    process.changes = 1 + int(facts[:, 6].max())
+    wishes = [(number, count) for number, count in facts[:, 7:].tolist()]
     of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
     found = [wish for wish in of_active or wishes if wish[0]]
     return standings, facts[:, 5], found  # the last ones must not wait for a wish that nobody fulfils
