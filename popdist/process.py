@@ -50,6 +50,7 @@ class Process:
     everybody: Communicator | None = None  # connects all processes, if some of them are not active
     alone: Communicator | None = None  # the communicator of a spare, which takes part in no work of the others
     role: Role = Role.ACTIVE
+    is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
     is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
     target: int = 0  # the wanted number of active instances
     journal: Journal | None = None  # the results of operations, if the job has spares

@@ -33,6 +33,8 @@ NUM_SPARES_VARIABLE = "POPDIST_NUM_SPARES"
 """Number of spares of the job, on all its processes; unset without spares. The last processes are spares at first."""
 SPARE_VARIABLE = "POPDIST_SPARE"
 """1 on a process that is a spare at first. Its other variables are those of the last instance."""
+RESERVE_VARIABLE = "POPDIST_RESERVE"
+"""The pid of the agent, on a spare whose program begins only when poprun starts it: `--regrow`."""
 
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
 """Variables that poprun always sets, in the order of its command line."""

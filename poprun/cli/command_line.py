@@ -242,6 +242,8 @@ def _settle_spares(values: dict[str, object]) -> None:
         )
     if values.get("spares"):
         values.setdefault("on_failure", "replace")
+    if values.get("regrow"):
+        values.setdefault("on_failure", "shrink")
 
 
 def _is_option(word: str) -> bool:

@@ -197,7 +197,16 @@ class LaunchOptions(ABC):
         choices=("stop", "shrink", "replace", "restart"),
         see="surviving.md",
     )
-    max_restarts: int = failure(3, NUMBER, "largest number of restarts", at_least=0, without_effect=STOPS)
+    regrow: bool = failure(
+        False,
+        BOOLEAN,
+        "start new instances in the places of lost ones, at most --max-restarts; they join between two steps",
+        without_effect=STOPS,
+        see="surviving.md#growing-back",
+    )
+    max_restarts: int = failure(
+        3, NUMBER, "largest number of restarts, and of new instances", at_least=0, without_effect=STOPS
+    )
     restart_backoff_s: float = failure(
         1,
         SECONDS,
@@ -208,6 +217,15 @@ class LaunchOptions(ABC):
     )
     min_instances: int = failure(
         1, NUMBER, "smallest number of instances to continue or restart with", without_effect=STOPS
+    )
+    on_notice: str = failure(
+        "save",
+        TEXT,
+        "if SIGUSR1 comes to the agents of a host: save passes it on, so that programs save and leave; leave-host lets "
+        "other hosts take over from this one",
+        choices=("save", "leave-host"),
+        without_effect=NO_SPARES,
+        see="resizing.md#before-a-host-goes-away",
     )
     stuck_timeout_s: float = failure(
         300,

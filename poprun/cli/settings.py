@@ -140,9 +140,15 @@ class LaunchSettings(LaunchOptions):
                 "--on-failure is replace, but the job has no spares; use --spares N, or --on-failure shrink to go on "
                 "with fewer instances"
             )
-        if has_spares and self.torch_distributed_env:
+        if self.regrow and not self.carries_on:
             raise UsageError(
-                f"--torch-distributed-env is given with {asked}, but torch.distributed cannot exchange its processes; "
+                f"--on-failure is {self.on_failure}, so no new instance could join the others; leave out --on-failure "
+                "(then it is shrink), or --regrow"
+            )
+        if (has_spares or self.regrow) and self.torch_distributed_env:
+            what = asked if has_spares else "--regrow"
+            raise UsageError(
+                f"--torch-distributed-env is given with {what}, but torch.distributed cannot exchange its processes; "
                 "leave out one of them"
             )
 
@@ -213,6 +219,11 @@ class LaunchSettings(LaunchOptions):
     def replicas_per_instance(self) -> int:
         """The number of replicas that each instance drives."""
         return self.num_replicas // self.num_instances
+
+    @property
+    def reserves_per_host(self) -> int:
+        """The number of reserves on each host; each may become a new instance."""
+        return self.max_restarts if self.regrow else 0
 
     @property
     def num_processes(self) -> int:

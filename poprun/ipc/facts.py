@@ -81,6 +81,7 @@ class Facts:
         orphaned_at_s: The same time, if the daemon or mpirun that had started the agent was gone already; otherwise 0.
         is_given_up: Whether the others go on without the instance.
         is_spare: Whether it is a spare: no instance's place was given to it yet.
+        is_reserve: Whether it is a spare whose program begins only when poprun starts it.
         state: The letter of its process's state; empty before poprun asked for it.
         stack: Its Python stack, as faulthandler writes it; empty before poprun asked for it, or if it shows none.
         answered_at_s: The time of its agent's last progress report; 0 before its agent has reported.
@@ -100,6 +101,7 @@ class Facts:
     orphaned_at_s: float = 0.0
     is_given_up: bool = False
     is_spare: bool = False
+    is_reserve: bool = False
     state: str = ""
     stack: str = ""
     answered_at_s: float = 0.0
@@ -117,7 +119,8 @@ class Facts:
     @property
     def short_name(self) -> str:
         """The instance or spare with its number."""
-        return f"{'spare' if self.is_spare or self.record.is_spare else 'instance'} {self.index}"
+        kind = "reserve" if self.is_reserve else "spare"
+        return f"{kind if self.is_spare or self.record.is_spare else 'instance'} {self.index}"
 
     @property
     def has_variables(self) -> bool:
@@ -133,6 +136,11 @@ class Facts:
     def is_asleep(self) -> bool:
         """Whether it is a spare that is connected with the others, which therefore do not need it."""
         return self.is_spare and self.record.has_joined
+
+    @property
+    def can_join(self) -> bool:
+        """Whether it is a spare that may take an instance's place now."""
+        return self.is_asleep and (self.record.is_ready or not self.is_reserve)
 
     @property
     def is_needed(self) -> bool:
@@ -162,12 +170,14 @@ class Loss:
         instance: The index of the lost instance or spare.
         was_spare: Whether a spare was lost, perhaps while it joined.
         taken_by: The spare that takes the place of the lost instance. None: the others go on without it.
+        by_new: Whether that spare is a new instance, which was started after the loss.
     """
 
     line: str
     instance: int
     was_spare: bool = False
     taken_by: int | None = None
+    by_new: bool = False
 
     @property
     def followed_by(self) -> str:

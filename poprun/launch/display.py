@@ -33,7 +33,7 @@ def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -
         places: The places of the instances, in the order of the instances; spares are listed below the table.
         columns: The width of the page; the rest of a wider table stands in further tables below. None: no limit.
     """
-    spares = [f" spare {place.index} on host {place.host}" for place in places if place.is_spare]
+    spares = [f" {_kind_of(place)} {place.index} on host {place.host}" for place in places if place.is_spare]
     places = [place for place in places if not place.is_spare]
     total = places[-1].replicas.stop
     cell = len(str(total - 1)) + 2
@@ -129,10 +129,19 @@ def describe_plan(launch: Launch, command: Sequence[str]) -> dict[str, object]:
             {"name": host.name, "slots": host.slots, "is_this_machine": host.is_this_machine} for host in launch.hosts
         ],
         "instances": [_describe_instance(launch, place) for place in launch.places if not place.is_spare],
-        "spares": [_describe_instance(launch, place) for place in launch.places if place.is_spare],
+        "spares": [
+            _describe_instance(launch, place) for place in launch.places if place.is_spare and not place.is_reserve
+        ],
+        "reserves": [_describe_instance(launch, place) for place in launch.places if place.is_reserve],
         "program": list(settings.program),
         "command": list(command),
     }
+
+
+def _kind_of(place: InstancePlace) -> str:
+    if place.is_reserve:
+        return "reserve"
+    return "spare" if place.is_spare else "instance"
 
 
 def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
@@ -141,7 +150,7 @@ def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
         place.host,
         list_ranges(place.cpus) or "any",
         list_ranges(place.nodes) or "any",
-        "spare" if place.is_spare else list_ranges(place.replicas),
+        _kind_of(place) if place.is_spare else list_ranges(place.replicas),
         "-" if place.is_spare else list_ranges(_ipus(launch, place)),
         "-" if place.device is None else str(place.device),
     )
@@ -166,8 +175,7 @@ def _environment_lines(launch: Launch) -> list[str]:
     lines = ["environment of all instances:", *_assignments(each[0], lambda item: item in common)]
     for place, environment in zip(launch.places, each, strict=True):
         own = _assignments(environment, lambda item: item not in common)
-        what = "spare" if place.is_spare else "instance"
-        lines += [f"environment of {what} {place.index}:", *own] if own else []
+        lines += [f"environment of {_kind_of(place)} {place.index}:", *own] if own else []
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ class InstancePlace:
         domain: Its IPU-Link domain.
         device: The id of its device in the partition. None: no partition.
         is_spare: Whether it begins as a spare. `replicas`, `domain` and `device` are then those of the last instance.
+        is_reserve: Whether it is a spare whose program begins only when poprun needs a new instance.
     """
 
     index: int
@@ -34,6 +36,7 @@ class InstancePlace:
     domain: int = 0
     device: int | None = None
     is_spare: bool = False
+    is_reserve: bool = False
 
 
 def place_instances(
@@ -80,7 +83,7 @@ def place_instances(
         )
         for index, own in enumerate(pinned)
     )
-    return places + tuple(
+    places += tuple(
         replace(
             places[-1],
             index=len(places) + number,
@@ -91,6 +94,28 @@ def place_instances(
             is_spare=True,
         )
         for number, (host, local, block) in enumerate(rest)
+    )
+    return places + _reserves(settings, places)
+
+
+def _reserves(settings: LaunchSettings, places: Sequence[InstancePlace]) -> tuple[InstancePlace, ...]:
+    """Return the places of the reserves. They are not pinned: a new instance finds the cores of the lost one idle."""
+    on_host = Counter(place.host for place in places)
+    located = [
+        (host, taken + number) for host, taken in on_host.items() for number in range(settings.reserves_per_host)
+    ]
+    return tuple(
+        replace(
+            places[-1],
+            index=len(places) + number,
+            host=host,
+            local_index=local,
+            cpus=(),
+            nodes=(),
+            is_spare=True,
+            is_reserve=True,
+        )
+        for number, (host, local) in enumerate(located)
     )
 
 

@@ -16,6 +16,7 @@ from popdist.environments.poprun import (
     LOCAL_INSTANCE,
     NUM_SPARES_VARIABLE,
     OFFSET,
+    RESERVE_VARIABLE,
     SHRINKS_VARIABLE,
     SPARE_VARIABLE,
     TOTAL,
@@ -51,8 +52,11 @@ def instance_variables(
 ) -> tuple[InstanceVariables, ...]:
     """Return the variables of each instance; an `-x` for one instance takes precedence over an `-x` for all."""
     common, arguments = job_variables(settings), settings.mpi
+    if any(place.is_reserve for place in places):
+        common[NUM_SPARES_VARIABLE] = str(sum(place.is_spare for place in places))
     found = []
-    for place, of_instance in zip(places, arguments.instances, strict=True):
+    for place in places:
+        of_instance = arguments.of(place.index)
         ranks = rank_variables(place, places) if settings.torch_distributed_env else {}
         unset = {name: value for name, value in extra.items() if name not in of_instance.exports}
         own = popdist_variables(settings, place) | ranks | unset | common
@@ -78,6 +82,8 @@ def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[st
         variables[NUM_SPARES_VARIABLE] = str(settings.spares)
     if place.is_spare:
         variables[SPARE_VARIABLE] = "1"
+    if place.is_reserve:
+        variables[RESERVE_VARIABLE] = "1"
     if place.device is not None:
         variables[DEVICE] = str(place.device)
     if settings.vipu_partition is not None and settings.uses_partition:

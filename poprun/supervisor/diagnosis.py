@@ -546,9 +546,11 @@ def last_actions(words: LastWords, has_others: bool) -> list[Action]:
 def _describe_losses(losses: Sequence[Loss]) -> str:
     spares = sum(loss.was_spare for loss in losses)
     replaced = sum(loss.is_replaced for loss in losses)
+    new = sum(loss.by_new for loss in losses)
     missing = len(losses) - spares - replaced
     parts = [
-        f"with {count(replaced, 'spare')} in the place of lost instances" if replaced else "",
+        f"with {count(replaced - new, 'spare')} in the place of lost instances" if replaced > new else "",
+        f"with {count(new, 'new instance')} in the place of lost ones" if new else "",
         f"without {count(missing, 'instance')}" if missing else "",
         f"without {count(spares, 'spare')}" if spares else "",
     ]

@@ -15,6 +15,7 @@ from enum import Enum
 from popdist.records.progress import Role
 from poprun.cli.log import Level
 from poprun.ipc.facts import Carriers, Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
+from poprun.ipc.resizes import ResizeAnswer
 from poprun.launch.launch import Across
 from poprun.supervisor.diagnosis import (
     LastLines,
@@ -42,18 +43,23 @@ from poprun.supervisor.job_events import (
     TOLD_LIMIT_S,
     Action,
     AgentOrder,
+    Answer,
     Command,
     Deed,
     DeedKind,
     Event,
+    InstanceChange,
+    InstanceChanged,
     MemberConnected,
     OutputPiece,
+    ResizeAsked,
     Say,
     SignalCame,
     Tick,
 )
 from poprun.supervisor.lookout import Lookout
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.resizing import Resizing
 from poprun.supervisor.signals import END_SIGNAL, PASSED_ON
 from poprun.supervisor.survival import Survival
 
@@ -90,8 +96,14 @@ class JobMachine:
 
     def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
         self.phase = JobPhase.RUNNING
-        self._members = JobMembers(count, across.spares)
+        self._members = JobMembers(count, across.spares, across.reserves)
         self._survival = Survival(self._members, across.least)
+        self._resizing = Resizing(self._members, across.least if across.spares else 0, across.replicas)
+        self._regrowth = None
+        if across.most_new:
+            from poprun.supervisor.regrowth import Regrowth
+
+            self._regrowth = Regrowth(self._members, self._resizing, self._survival.losses, across)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []
@@ -137,6 +149,8 @@ class JobMachine:
                 self._show(event)
             case SignalCame(number):
                 self._take_signal(number, now_s)
+            case ResizeAsked():
+                self._resize(event)
             case _:
                 was_spare = self._members.facts[event.instance].record.is_spare
                 self._members.take(event, now_s)
@@ -144,6 +158,8 @@ class JobMachine:
                     self._greet(event)
                 elif was_spare and self._members.facts[event.instance].record.role is Role.ACTIVE:
                     self._actions.append(Say(Level.INFO, f"{self._members.facts[event.instance].name} has joined"))
+                elif isinstance(event, InstanceChanged) and event.change is InstanceChange.NOTICED:
+                    self._take_notice(self._members.facts[event.instance].host, now_s)
         self._note_carriers(now_s)
         actions, self._actions = self._actions, []
         return actions
@@ -184,6 +200,33 @@ class JobMachine:
         elif self.phase is JobPhase.CLOSING:
             self._see_off(now_s)
 
+    def _resize(self, asked: ResizeAsked) -> None:
+        if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
+            self._actions += self._resizing.ask(asked)
+        else:
+            self._actions.append(Answer(asked.asker, ResizeAnswer(False, "the job is ending")))
+
+    def _take_notice(self, host: str, now_s: float) -> None:
+        """Leave a host that is about to go away; if that is impossible, let all programs save and leave."""
+        if self.phase not in (JobPhase.RUNNING, JobPhase.SETTLING) or self._resizing.is_left(host):
+            return
+        obstacle, actions = self._resizing.leave(host)
+        self._actions += actions
+        if obstacle:
+            self._actions.append(Say(Level.WARN, f"host {host} cannot be left: {obstacle}; all programs get SIGUSR1"))
+            self._take_signal(signal.SIGUSR1, now_s)
+        else:
+            self._actions.append(Say(Level.WARN, f"host {host} is about to go away; other hosts take over from it"))
+
+    def _go_on_resizing(self, now_s: float) -> None:
+        if self._regrowth is not None:
+            self._actions += self._regrowth.look(now_s)
+            self._next_look_s = min(self._next_look_s, self._regrowth.deadline_s)
+        was_under_way = self._resizing.is_under_way
+        self._actions += self._resizing.look()
+        if was_under_way and not self._resizing.is_under_way:
+            self._lookout.forget(now_s)  # the others may have waited long for an instance that has just joined
+
     # While the job runs.
 
     def _watch(self, now_s: float) -> None:
@@ -203,7 +246,8 @@ class JobMachine:
             if not self._give_up_the_failed(now_s):
                 self._begin_to_settle(now_s)
         else:
-            if any(each.is_gone for each in members.facts):
+            self._go_on_resizing(now_s)
+            if self._resizing.is_under_way or any(each.is_gone for each in members.facts):
                 self._next_look_s = min(self._next_look_s, now_s + QUICK_LOOK_S)
             if now_s >= self._next_look_s:
                 self._look(now_s)

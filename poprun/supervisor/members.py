@@ -29,10 +29,14 @@ class JobMembers:
     Args:
         count: The number of instances and spares.
         spares: The number of spares, which have the highest indices.
+        reserves: The number of spares that are reserves, which have the highest indices of these.
     """
 
-    def __init__(self, count: int, spares: int = 0) -> None:
-        self.facts = [Facts(index, is_spare=index >= count - spares) for index in range(count)]
+    def __init__(self, count: int, spares: int = 0, reserves: int = 0) -> None:
+        self.facts = [
+            Facts(index, is_spare=index >= count - spares, is_reserve=index >= count - reserves)
+            for index in range(count)
+        ]
         self._carriers = tuple(range(count - spares))
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()

@@ -25,6 +25,7 @@ from poprun.supervisor.job_events import (
     LOOK_S,
     Action,
     AgentOrder,
+    Answer,
     CleanUp,
     Deed,
     DeedKind,
@@ -35,6 +36,7 @@ from poprun.supervisor.job_events import (
     MemberConnected,
     OutputPiece,
     ProgressCame,
+    ResizeAsked,
     Say,
     SignalCame,
     Tick,
@@ -99,6 +101,8 @@ class JobSupervisor:
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             while self._ended is None:
                 self._wait()
+                for asker, request in self._viewers.take_requests():
+                    self._tell(ResizeAsked(asker, request))
                 self._tell(self._tick(time.monotonic()))
                 self._show_status()
                 self._show_viewers()
@@ -227,6 +231,8 @@ class JobSupervisor:
                 self._do(kind, number)
             case Say(level, text):
                 self._say(level, text)
+            case Answer(asker, answer):
+                self._viewers.answer(asker, answer)
             case CleanUp():
                 self._clean_up(action)
             case Finish(ended):

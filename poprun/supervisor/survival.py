@@ -86,10 +86,13 @@ class Survival:
                 number=before.index(each.index) if each.index in before else 0,
                 host=hosts.index(each.host),
                 entries=0,
+                may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
             )
             for each in left
         ]
-        return [left[rank].index for rank in choose(standings, self._target)]
+        wishes = [each.record.wanted for each in left]
+        target = next((wanted.count for wanted in wishes if wanted.is_complete), self._target)
+        return [left[rank].index for rank in choose(standings, target)]
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]
@@ -102,7 +105,7 @@ class Survival:
             for each, spare in zip_longest(lost, successors)
         ]
         said = [f"{loss.line}; {_who_follows(spare, left, called)}" for loss, spare in zip_longest(losses, successors)]
-        rest = sum(each.is_asleep for each in left) - len(called)
+        rest = sum(each.can_join for each in left) - len(called)
         for each in spares:
             losses.append(Loss(describe(each), each.index, was_spare=True))
             said.append(f"{losses[-1].line}; the job goes on with {count(rest, 'spare') if rest else 'no spare'} left")
