@@ -62,7 +62,7 @@ def carry_on() -> Instance:
     if process.role is Role.ACTIVE:
         process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
     if process.timeline is not None:
-        process.timeline.renumbered(process.instance)
+        process.timeline.renumbered(process.instance if process.role is Role.ACTIVE else None)
     return process.instance
 
 

@@ -85,9 +85,16 @@ def has_news() -> bool:
         if fed.take(journal):
             return True
     except PeerLostError:
-        connect_survivors(Role.SPARE)
+        _change()
         return True
     if process.progress.is_released:
-        connect_survivors(Role.SPARE)
+        _change()
         return True
     return False
+
+
+def _change() -> None:
+    """Take part in a change of the members. If this spare is chosen, `popdist.carry_on` follows."""
+    connect_survivors(Role.SPARE)
+    if process.timeline is not None and not process.is_chosen:
+        process.timeline.renumbered(None)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from popdist.environments.poprun import process_index
+from popdist.environments.poprun import num_spares, process_index
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import JOINED, MAIN_TRACK, PROFILE, EventKind
+from popdist.timeline.events import JOINED, MAIN_TRACK, NO_NUMBER, PROFILE, EventKind
 from popdist.timeline.gauges import read_connections
 from popdist.timeline.meeting import (
     CARD_BYTES,
@@ -63,6 +63,7 @@ class Timeline:
         header = {
             "instance": number,
             "instances": instance.count,
+            "spares": num_spares(environ),
             "replicas": [instance.replica_offset, instance.local_replicas, instance.total_replicas],
             "host": instance.host,
             "pid": os.getpid(),
@@ -116,9 +117,10 @@ class Timeline:
             self._recording.align_by(self._take_exchanges)
             self._asking.start()
 
-    def renumbered(self, instance: Instance) -> None:
-        """Note that other instances are lost, and the new identity of this instance."""
-        self._recording.recorder.note(int(EventKind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
+    def renumbered(self, instance: Instance | None) -> None:
+        """Note a change of the members, and the new identity of this instance; None: it is a spare."""
+        value = NO_NUMBER if instance is None else (instance.index << 32) + instance.count
+        self._recording.recorder.note(int(EventKind.RENUMBERED), MAIN_TRACK, value)
 
     def close(self) -> None:
         """Write the rest and end. Repeated calls do nothing; a forked process does not end its parent's recording."""

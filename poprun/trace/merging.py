@@ -106,11 +106,13 @@ def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list
     own = [each for each in recordings if each.attempt == attempt]
     losses = max(len(_renumbered(each)) for each in own)
     if not losses:
-        return own, []
+        return [each for each in own if not each.is_spare], []
     periods = [[each for each in own if len(_renumbered(each)) >= period] for period in range(losses + 1)]
     steps = [max(_steps_in(each, period) for each in there) for period, there in enumerate(periods)]
     best = int(np.argmax(steps))
-    chosen = [replace(each, events=each.events[_bounds(each, best)]) for each in periods[best]]
+    chosen = [
+        replace(each, events=each.events[_bounds(each, best)]) for each in periods[best] if not _is_asleep(each, best)
+    ]
     lost = sorted({each.instance for each in own} - {each.instance for each in periods[-1]})
     gone = f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} lost"
     began = f"{_listed([each.instance for each in chosen])} began{' together' if len(chosen) > 1 else ''}"
@@ -127,6 +129,11 @@ def _listed(instances: Sequence[int]) -> str:
 def _renumbered(recording: InstanceRecording) -> np.ndarray:
     """Return the positions of the events that renumber instances."""
     return np.flatnonzero(recording.events["kind"] == EventKind.RENUMBERED)
+
+
+def _is_asleep(recording: InstanceRecording, period: int) -> bool:
+    """Return whether an instance was a spare in a period."""
+    return recording.is_spare if period == 0 else int(recording.events["value"][_renumbered(recording)[period - 1]]) < 0
 
 
 def _bounds(recording: InstanceRecording, period: int) -> slice:

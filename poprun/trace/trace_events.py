@@ -163,7 +163,9 @@ def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Prof
 _SAID: Mapping[EventKind, Callable[[int], str]] = {
     EventKind.WAITS_FOR: lambda value: f"still waits for instance {value}",
     EventKind.EVENTS_LOST: lambda value: f"{count(value, 'event')} could not be recorded",
-    EventKind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
+    EventKind.RENUMBERED: lambda value: (
+        f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}" if value >= 0 else "is a spare"
+    ),
 }
 
 

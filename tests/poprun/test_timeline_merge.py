@@ -316,6 +316,15 @@ class TestAJobThatCarriedOn:
     def test_a_job_without_losses_is_judged_as_a_whole(self):
         whole = Made(2).recordings()
         assert of_longest_membership(whole) == (whole, [])
+        first, last = whole
+        assert of_longest_membership([first, replace(last, instances=1, spares=1)]) == ([first], [])
+
+    @pytest.mark.parametrize(("numbers", "judged"), [([-1, 1], [0]), ([1, 1], [0, 1])])
+    def test_a_spare_is_judged_from_the_change_on_in_which_it_joined(self, numbers, judged):
+        """The period after the first change is the longest."""
+        first, spare = Made(2, steps=60).recordings()
+        spare = replace(self.cut(spare, numbers), instances=1, spares=1)
+        assert [each.instance for each in of_longest_membership([self.cut(first, [0, 0]), spare])[0]] == judged
 
 
 def test_missing_instances_are_named():
