@@ -347,6 +347,8 @@ class Communicator:
         try:
             self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
+            if self.link is not None:
+                self.link.end()
         finally:
             self.abandon()
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from popdist.connecting import finalize_mpi
+import popdist.connecting as connecting
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.failing import end_with
@@ -28,8 +28,11 @@ _WITHOUT_CHIEF = (
 
 
 def can_carry_on() -> bool:
-    """Return whether the other instances can continue after a loss: poprun --on-failure shrink, over MPI."""
-    return process.is_default and is_to_carry_on() and not process.others
+    """Return whether the other instances can continue after a loss.
+
+    Instances over MPI can under poprun --on-failure shrink, and workers of a cluster with on_failure="shrink".
+    """
+    return (process.workers_go_on or (process.is_default and is_to_carry_on())) and not process.others
 
 
 def is_to_carry_on() -> bool:
@@ -51,7 +54,9 @@ def carry_on() -> Instance:
         LifeCycleError: The job was not started to continue after losses.
     """
     if process.communicator is None or process.instance is None or not can_carry_on():
-        raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
+        raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink, or let workers of a "
+            "cluster use IPUMultiWorkerStrategy(on_failure='shrink')"
+        )
     connect_survivors(is_leaving=False)
     for forget in _at_renumbering:
         forget()
@@ -76,7 +81,7 @@ def connect_survivors(is_leaving: bool) -> None:
 
     while True:
         lost = process.every_communicator
-        everybody = collectives.load_backend("mpi").connect_survivors(process.settings())
+        everybody = connecting.connect_survivors(lost[-1])
         for communicator in lost:
             communicator.abandon()
         process.communicator, process.with_leavers = everybody, None
@@ -121,7 +126,7 @@ def disconnect() -> None:
         process.at_end()
     communicators[-1].close()
     process.progress.finished()
-    finalize_mpi()
+    connecting.finalize_mpi()
 
 
 def _end_with_who_is_left() -> None:
@@ -130,7 +135,7 @@ def _end_with_who_is_left() -> None:
     If an instance is lost during the last collective, some survivors may complete it while others abandon it. The
     others then wait for all survivors. So each instance checks for losses before it leaves.
     """
-    from collectives import BrokenError, PeerLostError
+    from collectives import BrokenError, ClosedError, PeerLostError
 
     while True:
         try:
@@ -193,7 +198,7 @@ def _abandon() -> None:
     """Leave the job at once, without waiting for the others."""
     for communicator in process.every_communicator:
         communicator.abandon()
-    atexit.unregister(finalize_mpi)
+    atexit.unregister(connecting.finalize_mpi)
     if process.at_failure is not None:
         process.at_failure()
 

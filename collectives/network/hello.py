@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from collectives.calls import foreign
 from collectives.network.identity import Runner
 
-PROTOCOL = 2
+PROTOCOL = 3
 _LARGEST = 1 << 32
 _LONGEST = 100  # maximum length of a text
 _LONGEST_LANE = 4096  # maximum length of a lane, which names all members of its group
@@ -28,6 +28,7 @@ class Hello:
         to: Rank that the sender wants to reach.
         incarnation: Random nonce of the sender's process, sent only to this receiver.
         lane: Content of the stream: CONTROL or "group/channel/lane".
+        epoch: Number of the membership to which a lane belongs, see `collectives.network.survivors`.
         heard: On a lane, the receiver's nonce for the sender, which only the process at the sender's address has heard.
         program: Program of the sender, as in `Runner`.
         user: Name of the sender's user.
@@ -42,6 +43,7 @@ class Hello:
     to: int
     incarnation: str
     lane: str = CONTROL
+    epoch: int = 0
     heard: str = ""
     program: str = ""
     user: str = ""
