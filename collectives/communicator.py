@@ -52,7 +52,16 @@ class Communicator:
 
     **Time.** Every wait logs a warning after each `stall_warning_s`, and raises `CollectiveTimeoutError` after
     `timeout_s`.
+
+    Attributes:
+        rank: This rank.
+        size: The number of ranks.
+        mechanism: The way of the data: "window", "ring", "window and ring", or the name of the backend.
+        instruments: The instruments that observe this rank.
+        beside: A link for messages outside of collectives, closed with the communicator; None if the backend has none.
     """
+
+    beside: Link | None = None
 
     def __init__(
         self,
@@ -358,6 +367,8 @@ class Communicator:
             self._state = ClosedError(f"this communicator of {self.size} ranks has been closed")
             self._named.abandon()
             self._transport.close()
+            if self.beside is not None:
+                self.beside.close()
 
     def __enter__(self) -> Communicator:
         return self

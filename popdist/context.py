@@ -10,12 +10,14 @@ import os
 from typing import TYPE_CHECKING
 
 from popdist.connecting import backend_of, check_rank, connect_default
+from popdist.environments.poprun import SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.leaving import disconnect, watch_exit
+from popdist.places import take_first_places
 from popdist.process import ConnectBackend, group, process
-from popdist.records.progress import Progress, ProgressPage
+from popdist.records.progress import Progress, ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
 from popdist.spawned import join_once, leave_job, refuse_while_spawned
 
@@ -126,14 +128,17 @@ def initializeBackend() -> None:
     leave_job(os.environ)
     instance = process.detect()
     join_once(instance, process.cluster, os.environ)
+    process.role = Role.SPARE if os.environ.get(SPARE_VARIABLE) == "1" else Role.ACTIVE
     process.attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
     _check_packages(instance)
-    process.communicator = process.connect(process.settings(), instance)
+    process.communicator = everybody = process.connect(process.settings(), instance)
     process.progress.joined()
     if process.timeline is not None:
         process.timeline.meet(process.communicator)
     process.instance = instance
+    if process.is_default and (spares := num_spares(os.environ)):
+        take_first_places(everybody, spares)
     watch_exit()
 
 
@@ -177,7 +182,7 @@ def is_chief() -> bool:
     After a loss another instance may become the chief, so ask each time. If instances continue after the chief has
     finished, none of them is the chief.
     """
-    return instance().is_leader and not process.has_chief_left
+    return instance().is_leader and process.role is Role.ACTIVE and not process.has_chief_left
 
 
 def join_besides(connect: ConnectBackend) -> Communicator:

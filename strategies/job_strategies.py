@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, final
 
 from typing_extensions import override
 
 import popdist
 from collectives import Communicator
-from popdist import horovod
+from popdist import horovod, spares
 from popdist.context import join_cluster
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
@@ -40,6 +41,24 @@ class MpiJob(Membership):
     @override
     def can_carry_on(self) -> bool:
         return self._shrinks and popdist.can_carry_on()  # under poprun --on-failure shrink
+
+    @property
+    @override
+    def is_spare(self) -> bool:
+        return spares.is_spare()
+
+    @property
+    @override
+    def keeps_journal(self) -> bool:
+        return spares.keeps_journal()
+
+    @override
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        spares.publish(entry)
+
+    @override
+    def next_entry(self) -> bytes | None:
+        return spares.next_entry()
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:

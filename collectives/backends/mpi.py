@@ -31,6 +31,7 @@ except (ImportError, RuntimeError) as error:
 logger = logging.getLogger(__name__)
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
+_BESIDE = 3  # the channel of messages outside of collectives; its tags differ from `_SUBGROUP_TAG`
 _SUBGROUP_TAG = 7  # a tag that no lane of a channel uses
 
 # Message sizes between hosts:
@@ -131,7 +132,7 @@ def connect(
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     own = comm.Dup()
-    open_links = _CHANNELS
+    open_links = _CHANNELS + 1
 
     def end() -> None:
         nonlocal open_links
@@ -174,7 +175,9 @@ def _connect_over(
 
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
     group = RankGroup(comm.Get_rank(), names, members)
-    return assemble(settings, group, (main, named), True, make_subgroup)
+    communicator = assemble(settings, group, (main, named), True, make_subgroup)
+    communicator.beside = MpiLink(own, _BESIDE, numbers, sizes, end)
+    return communicator
 
 
 def _nothing() -> None:

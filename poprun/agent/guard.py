@@ -44,8 +44,8 @@ ALONE_VARIABLE = "POPDIST_ALONE"
 repeated here, because popdist takes too long to load.
 """
 PAGE_BYTES = 4096
-NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
-OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
+NEW_PAGE = b"POPRUN3\0" + bytes(PAGE_BYTES - 8)
+OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET, WANTED_OFFSET = 8, 40, 64, 80, 184
 
 STACK_BYTES = 1 << 16
 _NEVER = float("inf")
@@ -215,6 +215,9 @@ class Guard:
                 self._do(self._machine.pass_on(wire.unpack_number(content)))
             elif kind == wire.RELEASE and self._page >= 0:
                 os.pwrite(self._page, wire.unpack_number(content).to_bytes(8, "little"), RELEASED_OFFSET)
+            elif kind == wire.WANT_ACTIVE and self._page >= 0:
+                wanted = wire.unpack_number(content)
+                os.pwrite(self._page, (wanted | (wanted ^ 0xFFFFFFFF) << 32).to_bytes(8, "little"), WANTED_OFFSET)
             elif kind == wire.STDIN:
                 self._feed.put(content)
             elif kind == wire.EXAMINE:

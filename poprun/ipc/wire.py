@@ -55,6 +55,9 @@ STDIN = 68
 EXAMINE = 69
 """poprun: send EXAMINED."""
 
+WANT_ACTIVE = 70
+"""poprun: its wish about the active instances, as `popdist.records.wanted.Wanted.pack` returns it."""
+
 MOST_OF_STRANGERS = 1 << 10
 """The most bytes of a message before the sender has proved that it belongs to the job; a HELLO is shorter."""
 MOST_BYTES = 1 << 26

@@ -148,6 +148,8 @@ class Command(Enum):
     """Show the state and the stack of the program."""
     RELEASE = wire.RELEASE
     """Do not wait for other instances any more; the number counts the lost instances."""
+    WANT_ACTIVE = wire.WANT_ACTIVE
+    """Write the wish about the active instances into the progress page; the number is the packed wish."""
     PASS_ON = wire.SIGNAL
     """Send the program a signal; the number is the signal's."""
     STOP = wire.STOP

@@ -35,7 +35,7 @@ BEGIN_S = 1000.0
 ANSWER_S = 0.01
 """The time that agents and mpirun take to obey an order, unless the script sets another one."""
 
-ASK, EXAMINE, RELEASE, PASS_ON, STOP = Command
+ASK, EXAMINE, RELEASE, WANT_ACTIVE, PASS_ON, STOP = Command
 TOLD, ORPHANED, EXAMINED, CLOSED, LOST = InstanceChange
 STOP_LISTENING, SEND_TO_MPIRUN, SHOW_HIDDEN_ERRORS, SHOW_COMPLAINT = DeedKind
 

@@ -1,0 +1,142 @@
+"""The places of the processes of a job: who is active, who is a spare, and who feeds the spares."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from popdist.process import Chief, process
+from popdist.records.progress import Role
+from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from collectives import Communicator
+
+
+def take_first_places(everybody: Communicator, num_spares: int) -> None:
+    """Separate the active instances from the spares at the start of the job. Collective of all processes.
+
+    Args:
+        everybody: The communicator of all processes.
+        num_spares: The number of spares; they are the last processes.
+    """
+    assert process.instance is not None
+    count = everybody.size - num_spares
+    process.everybody, process.target, process.journal = everybody, count, Journal()
+    process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
+    spares = dict.fromkeys(range(count, everybody.size), 0)
+    if process.role is Role.ACTIVE:
+        process.communicator = everybody.subgroup(range(count))
+    else:
+        process.communicator = process.alone = _alone()
+    _connect_journal(everybody, spares, feeder=0)
+    process.progress.takes_role(process.role is Role.SPARE)
+
+
+def take_places(everybody: Communicator, role: Role) -> None:
+    """Choose the active instances after a change, and connect them. Collective of all processes that are left.
+
+    The new communicator of this process is `process.communicator`: that of the active instances, or on a spare one of
+    its own. Afterwards the spares that were chosen have the whole journal.
+
+    Args:
+        everybody: The communicator of all processes that are left.
+        role: The role of this process before the change.
+    """
+    standings, is_done, wanted = _gather(everybody, role)
+    _note_the_chief(everybody, role, standings, is_done)
+    process.target = next((each for each in wanted if each), process.target)
+    active = choose(standings, process.target)
+    is_active = everybody.rank in active
+    are_all_active = active == list(range(everybody.size))
+    process.everybody = None if are_all_active else everybody
+    process.feeding = process.fed = None
+    if role is Role.LEAVING:
+        process.communicator, process.everybody = everybody, None
+    elif is_active:
+        process.communicator = everybody if are_all_active else everybody.subgroup(active)
+    else:
+        process.communicator = process.alone = process.alone or _alone()
+    if process.journal is not None and role is not Role.LEAVING and active:
+        _bring_up(everybody, role, standings, active)
+    process.is_chosen = role is Role.SPARE and is_active
+    if role is Role.ACTIVE and not is_active:
+        process.role = Role.SPARE
+    process.progress.takes_role(role is not Role.LEAVING and not is_active)
+
+
+def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[int]]:
+    """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun."""
+    import numpy as np
+
+    instance, progress = process.instance, process.progress
+    assert instance is not None
+    is_done = process.chief is Chief.DONE or (
+        role is Role.LEAVING and process.role is Role.ACTIVE and instance.is_leader
+    )
+    wanted = progress.wanted  # read before the next property, which belongs to the same wish
+    entries = 0 if process.journal is None else len(process.journal)
+    host = zlib.crc32(instance.host.encode())
+    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted]
+    facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
+    standings = [
+        Standing(Role(role), index, host, entries, bool(may))
+        for role, index, host, entries, may, _, _ in facts.tolist()
+    ]
+    wishes = [wish for each, wish in zip(standings, facts[:, 6].tolist(), strict=True) if each.role is Role.ACTIVE]
+    return standings, facts[:, 5], wishes
+
+
+def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:
+    if is_done.any():
+        process.chief, process.has_chief_left = Chief.DONE, role is not Role.LEAVING
+    elif not any(each.role is Role.ACTIVE for each in standings):
+        process.chief, process.is_first_left = Chief.LOST, everybody.rank == 0
+
+
+def _bring_up(everybody: Communicator, role: Role, standings: Sequence[Standing], active: Sequence[int]) -> None:
+    """Let the instance that knows most bring the journals of all spares up to its own."""
+    had = [rank for rank in active if standings[rank].role is Role.ACTIVE]
+    feeder = max(had, key=lambda rank: standings[rank].entries)
+    fed = {
+        rank: each.entries
+        for rank, each in enumerate(standings)
+        if each.role is Role.SPARE or (each.role is Role.ACTIVE and rank not in active)
+    }
+    _connect_journal(everybody, fed, feeder)
+    journal = process.journal
+    assert journal is not None
+    if process.feeding is not None:
+        process.feeding.pass_on(journal)
+        process.feeding.leave_out(active)
+    if role is Role.SPARE and everybody.rank in active:
+        assert process.fed is not None
+        while len(journal) < standings[feeder].entries:
+            if not process.fed.take(journal):
+                if process.progress.is_released:
+                    from collectives import PeerLostError
+
+                    raise PeerLostError("another process was lost while this spare read the journal")
+                time.sleep(SLEEP_S / 10)
+        process.fed = None
+
+
+def _connect_journal(everybody: Communicator, fed: dict[int, int], feeder: int) -> None:
+    assert everybody.beside is not None
+    if everybody.rank in fed:
+        process.fed = Fed(everybody.beside, feeder)
+    elif everybody.rank == feeder:
+        process.feeding = Feeding(everybody.beside, fed)
+
+
+def _alone() -> Communicator:
+    """Return the communicator of a spare, whose collectives nobody else takes part in."""
+    import collectives
+    from collectives.instruments import Instruments
+
+    return collectives.connect("single", replace(process.settings(), progress=Instruments()))
