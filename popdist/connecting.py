@@ -64,9 +64,12 @@ def connect_survivors(lost: Communicator) -> Communicator:
     """Connect with the surviving instances, over the transport of the lost communicator."""
     import collectives
 
+    connected: Communicator
     if process.workers_go_on:
-        return collectives.load_backend("grpc").connect_survivors(process.settings(), lost)
-    return collectives.load_backend("mpi").connect_survivors(process.settings())
+        connected = collectives.load_backend("grpc").connect_survivors(process.settings(), lost)
+    else:
+        connected = collectives.load_backend("mpi").connect_survivors(process.settings())
+    return connected
 
 
 def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> None:
