@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from popdist.errors import LifeCycleError
 from popdist.process import Chief, process
 from popdist.records.progress import Role
 from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
@@ -27,7 +28,7 @@ def take_first_places(everybody: Communicator, num_spares: int) -> None:
     """
     assert process.instance is not None
     count = everybody.size - num_spares
-    process.everybody, process.target, process.journal = everybody, count, Journal()
+    process.everybody, process.journal = everybody, Journal()
     process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
     spares = dict.fromkeys(range(count, everybody.size), 0)
     if process.role is Role.ACTIVE:
@@ -48,9 +49,10 @@ def take_places(everybody: Communicator, role: Role) -> None:
         everybody: The communicator of all processes that are left.
         role: The role of this process before the change.
     """
+    assert process.instance is not None
     standings, is_done, wanted = _gather(everybody, role)
     _note_the_chief(everybody, role, standings, is_done)
-    process.target = next((each for each in wanted if each), process.target)
+    process.target = next((each for each in wanted if each), process.target or process.instance.count)
     active = choose(standings, process.target)
     is_active = everybody.rank in active
     are_all_active = active == list(range(everybody.size))
@@ -61,6 +63,11 @@ def take_places(everybody: Communicator, role: Role) -> None:
     elif is_active:
         process.communicator = everybody if are_all_active else everybody.subgroup(active)
     else:
+        if process.journal is None:
+            raise LifeCycleError(
+                f"{process.target} instances are wanted, and this one would sleep, but nothing is kept with which it "
+                "could join again; start the job with poprun --spares"
+            )
         process.communicator = process.alone = process.alone or _alone()
     if process.journal is not None and role is not Role.LEAVING and active:
         _bring_up(everybody, role, standings, active)

@@ -8,6 +8,7 @@ it, and sleeps at its end.
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,9 @@ PASS_ON_EVERY_S = 0.25
 """The interval at which new entries of the journal travel to the spares."""
 SLEEP_S = 0.01
 """The time that a spare sleeps between two looks for news. A look takes some 50 us."""
+
+BLOCK = 256
+"""The number of entries that are compressed together."""
 
 _END = -1
 _LANE = 0
@@ -92,6 +96,54 @@ def _numbered(stay: list[int], joining: list[int], numbers: Sequence[int]) -> li
 # ---- the journal
 
 
+class Entries:
+    """Encoded results in their order. Full blocks are compressed, because a long training has millions of them."""
+
+    def __init__(self) -> None:
+        self._full: list[bytes] = []
+        self._open: list[bytes] = []
+        self._seen: tuple[int, list[bytes]] = (-1, [])  # the block that was read last
+
+    def __len__(self) -> int:
+        return len(self._full) * BLOCK + len(self._open)
+
+    def append(self, entry: bytes) -> None:
+        """Add an entry."""
+        self._open.append(entry)
+        if len(self._open) == BLOCK:
+            self._full.append(zlib.compress(joined(self._open), 1))
+            self._open = []
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._block(number // BLOCK)[number % BLOCK]
+
+    def since(self, number: int) -> list[bytes]:
+        """Return the entries from `number` on."""
+        return [self[each] for each in range(number, len(self))]
+
+    def _block(self, number: int) -> list[bytes]:
+        if number == len(self._full):
+            return self._open
+        if self._seen[0] != number:
+            self._seen = number, separated(zlib.decompress(self._full[number]))
+        return self._seen[1]
+
+
+def joined(entries: Sequence[bytes]) -> bytes:
+    """Return entries as one message; `separated` takes it apart."""
+    return b"".join(len(each).to_bytes(8, "little") + each for each in entries)
+
+
+def separated(data: bytes) -> list[bytes]:
+    """Return the entries of a message of `joined`."""
+    entries, at = [], 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        entries.append(data[at + 8 : at + 8 + length])
+        at += 8 + length
+    return entries
+
+
 @dataclass
 class Journal:
     """The results of all operations so far, and where this process is among them.
@@ -101,7 +153,7 @@ class Journal:
         read: The number of entries that a spare's program has taken.
     """
 
-    entries: list[bytes] = field(default_factory=list)
+    entries: Entries = field(default_factory=Entries)
     read: int = 0
     _pending: deque[Callable[[], bytes]] = field(default_factory=deque)
     _due_s: float = 0.0
@@ -154,8 +206,8 @@ class Feeding:
         try:
             self._transfers = [each for each in self._transfers if not each.done()]
             for rank, known in self._known.items():
-                if fresh := journal.entries[known:]:
-                    self._send(rank, len(fresh), b"".join(len(each).to_bytes(8, "little") + each for each in fresh))
+                if fresh := journal.entries.since(known):
+                    self._send(rank, len(fresh), joined(fresh))
                     self._known[rank] = len(journal.entries)
         except PeerLostError:
             self._known = {}
@@ -218,7 +270,8 @@ class Fed:
                 self._body = np.empty(nbytes, np.uint8)
                 self._transfer = self._link.receive(self._body, self._source, _LANE)
         else:
-            journal.entries += _entries_of(self._body.tobytes())
+            for entry in separated(self._body.tobytes()):
+                journal.entries.append(entry)
             self._body = None
             self._transfer = self._receive_header()
         return True
@@ -227,12 +280,3 @@ class Fed:
         import numpy as np
 
         return self._link.receive(self._header.view(np.uint8), self._source, _LANE)
-
-
-def _entries_of(data: bytes) -> list[bytes]:
-    entries, at = [], 0
-    while at < len(data):
-        length = int.from_bytes(data[at : at + 8], "little")
-        entries.append(data[at + 8 : at + 8 + length])
-        at += 8 + length
-    return entries
