@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from collectives.communicator import Communicator
+from collectives.errors import CollectiveError
 from collectives.factory import RankGroup, Settings, assemble
 from collectives.network.addresses import Address
 from collectives.network.lanes import SMALL_BYTES, CopiedMessage, Fetched, Inbox, Outbox, Received, Sent
@@ -137,13 +138,15 @@ class GrpcLink(Link):
         self.node.lose(self.node.peers[self._members[source]], why)
 
     @override
-    def end(self) -> None:
-        self.node.has_finished |= self._group == self.node.group
+    def end(self, is_complete: bool) -> None:
+        node = self.node
+        if self._group == node.group:
+            node.has_finished, node.may_reconnect = is_complete, not is_complete and node.shrinks
 
     def close(self) -> None:
         """End both channels of the group. If the group has all workers that are left, leave the cluster as well."""
         node = self.node
-        if self._group == node.group:
+        if self._group == node.group and not node.may_reconnect:
             node.leave()
         elif self.epoch < node.epoch:
             node.drop_lanes(f"{self._group}/")
@@ -218,7 +221,11 @@ def connect_survivors(settings: Settings, lost: Communicator) -> Communicator:
     node, recovery = link.node, link.node.recovery
     assert recovery is not None
     settings.progress.waiting_for([peer for peer in node.peers if peer not in node.losses])
-    view = recovery.survive(link.epoch)
+    try:
+        view = recovery.survive(link.epoch)
+    except CollectiveError:
+        node.leave()
+        raise
     left = sorted(view.members)
     settings.progress.carry_on(len(node.names) - len(left))
     return _communicator_of_all(settings, node, view.epoch, left)
@@ -226,6 +233,7 @@ def connect_survivors(settings: Settings, lost: Communicator) -> Communicator:
 
 def _communicator_of_all(settings: Settings, node: Node, epoch: int, members: Sequence[int]) -> Communicator:
     """Return a communicator of all workers of a membership; closing it leaves the cluster."""
+    node.may_reconnect = False
     node.group = f"all@{epoch}:{'.'.join(map(str, members))}" if epoch else ALL
     return _communicator(replace(settings, spins=0), node, node.group, members, epoch)
 

@@ -50,12 +50,14 @@ class Node(Worker):
         recovery: Way from the loss of a worker to the next membership; None if no worker goes on after a loss.
         group: Name of the group of all workers that are left. If it is closed, this worker leaves.
         has_finished: Whether all workers have closed that group.
+        may_reconnect: Whether this worker could not close it because of a loss, and may go on with the others.
     """
 
     admission: Admission
     recovery: Recovery | None = None
     group = ""
     has_finished = False
+    may_reconnect = False
     _server: grpc.Server | None = None
 
     # ---- the beginning
