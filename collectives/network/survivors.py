@@ -32,7 +32,7 @@ class View:
     @property
     def alive(self) -> frozenset[int]:
         """The ranks that the worker has not given up."""
-        return self.members - self.lost.keys()
+        return self.members.difference(self.lost)
 
     def encode(self) -> bytes:
         """Encode the view as a beat."""
