@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from collectives.communicator import Communicator
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble
 from collectives.network.addresses import Address
 from collectives.network.lanes import SMALL_BYTES, CopiedMessage, Fetched, Inbox, Outbox, Received, Sent
@@ -219,7 +219,8 @@ def connect_survivors(settings: Settings, lost: Communicator) -> Communicator:
     link = lost.link
     assert isinstance(link, GrpcLink)
     node, recovery = link.node, link.node.recovery
-    assert recovery is not None
+    if recovery is None:
+        raise PeerLostError("these workers were not connected to go on after a loss; connect all with shrinks=True")
     settings.progress.waiting_for([peer for peer in node.peers if peer not in node.losses])
     try:
         view = recovery.survive(link.epoch)

@@ -332,7 +332,7 @@ class Node(Worker):
             peer.farewell = foreign(farewell[:_FAREWELL_BYTES].decode(errors="replace"), MOST_OF_PEERS)
             peer.has_finished = last == FINISHED
             if self.recovery is not None and not peer.has_finished:
-                self.lose(peer, f"it has left{peer.farewell and ' because '}{peer.farewell}")
+                self.lose(peer, f"its program has failed or ended early{peer.farewell and ' because '}{peer.farewell}")
             peer.has_left = True
             self.changed.notify_all()
         self._ring_all()

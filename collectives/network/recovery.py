@@ -109,15 +109,16 @@ class Recovery:
         return self.agreement.view is not view or bool(self.agreement.excluded) or self._have_finished()
 
     def _have_finished(self) -> bool:
-        return any(peer.has_finished for peer in self._node.peers.values())
+        peers = self._node.peers
+        return any(peers[rank].has_finished for rank in self.agreement.view.alive if rank in peers)
 
     def _refuse(self, waited_s: float) -> None:
         """Raise if this worker cannot go on."""
         node, limit_s = self._node, self._node.limits.timeout_s
+        if why := self.agreement.excluded:  # first: the others may have finished without this worker
+            raise PeerLostError(f"{node.names[node.rank]} cannot go on: the others go on without it ({why})")
         if self._have_finished():
             raise ClosedError("all workers have finished, so none goes on")
-        if why := self.agreement.excluded:
-            raise PeerLostError(f"{node.names[node.rank]} cannot go on: the others go on without it ({why})")
         if waited_s > limit_s:
             raise CollectiveTimeoutError(
                 f"{node.names[node.rank]} has waited {waited_s:.3g} s for {self.named(self.agreement.awaited)} to "
