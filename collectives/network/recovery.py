@@ -67,7 +67,7 @@ class Recovery:
     def note(self) -> None:
         """Take over the result of the agreement; the caller holds the lock."""
         node = self._node
-        node.epoch, node.survived = self.agreement.view.epoch, frozenset(self.agreement.survived)
+        node.epoch, node.survived = self.agreement.view.epoch, frozenset(self.agreement.view.survived)
         node.changed.notify_all()
 
     def survive(self, epoch: int) -> View:
@@ -99,7 +99,7 @@ class Recovery:
 
     def _report(self, view: View) -> None:
         """Warn of each worker that was lost since the last report."""
-        new = [rank for rank in self.agreement.survived if rank not in self._reported]
+        new = [rank for rank in view.survived if rank not in self._reported]
         self._reported.update(new)
         verb = "goes" if len(view.members) == 1 else "go"
         for rank in new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from collectives.calls import foreign
 
@@ -22,12 +22,14 @@ class View:
         members: Ranks of that membership.
         lost: The members that the worker has given up, each with the reason.
         is_changing: Whether the worker no longer works in that membership, and waits for the next one.
+        survived: All workers that earlier memberships have lost, each with the reason.
     """
 
     epoch: int
     members: frozenset[int]
     lost: Mapping[int, str] = field(default_factory=dict)
     is_changing: bool = False
+    survived: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def alive(self) -> frozenset[int]:
@@ -36,8 +38,8 @@ class View:
 
     def encode(self) -> bytes:
         """Encode the view as a beat."""
-        values = [self.epoch, sorted(self.members), {str(rank): why for rank, why in self.lost.items()}]
-        return VIEW + json.dumps([*values, self.is_changing]).encode()
+        lost, survived = ({str(rank): why for rank, why in of.items()} for of in (self.lost, self.survived))
+        return VIEW + json.dumps([self.epoch, sorted(self.members), lost, self.is_changing, survived]).encode()
 
     @classmethod
     def decode(cls, beat: bytes) -> View:
@@ -47,15 +49,18 @@ class View:
             ValueError: The beat is not a view.
         """
         try:
-            epoch, members, lost, is_changing = json.loads(beat.removeprefix(VIEW))
-            reasons = {int(rank): foreign(str(why), _LONGEST_REASON) for rank, why in lost.items()}
-            view = cls(epoch, frozenset(members), reasons, is_changing)
+            epoch, members, lost, is_changing, survived = json.loads(beat.removeprefix(VIEW))
+            view = cls(epoch, frozenset(members), _reasons(lost), is_changing, _reasons(survived))
         except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no view: {error}") from error
         are_numbers = all(type(number) is int for number in (epoch, *view.members))
-        if not are_numbers or type(is_changing) is not bool or not reasons.keys() <= view.members:
+        if not are_numbers or type(is_changing) is not bool or not view.lost.keys() <= view.members:
             raise ValueError("no view: its values have wrong types, or do not fit together")
         return view
+
+
+def _reasons(given: Mapping[str, object]) -> dict[int, str]:
+    return {int(rank): foreign(str(why), _LONGEST_REASON) for rank, why in given.items()}
 
 
 def may_go_on(left: Collection[int], members: Collection[int]) -> bool:
@@ -86,14 +91,12 @@ class Agreement:
     Attributes:
         rank: Rank of this worker.
         view: Opinion of this worker.
-        survived: All members that the present membership has lost since the start, each with the reason.
         excluded: Reason why the others go on without this worker; "" if they do not.
     """
 
     def __init__(self, rank: int, members: Collection[int]) -> None:
         self.rank = rank
         self.view = View(0, frozenset(members))
-        self.survived: dict[int, str] = {}
         self.excluded = ""
         self._said: dict[int, View] = {}
         self._revoked: dict[int, str] = {}
@@ -123,7 +126,7 @@ class Agreement:
         """
         view = self.view
         if rank in view.alive and rank != self.rank:
-            self.view = View(view.epoch, view.members, {**view.lost, rank: why}, True)
+            self.view = replace(view, lost={**view.lost, rank: why}, is_changing=True)
             self._revoked.setdefault(view.epoch, reason)
             self._settle()
 
@@ -131,7 +134,7 @@ class Agreement:
         """Wish for a new membership, whether or not a member is lost."""
         view = self.view
         if not view.is_changing:
-            self.view = View(view.epoch, view.members, view.lost, True)
+            self.view = replace(view, is_changing=True)
             self._revoked.setdefault(view.epoch, reason)
             self._settle()
 
@@ -148,7 +151,7 @@ class Agreement:
         if said.epoch != self.view.epoch or self.excluded:
             return {}
         if self.rank in said.lost:
-            self.excluded = said.lost[self.rank]
+            self._exclude(said.lost[self.rank])
             return {}
         self._said[source] = said
         also_lost = {rank: why for rank, why in said.lost.items() if rank in self.view.alive}
@@ -160,9 +163,13 @@ class Agreement:
     def _follow(self, said: View) -> None:
         """Enter the epoch of a worker that has found all members of it agreed, this worker among them."""
         if self.rank not in said.members or said.epoch != self.view.epoch + 1:
-            self.excluded = "they have agreed without it"
-            return
-        self._enter(said.members)
+            self._exclude(said.survived.get(self.rank, "they have agreed without it"))
+        else:
+            self._enter(said.members)
+
+    def _exclude(self, why: str) -> None:
+        self.excluded = why
+        self._revoked.setdefault(self.view.epoch, f"the others go on without this worker ({why})")
 
     def _agrees(self, rank: int) -> bool:
         said = self._said.get(rank)
@@ -175,9 +182,9 @@ class Agreement:
     def _enter(self, members: frozenset[int]) -> None:
         """Begin the next epoch. Members that this worker has given up meanwhile stay so."""
         before = self.view
-        self.survived |= {rank: why for rank, why in before.lost.items() if rank not in members}
+        gone = {rank: why for rank, why in before.lost.items() if rank not in members}
         lost = {rank: why for rank, why in before.lost.items() if rank in members}
-        self.view = View(before.epoch + 1, members, lost, bool(lost))
+        self.view = View(before.epoch + 1, members, lost, bool(lost), {**before.survived, **gone})
         self._said = {}
         if lost:
             self._revoked[self.view.epoch] = self._revoked.get(before.epoch, CHANGED)

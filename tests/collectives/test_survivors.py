@@ -147,7 +147,7 @@ def test_all_survivors_agree_after_losses(size: int, lost: list[int]) -> None:
         network.settle()
         assert network.groups() == {frozenset(range(size)) - set(lost)}
         for worker in network.workers.values():
-            assert worker.survived.keys() == set(lost)
+            assert worker.view.survived.keys() == set(lost)
 
 
 def test_a_worker_may_be_lost_at_any_message_of_the_agreement() -> None:
@@ -204,6 +204,7 @@ def test_a_worker_that_the_others_have_given_up_learns_of_it() -> None:
     one.lose(1, "silent", "worker 1 is lost: silent")
     other.hear(0, one.view)
     assert other.excluded == "silent"
+    assert other.why_revoked(0) == "the others go on without this worker (silent)"
 
 
 def test_views_of_an_earlier_epoch_change_nothing() -> None:
@@ -230,13 +231,14 @@ def test_a_wish_without_a_loss_begins_a_new_epoch_with_the_same_members() -> Non
         b"view ",
         b"view 7",
         b"view [1, [0], {}]",
-        b'view ["1", [0], {}, false]',
-        b'view [1, ["0"], {}, false]',
-        b'view [1, [0], {"1": "x"}, false]',
-        b'view [1, [0], {"a": "x"}, false]',
-        b"view [1, [0], {}, 3]",
-        b"view [1, [0], [], false]",
-        b"view [true, [0], {}, false]",
+        b'view ["1", [0], {}, false, {}]',
+        b'view [1, ["0"], {}, false, {}]',
+        b'view [1, [0], {"1": "x"}, false, {}]',
+        b'view [1, [0], {"a": "x"}, false, {}]',
+        b"view [1, [0], {}, false, 1]",
+        b"view [1, [0], {}, 3, {}]",
+        b"view [1, [0], [], false, {}]",
+        b"view [true, [0], {}, false, {}]",
         b"view " + b"[" * 100_000,
     ],
 )
@@ -246,5 +248,5 @@ def test_other_bytes_are_no_view(beat: bytes) -> None:
 
 
 def test_a_view_survives_its_encoding() -> None:
-    view = View(3, frozenset({0, 2, 5}), {2: "its connection broke"}, True)
+    view = View(3, frozenset({0, 2, 5}), {2: "its connection broke"}, True, {1: "silent"})
     assert View.decode(view.encode()) == view
