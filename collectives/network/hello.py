@@ -28,13 +28,13 @@ class Hello:
         to: Rank that the sender wants to reach.
         incarnation: Random nonce of the sender's process, sent only to this receiver.
         lane: Content of the stream: CONTROL or "group/channel/lane".
-        epoch: Number of the membership to which a lane belongs, see `collectives.network.survivors`.
         heard: On a lane, the receiver's nonce for the sender, which only the process at the sender's address has heard.
         program: Program of the sender, as in `Runner`.
         user: Name of the sender's user.
         user_id: Number of that user.
         process: Process id of the sender.
         host: Host of the sender.
+        epoch: Number of the membership to which a lane belongs, see `collectives.network.survivors`.
     """
 
     protocol: int
@@ -43,13 +43,13 @@ class Hello:
     to: int
     incarnation: str
     lane: str = CONTROL
-    epoch: int = 0
     heard: str = ""
     program: str = ""
     user: str = ""
     user_id: int = 0
     process: int = 0
     host: str = ""
+    epoch: int = 0
 
     @property
     def runner(self) -> Runner:

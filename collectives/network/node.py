@@ -146,8 +146,8 @@ class Node(Worker):
     def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str, epoch: int = 0) -> grpc.Future:
         assert peer.channel is not None
         heard = "" if lane == CONTROL else peer.claim.incarnation
-        places = (PROTOCOL, self.cluster, self.rank, peer.rank, peer.drawn, lane, epoch, heard)
-        of_this = Hello(*places, **asdict(self.runner))
+        places = (PROTOCOL, self.cluster, self.rank, peer.rank, peer.drawn, lane, heard)
+        of_this = Hello(*places, **asdict(self.runner), epoch=epoch)
         hello = of_this.encode()
         metadata = ((wire.HELLO, hello), (wire.PROOF, self.security.prove(hello)))
         call: grpc.Future = peer.channel.stream_unary(method).future(iter(messages), metadata=metadata)
