@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from collectives.calls import MOST_OF_PEERS, foreign
 from collectives.errors import PeerRefusedError
@@ -337,6 +338,7 @@ class Node(Worker):
             self.changed.notify_all()
         self._ring_all()
 
+    @override
     def tell_change(self) -> None:
         self._ring_all()
         if self.recovery is not None:

@@ -19,8 +19,8 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
 
 
-@pytest.fixture
-def hosts() -> Iterator[Sequence[str]]:
+@contextlib.contextmanager
+def two_hosts() -> Iterator[Sequence[str]]:
     """Provide the names of two network namespaces with a cable between them."""
     if not (is_root() and shutil.which("ip")):
         pytest.skip("network namespaces need root and the program ip")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cut_networks import HOSTS, hosts, unplug  # noqa: F401  # a fixture
+from cut_networks import HOSTS, unplug
 from grpc_jobs import socket_addresses
 from grpc_threads import LIMIT_S, WorkerThreads
 from losing import Lost, meeting_point
@@ -17,7 +17,6 @@ from mpi_jobs import in_a_job
 from watching import watched
 from workers import Job, Worker, disposed_of, last_line, port_addresses, running
 
-import collectives
 from collectives import ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
 from collectives.backends.grpc import GrpcLink, connect_survivors
 from collectives.calls import Call
@@ -175,9 +174,9 @@ def test_a_worker_may_be_lost_at_any_event_of_the_recovery() -> None:
     strikes, number = True, 0
     while strikes:
         events = Events(number)
-        all_are_connected = meeting_point(5)
+        gate = meeting_point(5)
 
-        def member(rank: int, communicator: Communicator, events: Events = events, gate: Any = all_are_connected) -> Any:
+        def member(rank: int, communicator: Communicator, events: Events = events, gate: Any = gate) -> Any:
             communicator.barrier()
             gate.wait()
             if rank == 4:
@@ -347,7 +346,7 @@ def test_the_others_go_on_without_a_killed_worker() -> None:
 @in_a_job
 @pytest.mark.complete
 def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
-    """It is stopped for longer than `stall_warning_s`."""
+    """The stop lasts longer than `stall_warning_s`."""
     addresses = port_addresses(3)
     with running(Job(addresses, ["--shrinks", "--stall-warning-s", "6"]), "rounds") as workers:
         until_first_round(workers)
@@ -364,7 +363,7 @@ def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
 
 @in_a_job
 @pytest.mark.complete
-def test_the_larger_part_of_a_cut_network_goes_on(hosts: Sequence[str]) -> None:  # noqa: F811
+def test_the_larger_part_of_a_cut_network_goes_on(hosts: Sequence[str]) -> None:
     """The worker behind the cut ends, and says why."""
     addresses = [f"{HOSTS[0]}:3737", f"{HOSTS[0]}:3738", f"{HOSTS[1]}:3737"]
     job = Job(addresses, ["--shrinks"], {"POPDIST_GRPC_INSECURE": "1"})
@@ -378,7 +377,7 @@ def test_the_larger_part_of_a_cut_network_goes_on(hosts: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def on_hosts(job: Job, hosts: Sequence[str]) -> Iterator[list[Worker]]:  # noqa: F811
+def on_hosts(job: Job, hosts: Sequence[str]) -> Iterator[list[Worker]]:
     with disposed_of() as workers:
         for rank, host in enumerate(hosts):
             workers.append(job.start("rounds", rank, prefix=["ip", "netns", "exec", host]))

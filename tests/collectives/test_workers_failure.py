@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from cut_networks import HOSTS, hosts, shrink_send_buffers, unplug  # noqa: F401  # a fixture
+from cut_networks import HOSTS, shrink_send_buffers, unplug
 from grpc_jobs import socket_addresses
 from mpi_jobs import in_a_job
 from workers import (
@@ -149,6 +149,7 @@ def test_a_worker_stopped_for_too_long_is_named_when_the_others_give_up() -> Non
 
 
 # ---- silence
+
 
 @contextlib.contextmanager
 def running_on(hosts: Sequence[str], task: str, *arguments: str) -> Iterator[tuple[list[str], list[Worker]]]:

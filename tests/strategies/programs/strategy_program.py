@@ -1,6 +1,6 @@
 """An instance of a test job: `strategy_program.py STRATEGY TASK on_host|on_device LOCAL_REPLICAS [ARGUMENTS]`.
 
-STRATEGY is multi-worker, surviving-workers or horovod. Each task ends with one line of JSON. Several tasks are given as TASK,TASK,... with
+STRATEGY is a key of MAKES. Each task ends with one line of JSON. Several tasks are given as TASK,TASK,... with
 a place of the variables for each, on_host,on_device,...; the arguments are those of the last task.
 
 rows               the results of the tests of the original's strategy
