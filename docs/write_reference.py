@@ -21,6 +21,7 @@ from collectives.simulation.__main__ import command_line_parser
 from poprun import doctor
 from poprun.cli.help import options_table
 from poprun.monitor import command as top
+from poprun.monitor import resize_command as resize
 from poprun.trace import command as timeline
 from poprun.verify import options as verify
 
@@ -33,11 +34,13 @@ _OPTIONS_OF_SUBCOMMANDS = {
     verify.VERIFY: verify.OPTIONS_OF_VERIFY,
     timeline.SECTION: (timeline.HELP, timeline.OUTPUT, timeline.HTML),
     top.SECTION: top.OPTIONS,
+    resize.SECTION: resize.OPTIONS,
 }
 _USAGES = {
     "verify": verify.describe_verify,
     "timeline": timeline.describe,
     "top": top.describe,
+    "resize": resize.describe,
     "doctor": lambda: doctor.USAGE,
 }
 

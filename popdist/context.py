@@ -10,11 +10,11 @@ import os
 from typing import TYPE_CHECKING
 
 from popdist.connecting import backend_of, check_rank, connect_default
-from popdist.environments.poprun import SPARE_VARIABLE, num_spares
+from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
-from popdist.leaving import disconnect, watch_exit
+from popdist.leaving import can_carry_on, disconnect, watch_exit
 from popdist.places import take_first_places
 from popdist.process import ConnectBackend, group, process
 from popdist.records.progress import Progress, ProgressPage, Role
@@ -139,7 +139,13 @@ def initializeBackend() -> None:
     process.instance = instance
     if process.is_default and (spares := num_spares(os.environ)):
         take_first_places(everybody, spares)
+    elif can_carry_on():
+        process.progress.takes_role(is_spare=False)
     watch_exit()
+    if RESERVE_VARIABLE in os.environ:
+        from popdist.reserve import hold
+
+        hold()
 
 
 def finalizeBackend() -> None:

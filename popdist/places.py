@@ -50,9 +50,9 @@ def take_places(everybody: Communicator, role: Role) -> None:
         role: The role of this process before the change.
     """
     assert process.instance is not None
-    standings, is_done, wanted = _gather(everybody, role)
+    standings, is_done, wishes = _gather(everybody, role)
     _note_the_chief(everybody, role, standings, is_done)
-    process.target = next((each for each in wanted if each), process.target or process.instance.count)
+    process.target = next((count for count, _ in wishes if count), process.target or process.instance.count)
     active = choose(standings, process.target)
     is_active = everybody.rank in active
     are_all_active = active == list(range(everybody.size))
@@ -73,12 +73,25 @@ def take_places(everybody: Communicator, role: Role) -> None:
         _bring_up(everybody, role, standings, active)
     process.is_chosen = role is Role.SPARE and is_active
     if role is Role.ACTIVE and not is_active:
-        process.role = Role.SPARE
-    process.progress.takes_role(role is not Role.LEAVING and not is_active)
+        _fall_asleep()
+    number = max((number for _, number in wishes), default=0)
+    process.progress.takes_role(role is not Role.LEAVING and not is_active, number)
 
 
-def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[int]]:
-    """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun."""
+def _fall_asleep() -> None:
+    """Become a spare: the program has done all operations of the journal itself."""
+    assert process.journal is not None
+    process.role = Role.SPARE
+    process.journal.encode()
+    process.journal.read = len(process.journal)
+
+
+def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:
+    """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun.
+
+    A wish is a pair: the number of active instances, and the number of the wish. It counts once an active instance has
+    it.
+    """
     import numpy as np
 
     instance, progress = process.instance, process.progress
@@ -89,14 +102,16 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     wanted = progress.wanted  # read before the next property, which belongs to the same wish
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
-    own = [int(role), instance.index, host, entries, progress.may_be_active, is_done, wanted]
+    may_be_active = progress.may_be_active and process.is_ready
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, wanted, progress.wish]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
         Standing(Role(role), index, host, entries, bool(may))
-        for role, index, host, entries, may, _, _ in facts.tolist()
+        for role, index, host, entries, may, _, _, _ in facts.tolist()
     ]
-    wishes = [wish for each, wish in zip(standings, facts[:, 6].tolist(), strict=True) if each.role is Role.ACTIVE]
-    return standings, facts[:, 5], wishes
+    wishes = [(count, number) for count, number in facts[:, 6:].tolist()]
+    of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
+    return standings, facts[:, 5], of_active or wishes  # the last ones must not wait for a wish that nobody fulfils
 
 
 def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from popdist.environments.detection import detect_instance
-from popdist.environments.open_mpi import read_process
+from popdist.environments.poprun import process_index
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector, due_faults
@@ -51,6 +51,7 @@ class Process:
     everybody: Communicator | None = None  # connects all processes, if some of them are not active
     alone: Communicator | None = None  # the communicator of a spare, which takes part in no work of the others
     role: Role = Role.ACTIVE
+    is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
     is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
     target: int = 0  # the wanted number of active instances
     journal: Journal | None = None  # the results of operations, if the job has spares
@@ -104,9 +105,7 @@ class Process:
             attached += self.timeline.instruments
         if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
             attached.append(Waits())
-        if faults := due_faults(
-            os.environ, instance.index if self.role is Role.ACTIVE else read_process(os.environ).rank
-        ):
+        if faults := due_faults(os.environ, process_index(os.environ, instance)):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached
 

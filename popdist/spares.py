@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,7 +10,10 @@ from popdist.errors import LifeCycleError
 from popdist.leaving import connect_survivors
 from popdist.process import Chief, process
 from popdist.records.progress import Role
-from popdist.standby import SLEEP_S
+from popdist.standby import SLEEP_S, Journal
+
+looking = threading.Lock()
+"""Held by the thread that looks for news: the program's, or that of `popdist.reserve`."""
 
 
 def is_spare() -> bool:
@@ -49,16 +53,27 @@ def next_entry() -> bytes | None:
     journal = process.journal
     if journal is None or not is_spare():
         raise LifeCycleError("only a spare reads the journal of the other instances")
-    while journal.read == len(journal.entries):
-        if process.is_chosen:
-            return None
-        if not _has_news():
-            time.sleep(SLEEP_S)
+    if journal.read == len(journal.entries) and _has_to_join(journal):
+        return None
     journal.read += 1
     return journal.entries[journal.read - 1]
 
 
-def _has_news() -> bool:
+def _has_to_join(journal: Journal) -> bool:
+    """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
+    with looking:
+        if journal.read == len(journal.entries) and not process.is_ready:
+            process.is_ready = True
+            process.progress.catches_up()
+        while journal.read == len(journal.entries):
+            if process.is_chosen:
+                return True
+            if not has_news():
+                time.sleep(SLEEP_S)
+        return False
+
+
+def has_news() -> bool:
     """Look for new entries, for a change of the members, and for the end of the job."""
     from collectives import PeerLostError
 

@@ -62,7 +62,8 @@ LIBRARIES = {
     "strategies/compat/poptorch": {"torch"},
 }
 POPRUN_MAY_KNOW = tuple(
-    f"popdist.{name}" for name in ("environments", "errors", "instance", "records", "timeline", "version", "xla")
+    f"popdist.{name}"
+    for name in ("environments", "errors", "instance", "records", "standby", "timeline", "version", "xla")
 )
 OF_TORCH = {"popdist.poptorch", "strategies.torch", "strategies.torch.poptorch"}
 DOORS = {

@@ -33,6 +33,8 @@ NUM_SPARES_VARIABLE = "POPDIST_NUM_SPARES"
 """Number of spares of the job, on all its processes; unset without spares. The last processes are spares at first."""
 SPARE_VARIABLE = "POPDIST_SPARE"
 """1 on a process that is a spare at first. Its other variables are those of the last instance."""
+RESERVE_VARIABLE = "POPDIST_RESERVE"
+"""The pid of the agent, on a spare whose program begins only when poprun starts it: `--regrow`."""
 
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
 """Variables that poprun always sets, in the order of its command line."""
@@ -85,6 +87,11 @@ def num_spares(environ: Mapping[str, str]) -> int:
     return read_whole_number(environ, NUM_SPARES_VARIABLE, 1) if NUM_SPARES_VARIABLE in environ else 0
 
 
+def process_index(environ: Mapping[str, str], instance: Instance) -> int:
+    """Return the number of a process in poprun's messages: of a spare its rank, of an instance its index."""
+    return read_process(environ).rank if SPARE_VARIABLE in environ else instance.index
+
+
 def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping[str, str]) -> Instance:
     count = process.size - num_spares(environ)
     index = min(process.rank, count - 1)
@@ -93,18 +100,25 @@ def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping
         replicas.offset + replicas.local <= replicas.total
         and replicas.local_instance == process.local_rank
         and (not replicas.uniform or is_block)
+        and count >= 1
         and (process.rank >= count) == (environ.get(SPARE_VARIABLE) == "1")
     )
     if not agree:
         raise EnvironmentMismatchError(
             "the variables of poprun and of Open MPI contradict each other: "
-            f"{quote(environ, (*VARIABLES, *OPEN_MPI_VARIABLES))}; start the program with poprun"
+            f"{quote(environ, (*VARIABLES, *_spare_variables(environ), *OPEN_MPI_VARIABLES))}; start the program with "
+            "poprun"
         )
     return _instance(replicas, index, count)
 
 
+def _spare_variables(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in (NUM_SPARES_VARIABLE, SPARE_VARIABLE) if name in environ]
+
+
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:
-    if replicas.total != replicas.local or replicas.offset or replicas.local_instance:
+    is_one_of_several = replicas.total != replicas.local or replicas.offset or replicas.local_instance
+    if is_one_of_several or SPARE_VARIABLE in environ:
         raise EnvironmentMismatchError(
             "the variables of poprun describe one of several instances, but the variables of Open MPI are unset: "
             f"{quote(environ, VARIABLES)}; start the program with poprun or unset POPDIST_*"

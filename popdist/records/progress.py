@@ -35,7 +35,7 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_ROLE, _WANTED, _CONSIDERED = 22, 23, 24
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY = 22, 23, 24, 25, 26
 _WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
@@ -74,6 +74,8 @@ class Role(IntEnum):
     """It waits until it becomes active."""
     LEAVING = 3
     """It has finished its program, and waits for the others at its exit."""
+    FIXED = 4
+    """It takes part in the training, which cannot go on with other instances."""
 
 
 _STATES, _ROLES = frozenset(map(int, State)), frozenset(map(int, Role))
@@ -133,6 +135,7 @@ class ProgressRecord:
         role: Role of the process.
         wanted: Wish of poprun in the page.
         considered: Number of the last wish that the instance has considered in a membership change; 0: none.
+        is_ready: Whether a spare has come to the place in the program at which the active instances are.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -149,6 +152,7 @@ class ProgressRecord:
     role: Role = Role.UNKNOWN
     wanted: Wanted = Wanted()
     considered: int = 0
+    is_ready: bool = False
     fault: str = ""
 
     @property
@@ -199,7 +203,7 @@ class Progress(ABC):
     @property
     @abstractmethod
     def is_resize_due(self) -> bool:
-        """Whether poprun has a complete wish that this process has not considered yet; cheap enough for every step."""
+        """Whether poprun has a complete wish that no change has read yet; cheap enough for every step."""
 
     @property
     @abstractmethod
@@ -215,9 +219,36 @@ class Progress(ABC):
     def may_be_active(self) -> bool:
         """Whether this process may be active, by the wish that `wanted` has read last; complete or not."""
 
+    @property
     @abstractmethod
-    def takes_role(self, is_spare: bool) -> None:
-        """Note the role of this process after a membership change, which has considered the wish read by `wanted`."""
+    def wish(self) -> int:
+        """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
+
+    @abstractmethod
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        """Note the role of this process after a membership change.
+
+        Args:
+            is_spare: Whether it is a spare.
+            wish: The number of the wish that the change has considered, the same on all processes; 0: none. A page may
+                get the wish a moment later than another one, so this page may not have it yet.
+        """
+
+    @property
+    @abstractmethod
+    def is_to_begin(self) -> bool:
+        """Whether poprun has started the program of this process; only a reserve asks."""
+
+    @abstractmethod
+    def catches_up(self) -> None:
+        """Note that this spare has come to the place in the program at which the active instances are."""
+
+    @abstractmethod
+    def needs_all(self) -> None:
+        """Note that the program cannot go on with other instances; later wishes for others have no effect.
+
+        A spare cannot tell, because it has no batches; its note is dropped.
+        """
 
     @abstractmethod
     def joining(self) -> None:
@@ -241,7 +272,7 @@ class Progress(ABC):
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that the others continue without `lost` lost instances in all."""
+        """Note that the others continue without `lost` lost instances in all; their change considers poprun's wish."""
 
     @abstractmethod
     def cut_off(self) -> bool:
@@ -257,8 +288,14 @@ class NoProgress(Progress):
     is_resize_due = False
     wanted = 0
     may_be_active = True
+    wish = 0
+    is_to_begin = True
 
-    def takes_role(self, is_spare: bool) -> None: ...
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
+
+    def catches_up(self) -> None: ...
+
+    def needs_all(self) -> None: ...
 
     def joining(self) -> None: ...
 
@@ -284,6 +321,7 @@ class ProgressPage(Progress):
         "_begun_ns",
         "_call",
         "_considered_word",
+        "_is_changing",
         "_label_at",
         "_losses",
         "_lost",
@@ -309,6 +347,7 @@ class ProgressPage(Progress):
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
         self._wanted_word = self._considered_word = 0
         self._wanted = Wanted()
+        self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
 
@@ -412,10 +451,10 @@ class ProgressPage(Progress):
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
-        return released > self._lost or self.is_resize_due
+        return released > self._lost or (not self._is_changing and self.is_resize_due)
 
     def carry_on(self, lost: int) -> None:
-        self._lost = lost
+        self._lost, self._is_changing = lost, True
 
     @property
     def is_resize_due(self) -> bool:
@@ -423,7 +462,8 @@ class ProgressPage(Progress):
         if word == self._considered_word:
             return False
         latest = unpack_wanted(word)
-        return latest.is_complete and latest.number != self._words[_CONSIDERED]
+        is_new = latest.is_complete and latest.number != self._words[_CONSIDERED]
+        return is_new and self._words[_ROLE] != Role.FIXED
 
     @property
     def wanted(self) -> int:
@@ -435,11 +475,28 @@ class ProgressPage(Progress):
     def may_be_active(self) -> bool:
         return not self._wanted.is_barred
 
-    def takes_role(self, is_spare: bool) -> None:
-        if self._wanted.is_complete:
-            self._words[_CONSIDERED] = self._wanted.number
+    @property
+    def wish(self) -> int:
+        return self._wanted.number if self._wanted.is_complete else 0
+
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        self._is_changing = False
+        if wish:
+            self._words[_CONSIDERED] = wish
+        if wish and wish == self.wish:
             self._considered_word = self._wanted_word
         self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
+
+    @property
+    def is_to_begin(self) -> bool:
+        return bool(self._words[_BEGUN])
+
+    def catches_up(self) -> None:
+        self._words[_READY] = 1
+
+    def needs_all(self) -> None:
+        if self._words[_ROLE] != Role.SPARE:
+            self._words[_ROLE] = Role.FIXED
 
     def cut_off(self) -> bool:
         supervisor = self._words[_SUPERVISOR]
@@ -511,6 +568,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
         role=Role(words[_ROLE]),
         wanted=unpack_wanted(words[_WANTED]),
         considered=words[_CONSIDERED],
+        is_ready=bool(words[_READY]),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MOST_INSTANCES = (1 << 16) - 1
 """The largest number of active instances in a wish."""
 MOST_NUMBER = (1 << 14) - 1
-"""The largest number of a wish; the next one has number 1 again."""
+"""The largest number of a wish."""
 _BARRED, _COMPLETE, _NUMBER_SHIFT = 1 << 16, 1 << 17, 18
 _LOW = (1 << 32) - 1
 
@@ -38,6 +38,16 @@ class Wanted:
         flags = _BARRED * self.is_barred | _COMPLETE * self.is_complete
         return self.number << _NUMBER_SHIFT | flags | self.count
 
+    @classmethod
+    def unpack(cls, packed: int) -> Wanted:
+        """Return the wish in the number of `pack`."""
+        return cls(packed >> _NUMBER_SHIFT, packed & MOST_INSTANCES, bool(packed & _BARRED), bool(packed & _COMPLETE))
+
+
+def number_after(number: int) -> int:
+    """Return the number of the wish after the wish with this number; after the largest number comes 1 again."""
+    return number % MOST_NUMBER + 1
+
 
 def unpack_wanted(word: int) -> Wanted:
     """Return the wish in a word of the page; no wish if the word is damaged.
@@ -46,6 +56,4 @@ def unpack_wanted(word: int) -> Wanted:
     that the program has overwritten, does not fit.
     """
     low = word & _LOW
-    if word >> 32 != low ^ _LOW:
-        return Wanted()
-    return Wanted(low >> _NUMBER_SHIFT, low & MOST_INSTANCES, bool(low & _BARRED), bool(low & _COMPLETE))
+    return Wanted.unpack(low) if word >> 32 == low ^ _LOW else Wanted()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
+from popdist.environments.poprun import process_index
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
@@ -58,8 +59,9 @@ class Timeline:
         attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self._clock = clock or this_clock()
         self._host = instance.host
+        number = process_index(environ, instance)
         header = {
-            "instance": instance.index,
+            "instance": number,
             "instances": instance.count,
             "replicas": [instance.replica_offset, instance.local_replicas, instance.total_replicas],
             "host": instance.host,
@@ -70,7 +72,7 @@ class Timeline:
             "began_ns": self._clock.now_ns(),
             "began_at_s": time.time(),
         }
-        name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
+        name = f"instance-{number}{f'.{attempt}' if attempt else ''}{SUFFIX}"
         self._recording = TimelineFile(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
         self._profiling = None if asked.profile is None else self._open_profiling(asked.profile)
         self._process = os.getpid()

@@ -158,11 +158,14 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
         environ: The environment, which may name a partition.
     """
     values: dict[str, Value] = {**asked.line.values, "num-instances": run.instances}
+    if run.transport == GRPC:
+        values.pop("spares", None)  # workers over gRPC have no spares
+    processes = run.instances + int(str(values.get("spares", 0)))
     of_instances = values.pop("instance-mpi-local-args", ())
     assert isinstance(of_instances, tuple)
-    kept = tuple(text for text in of_instances if not _names_other(text, run.instances))
+    kept = tuple(text for text in of_instances if not _names_other(text, processes))
     shown = values.get("only-output-from-instance")
-    if isinstance(shown, int) and shown >= run.instances:
+    if isinstance(shown, int) and shown >= processes:
         values["only-output-from-instance"] = 0
     if "output-dir" in values:
         values["output-dir"] = str(Path(str(values["output-dir"])) / _folder_name(run))
@@ -184,9 +187,9 @@ def hosts_of(asked: VerifyRequest) -> tuple[Host, ...]:
     return find_hosts(settings_from(CommandLine(named, asked.line.program)))
 
 
-def _names_other(text: str, instances: int) -> bool:
+def _names_other(text: str, processes: int) -> bool:
     index = text.partition(":")[0].strip()
-    return index.isdecimal() and int(index) >= instances
+    return index.isdecimal() and int(index) >= processes
 
 
 def _folder_name(run: Run) -> str:

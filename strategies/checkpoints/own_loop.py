@@ -71,5 +71,6 @@ class OwnLoop:
 
     def share_notice(self) -> None:
         """Share the notice of any instance with all instances. Collective."""
-        given = np.array([self.notice.is_given], np.float32)
-        self.notice.agree(float(self.strategy.communicator.all_reduce(given, "max", name="notice")[0]))
+        replicas, given = self.strategy.replicas, np.array([self.notice.is_given], np.float32)
+        found = replicas.recorded("notice", lambda: replicas.communicator.all_reduce(given, "max", name="notice"))
+        self.notice.agree(float(found[0]))

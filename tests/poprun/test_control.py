@@ -10,7 +10,20 @@ import socket
 import struct
 
 import pytest
-from job_scripts import ASK, CLOSED, EXAMINE, EXAMINED, LOST, ORPHANED, PASS_ON, RELEASE, STOP, TOLD, WANT_ACTIVE
+from job_scripts import (
+    ASK,
+    CLOSED,
+    EXAMINE,
+    EXAMINED,
+    LOST,
+    NOTICED,
+    ORPHANED,
+    PASS_ON,
+    RELEASE,
+    STOP,
+    TOLD,
+    WANT_ACTIVE,
+)
 
 from popdist.records.progress import PAGE_BYTES, Made, ProgressRecord, State
 from poprun.agent.guard import NEW_PAGE
@@ -170,6 +183,7 @@ def pair():
         (wire.pack_number(wire.TOLD, wire.ORPHANED), InstanceChanged(0, ORPHANED)),
         (wire.pack(wire.EXAMINED, b"Tstack"), InstanceChanged(0, EXAMINED, "Tstack")),
         (wire.pack(wire.WANT), InputWanted()),
+        (wire.pack(wire.NOTICED), InstanceChanged(0, NOTICED)),
         (wire.pack(wire.CLOSED), InstanceChanged(0, CLOSED)),
         (wire.pack_ended(False, False, False, 3, 5.0), InstanceEnded(0, Ending(EndKind.EXIT, 3, 5.0))),
         (
@@ -262,7 +276,7 @@ def test_an_instance_that_announces_an_oversized_message_is_lost_with_the_reason
 
 
 @pytest.mark.parametrize(
-    ("offset", "value", "what"), [(16, 99, "state"), (16, (1 << 64) - 1, "state"), (176, 3, "role")]
+    ("offset", "value", "what"), [(16, 99, "state"), (16, (1 << 64) - 1, "state"), (176, 9, "role")]
 )
 def test_a_page_with_an_unknown_state_or_role_yields_only_that_fault(pair, offset, value, what):
     theirs, member = pair

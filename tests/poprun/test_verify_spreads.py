@@ -77,6 +77,14 @@ def test_a_run_is_resumed_on_the_next_smaller_spread():
 
 
 class TestSettings:
+    def test_runs_over_mpi_have_the_spares_that_the_user_wants(self):
+        values = {"spares": 2, "instance-mpi-local-args": ("3:-x A=1",), "only-output-from-instance": 3}
+        over_mpi = settings_of(asked(values=values), Run(2, 8))
+        assert (over_mpi.num_processes, over_mpi.on_failure, over_mpi.only_output_from_instance) == (4, "replace", 3)
+        assert over_mpi.mpi.instances[3].exports == {"A": "1"}
+        over_grpc = settings_of(asked(values=values), Run(2, 8, "grpc"))
+        assert (over_grpc.num_processes, over_grpc.on_failure, over_grpc.only_output_from_instance) == (2, "stop", 0)
+
     def test_settings_of_the_user_are_kept(self):
         settings = settings_of(asked(values={"timestamps": True}), Run(4, 8))
         assert (settings.num_instances, settings.num_replicas, settings.timestamps) == (4, 8, True)

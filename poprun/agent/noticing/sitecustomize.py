@@ -147,6 +147,21 @@ def _put_back() -> None:
         hidden.loader.exec_module(module)
 
 
+def _hold_reserve() -> None:
+    """Let a reserve wait, connected with the other processes, until poprun starts its program.
+
+    A process that the program starts is none, and a program that begins with another command waits in `popdist.init`.
+    """
+    if os.environ.get("POPDIST_RESERVE") == str(os.getppid()):
+        try:
+            from popdist.context import init
+        except ImportError:
+            return
+        init()
+
+
 if __name__ == "sitecustomize":  # false in tests
-    sys.meta_path.insert(0, ImportWatch())
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
+        sys.meta_path.insert(0, ImportWatch())
     _put_back()
+    _hold_reserve()
