@@ -101,12 +101,11 @@ def picture_of(
 def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
     lines = [f"poprun {snapshot.pid} on {snapshot.host}: {' '.join(snapshot.program)}"]
     spares = sum(each.condition == SPARE for each in snapshot.instances)
+    carriers = sum(bool(each.replicas) for each in snapshot.instances)
     reserves = sum(each.condition == RESERVE for each in snapshot.instances)
-    parts = [
-        count(len(snapshot.instances) - spares - reserves, "instance"),
-        f"runs for {duration_text(snapshot.age_s)}",
-    ]
-    parts[1:1] = [count(number, what) for number, what in ((spares, "spare"), (reserves, "reserve")) if number]
+    beside = [count(number, what) for number, what in ((spares, "spare"), (reserves, "reserve")) if number]
+    training = carriers or len(snapshot.instances) - spares - reserves
+    parts = [count(training, "instance"), *beside, f"runs for {duration_text(snapshot.age_s)}"]
     steps = [each.steps_per_s for each in snapshot.instances if each.steps_per_s is not None]
     if steps:
         parts.append(f"{number_text(max(steps))} steps/s")
