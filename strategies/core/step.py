@@ -194,8 +194,8 @@ class StepLoop(Generic[State, Pending]):
         try:
             if members.journal.is_joining:
                 raise JoinsNowError
-            if members.progress.is_resize_due:
-                raise PeerLostError("poprun wants other active instances")
+            if members.progress.is_released and members.can_carry_on:
+                raise PeerLostError("poprun wants other active instances, or a process is lost for which none waits")
             state, metrics = self._checked(surroundings, state, batch)
         except LOSSES as loss:
             if self._rules.own_part:

@@ -26,9 +26,9 @@ def end_here():
 
 
 def await_new_instance(count):
-    """Wait until poprun wants the new instance to join, which is then at the same step."""
+    """Wait until the members change: a new instance joins, or one is lost on its way."""
     give_up_s = time.monotonic() + LIMIT_S
-    while popdist.instance().count < count and not progress().is_resize_due:
+    while popdist.instance().count < count and not progress().is_released:
         assert time.monotonic() < give_up_s, "no new instance has come"
         time.sleep(0.01)
 
@@ -63,7 +63,7 @@ class Sums:
     def make_step(self, count):
         if spares.is_spare() and self.replay():
             return
-        is_new = spares.is_spare() or progress().is_resize_due
+        is_new = spares.is_spare() or progress().is_released
         while True:
             try:
                 if is_new:
@@ -71,7 +71,7 @@ class Sums:
                     self.meet()
                 if self.step == WAIT_AT:
                     await_new_instance(count)
-                    if progress().is_resize_due:
+                    if progress().is_released:
                         is_new = True
                         continue
                 self.add()
