@@ -10,7 +10,7 @@ from typing_extensions import override
 import popdist
 from collectives import Communicator
 from popdist import horovod, spares
-from popdist.context import join_cluster
+from popdist.context import join_cluster, own_communicator
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.leaving import is_to_carry_on
@@ -30,7 +30,7 @@ class MpiJob(Membership):
     def join(self) -> tuple[Instance, Communicator]:
         instance = join_as_configured(self.defaults, self._ipus_per_replica)
         self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
-        return instance, popdist.communicator()
+        return instance, own_communicator()
 
     @property
     @override
@@ -62,7 +62,7 @@ class MpiJob(Membership):
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        return popdist.carry_on(), popdist.communicator()
+        return popdist.carry_on(), own_communicator()
 
 
 @final
