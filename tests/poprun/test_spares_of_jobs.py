@@ -20,6 +20,7 @@ from job_scripts import (
 )
 
 from popdist.records.progress import ProgressRecord, Role
+from popdist.records.wanted import Wanted
 from poprun.cli.log import Level
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
@@ -449,6 +450,15 @@ class TestReplacement:
         script.run(until_s=2.0)
         assert script.said() == []
         script.end(3.0, 1, killed())
+        script.run()
+        assert script.exit_status == 137
+        assert script.said()[-1] == "only 1 instance would be left, and --min-instances is 2: the job ends"
+
+    def test_a_spare_on_a_host_to_be_left_does_not_count_for_min_instances(self):
+        script = job(2, 1, least=2)
+        script.instances[2].record = running(role=Role.SPARE, wanted=Wanted(1, 2, is_barred=True))
+        script.run(until_s=0.5)
+        script.end(1.0, 0, killed())
         script.run()
         assert script.exit_status == 137
         assert script.said()[-1] == "only 1 instance would be left, and --min-instances is 2: the job ends"
