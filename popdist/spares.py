@@ -85,16 +85,9 @@ def has_news() -> bool:
         if fed.take(journal):
             return True
     except PeerLostError:
-        _change()
+        connect_survivors(Role.SPARE)
         return True
     if process.progress.is_released:
-        _change()
+        connect_survivors(Role.SPARE)
         return True
     return False
-
-
-def _change() -> None:
-    """Take part in a change of the members. If this spare is chosen, `popdist.carry_on` follows."""
-    connect_survivors(Role.SPARE)
-    if process.timeline is not None and not process.is_chosen:
-        process.timeline.renumbered(None)

@@ -39,8 +39,8 @@ class InstanceRecording:
     """The recording of one instance, in one attempt at the job.
 
     Attributes:
-        instance: The index of the instance when the job began.
-        instances: The number of instances when the job began.
+        instance: The index of the instance when the job began. Spares have the numbers after those of the instances.
+        instances: The number of instances when the job began, without spares.
         host: The host of the instance.
         attempt: The number of restarts of the job before.
         clock: The name of the clock of all times in the recording.
@@ -54,7 +54,6 @@ class InstanceRecording:
         is_complete: Whether the recording has its end.
         program: The words of the program; empty if unknown.
         replicas: The number of replicas of all instances; 0 if unknown.
-        spares: The number of spares when the job began, which have the highest indices.
         profile: The profile beside the recording, as `popdist.timeline.profiles` describes it; None without one.
     """
 
@@ -73,19 +72,23 @@ class InstanceRecording:
     is_complete: bool = False
     program: Sequence[str] = ()
     replicas: int = 0
-    spares: int = 0
     profile: Profile | None = None
 
     @property
     def is_spare(self) -> bool:
-        """Whether it was a spare when the job began."""
+        """Whether the recording begins as that of a spare."""
         return self.instance >= self.instances
+
+    @property
+    def short_title(self) -> str:
+        """The instance or spare with its number."""
+        return f"{'spare' if self.is_spare else 'instance'} {self.instance}"
 
     @property
     def title(self) -> str:
         """A name that distinguishes the recording from the others of the job."""
         again = f", attempt {self.attempt}" if self.attempt else ""
-        return f"instance {self.instance} ({self.host}{again})"
+        return f"{self.short_title} ({self.host}{again})"
 
     @property
     def events_lost(self) -> int:
@@ -208,7 +211,7 @@ def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
     warnings = []
     for attempt in sorted({each.attempt for each in recordings}):
         there = [each for each in recordings if each.attempt == attempt]
-        absent = sorted(set(range(there[0].instances + there[0].spares)) - {each.instance for each in there})
+        absent = sorted(set(range(there[0].instances)) - {each.instance for each in there})
         if absent:
             listed = cut_off(", ".join(map(str, absent)))
             warnings.append(
@@ -254,12 +257,11 @@ def _header_in(content: bytes) -> InstanceRecording:
     """Return a recording with the facts of its header: the instance, its job, and the begin."""
     said = _object(json.loads(content))
     instances = _number(said, "instances", 1, _MOST_INSTANCES)
-    spares = _number(said, "spares", 0, _MOST_INSTANCES) if "spares" in said else 0
     program = said.get("program") or ()
     if not isinstance(program, list | tuple):
         raise ValueError(f"its program is {program!r:.40}")
     return InstanceRecording(
-        _number(said, "instance", 0, instances + spares - 1),
+        _number(said, "instance", 0, _MOST_INSTANCES),
         instances,
         _text(said, "host"),
         _number(said, "attempt", 0, _MOST_ATTEMPTS),
@@ -268,7 +270,6 @@ def _header_in(content: bytes) -> InstanceRecording:
         _time(said, "began_at_s"),
         program=tuple(map(str, program)),
         replicas=_replicas(said.get("replicas")),
-        spares=spares,
     )
 
 

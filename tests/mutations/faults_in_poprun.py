@@ -103,4 +103,11 @@ IN_POPRUN = (
         new="if len(left) < max(1, self._least):",
         caught_by="tests/poprun/test_spares_of_jobs.py::TestReplacement::test_a_spare_on_a_host_to_be_left_does_not_count_for_min_instances",
     ),
+    Fault(
+        name="a new instance is to join although it has not come to the place where the others are",
+        path="poprun/ipc/facts.py",
+        old="return self.is_asleep and (self.record.is_ready or not self.is_reserve)",
+        new="return self.is_asleep",
+        caught_by="tests/poprun/test_regrowth.py::test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready",
+    ),
 )
