@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -198,21 +198,17 @@ class Feeding:
     def __init__(self, link: Link, known: dict[int, int]) -> None:
         self._link = link
         self._known = known
-        self._transfers: list[Transfer] = []
+        self._transfers: dict[int, list[Transfer]] = {rank: [] for rank in known}
 
     def pass_on(self, journal: Journal) -> None:
-        """Send new entries to every spare, without waiting. If a spare is lost, nothing is sent until a change."""
-        from collectives import PeerLostError
-
+        """Send new entries to every spare, without waiting. A spare that is lost gets nothing more."""
         journal.encode()
-        try:
-            self._transfers = [each for each in self._transfers if not each.done()]
-            for rank, known in self._known.items():
+        for rank, known in list(self._known.items()):
+            with self._leaving_out_if_lost(rank):
+                self._transfers[rank] = [each for each in self._transfers[rank] if not each.done()]
                 if fresh := journal.entries.since(known):
                     self._send(rank, len(fresh), joined(fresh))
                     self._known[rank] = len(journal.entries)
-        except PeerLostError:
-            self._known = {}
 
     def leave_out(self, ranks: Sequence[int]) -> None:
         """Pass nothing more on to some ranks, which have become active."""
@@ -220,18 +216,26 @@ class Feeding:
 
     def end(self, journal: Journal) -> None:
         """Tell every spare that the job ends."""
+        self.pass_on(journal)
+        for rank in list(self._known):
+            with self._leaving_out_if_lost(rank):
+                self._send(rank, _END, b"")
+
+    @contextmanager
+    def _leaving_out_if_lost(self, rank: int) -> Iterator[None]:
         from collectives import PeerLostError
 
-        self.pass_on(journal)
-        with suppress(PeerLostError):
-            for rank in self._known:
-                self._send(rank, _END, b"")
+        try:
+            yield
+        except PeerLostError:
+            del self._known[rank]
 
     def _send(self, rank: int, number: int, data: bytes) -> None:
         header, body = _message(number, data)
-        self._transfers.append(self._link.send(header, rank, _LANE))
+        transfers = self._transfers[rank]
+        transfers.append(self._link.send(header, rank, _LANE))
         if body.size:
-            self._transfers.append(self._link.send(body, rank, _LANE))
+            transfers.append(self._link.send(body, rank, _LANE))
 
 
 class Fed:

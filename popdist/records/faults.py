@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VARIABLE = "POPDIST_INJECT"
 """Faults that instances inject into themselves, separated by semicolons: `--inject`."""
 ATTEMPT_VARIABLE = "POPDIST_RESTART_COUNT"
-"""Number of times that `--on-failure shrink` or `restart` has started the job again; 0 at first."""
+"""Number of times that `--on-failure shrink`, `replace` or `restart` has started the job again; 0 at first."""
 
 KINDS = ("kill", "exit", "raise", "stop", "delay", "cut", "flip-bit")
 DATA, FORWARD, WAITING, UPDATE, CHECKPOINT = "data", "forward", "waiting", "update", "checkpoint"

@@ -104,7 +104,7 @@ class LaunchOptions(ABC):
         "number of further processes, which take the place of lost instances",
         at_least=0,
         at_most=_MOST,
-        see="surviving.md#spares",
+        see="spares.md",
     )
     spares_oversubscribe: bool = topology(
         False,
@@ -112,7 +112,7 @@ class LaunchOptions(ABC):
         "let spares share cores with instances, and need no slots",
         rare=True,
         without_effect=NO_SPARES,
-        see="surviving.md#spares",
+        see="spares.md",
     )
     ipus_per_replica: int = topology(
         1, NUMBER, "number of devices that one replica spans", at_most=_MOST, rare=True, see="partitions.md"

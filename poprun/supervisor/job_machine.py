@@ -289,7 +289,7 @@ class JobMachine:
         elif self._lookout.halt is not None:
             self._conclude(now_s)
         else:
-            self._actions += self._members.ask()
+            self._actions += [*self._survival.tell_at_end(), *self._members.ask()]
             self._next_look_s = now_s + LOOK_S
             if self._members.all_connected:
                 self._deadline_s = _NEVER

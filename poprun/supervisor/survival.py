@@ -33,6 +33,7 @@ class Survival:
         self._members = members
         self._least = least
         self._target = len(members.carriers)
+        self._untold: set[int] = set()  # lost spares of which the others do not know
 
     def give_up(
         self, useless: Collection[int], was_told: Callable[[Ending], bool], describe: Callable[[Facts], str]
@@ -113,9 +114,29 @@ class Survival:
         actions: list[Action] = []
         for each in failed:
             actions += self._members.give_up(each.index)
-        for each in left:
-            actions += self._members.release(each.index, len(self.losses))
+        self._untold |= {each.index for each in spares}
+        if lost:
+            actions += self._release(left)
         return [*actions, *(Say(Level.WARN, line) for line in said)]
+
+    def tell_at_end(self) -> list[Action]:
+        """Tell the others about lost spares if they wait for those at the end of the job.
+
+        Before, nobody needs a sleeping spare, and the news would interrupt the collectives of all programs.
+        """
+        left = [each for each in self._members.facts if each.ending is None and not each.is_given_up]
+        active = [each for each in left if not each.is_asleep]
+        if not self._untold or not active or not all(self._is_at_end(each) for each in active):
+            return []
+        return self._release(left)
+
+    def _is_at_end(self, each: Facts) -> bool:
+        is_waiting = each.record.is_inside and not self._untold.isdisjoint(each.record.waiting_for)
+        return is_waiting or each.is_at_end
+
+    def _release(self, left: Sequence[Facts]) -> list[Action]:
+        self._untold.clear()
+        return [order for each in left for order in self._members.release(each.index, len(self.losses))]
 
     def _obstacle(self, left: Sequence[Facts], called: int) -> str:
         if not self._members.all_connected or not all(each.record.has_joined for each in left):

@@ -51,6 +51,16 @@ def test_the_others_go_on_to_the_same_bits(hosts, alone, kind, instances, lost, 
     assert f"the job completed without 1 instance: instance {lost} on host h{lost * 2 // instances} " in error
 
 
+def test_a_spare_on_another_host_takes_the_place_of_a_lost_instance(hosts, alone):
+    """The third host has the spare only."""
+    found, error = train(hosts, hosts.names[:3], 2, "--spares=1", "--inject=kill:instance=0,step=3")
+    assert [each["replicas"] for each in found] == [4, 4]
+    for each in found:
+        assert (each["fingerprint"], each["losses"]) == (alone["fingerprint"], alone["losses"])
+    assert "; spare 2 on host h2 takes its place" in error
+    assert "the job completed with 1 spare in the place of lost instances: instance 0 on host h0 " in error
+
+
 UNTIL_THE_SECOND_ATTEMPT = """
 import os
 import numpy as np

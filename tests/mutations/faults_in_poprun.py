@@ -83,6 +83,27 @@ IN_POPRUN = (
         caught_by="tests/poprun/test_synchronise.py::TestDigest::test_a_different_size_changes_the_digest_even_at_the_same_time",
     ),
     Fault(
+        name="the loss of a sleeping spare interrupts the training",
+        path="poprun/supervisor/survival.py",
+        old="        if lost:\n            actions += self._release(left)",
+        new="        actions += self._release(left)",
+        caught_by="tests/poprun/test_spares_of_jobs.py::TestSleepingSpares::test_the_loss_of_a_spare_is_a_warning_and_disturbs_nobody",
+    ),
+    Fault(
+        name="a job ends with status 0 although a spare that has taken a place has failed",
+        path="poprun/supervisor/members.py",
+        old="            self._update(index, is_spare=False)",
+        new="            pass",
+        caught_by="tests/poprun/test_spares_of_jobs.py::TestReplacement::test_the_job_fails_if_the_former_spare_does_not_complete",
+    ),
+    Fault(
+        name="sleeping spares count for --min-instances",
+        path="poprun/supervisor/survival.py",
+        old="if active + called < max(1, self._least):",
+        new="if len(left) < max(1, self._least):",
+        caught_by="tests/poprun/test_spares_of_jobs.py::TestReplacement::test_a_spare_on_a_host_to_be_left_does_not_count_for_min_instances",
+    ),
+    Fault(
         name="a new instance is to join although it has not come to the place where the others are",
         path="poprun/ipc/facts.py",
         old="return self.is_asleep and (self.record.is_ready or not self.is_reserve)",

@@ -121,18 +121,22 @@ def test_entries_are_encoded_in_their_order_and_once() -> None:
     assert journal.entries.since(0) == [bytes([number]) for number in range(5)]
 
 
-def test_the_feeding_instance_does_not_notice_that_a_spare_is_lost() -> None:
-    hub, journal = ThreadHub(2), Journal()
+def test_the_other_spares_are_fed_although_one_is_lost() -> None:
+    hub, journal, got = ThreadHub(3), Journal(), Journal()
 
     def lose(source: int, to: int) -> None:
-        raise PeerLostError("rank 1 is lost")
+        if to == 1:
+            raise PeerLostError("rank 1 is lost")
 
     hub.before_send = lose
-    feeding = Feeding(collectives.load_backend("thread").ThreadLink(hub, 0, 2), {1: 0})
+    feeder, _, spare = (collectives.load_backend("thread").ThreadLink(hub, rank, 3) for rank in range(3))
+    feeding, fed = Feeding(feeder, {1: 0, 2: 0}), Fed(spare, 0)
     journal.add(lambda: b"entry")
     feeding.pass_on(journal)
     feeding.end(journal)
-    assert journal.entries.since(0) == [b"entry"]
+    while fed.take(got):
+        pass
+    assert (got.entries.since(0), fed.is_end) == ([b"entry"], True)
 
 
 def test_a_communicator_has_a_link_beside_its_collectives() -> None:

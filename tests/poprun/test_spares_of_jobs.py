@@ -20,6 +20,7 @@ from job_scripts import (
 )
 
 from popdist.records.progress import ProgressRecord, Role
+from popdist.records.wanted import Wanted
 from poprun.cli.log import Level
 from poprun.cli.settings import LaunchSettings
 from poprun.errors import UsageError
@@ -156,19 +157,43 @@ class TestSleepingSpares:
         assert script.said(Level.WARN) == []
 
     @pytest.mark.parametrize("ending", [killed(), exited(1), killed(signal.SIGSEGV)], ids=["SIGKILL", "1", "SIGSEGV"])
-    def test_the_loss_of_a_spare_is_a_warning(self, ending):
+    def test_the_loss_of_a_spare_is_a_warning_and_disturbs_nobody(self, ending):
         script = job(2, 2)
         script.end(1.0, 3, ending)
+        script.note(5.0, 0, leaving(since_s=5.0))
+        script.note(6.0, 1, leaving(since_s=6.0))
         complete(script, 9.0, 0, 1, 2)
         script.run()
         assert script.exit_status == 0
-        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, index, 1) for index in (0, 1, 2)]
+        released = [(at_s, each) for at_s, each in script.done if each in script.all_of(RELEASE)]
+        assert [each for _, each in released] == [AgentOrder(RELEASE, index, 1) for index in (0, 1, 2)]
+        assert all(6.0 < at_s < 6.0 + 2 * LOOK_S for at_s, _ in released)
         lost = f"spare 3 on host node0 (pid 103) {ending.describe()} in step 3, after collective 4, barrier"
         assert script.said(Level.WARN) == [
             f"{lost}; the job goes on with 1 spare left",
             f"the job completed without 1 spare: {lost}",
         ]
         assert script.machine.losses == [Loss(lost, 3, was_spare=True)]
+
+    def test_instances_that_wait_for_a_lost_spare_are_told(self):
+        """Programs that call `popdist.finalizeBackend` do not note their end before."""
+        script = job(2, 1)
+        script.end(1.0, 2, killed())
+        for index in (0, 1):
+            script.note(5.0, index, inside(2, since_s=5.0))
+        complete(script, 9.0, 0, 1)
+        script.run()
+        assert [at_s > 5.0 for at_s in script.times_of(RELEASE)] == [True, True]
+
+    def test_a_later_loss_counts_the_lost_spare_too(self):
+        script = job(3, 1)
+        script.end(1.0, 3, killed())
+        script.end(2.0, 1, killed())
+        for index in (0, 2):
+            script.note(5.0, index, leaving(since_s=5.0))
+        complete(script, 9.0, 0, 2)
+        script.run()
+        assert script.all_of(RELEASE) == [AgentOrder(RELEASE, 0, 2), AgentOrder(RELEASE, 2, 2)]
 
     def test_a_spare_that_ends_with_0_before_the_job_is_lost(self):
         script = job(2, 1)
@@ -425,6 +450,15 @@ class TestReplacement:
         script.run(until_s=2.0)
         assert script.said() == []
         script.end(3.0, 1, killed())
+        script.run()
+        assert script.exit_status == 137
+        assert script.said()[-1] == "only 1 instance would be left, and --min-instances is 2: the job ends"
+
+    def test_a_spare_on_a_host_to_be_left_does_not_count_for_min_instances(self):
+        script = job(2, 1, least=2)
+        script.instances[2].record = running(role=Role.SPARE, wanted=Wanted(1, 2, is_barred=True))
+        script.run(until_s=0.5)
+        script.end(1.0, 0, killed())
         script.run()
         assert script.exit_status == 137
         assert script.said()[-1] == "only 1 instance would be left, and --min-instances is 2: the job ends"
