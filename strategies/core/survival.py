@@ -31,12 +31,14 @@ class SurvivorMeeting:
     """The progress that the remaining instances report to each other after a loss.
 
     Attributes:
+        is_past: Whether an instance has used up the state before this operation, so that all have to complete it.
         is_late: Whether others have completed the operation that this instance is about to do.
         newest: The rank of an instance with the most progress.
         passes: For each rank its `InstanceProgress.passes`, int64.
         batches: For each rank its `InstanceProgress.batches`, int64.
     """
 
+    is_past: bool
     is_late: bool
     newest: int
     passes: np.ndarray
@@ -109,6 +111,8 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
         try:
             with members.communicator.instruments.during[RECOVERY]:
                 done = catch_up()
+                for adapt in members.done_so_far.at_change:
+                    adapt()
             return attempt() if done is None else done
         except LOSSES as another:
             loss = another
@@ -165,9 +169,9 @@ def meet(members: Members) -> SurvivorMeeting:
     as `InstanceProgress.share`.
     """
     progress = members.done_so_far
-    own = np.array([progress.done, progress.passes, progress.batches])
-    done, passes, batches = members.communicator.all_gather(own, name="progress of instances").T
+    own = np.array([progress.done, progress.passes, progress.batches, progress.is_past])
+    done, passes, batches, past = members.communicator.all_gather(own, name="progress of instances").T
     newest, is_late = int(done.argmax()), bool(progress.done < done.max())
     if progress.share is not None and done.min() < done.max() and not is_late:
         progress.share(newest)
-    return SurvivorMeeting(is_late, newest, passes, batches)
+    return SurvivorMeeting(bool(past.any()), is_late, newest, passes, batches)

@@ -74,7 +74,7 @@ class MemoryPlanner:
             lambda leaf: jax.ShapeDtypeStruct((local, *leaf.shape), leaf.dtype), model_state
         )
         scale = None if options.scaling is None else options.scaling.start()
-        return TrainState(variables, jax.eval_shape(update.begun, trained, np.int32(0)), 0, scale, residuals, own)
+        return TrainState(variables, jax.eval_shape(update.begun, trained, update.first), 0, scale, residuals, own)
 
     def _of_state(self, state: TrainState, whole: TrainState) -> list[Held]:
         offloads = self.options.of_update.offloads_state

@@ -31,6 +31,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ON_CPUS, ExchangeChoice
+from strategies.exchange.copies import Holding
 from strategies.jax.programs.compilation import executables_folder, usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -122,7 +123,7 @@ class Replicas:
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
-        self._has_carried_on = False
+        self._spread = 0  # how often the replicas have been spread over other instances
         self._finding = threading.RLock()
         instance = membership.instance
         # The place of the variables, which stay there when this instance takes over replicas of another one.
@@ -266,6 +267,15 @@ class Replicas:
         return self.instance.local_replica_range
 
     @property
+    def holding(self) -> Holding:
+        """The replicas whose parts of the state this instance has, if each part is kept twice in case of a loss."""
+        hosts = self.communicator.hosts if self.can_carry_on else ()
+        own, number = self.local_replicas, self.num_replicas_in_sync
+        if len(hosts) > 1:
+            return Holding.of(self.instance_index, hosts, number, self._spread)
+        return Holding(own, range(0), -(-number // self.num_instances), self._spread)
+
+    @property
     def is_chief(self) -> bool:
         """Whether this instance prints and writes for all of them, see `Strategy.is_chief`."""
         return self._membership.is_chief
@@ -322,8 +332,8 @@ class Replicas:
         is_claimed = False
         while not is_claimed:
             self._membership.carry_on()  # an error here is final
+            self._spread += 1
             is_claimed = self._claim_again()
-        self._has_carried_on = True
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
 
@@ -362,7 +372,7 @@ class Replicas:
 
     def up_to_date(self, batch: Batch) -> Batch:
         """Return the batch, or the batch of the same step for the present replicas if an instance was lost since."""
-        dataset = self.dataset_of(batch) if self._has_carried_on else None
+        dataset = self.dataset_of(batch) if self._spread else None
         return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
 
     def dataset_of(self, batch: Batch) -> DistributedDataset | None:
