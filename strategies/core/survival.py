@@ -174,4 +174,5 @@ def meet(members: Members) -> SurvivorMeeting:
     newest, is_late = int(done.argmax()), bool(progress.done < done.max())
     if progress.share is not None and done.min() < done.max() and not is_late:
         progress.share(newest)
-    return SurvivorMeeting(bool(past.any()), is_late, newest, passes, batches)
+    is_past = bool(past.any() and done.min() == done.max())  # else it is past for late instances, which get the result
+    return SurvivorMeeting(is_past, is_late, newest, passes, batches)

@@ -138,8 +138,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
         self._queue.await_room()
         self._parted.begin()
-        self._parts.forget()
-        state = self._parts.copied(state)
         step = self._programs.prepare(state, batch)
         state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
@@ -322,7 +320,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
-        return self._rows.tell(task, self._parts.fitted(state), batch)
+        return self._rows.tell(task, self._parts.cut(state), batch)
 
     # ---- the state
 
@@ -395,7 +393,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
-        state = replace(self._parts.fitted(state), held=None)
+        state = replace(self._parts.cut(state), held=None)
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,

@@ -35,7 +35,7 @@ class HeldParts:
         self._replicas = replicas
         self._programs = programs
         self._options = options
-        self._fitted: tuple[weakref.ref[TrainState], TrainState] | None = None
+        self._newest: tuple[weakref.ref[TrainState], TrainState] | None = None  # see `_noted`
 
     @property
     def is_needed(self) -> bool:
@@ -81,9 +81,10 @@ class HeldParts:
     # ---- another spread of the replicas
 
     def fitted(self, state: TrainState, is_joining: bool = False) -> TrainState:
-        """Return the state with the parts of the replicas that this instance drives now.
+        """Return the state with the parts of the replicas that this instance drives now, and copies of these parts.
 
-        Collective if instances have been lost or have joined since the parts were cut; once for each such change.
+        Collective if instances have been lost or have joined since the parts were cut, or if the program has replaced
+        arrays of single replicas; once for each such change.
 
         Args:
             state: State of the same step on all instances.
@@ -92,18 +93,20 @@ class HeldParts:
         Raises:
             LostPartError: On all instances, if a part was lost with its copy.
         """
-        held = state.held
-        if held is None or held.holding.spread == self._replicas.holding.spread:
-            return state
-        if self._fitted is not None and self._fitted[0]() is state:
-            return self._fitted[1]
-        fitted = self._cut_anew(state, held, is_joining)
-        self._fitted = weakref.ref(state), fitted
-        return fitted
+        return self._noted(state, self.copied(self.cut(state, is_joining)))
 
-    def forget(self) -> None:
-        """Drop the result of `fitted`, whose memory a step is about to use."""
-        self._fitted = None
+    def cut(self, state: TrainState, is_joining: bool = False) -> TrainState:
+        """Return what `fitted` returns, but with copies as they are."""
+        newest = state if self._newest is None or self._newest[0]() is not state else self._newest[1]
+        held = newest.held
+        if held is not None and held.holding.spread != self._replicas.holding.spread:
+            newest = self._cut_anew(newest, held, is_joining)
+        return self._noted(state, newest)
+
+    def _noted(self, state: TrainState, newest: TrainState) -> TrainState:
+        """Note the newest form of a state that the program still holds in its first form."""
+        self._newest = None if newest is state else (weakref.ref(state), newest)
+        return newest
 
     def _cut_anew(self, state: TrainState, held: Held, is_joining: bool) -> TrainState:
         replicas, had, present = self._replicas, held.holding, self._replicas.holding

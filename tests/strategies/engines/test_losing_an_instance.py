@@ -8,101 +8,21 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import threading
-from typing import final
 
 import pytest
 from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, train
-from losing import Lost, thread_name
+from events_of_losses import BEFORE, Events, run_losing
 from surviving_instances import run_instances
 
-from collectives import PeerLostError, ThreadHub
-from collectives.calls import Call
-from collectives.instruments import RECOVERY
+from collectives import PeerLostError
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
-
-LONG_BEFORE, BEFORE = -2, -1
-"""Step numbers before the first step, in which instances meet and agree on the first state."""
-
-
-@final
-class Events:
-    """An instrument that counts the events of an instance in one step, and loses the instance at one of them.
-
-    Args:
-        instance: The observed instance.
-        step: The step in which events are counted, until the next step begins.
-        last: The number of the event at which the instance is lost; None to count all events.
-        in_recovery: Whether only events during the recovery from the loss of another instance count, in this step or
-            a later one.
-
-    Attributes:
-        seen: The names of the events.
-    """
-
-    def __init__(self, instance: int, step: int, last: int | None = None, in_recovery: bool = False) -> None:
-        self.instance, self._step, self._last = instance, step, last
-        self._at = LONG_BEFORE
-        self._in_recovery = in_recovery
-        self._recovers = False
-        self.seen: list[str] = []
-
-    def begin(self) -> None:
-        self._at = BEFORE
-
-    def step_begins(self, step: int) -> None:
-        self._at = step
-        self._note("step")
-
-    def phase_begins(self, phase: str) -> None:
-        self._recovers |= phase == RECOVERY
-        self._note(phase)
-
-    def phase_ends(self, phase: str) -> None:
-        self._note(f"end of {phase}")
-        self._recovers &= phase != RECOVERY
-
-    def operation_begins(self, number: int, call: Call) -> None:
-        self._note(call.title)
-
-    def data_moves(self, nbytes: int) -> None:
-        self._note("data move")
-
-    def before_send(self, source: int, to: int) -> None:
-        if source == self.instance:
-            self._note(f"message to {to}")
-
-    def _note(self, name: str) -> None:
-        is_due = self._recovers and self._at >= self._step if self._in_recovery else self._at == self._step
-        if is_due and threading.current_thread().name == thread_name(self.instance):
-            self.seen.append(name)
-            if len(self.seen) - 1 == self._last:
-                raise Lost
 
 
 def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates: bool = False) -> list[object]:
     """Return the results of each instance after a training with the given events."""
-    of_instances = {events.instance: events for events in all_events}
-
-    def function(strategy):
-        if strategy.replicas.first_index in of_instances:
-            of_instances[strategy.replicas.first_index].begin()
-        return train(strategy, row, evaluates)
-
-    def before_send(source: int, to: int) -> None:
-        if source in of_instances:
-            of_instances[source].before_send(source, to)
-
-    return run_instances(
-        count,
-        REPLICAS,
-        function,
-        mechanism=mechanism,
-        hub=ThreadHub(count, before_send),
-        instruments=of_instances,
-        defaults=row.of_survivors,
-    )
+    function = functools.partial(train, row=row, evaluates=evaluates)
+    return run_losing(count, REPLICAS, function, mechanism, *all_events, defaults=row.of_survivors)
 
 
 @functools.cache
@@ -183,7 +103,7 @@ def test_a_second_instance_can_be_lost_while_one_takes_over_a_state(row, step):
             check(trained(row, 3, "ring", Events(2, step, number), second), row, instance, 2)
 
 
-@EVERY
+@pytest.mark.parametrize("row", [row.as_parameter for row in ROWS if row.training is not in_jax])
 def test_state_held_by_one_instance_alone_is_lost_with_the_instance(row, caplog):
     """The job warns of that at its beginning, and ends; the others have the state from the start of the step."""
     have_same = []
