@@ -12,7 +12,7 @@ from strategies.loss_scaling import LossScale
 from strategies.typing import Leaf, OptimizerState, Tree, Variables
 
 if TYPE_CHECKING:
-    from strategies.exchange.copies import Held
+    from strategies.holding import Held
 
 trees.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
 

@@ -10,7 +10,8 @@ from itertools import accumulate
 import jax
 import numpy as np
 
-from strategies.exchange.copies import Held, Rows, bytes_of
+from strategies.exchange.copies import Rows
+from strategies.holding import Held, bytes_of
 from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import StepPrograms

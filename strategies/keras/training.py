@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.exchange.copies import Held
+from strategies.holding import Held
 from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context

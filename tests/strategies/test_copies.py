@@ -6,7 +6,8 @@ import pytest
 import collectives
 from collectives.backends.thread import run_on_threads
 from strategies.errors import LostPartError
-from strategies.exchange.copies import Holding, Rows, distance_to_kept
+from strategies.exchange.copies import Rows
+from strategies.holding import Holding, distance_to_kept
 
 
 @pytest.mark.parametrize(

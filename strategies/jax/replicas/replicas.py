@@ -31,7 +31,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ON_CPUS, ExchangeChoice
-from strategies.exchange.copies import Holding
+from strategies.holding import Holding
 from strategies.jax.programs.compilation import executables_folder, usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import strategies.trees as trees
-from strategies.exchange.copies import Find, Holding, Rows, bytes_of
+from strategies.exchange.copies import Rows
 from strategies.exchange.shards import Shards
+from strategies.holding import Find, Holding, bytes_of
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.late_jax import jax, jnp

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
-from strategies.exchange.copies import Holding, Rows
+from strategies.exchange.copies import Rows
 from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
+from strategies.holding import Holding
 from strategies.jax.gradients.accumulation import accumulator_dtypes
 from strategies.jax.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.jax.programs.compilation import compiled_in_turn
