@@ -52,7 +52,20 @@ class Communicator:
 
     **Time.** Every wait logs a warning after each `stall_warning_s`, and raises `CollectiveTimeoutError` after
     `timeout_s`.
+
+    Attributes:
+        rank: This rank.
+        size: The number of ranks.
+        mechanism: The way of the data: "window", "ring", "window and ring", or the name of the backend.
+        instruments: The instruments that observe this rank.
+        beside: A link for messages outside of collectives, closed with the communicator; None if the backend has none.
+        part: Function that returns a communicator of some ranks as `subgroup` does, but over the same connection: the
+            loss of a rank cannot disturb its creation. Called once, and closed before this communicator. None if the
+            backend has none.
     """
+
+    beside: Link | None = None
+    part: Callable[[Sequence[int]], Communicator] | None = None
 
     def __init__(
         self,
@@ -362,10 +375,14 @@ class Communicator:
             return
         self._named.begin_close()
         self._let_see(Instruments())  # instruments keep the program's last collective as the last one seen
+        is_complete = False
         try:
             self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
+            is_complete = True
         finally:
+            if self.link is not None:
+                self.link.end(is_complete)
             self.abandon()
 
     def abandon(self) -> None:
@@ -374,6 +391,8 @@ class Communicator:
             self._state = ClosedError(f"this communicator of {self.size} ranks has been closed")
             self._named.abandon()
             self._transport.close()
+            if self.beside is not None:
+                self.beside.close()
 
     def __enter__(self) -> Communicator:
         return self

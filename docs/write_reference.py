@@ -21,6 +21,7 @@ from collectives.simulation.__main__ import command_line_parser
 from poprun import doctor
 from poprun.cli.help import options_table
 from poprun.monitor import command as top
+from poprun.monitor import resize_command as resize
 from poprun.trace import command as timeline
 from poprun.verify import options as verify
 
@@ -33,11 +34,13 @@ _OPTIONS_OF_SUBCOMMANDS = {
     verify.VERIFY: verify.OPTIONS_OF_VERIFY,
     timeline.SECTION: (timeline.HELP, timeline.OUTPUT, timeline.HTML),
     top.SECTION: top.OPTIONS,
+    resize.SECTION: resize.OPTIONS,
 }
 _USAGES = {
     "verify": verify.describe_verify,
     "timeline": timeline.describe,
     "top": top.describe,
+    "resize": resize.describe,
     "doctor": lambda: doctor.USAGE,
 }
 
@@ -133,7 +136,7 @@ _VARIABLES = {
     "instance": (
         *("POPDIST_NUM_TOTAL_REPLICAS", "POPDIST_NUM_LOCAL_REPLICAS", "POPDIST_REPLICA_INDEX_OFFSET"),
         *("POPDIST_NUM_IPUS_PER_REPLICA", "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE", "POPDIST_LOCAL_INSTANCE_INDEX"),
-        *("POPDIST_DEVICE_ID", "POPDIST_RESTART_COUNT", "POPDIST_SHRINKS"),
+        *("POPDIST_DEVICE_ID", "POPDIST_RESTART_COUNT", "POPDIST_SHRINKS", "POPDIST_NUM_SPARES", "POPDIST_SPARE"),
     ),
     "internal": (
         *("POPDIST_JOINED", "POPDIST_VERIFY_RECORD", "POPDIST_VERIFY_STEPS", "POPDIST_VERIFY_VALUES"),

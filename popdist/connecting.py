@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from popdist.environments.poprun import num_spares
 from popdist.environments.tf_config import read_cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
@@ -22,10 +23,14 @@ _MPI_WAYS_OUT = {
 
 
 def connect_default(settings: Settings, instance: Instance) -> Communicator:
-    """Connect several instances over MPI, or over gRPC if TF_CONFIG lists them; one instance needs no connection."""
+    """Connect several instances over MPI, or over gRPC if TF_CONFIG lists them; one instance needs no connection.
+
+    In a job with spares, the communicator connects all processes.
+    """
     import collectives
 
-    if instance.count == 1:
+    spares = num_spares(os.environ) if instance.launcher == "poprun" else 0
+    if instance.count + spares == 1:
         return collectives.connect("single", settings)
     if instance.launcher == "tf_config":
         return _connect_workers(settings, instance)
@@ -35,7 +40,8 @@ def connect_default(settings: Settings, instance: Instance) -> Communicator:
     process.progress.joining()
     communicator = collectives.connect("mpi", settings)
     process.is_default = True
-    check_rank(communicator, instance, _MPI_WAYS_OUT.get(instance.launcher, _MPI_WAYS_OUT["mpirun"]))
+    if not spares:
+        check_rank(communicator, instance, _MPI_WAYS_OUT.get(instance.launcher, _MPI_WAYS_OUT["mpirun"]))
     return communicator
 
 
@@ -50,7 +56,20 @@ def _connect_workers(settings: Settings, instance: Instance) -> Communicator:
         rank=instance.index,
         names=cluster.names,
         description=f"{instance.total_replicas} replicas",
+        shrinks=process.workers_go_on,
     )
+
+
+def connect_survivors(lost: Communicator) -> Communicator:
+    """Connect with the surviving instances, over the transport of the lost communicator."""
+    import collectives
+
+    connected: Communicator
+    if process.workers_go_on:
+        connected = collectives.load_backend("grpc").connect_survivors(process.settings(), lost)
+    else:
+        connected = collectives.load_backend("mpi").connect_survivors(process.settings())
+    return connected
 
 
 def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> None:

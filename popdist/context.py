@@ -10,12 +10,14 @@ import os
 from typing import TYPE_CHECKING
 
 from popdist.connecting import backend_of, check_rank, connect_default
+from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
-from popdist.leaving import disconnect, watch_exit
+from popdist.leaving import can_carry_on, disconnect, watch_exit
+from popdist.places import take_first_places
 from popdist.process import ConnectBackend, group, process
-from popdist.records.progress import Progress, ProgressPage
+from popdist.records.progress import Progress, ProgressPage, Role
 from popdist.records.watched import show_stack_when_asked
 from popdist.spawned import join_once, leave_job, refuse_while_spawned
 
@@ -59,8 +61,13 @@ def init(num_replicas: int | None = None) -> None:
     initializeBackend()
 
 
-def join_cluster(cluster: Cluster, num_replicas: int) -> None:
+def join_cluster(cluster: Cluster, num_replicas: int, goes_on: bool = False) -> None:
     """Call `init` as a worker of `cluster`, whatever the environment says.
+
+    Args:
+        cluster: Addresses of all workers.
+        num_replicas: Total number of replicas.
+        goes_on: Whether the other workers go on if one is lost; the same on all workers.
 
     Raises:
         LifeCycleError: This process has already joined another job.
@@ -68,7 +75,7 @@ def join_cluster(cluster: Cluster, num_replicas: int) -> None:
     """
     wanted = cluster.instance(num_replicas)
     if process.communicator is None:
-        process.cluster = cluster
+        process.cluster, process.workers_go_on = cluster, goes_on
     elif process.instance != wanted:
         raise LifeCycleError(
             f"this process is an instance already ({_describe(process.instance)}), but the cluster makes it "
@@ -121,15 +128,24 @@ def initializeBackend() -> None:
     leave_job(os.environ)
     instance = process.detect()
     join_once(instance, process.cluster, os.environ)
+    process.role = Role.SPARE if os.environ.get(SPARE_VARIABLE) == "1" else Role.ACTIVE
     process.attach(ProgressPage.from_environ(os.environ), instance)
     show_stack_when_asked(os.environ)
     _check_packages(instance)
-    process.communicator = process.connect(process.settings(), instance)
+    process.communicator = everybody = process.connect(process.settings(), instance)
     process.progress.joined()
     if process.timeline is not None:
         process.timeline.meet(process.communicator)
     process.instance = instance
+    if process.is_default and (spares := num_spares(os.environ)):
+        take_first_places(everybody, spares)
+    elif can_carry_on():
+        process.progress.takes_role(is_spare=False)
     watch_exit()
+    if RESERVE_VARIABLE in os.environ:
+        from popdist.reserve import hold
+
+        hold()
 
 
 def finalizeBackend() -> None:
@@ -158,8 +174,18 @@ def communicator() -> Communicator:
     """Return the communicator of all instances, or inside `execute_on_instances` of the named instances.
 
     Raises:
-        LifeCycleError: `init` has not been called.
+        LifeCycleError: `init` has not been called, or this process is a spare.
     """
+    if process.role is Role.SPARE:
+        raise LifeCycleError(
+            "this process is a spare, which takes part in no collective of the instances before it takes the place of "
+            "one; use operations of a strategy, whose results spares get, or start the job without --spares"
+        )
+    return own_communicator()
+
+
+def own_communicator() -> Communicator:
+    """Return what `communicator` returns; on a spare, a communicator of this process alone."""
     current = group.get() or process.communicator
     if current is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
@@ -172,17 +198,23 @@ def is_chief() -> bool:
     After a loss another instance may become the chief, so ask each time. If instances continue after the chief has
     finished, none of them is the chief.
     """
-    return instance().is_leader and not process.has_chief_left
+    return instance().is_leader and process.role is Role.ACTIVE and not process.has_chief_left
 
 
 def join_besides(connect: ConnectBackend) -> Communicator:
     """Connect the instances over a second transport, which is closed before the backend.
 
     Raises:
-        LifeCycleError: `init` has not been called, or the new communicator numbers the instances differently.
+        LifeCycleError: `init` has not been called, the new communicator numbers the instances differently, or the job
+            has spares.
     """
     if process.communicator is None or process.instance is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
+    if process.journal is not None:
+        raise LifeCycleError(
+            "this transport connects the same processes to the end, so no spare can join; start the job without "
+            "--spares"
+        )
     communicator = connect(process.settings(), process.instance)
     check_rank(communicator, process.instance, "connect the same processes, in the same order")
     process.others.append(communicator)

@@ -5,31 +5,33 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from popdist.connecting import finalize_mpi
+from popdist import connecting
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.failing import end_with
 from popdist.instance import Instance
+from popdist.places import take_places
 from popdist.process import Chief, process
-
-if TYPE_CHECKING:
-    from collectives import Communicator
+from popdist.records.progress import Role
 
 _at_renumbering: list[Callable[[], None]] = []
 _WITHOUT_CHIEF = (
     "instance 0 was lost when all others had finished: its output and files for the whole job are missing. "
     "Start the job again, or write them in strategy.on_chief, so that after a loss another instance writes them"
 )
+_ONLY_SPARES = "all instances that had the variables are lost, and spares have none. Start the job from its checkpoint"
 
 
 # ---- survivors
 
 
 def can_carry_on() -> bool:
-    """Return whether the other instances can continue after a loss: poprun --on-failure shrink, over MPI."""
-    return process.is_default and is_to_carry_on() and not process.others
+    """Return whether the other instances can continue after a loss.
+
+    Instances over MPI can under poprun --on-failure shrink, and workers of a cluster with on_failure="shrink".
+    """
+    return (process.workers_go_on or (process.is_default and is_to_carry_on())) and not process.others
 
 
 def is_to_carry_on() -> bool:
@@ -40,24 +42,34 @@ def is_to_carry_on() -> bool:
 def carry_on() -> Instance:
     """Continue without lost instances; a collective call of the surviving instances.
 
-    Survivors are numbered anew in the same order. They share all replicas in order, as evenly as possible; the first
-    ones may drive one more. The call waits until every survivor has called it or has finished its program. Finished
-    survivors wait at their exit and get no replicas. If another instance is lost meanwhile, the call begins again.
+    Survivors are numbered anew in the same order, and spares take the numbers of lost instances. The active ones share
+    all replicas in order, as evenly as possible; the first ones may drive one more. The call waits until every survivor
+    has called it or has finished its program. Finished survivors wait at their exit and get no replicas. If another
+    instance is lost meanwhile, the call begins again. On a spare that has been chosen the call waits for nobody.
 
     Returns:
-        The new identity of this instance. `communicator` returns a new communicator as well.
+        The new identity of this instance. `communicator` returns a new communicator as well. If fewer instances are
+        wanted, this one may have become a spare: `popdist.spares.is_spare` tells.
 
     Raises:
         LifeCycleError: The job was not started to continue after losses.
     """
     if process.communicator is None or process.instance is None or not can_carry_on():
-        raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
-    connect_survivors(is_leaving=False)
+        raise LifeCycleError(
+            "the job cannot go on without an instance; start it with poprun --on-failure shrink, or make all workers "
+            "with IPUMultiWorkerStrategy(on_failure='shrink')"
+        )
+    if process.is_chosen:
+        process.role, process.is_chosen = Role.ACTIVE, False
+    else:
+        connect_survivors(process.role)
     for forget in _at_renumbering:
         forget()
-    process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
+    if process.role is Role.ACTIVE:
+        process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
     if process.timeline is not None:
-        process.timeline.renumbered(process.instance)
+        is_spare = process.role is Role.SPARE
+        process.timeline.renumbered(process.instance.index, 0 if is_spare else process.instance.count, process.changes)
     return process.instance
 
 
@@ -66,43 +78,27 @@ def at_renumbering(forget: Callable[[], None]) -> None:
     _at_renumbering.append(forget)
 
 
-def connect_survivors(is_leaving: bool) -> None:
-    """Connect with the surviving instances; finished ones take no part in the work of the others.
+def connect_survivors(role: Role) -> None:
+    """Connect with the surviving processes; finished ones and spares take no part in the work of the others.
 
     Args:
-        is_leaving: Whether this instance has finished its program. It then waits for the survivors at its exit.
+        role: The role of this process. If it has finished its program, it then waits for the survivors at its exit.
     """
     import collectives
 
     while True:
-        lost = process.every_communicator
-        everybody = collectives.load_backend("mpi").connect_survivors(process.settings())
+        lost = [each for each in process.every_communicator if each is not process.alone]
+        everybody = connecting.connect_survivors(lost[-1])
         for communicator in lost:
             communicator.abandon()
-        process.communicator, process.with_leavers = everybody, None
+        process.communicator, process.everybody = everybody, None
         try:
-            _part_from_leavers(everybody, is_leaving)
+            take_places(everybody, role)
         except (collectives.PeerLostError, collectives.BrokenError):
             continue
-        if is_leaving:
+        if role is Role.LEAVING:
             process.progress.leaving()
         return
-
-
-def _part_from_leavers(everybody: Communicator, is_leaving: bool) -> None:
-    import numpy as np
-
-    assert process.instance is not None
-    is_done = process.chief is Chief.DONE or (is_leaving and process.instance.is_leader)
-    facts = everybody.all_gather(np.array([is_leaving, is_done]), name="instances that have finished")
-    leaving, done = facts.T
-    if done.any():
-        process.chief, process.has_chief_left = Chief.DONE, not is_leaving
-    elif leaving.all():
-        process.chief, process.is_first_left = Chief.LOST, everybody.rank == 0
-    if not is_leaving and leaving.any():
-        process.communicator = everybody.subgroup(np.flatnonzero(~leaving).tolist())
-        process.with_leavers = everybody
 
 
 # ---- the end
@@ -121,7 +117,7 @@ def disconnect() -> None:
         process.at_end()
     communicators[-1].close()
     process.progress.finished()
-    finalize_mpi()
+    connecting.finalize_mpi()
 
 
 def _end_with_who_is_left() -> None:
@@ -130,12 +126,15 @@ def _end_with_who_is_left() -> None:
     If an instance is lost during the last collective, some survivors may complete it while others abandon it. The
     others then wait for all survivors. So each instance checks for losses before it leaves.
     """
-    from collectives import BrokenError, PeerLostError
+    from collectives import BrokenError, ClosedError, PeerLostError
 
     while True:
         try:
             for communicator in process.every_communicator:
                 communicator.close()
+                if communicator is process.communicator and process.feeding is not None:
+                    assert process.journal is not None
+                    process.feeding.end(process.journal)
         except (PeerLostError, BrokenError):
             pass
         except Exception:
@@ -146,7 +145,11 @@ def _end_with_who_is_left() -> None:
                 process.chief = Chief.DONE
             if not process.progress.is_released:
                 break
-        connect_survivors(is_leaving=True)
+        try:
+            connect_survivors(Role.LEAVING)
+        except ClosedError:  # all others have ended in order, and this instance has only missed their last messages
+            process.chief = Chief.DONE
+            break
     process.forget_backend()
     process.progress.finished()
 
@@ -193,7 +196,7 @@ def _abandon() -> None:
     """Leave the job at once, without waiting for the others."""
     for communicator in process.every_communicator:
         communicator.abandon()
-    atexit.unregister(finalize_mpi)
+    atexit.unregister(connecting.finalize_mpi)
     if process.at_failure is not None:
         process.at_failure()
 
@@ -206,7 +209,8 @@ def _leave() -> None:
             return
         _finalize_at_exit()
     if process.chief is Chief.LOST:
-        end_with(1, _WITHOUT_CHIEF if process.is_first_left else "")
+        reason = _ONLY_SPARES if process.role is Role.SPARE else _WITHOUT_CHIEF
+        end_with(1, reason if process.is_first_left else "")
 
 
 def _finalize_at_exit() -> None:

@@ -10,12 +10,14 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from popdist.environments.detection import detect_instance
+from popdist.environments.poprun import process_index
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
-from popdist.records.progress import NoProgress, Progress, ProgressPage
+from popdist.records.progress import NoProgress, Progress, ProgressPage, Role
 from popdist.records.watched import Waits
+from popdist.standby import Fed, Feeding, Journal
 from popdist.timeline.asked import TimelineOptions
 
 if TYPE_CHECKING:
@@ -42,10 +44,19 @@ class Process:
     is_default: bool = False  # whether the backend is the default one, over MPI
     num_replicas: int | None = None
     cluster: Cluster | None = None  # given by the program instead of its environment
+    workers_go_on: bool = False  # whether the workers of a cluster go on if one is lost
     instance: Instance | None = None
     communicator: Communicator | None = None
     others: list[Communicator] = field(default_factory=list)  # connect the same instances over other transports
-    with_leavers: Communicator | None = None  # connects working and finished survivors
+    everybody: Communicator | None = None  # connects all processes, if some of them are not active
+    alone: Communicator | None = None  # the communicator of a spare, which takes part in no work of the others
+    role: Role = Role.ACTIVE
+    is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
+    is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
+    target: int = 0  # the wanted number of active instances
+    journal: Journal | None = None  # the results of operations, if the job has spares
+    feeding: Feeding | None = None  # on the instance that passes the journal on
+    fed: Fed | None = None  # on a spare
     chief: Chief = Chief.AT_WORK
     has_chief_left: bool = False  # whether the chief has finished while this instance continues
     is_first_left: bool = True  # whether this instance is the first survivor
@@ -54,6 +65,7 @@ class Process:
     progress: Progress = NoProgress()
     attached: Sequence[Instrument] = ()  # instruments that observe this instance
     timeline: Timeline | None = None  # the recording, if the job is recorded
+    changes: int = 0  # number of changes of the members so far, the same on all processes that took part in the last
     was_finalized: bool = False
     failed_at: int | None = None  # number of collectives called when the program began to fail
     watches_exit: bool = False
@@ -61,7 +73,7 @@ class Process:
     @property
     def every_communicator(self) -> list[Communicator]:
         """All communicators, in closing order."""
-        backend = [each for each in (self.communicator, self.with_leavers) if each is not None]
+        backend = [each for each in (self.communicator, self.everybody) if each is not None]
         return [*reversed(self.others), *backend]
 
     @property
@@ -94,7 +106,7 @@ class Process:
             attached += self.timeline.instruments
         if any(word.kind == PROMETHEUS for word in words_in(os.environ)):
             attached.append(Waits())
-        if faults := due_faults(os.environ, instance.index):
+        if faults := due_faults(os.environ, process_index(os.environ, instance)):
             attached.append(FaultInjector(faults, progress.cut_off))
         self.progress, self.attached = progress, attached
 
@@ -114,7 +126,8 @@ class Process:
 
     def forget_backend(self) -> None:
         """Note that the backend is gone for good."""
-        self.communicator = self.with_leavers = self.connect = None
+        self.communicator = self.everybody = self.connect = None
+        self.alone = self.feeding = self.fed = None
         self.others = []
         self.was_finalized = True
 

@@ -45,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from poprun.monitor.command import main as watch
 
             return watch(words[1:])
+        if list(words[:1]) == ["resize"]:
+            from poprun.monitor.resize_command import main as resize
+
+            return resize(words[1:])
         if list(words[:1]) == ["simulate"]:
             from collectives.simulation.__main__ import main as simulate
 

@@ -80,6 +80,9 @@ if TYPE_CHECKING:
         NonFiniteGradientError as NonFiniteGradientError,
     )
     from strategies.errors import (
+        SpareError as SpareError,
+    )
+    from strategies.errors import (
         StrategyError as StrategyError,
     )
     from strategies.ipu import IPUStrategy as IPUStrategy
@@ -185,6 +188,7 @@ _PLACES = {
     "PopDistStrategy": "strategies.job_strategies",
     "Position": "strategies.data.layout",
     "ReplicaContext": "strategies.jax.replicas.replica_context",
+    "SpareError": "strategies.errors",
     "StepOptions": "strategies.jax.options",
     "Strategy": "strategies.strategy",
     "StrategyError": "strategies.errors",

@@ -9,6 +9,7 @@ StrategyError
 ├── FeedError               an infeed or outfeed is not in the right state: the message says what to do first
 │   └── EndOfDataError      an infeed has no more elements: run fewer steps, or repeat the data
 ├── FailedPreconditionError a program does not fit the objects it is used with: the message names them
+├── SpareError              a spare cannot follow the active instances: the message says why; the others go on
 └── DeviceError             too few devices, or wrong sums: make the strategy before JAX starts, or use more devices
 """
 
@@ -35,6 +36,10 @@ class LostPartError(StrategyError, RuntimeError):
 
 class CheckpointError(StrategyError, RuntimeError):
     """A checkpoint that cannot be written or read, or does not fit this training."""
+
+
+class SpareError(StrategyError, RuntimeError):
+    """A part of the program that a spare cannot replay, or values that it does not have. The job goes on without it."""
 
 
 class DeviceError(StrategyError, RuntimeError):

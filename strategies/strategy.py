@@ -25,7 +25,7 @@ from strategies.data.iterators import Lockstep
 from strategies.data.layout import Remainder
 from strategies.data.sources import InputContext
 from strategies.defaults import Defaults, current_defaults_of
-from strategies.errors import DeviceError
+from strategies.errors import DeviceError, SpareError
 from strategies.extended import StrategyExtended
 from strategies.jax.programs.program import NOTHING_HELD, DeviceProgram, HeldState
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers, refuse_float64
@@ -151,7 +151,16 @@ class Strategy(ABC):
 
     @property
     def communicator(self) -> Communicator:
-        """The connection of the remaining instances."""
+        """The connection of the remaining instances.
+
+        Raises:
+            SpareError: If this instance is a spare, which has no connection before it becomes active.
+        """
+        if self.replicas.is_spare:
+            raise SpareError(
+                "a spare has no communicator before it becomes active; use strategy.broadcast, reduce, gather and "
+                "on_chief, whose results spares get too"
+            )
         return self.replicas.communicator
 
     @property
@@ -524,8 +533,9 @@ class Strategy(ABC):
             transfer_dtype=transfer_dtype,
             prefetch=prefetch if prefetch is not None else 2 if self.defaults.prefetches else 0,
             place=lambda batch: self.replicas.dealing.batch(batch),
-            communicator=self.communicator,
+            communicator=self.replicas.communicator,
             instruments=self.instruments,
+            is_spare=lambda: self.replicas.is_spare,
         )
         self.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
         return dataset
@@ -543,7 +553,7 @@ class Strategy(ABC):
                 batches; their leaves hold the batches of all local replicas in order along the first axis.
         """
         batches = function(InputContext(self.num_instances, self.instance_index, self.num_replicas_in_sync))
-        return batches if self.num_instances == 1 else Lockstep(batches, self.communicator)
+        return batches if self.num_instances == 1 else Lockstep(batches, self.replicas.communicator)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:

@@ -13,6 +13,7 @@ from optax import GradientTransformation
 from strategies.argument_checks import positive, require_known_options
 from strategies.core.evaluation import Evaluation, Evaluator
 from strategies.core.metrics import Metrics, StepNotice
+from strategies.core.placeholders import blank
 from strategies.core.rows import EvaluationTask, Told
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
@@ -122,7 +123,7 @@ class Trainer:
             recorder,
         )
         own_part = None if self._engine.has_copies() else options.own_part
-        self._evaluator = Evaluator(replicas, self._engine, every_row, own_part)
+        self._evaluator = Evaluator(replicas, self._engine, every_row, own_part, self._loop.carrier)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
@@ -178,6 +179,9 @@ class Trainer:
             ValueError: If a variable was used up, or the model state does not fit, as in `init`.
             LayoutMismatchError: On all instances, if their variables differ in names, shapes or dtypes.
         """
+        replicas = self._strategy.replicas
+        if replicas.is_spare:
+            state = blank(state)
         check_takes_state(self._loss_fn, state.model_state is not None)
         check_variables(state.variables, self._options.trainable)
         check_model_state(state.model_state)
@@ -187,7 +191,7 @@ class Trainer:
         def begun(root: int = 0) -> TrainState:
             nonlocal given
             first: TrainState
-            first, step = self._strategy.replicas.broadcast((given, np.int32(given.step)), root)
+            first, step = replicas.broadcast((given, np.int32(given.step)), root)
             given = replace(first, step=int(step))
             return self._engine.restore(given)
 

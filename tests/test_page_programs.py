@@ -20,6 +20,7 @@ from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
 from poprun.errors import UsageError
 from poprun.monitor.command import OPTIONS as OPTIONS_OF_TOP
+from poprun.monitor.resize_command import OPTIONS as OPTIONS_OF_RESIZE
 from poprun.trace.command import HELP, HTML, OUTPUT
 from poprun.verify.options import OPTIONS_OF_VERIFY
 
@@ -169,6 +170,7 @@ SUBCOMMANDS = {
     "verify": (*OPTIONS, *OPTIONS_OF_VERIFY, HELP),
     "timeline": (HELP, OUTPUT, HTML),
     "top": OPTIONS_OF_TOP,
+    "resize": OPTIONS_OF_RESIZE,
     "doctor": tuple(
         Option(name, kind, "", "")
         for name, kind in (("host", OptionKind.HOSTS), ("host-subnet", OptionKind.TEXT), ("json", OptionKind.FLAG))

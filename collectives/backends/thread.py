@@ -245,7 +245,9 @@ def connect(settings: Settings, hub: ThreadHub, rank: int, instances: Sequence[i
     share_memory = settings.mechanism == "window"
     for link in links:
         link.hosts = host_numbers(hub.hosts) or (0,) * hub.size * share_memory
-    return assemble(settings, group, links, share_memory, make_subgroup)
+    communicator = assemble(settings, group, links, share_memory, make_subgroup)
+    communicator.beside = ThreadLink(hub, rank, 2)
+    return communicator
 
 
 def connect_survivors(settings: Settings, hub: ThreadHub, rank: int) -> Communicator:

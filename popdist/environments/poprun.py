@@ -28,7 +28,13 @@ DEVICE = "POPDIST_DEVICE_ID"
 """Device that `popdist.getDeviceId()` returns. Set only for a job on a simulated partition."""
 
 SHRINKS_VARIABLE = "POPDIST_SHRINKS"
-"""1 if the job continues without lost instances: `--on-failure shrink`."""
+"""1 if the job continues without lost instances: `--on-failure shrink` and `replace`."""
+NUM_SPARES_VARIABLE = "POPDIST_NUM_SPARES"
+"""Number of spares of the job, on all its processes; unset without spares. The last processes are spares at first."""
+SPARE_VARIABLE = "POPDIST_SPARE"
+"""1 on a process that is a spare at first. Its other variables are those of the last instance."""
+RESERVE_VARIABLE = "POPDIST_RESERVE"
+"""The pid of the agent, on a spare whose program begins only when poprun starts it: `--regrow`."""
 
 VARIABLES = (TOTAL, IPUS, LOCAL, UNIFORM, OFFSET, LOCAL_INSTANCE)
 """Variables that poprun always sets, in the order of its command line."""
@@ -76,23 +82,43 @@ def _read(environ: Mapping[str, str]) -> _Replicas:
     )
 
 
+def num_spares(environ: Mapping[str, str]) -> int:
+    """Return the number of processes of the job that are spares at first."""
+    return read_whole_number(environ, NUM_SPARES_VARIABLE, 1) if NUM_SPARES_VARIABLE in environ else 0
+
+
+def process_index(environ: Mapping[str, str], instance: Instance) -> int:
+    """Return the number of a process in poprun's messages: of a spare its rank, of an instance its index."""
+    return read_process(environ).rank if SPARE_VARIABLE in environ else instance.index
+
+
 def _one_of_many(replicas: _Replicas, process: LaunchedProcess, environ: Mapping[str, str]) -> Instance:
-    is_block = process.size * replicas.local == replicas.total and process.rank * replicas.local == replicas.offset
+    count = process.size - num_spares(environ)
+    index = min(process.rank, count - 1)
+    is_block = count * replicas.local == replicas.total and index * replicas.local == replicas.offset
     agree = (
         replicas.offset + replicas.local <= replicas.total
         and replicas.local_instance == process.local_rank
         and (not replicas.uniform or is_block)
+        and count >= 1
+        and (process.rank >= count) == (environ.get(SPARE_VARIABLE) == "1")
     )
     if not agree:
         raise EnvironmentMismatchError(
             "the variables of poprun and of Open MPI contradict each other: "
-            f"{quote(environ, (*VARIABLES, *OPEN_MPI_VARIABLES))}; start the program with poprun"
+            f"{quote(environ, (*VARIABLES, *_spare_variables(environ), *OPEN_MPI_VARIABLES))}; start the program with "
+            "poprun"
         )
-    return _instance(replicas, process.rank, process.size)
+    return _instance(replicas, index, count)
+
+
+def _spare_variables(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in (NUM_SPARES_VARIABLE, SPARE_VARIABLE) if name in environ]
 
 
 def _alone(replicas: _Replicas, environ: Mapping[str, str]) -> Instance:
-    if replicas.total != replicas.local or replicas.offset or replicas.local_instance:
+    is_one_of_several = replicas.total != replicas.local or replicas.offset or replicas.local_instance
+    if is_one_of_several or SPARE_VARIABLE in environ:
         raise EnvironmentMismatchError(
             "the variables of poprun describe one of several instances, but the variables of Open MPI are unset: "
             f"{quote(environ, VARIABLES)}; start the program with poprun or unset POPDIST_*"
@@ -107,7 +133,7 @@ def _instance(replicas: _Replicas, index: int, count: int) -> Instance:
         local_replicas=replicas.local,
         replica_offset=replicas.offset,
         total_replicas=replicas.total,
-        local_index=replicas.local_instance,
+        local_index=min(replicas.local_instance, count - 1),
         ipus_per_replica=replicas.ipus,
         uniform=replicas.uniform,
         launcher="poprun",

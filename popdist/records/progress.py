@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, final
 
+from popdist.records.wanted import Wanted, unpack_wanted
+
 if TYPE_CHECKING:
     from collectives.calls import Call
 
 DESCRIPTOR_VARIABLE = "POPRUN_PROGRESS_FD"
 """Descriptor of the memory page in which popdist notes the instance's collective calls for poprun."""
 PAGE_BYTES = 4096
-MAGIC = 0x32_4E55_5250_4F50  # "POPRUN2" in little-endian memory; 2 is the version of the layout
+MAGIC = 0x33_4E55_5250_4F50  # "POPRUN3" in little-endian memory; 3 is the version of the layout
 CUT_SIGNAL = signal.SIGRTMIN + 1
 """Signal of an injected fault: it asks the supervisor, whose pid is in the page, to lose its connection."""
 
@@ -33,7 +35,8 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_WAITING = 24
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY = 22, 23, 24, 25, 26
+_WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
 
@@ -60,7 +63,22 @@ class State(IntEnum):
     """In `popdist.init`; MPI connects the instances as soon as all of them are here."""
 
 
-_STATES = frozenset(map(int, State))
+class Role(IntEnum):
+    """The role of the process among the processes of its job."""
+
+    UNKNOWN = 0
+    """The program has not said it, as in jobs whose instances are all active for ever."""
+    ACTIVE = 1
+    """It takes part in the training."""
+    SPARE = 2
+    """It waits until it becomes active."""
+    LEAVING = 3
+    """It has finished its program, and waits for the others at its exit."""
+    FIXED = 4
+    """It takes part in the training, which cannot go on with other instances."""
+
+
+_STATES, _ROLES = frozenset(map(int, State)), frozenset(map(int, Role))
 _RUNNING, _IN_COLLECTIVE = State.RUNNING.value, State.IN_COLLECTIVE.value
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _DOUBLE = struct.Struct("=d")
@@ -114,6 +132,10 @@ class ProgressRecord:
         heeded: Number of lost instances in the supervisor's last release that the instance has seen; 0: none.
         phase: Phase of the step, one of `PHASES`.
         made: Steps made, and their results.
+        role: Role of the process.
+        wanted: Wish of poprun in the page.
+        considered: Number of the last wish that the instance has considered in a membership change; 0: none.
+        is_ready: Whether a spare has come to the place in the program at which the active instances are.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -127,6 +149,10 @@ class ProgressRecord:
     heeded: int = 0
     phase: str = ""
     made: Made = Made()
+    role: Role = Role.UNKNOWN
+    wanted: Wanted = Wanted()
+    considered: int = 0
+    is_ready: bool = False
     fault: str = ""
 
     @property
@@ -138,6 +164,11 @@ class ProgressRecord:
     def is_joining(self) -> bool:
         """Whether the instance waits for the others in `popdist.init`."""
         return self.state is State.JOINING
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether the process is a spare."""
+        return self.role is Role.SPARE
 
     @property
     def is_inside(self) -> bool:
@@ -169,6 +200,56 @@ class Progress(ABC):
     def is_released(self) -> bool:
         """Whether the supervisor has found that waiting for the others is useless."""
 
+    @property
+    @abstractmethod
+    def is_resize_due(self) -> bool:
+        """Whether poprun has a complete wish that no change has read yet; cheap enough for every step."""
+
+    @property
+    @abstractmethod
+    def wanted(self) -> int:
+        """The number of active instances in the complete wish of poprun; 0: no wish.
+
+        A membership change reads the wish by this property. `may_be_active` and `takes_role` then belong to the same
+        wish, even if poprun writes another one meanwhile. The wish stays valid for later changes.
+        """
+
+    @property
+    @abstractmethod
+    def may_be_active(self) -> bool:
+        """Whether this process may be active, by the wish that `wanted` has read last; complete or not."""
+
+    @property
+    @abstractmethod
+    def wish(self) -> int:
+        """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
+
+    @abstractmethod
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        """Note the role of this process after a membership change.
+
+        Args:
+            is_spare: Whether it is a spare.
+            wish: The number of the wish that the change has considered, the same on all processes; 0: none. A page may
+                get the wish a moment later than another one, so this page may not have it yet.
+        """
+
+    @property
+    @abstractmethod
+    def is_to_begin(self) -> bool:
+        """Whether poprun has started the program of this process; only a reserve asks."""
+
+    @abstractmethod
+    def catches_up(self) -> None:
+        """Note that this spare has come to the place in the program at which the active instances are."""
+
+    @abstractmethod
+    def needs_all(self) -> None:
+        """Note that the program cannot go on with other instances; later wishes for others have no effect.
+
+        A spare cannot tell, because it has no batches; its note is dropped.
+        """
+
     @abstractmethod
     def joining(self) -> None:
         """Note that the program is in `popdist.init` and waits for the other instances."""
@@ -191,7 +272,7 @@ class Progress(ABC):
 
     @abstractmethod
     def carry_on(self, lost: int) -> None:
-        """Note that the others continue without `lost` lost instances in all."""
+        """Note that the others continue without `lost` lost instances in all; their change considers poprun's wish."""
 
     @abstractmethod
     def cut_off(self) -> bool:
@@ -204,6 +285,17 @@ class NoProgress(Progress):
 
     is_supervised = False
     is_released = False
+    is_resize_due = False
+    wanted = 0
+    may_be_active = True
+    wish = 0
+    is_to_begin = True
+
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
+
+    def catches_up(self) -> None: ...
+
+    def needs_all(self) -> None: ...
 
     def joining(self) -> None: ...
 
@@ -228,6 +320,8 @@ class ProgressPage(Progress):
     __slots__ = (
         "_begun_ns",
         "_call",
+        "_considered_word",
+        "_is_changing",
         "_label_at",
         "_losses",
         "_lost",
@@ -235,6 +329,8 @@ class ProgressPage(Progress):
         "_outer",
         "_pending",
         "_waited_ns",
+        "_wanted",
+        "_wanted_word",
         "_words",
     )
 
@@ -249,6 +345,9 @@ class ProgressPage(Progress):
         self._call: Call | None = None
         self._pending: Callable[[], float | None] | None = None
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
+        self._wanted_word = self._considered_word = 0
+        self._wanted = Wanted()
+        self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
 
@@ -348,14 +447,56 @@ class ProgressPage(Progress):
 
     @property
     def is_released(self) -> bool:
-        """Whether the supervisor counts more lost instances than the last call of `carry_on`."""
+        """Whether the supervisor counts more lost instances than the last call of `carry_on`, or has a new wish."""
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
-        return released > self._lost
+        return released > self._lost or (not self._is_changing and self.is_resize_due)
 
     def carry_on(self, lost: int) -> None:
-        self._lost = lost
+        self._lost, self._is_changing = lost, True
+
+    @property
+    def is_resize_due(self) -> bool:
+        word = self._words[_WANTED]
+        if word == self._considered_word:
+            return False
+        latest = unpack_wanted(word)
+        is_new = latest.is_complete and latest.number != self._words[_CONSIDERED]
+        return is_new and self._words[_ROLE] != Role.FIXED
+
+    @property
+    def wanted(self) -> int:
+        self._wanted_word = self._words[_WANTED]
+        self._wanted = unpack_wanted(self._wanted_word)
+        return self._wanted.count if self._wanted.is_complete else 0
+
+    @property
+    def may_be_active(self) -> bool:
+        return not self._wanted.is_barred
+
+    @property
+    def wish(self) -> int:
+        return self._wanted.number if self._wanted.is_complete else 0
+
+    def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        self._is_changing = False
+        if wish:
+            self._words[_CONSIDERED] = wish
+        if wish and wish == self.wish:
+            self._considered_word = self._wanted_word
+        self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
+
+    @property
+    def is_to_begin(self) -> bool:
+        return bool(self._words[_BEGUN])
+
+    def catches_up(self) -> None:
+        self._words[_READY] = 1
+
+    def needs_all(self) -> None:
+        if self._words[_ROLE] != Role.SPARE:
+            self._words[_ROLE] = Role.FIXED
 
     def cut_off(self) -> bool:
         supervisor = self._words[_SUPERVISOR]
@@ -400,6 +541,8 @@ def parse_progress(page: bytes) -> ProgressRecord:
         return ProgressRecord()
     if words[_STATE] not in _STATES:
         return ProgressRecord(fault=f"its state is {words[_STATE]}")
+    if words[_ROLE] not in _ROLES:
+        return ProgressRecord(fault=f"its role is {words[_ROLE]}")
     waiting = min(words[_WAITING_COUNT], _WAITING_MOST)
     label = page[_LABEL_OFFSET : _LABEL_OFFSET + words[_LABEL_LENGTH]]
     return ProgressRecord(
@@ -422,6 +565,10 @@ def parse_progress(page: bytes) -> ProgressRecord:
             waited_s=words[_WAITED_NS] / 1e9,
             loss=_DOUBLE.unpack_from(page, 8 * _LOSS)[0] if words[_HAS_LOSS] else None,
         ),
+        role=Role(words[_ROLE]),
+        wanted=unpack_wanted(words[_WANTED]),
+        considered=words[_CONSIDERED],
+        is_ready=bool(words[_READY]),
     )
 
 

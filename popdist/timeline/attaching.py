@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
+from popdist.environments.poprun import process_index
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import JOINED, MAIN_TRACK, PROFILE, EventKind
+from popdist.timeline.events import JOINED, PROFILE, EventKind
 from popdist.timeline.gauges import read_connections
 from popdist.timeline.meeting import (
     CARD_BYTES,
@@ -36,6 +37,8 @@ from popdist.timeline.spilling import TimelineFile
 if TYPE_CHECKING:
     from collectives import Communicator
     from collectives.instruments import Instrument
+
+_MOST_TRACK = (1 << 16) - 1
 
 
 @final
@@ -58,8 +61,9 @@ class Timeline:
         attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self._clock = clock or this_clock()
         self._host = instance.host
+        number = process_index(environ, instance)
         header = {
-            "instance": instance.index,
+            "instance": number,
             "instances": instance.count,
             "replicas": [instance.replica_offset, instance.local_replicas, instance.total_replicas],
             "host": instance.host,
@@ -70,7 +74,7 @@ class Timeline:
             "began_ns": self._clock.now_ns(),
             "began_at_s": time.time(),
         }
-        name = f"instance-{instance.index}{f'.{attempt}' if attempt else ''}{SUFFIX}"
+        name = f"instance-{number}{f'.{attempt}' if attempt else ''}{SUFFIX}"
         self._recording = TimelineFile(asked.folder / name, header, asked.limit_bytes, self._clock.now_ns)
         self._profiling = None if asked.profile is None else self._open_profiling(asked.profile)
         self._process = os.getpid()
@@ -114,9 +118,15 @@ class Timeline:
             self._recording.align_by(self._take_exchanges)
             self._asking.start()
 
-    def renumbered(self, instance: Instance) -> None:
-        """Note that other instances are lost, and the new identity of this instance."""
-        self._recording.recorder.note(int(EventKind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
+    def renumbered(self, index: int, count: int, change: int) -> None:
+        """Note a change of the members.
+
+        Args:
+            index: The new index of this instance.
+            count: The number of active instances; 0 if this one sleeps as a spare from now on.
+            change: The number of the change, counted from 1, the same on all instances.
+        """
+        self._recording.recorder.note(int(EventKind.RENUMBERED), min(change, _MOST_TRACK), (index << 32) + count)
 
     def close(self) -> None:
         """Write the rest and end. Repeated calls do nothing; a forked process does not end its parent's recording."""

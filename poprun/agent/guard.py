@@ -43,9 +43,12 @@ ALONE_VARIABLE = "POPDIST_ALONE"
 """The name of popdist's variable for processes outside of a job; programs of this job must not inherit it. It is
 repeated here, because popdist takes too long to load.
 """
+RESERVE_VARIABLE = "POPDIST_RESERVE"
+"""The name of popdist's variable for a process whose program waits until poprun starts it, repeated likewise."""
 PAGE_BYTES = 4096
-NEW_PAGE = b"POPRUN2\0" + bytes(PAGE_BYTES - 8)
-OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET = 8, 40, 64, 80
+NEW_PAGE = b"POPRUN3\0" + bytes(PAGE_BYTES - 8)
+OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET, WANTED_OFFSET = 8, 40, 64, 80, 184
+BEGUN_OFFSET = 200
 
 STACK_BYTES = 1 << 16
 _NEVER = float("inf")
@@ -64,7 +67,9 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
     environ.pop(ALONE_VARIABLE, None)
     if control.endswith(wire.IGNORES_HANGUP):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # mpirun has reset it to the default
-    place, token, terminals = control.removesuffix(wire.IGNORES_HANGUP).rsplit(" ", 2)
+    control = control.removesuffix(wire.IGNORES_HANGUP)
+    tells_notice = control.endswith(wire.TELLS_NOTICE)
+    place, token, terminals = control.removesuffix(wire.TELLS_NOTICE).rsplit(" ", 2)
     directory, _, address = place.rpartition(" ")
     blocked = put_keeper_above(lambda was_orderly: _tidy(environ, was_orderly, address))
     wakeup = catch_signals((*STOPPING, *PASSED_ON, CUT_SIGNAL, signal.SIGCHLD))
@@ -94,7 +99,9 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         if cpus != "any":
             os.sched_setaffinity(0, parse_cpus(cpus))
 
-    if rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
+    if RESERVE_VARIABLE in environ:
+        environ[RESERVE_VARIABLE] = str(parent)
+    if RESERVE_VARIABLE in environ or (rank == 0 and environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1"):
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (NOTICING, environ.get("PYTHONPATH"))))
     pid = start(words, environ, prepare)
     os.close(stdin)
@@ -106,7 +113,8 @@ def guard_program(cpus: str, words: list[str], environ: dict[str, str]) -> int:
         end_descendants()
         raise
     link.send(wire.pack_hello(rank, pid, time.monotonic(), bytes.fromhex(token), os.uname().nodename))
-    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed)).run()
+    machine = GuardMachine(tells_notice)
+    Guard(pid, page, stack, link, wakeup, [outputs[1][0], outputs[2][0]], InputFeed(feed), machine).run()
     if link.is_cut and parent_of(os.getppid()) == daemon:
         # The daemon's report about our instance is still unconfirmed, and keepalive does not end a connection with
         # unconfirmed data. So the daemon would not end by itself.
@@ -140,6 +148,7 @@ class Guard:
         wakeup: Descriptor from which the numbers of received signals are read.
         outputs: Descriptors of the program's standard output and error.
         feed: The program's standard input.
+        machine: The state of the instance.
         now_s: The clock, like `time.monotonic`.
     """
 
@@ -152,12 +161,13 @@ class Guard:
         wakeup: int,
         outputs: list[int],
         feed: InputFeed,
+        machine: GuardMachine,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pid = pid
         self._page = page
         self._stack = stack
-        self._machine = GuardMachine()
+        self._machine = machine
         self._ended_at_s = _NEVER
         self._link = link
         self._wakeup = wakeup
@@ -215,6 +225,11 @@ class Guard:
                 self._do(self._machine.pass_on(wire.unpack_number(content)))
             elif kind == wire.RELEASE and self._page >= 0:
                 os.pwrite(self._page, wire.unpack_number(content).to_bytes(8, "little"), RELEASED_OFFSET)
+            elif kind == wire.WANT_ACTIVE and self._page >= 0:
+                wanted = wire.unpack_number(content)
+                os.pwrite(self._page, (wanted | (wanted ^ 0xFFFFFFFF) << 32).to_bytes(8, "little"), WANTED_OFFSET)
+            elif kind == wire.BEGIN and self._page >= 0:
+                os.pwrite(self._page, (1).to_bytes(8, "little"), BEGUN_OFFSET)
             elif kind == wire.STDIN:
                 self._feed.put(content)
             elif kind == wire.EXAMINE:
@@ -243,6 +258,8 @@ class Guard:
                 self._look_at_stack()
             elif what is Do.TELL_TOLD:
                 self._link.send(wire.pack_number(wire.TOLD, number))
+            elif what is Do.TELL_NOTICE:
+                self._link.send(wire.pack(wire.NOTICED))
             elif what is Do.TELL_ENDED:
                 self._tell_end(number)
             elif what is Do.TELL_CLOSED:

@@ -36,6 +36,7 @@ class Do(Enum):
     DRAIN = "forward all available output"
     REPORT = "tell poprun the program's progress"
     TELL_TOLD = "tell poprun that this signal told us to stop"
+    TELL_NOTICE = "tell poprun that this host is about to go away"
     TELL_ENDED = "tell poprun how the program has ended: its exit status, or -n after signal n"
     TELL_CLOSED = "tell poprun that no process is left"
     LOOK_AT_STACK = "see how much of its stack the program has written, and the state of its process"
@@ -51,12 +52,16 @@ class GuardMachine:
     The caller reports every event with its time. It calls `tick` after events that came together, and at `deadline_s`.
     It carries out the returned actions in order before the next event.
 
+    Args:
+        tells_notice: Whether SIGUSR1 is a notice for poprun, and not a signal for the program.
+
     Attributes:
         told: The signal that told the instance to stop. 0: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tells_notice: bool = False) -> None:
         self.told = 0
+        self._tells_notice = tells_notice
         self._is_running = True
         self._has_children = True
         self._is_dismissed = False
@@ -85,6 +90,8 @@ class GuardMachine:
 
     def take_signal(self, number: int, now_s: float) -> list[Action]:
         """Take a signal from mpirun, its daemon, the kernel, or the user."""
+        if number == signal.SIGUSR1 and self._tells_notice:
+            return [(Do.TELL_NOTICE, 0)]
         if number in PASSED_ON:
             return self.pass_on(number)
         if number == CUT_SIGNAL:

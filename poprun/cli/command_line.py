@@ -11,7 +11,7 @@ from types import MappingProxyType
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
-from poprun.cli.wording import name_nearest
+from poprun.cli.wording import count, name_nearest
 from poprun.errors import UsageError
 
 TYPE_CHECKING = False  # replaces `typing.TYPE_CHECKING`: `typing` takes too long to load before mpirun starts
@@ -119,6 +119,8 @@ def read_value(option: Option, text: str) -> Value:
         return _read_boolean(option, text)
     if option.kind in (OptionKind.NUMBER, OptionKind.SECONDS):
         return _read_number(option, text)
+    if option.kind is OptionKind.INSTANCES:
+        return _read_instances(option, text)
     if option.kind is OptionKind.ARGUMENTS:
         return _split(option, text)
     if option.kind is OptionKind.METRICS:
@@ -207,6 +209,7 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
     """
     given = (option.name for option in OPTIONS if option.name in line.values)
     values: dict[str, object] = {name.replace("-", "_"): line.values[name] for name in given}
+    _settle_spares(values)
     values.setdefault("num_replicas", values.get("num_instances", 1))
     if environ.get(PARTITION_VARIABLE):
         values.setdefault("vipu_partition", environ[PARTITION_VARIABLE])
@@ -218,6 +221,29 @@ def settings_from(line: CommandLine, environ: Mapping[str, str] = MappingProxyTy
         values["metrics_run"] = environ.get(RUN_VARIABLE) or os.urandom(6).hex()
     make: Callable[..., LaunchSettings] = LaunchSettings  # each value was read as its option needs it
     return make(line.program, **values)
+
+
+def split_instances(value: object) -> tuple[int, int | None]:
+    """Return the numbers of instances and of spares in a value of `--num-instances`; None: it names no spares."""
+    least, colon, most = str(value).partition(":")
+    return int(least), int(most) - int(least) if colon else None
+
+
+def _settle_spares(values: dict[str, object]) -> None:
+    """Replace `N:M` by the numbers of instances and spares; with spares, replace lost instances by default."""
+    named = None
+    if "num_instances" in values:
+        values["num_instances"], named = split_instances(values["num_instances"])
+    if named is not None and values.setdefault("spares", named) != named:
+        most = f"{values['num_instances']}:{int(str(values['num_instances'])) + named}"
+        raise UsageError(
+            f"--num-instances {most} starts {count(named, 'spare')}, but --spares is {values['spares']}; "
+            "give one of them"
+        )
+    if values.get("spares"):
+        values.setdefault("on_failure", "replace")
+    if values.get("regrow"):
+        values.setdefault("on_failure", "shrink")
 
 
 def _is_option(word: str) -> bool:
@@ -278,6 +304,17 @@ def _read_number(option: Option, text: str) -> int | float:
     number = float(text) if is_fraction else int(text)
     check_number(option, number)
     return number
+
+
+def _read_instances(option: Option, text: str) -> int | str:
+    least, colon, most = text.partition(":")
+    first = int(_read_number(option, least))
+    if not colon:
+        return first
+    last = int(_read_number(option, most))
+    if last < first:
+        raise UsageError(f"--{option.name} is {text!r}; write the number without spares first, such as {last}:{first}")
+    return f"{first}:{last}"
 
 
 def _split(option: Option, text: str) -> tuple[str, ...]:

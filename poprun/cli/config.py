@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from popdist.records.private_files import fault_of_file, open_unless_linked
-from poprun.cli.command_line import CommandLine, Value, check_number, read_value
+from poprun.cli.command_line import CommandLine, Value, check_number, read_value, split_instances
 from poprun.cli.launch_options import OPTIONS
 from poprun.cli.options import Option, OptionKind
 from poprun.cli.wording import cut_off, name_nearest, without_controls
@@ -67,7 +67,11 @@ def merge(line: CommandLine, imported: CommandLine) -> CommandLine:
     """Return the command line, completed by a file. A list of the command line replaces that of the file."""
     given = set(line.values)
     displaced = {name for group in _EXCLUSIVE if group & given for name in group} | given
+    if ":" in str(line.values.get("num-instances")):
+        displaced.add("spares")
     kept = {name: value for name, value in imported.values.items() if name not in displaced}
+    if "spares" in given and "num-instances" in kept:
+        kept["num-instances"] = split_instances(kept["num-instances"])[0]
     return CommandLine(kept | line.values, line.program or imported.program)
 
 
@@ -209,7 +213,7 @@ def _convert(option: Option, value: object) -> Value:
 
 def _is_number(value: object, kind: OptionKind) -> TypeGuard[int | float]:
     is_whole = type(value) is int  # excludes bool
-    return (is_whole and kind in (OptionKind.NUMBER, OptionKind.SECONDS)) or (
+    return (is_whole and kind in (OptionKind.NUMBER, OptionKind.INSTANCES, OptionKind.SECONDS)) or (
         isinstance(value, float) and kind is OptionKind.SECONDS
     )
 

@@ -10,6 +10,7 @@ from poprun.cli.options import (
     NO_PARTITION,
     NO_SDK,
     NO_SERVER,
+    NO_SPARES,
     OFFLINE,
     ONE_HOST,
     STOPS,
@@ -91,7 +92,27 @@ class LaunchOptions(ABC):
         1, NUMBER, "number of replicas of all instances together", shown="one for each instance", at_most=_MOST
     )
     num_instances: int = topology(
-        1, NUMBER, "number of processes on all hosts; must divide --num-replicas", *("-n", "-np", "--np"), at_most=_MOST
+        1,
+        OptionKind.INSTANCES,
+        "number of processes on all hosts; must divide --num-replicas; 4:6 starts 4 instances and 2 spares",
+        *("-n", "-np", "--np"),
+        at_most=_MOST,
+    )
+    spares: int = topology(
+        0,
+        NUMBER,
+        "number of further processes, which take the place of lost instances",
+        at_least=0,
+        at_most=_MOST,
+        see="surviving.md#spares",
+    )
+    spares_oversubscribe: bool = topology(
+        False,
+        BOOLEAN,
+        "let spares share cores with instances, and need no slots",
+        rare=True,
+        without_effect=NO_SPARES,
+        see="surviving.md#spares",
     )
     ipus_per_replica: int = topology(
         1, NUMBER, "number of devices that one replica spans", at_most=_MOST, rare=True, see="partitions.md"
@@ -170,11 +191,22 @@ class LaunchOptions(ABC):
     on_failure: str = failure(
         "stop",
         TEXT,
-        "if an instance fails: stop ends the job, shrink continues without it, restart starts the job again",
-        choices=("stop", "shrink", "restart"),
+        "if an instance fails: stop ends the job, shrink continues without it, replace lets a spare take its place, "
+        "restart starts the job again",
+        shown="stop, with spares replace",
+        choices=("stop", "shrink", "replace", "restart"),
         see="surviving.md",
     )
-    max_restarts: int = failure(3, NUMBER, "largest number of restarts", at_least=0, without_effect=STOPS)
+    regrow: bool = failure(
+        False,
+        BOOLEAN,
+        "start new instances in the places of lost ones, at most --max-restarts; they join between two steps",
+        without_effect=STOPS,
+        see="surviving.md#growing-back",
+    )
+    max_restarts: int = failure(
+        3, NUMBER, "largest number of restarts, and of new instances", at_least=0, without_effect=STOPS
+    )
     restart_backoff_s: float = failure(
         1,
         SECONDS,
@@ -185,6 +217,15 @@ class LaunchOptions(ABC):
     )
     min_instances: int = failure(
         1, NUMBER, "smallest number of instances to continue or restart with", without_effect=STOPS
+    )
+    on_notice: str = failure(
+        "save",
+        TEXT,
+        "if SIGUSR1 comes to the agents of a host: save passes it on, so that programs save and leave; leave-host lets "
+        "other hosts take over from this one",
+        choices=("save", "leave-host"),
+        without_effect=NO_SPARES,
+        see="resizing.md#before-a-host-goes-away",
     )
     stuck_timeout_s: float = failure(
         300,

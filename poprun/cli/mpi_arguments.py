@@ -73,6 +73,10 @@ class JobArguments:
         instances = tuple(each.get(index, read) for index in range(num_instances))
         return cls(MpiArguments.read(everywhere), read, instances, words)
 
+    def of(self, index: int) -> MpiArguments:
+        """Return the options of a process; reserves, which come after the instances, get the common ones."""
+        return self.instances[index] if index < len(self.instances) else self.common
+
     @property
     def exports(self) -> frozenset[str]:
         """The names of all variables that are exported to any instance."""

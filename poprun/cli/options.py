@@ -15,6 +15,7 @@ NO_PARTITION = "there is no --vipu-partition"
 OFFLINE = "--offline-mode is on"
 ONE_HOST = "the job stays on this machine"
 STOPS = "--on-failure is stop"
+NO_SPARES = "there are no spares"
 
 _DECLARATION = "option"
 _Default = TypeVar("_Default")
@@ -32,6 +33,7 @@ class OptionKind(Enum):
     FLAG = ("nothing", "", "")
     BOOLEAN = ("yes or no", "yes|no", "boolean")
     NUMBER = ("a whole number", "N", "number")
+    INSTANCES = ("a whole number, or N:M for N instances and M - N spares", "N[:M]", "number, or `N:M`")
     SECONDS = ("a number of seconds", "SECONDS", "seconds")
     TEXT = ("a word", "WORD", "word")
     PATH = ("a path", "PATH", "path")

@@ -13,7 +13,7 @@ from functools import cached_property
 from poprun.cli.launch_options import OPTIONS, LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
-from poprun.cli.options import NO_PARTITION, NO_SDK, NO_SERVER, OFFLINE, ONE_HOST, STOPS
+from poprun.cli.options import NO_PARTITION, NO_SDK, NO_SERVER, NO_SPARES, OFFLINE, ONE_HOST, STOPS
 from poprun.cli.wording import count
 from poprun.errors import UsageError
 
@@ -92,6 +92,7 @@ class LaunchSettings(LaunchOptions):
                 raise UsageError(f"--{name.replace('_', '-')} is {number}; use 1 or more")
         self._check_division()
         self._check_domains()
+        self._check_spares()
         self._check_instances_named()
         self._check_exclusions()
         self._check_mpi_args()
@@ -125,8 +126,34 @@ class LaunchSettings(LaunchOptions):
                 f"divide evenly: use {nearest_multiples(self.num_instances, domains)} (--num-instances)"
             )
 
+    def _check_spares(self) -> None:
+        has_spares, asked = self.spares > 0, count(self.spares, "spare")
+        if self.spares < 0:
+            raise UsageError(f"--spares is {self.spares}; use 0 or more")
+        if has_spares and not self.carries_on:
+            raise UsageError(
+                f"--on-failure is {self.on_failure}, so {asked} would never take a place; leave out --on-failure (then "
+                "it is replace, which also starts the job again if a host is lost), or the spares"
+            )
+        if self.on_failure == "replace" and not has_spares:
+            raise UsageError(
+                "--on-failure is replace, but the job has no spares; use --spares N, or --on-failure shrink to go on "
+                "with fewer instances"
+            )
+        if self.regrow and not self.carries_on:
+            raise UsageError(
+                f"--on-failure is {self.on_failure}, so no new instance could join the others; leave out --on-failure "
+                "(then it is shrink), or --regrow"
+            )
+        if (has_spares or self.regrow) and self.torch_distributed_env:
+            what = asked if has_spares else "--regrow"
+            raise UsageError(
+                f"--torch-distributed-env is given with {what}, but torch.distributed cannot exchange its processes; "
+                "leave out one of them"
+            )
+
     def _check_instances_named(self) -> None:
-        last, shown = self.num_instances - 1, self.only_output_from_instance
+        last, shown = self.num_processes - 1, self.only_output_from_instance
         wrong = [
             *([f"--only-output-from-instance is {shown}"] if shown is not None and not 0 <= shown <= last else []),
             *(f"--instance-mpi-local-args names instance {i}" for i, _ in self.instance_mpi_local_args if i > last),
@@ -134,7 +161,8 @@ class LaunchSettings(LaunchOptions):
         ]
         for fact in wrong:
             way_out = f"use 0 to {last}" if last else "use 0"
-            raise UsageError(f"{fact}, but the job has {count(self.num_instances, 'instance')}; {way_out}")
+            spares = f" and {count(self.spares, 'spare')}" if self.spares else ""
+            raise UsageError(f"{fact}, but the job has {count(self.num_instances, 'instance')}{spares}; {way_out}")
 
     def _check_mpi_args(self) -> None:
         """Refuse an option and its value in one word, as nested quotes or one entry of a TOML list make it."""
@@ -193,6 +221,21 @@ class LaunchSettings(LaunchOptions):
         return self.num_replicas // self.num_instances
 
     @property
+    def reserves_per_host(self) -> int:
+        """The number of reserves on each host; each may become a new instance."""
+        return self.max_restarts if self.regrow else 0
+
+    @property
+    def num_processes(self) -> int:
+        """The number of instances and spares."""
+        return self.num_instances + self.spares
+
+    @property
+    def carries_on(self) -> bool:
+        """Whether the job goes on without lost instances; with spares, `shrink` and `replace` mean the same."""
+        return self.on_failure in ("shrink", "replace")
+
+    @property
     def num_ipus(self) -> int:
         """The number of devices of all replicas."""
         return self.num_replicas * self.ipus_per_replica
@@ -223,7 +266,7 @@ class LaunchSettings(LaunchOptions):
     def mpi(self) -> JobArguments:
         """The user's options for mpirun."""
         own = self.instance_mpi_local_args
-        return JobArguments.read(self.mpi_global_args, self.mpi_local_args, own, self.num_instances)
+        return JobArguments.read(self.mpi_global_args, self.mpi_local_args, own, self.num_processes)
 
 
 def _instance(fault: str) -> int:
@@ -263,6 +306,7 @@ def note_without_effect(given: Collection[str], settings: LaunchOptions, leaves_
         OFFLINE: (OFFLINE, NO_PARTITION) if is_offline else (),
         ONE_HOST: () if leaves_this_machine else (ONE_HOST,),
         STOPS: (STOPS,) if settings.on_failure == "stop" else (),
+        NO_SPARES: () if settings.spares else (NO_SPARES,),
     }
     idle = [option for option in OPTIONS if option.without_effect and option.name in given]
     named = ((line, [f"--{each.name}" for each in idle if each.without_effect in of]) for line, of in lines.items())

@@ -76,14 +76,24 @@ def choose_hosts(allocation: Allocation, num_instances: int, num_replicas: int =
     return replace(allocation, hosts=spread(allocation.hosts, num_instances))
 
 
-def describe_use(allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings) -> str:
-    """Describe the used part of an allocation and how to use more of it; empty if all slots are used."""
+def describe_use(
+    allocation: Allocation, hosts: Sequence[Host], settings: LaunchSettings, processes: Sequence[int]
+) -> str:
+    """Describe the used part of an allocation and how to use more of it; empty if all slots are used.
+
+    Args:
+        allocation: The reserved hosts.
+        hosts: The hosts of the job.
+        settings: The settings of the job.
+        processes: The number of instances and spares on each of these hosts.
+    """
     slots, instances = allocation.slots, settings.num_instances
-    if slots is None or instances == slots:
+    if slots is None or sum(processes) >= slots:
         return ""
-    shares = dict(zip((host.name for host in hosts), shares_of(hosts, instances), strict=True))
+    shares = dict(zip((host.name for host in hosts), processes, strict=True))
     used = ", ".join(f"{host.name}: {shares.get(host.name, 0)} of {host.slots}" for host in allocation.hosts)
-    said = f"{count(instances, 'instance')} on the {count(slots, 'slot')} of {allocation.source} ({used})"
+    spares = f" and {count(settings.spares, 'spare')}" if settings.spares else ""
+    said = f"{count(instances, 'instance')}{spares} on the {count(slots, 'slot')} of {allocation.source} ({used})"
     if len(hosts) < len(allocation.hosts):
         said += f": equal shares come before more hosts, and {instances} divide equally over {len(hosts)} at most"
     more = most_instances(settings.num_replicas, slots)

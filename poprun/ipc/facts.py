@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from enum import Enum
 
-from popdist.records.progress import ProgressRecord
+from popdist.records.progress import ProgressRecord, State
 
 
 class EndKind(Enum):
@@ -80,6 +80,8 @@ class Facts:
         told_at_s: The time when Open MPI, or the loss of Open MPI's daemon, told its agent to stop; 0 if none did.
         orphaned_at_s: The same time, if the daemon or mpirun that had started the agent was gone already; otherwise 0.
         is_given_up: Whether the others go on without the instance.
+        is_spare: Whether it is a spare: no instance's place was given to it yet.
+        is_reserve: Whether it is a spare whose program begins only when poprun starts it.
         state: The letter of its process's state; empty before poprun asked for it.
         stack: Its Python stack, as faulthandler writes it; empty before poprun asked for it, or if it shows none.
         answered_at_s: The time of its agent's last progress report; 0 before its agent has reported.
@@ -98,6 +100,8 @@ class Facts:
     told_at_s: float = 0.0
     orphaned_at_s: float = 0.0
     is_given_up: bool = False
+    is_spare: bool = False
+    is_reserve: bool = False
     state: str = ""
     stack: str = ""
     answered_at_s: float = 0.0
@@ -110,7 +114,39 @@ class Facts:
     @property
     def name(self) -> str:
         """The instance with its host and process, as messages name it."""
-        return f"instance {self.index} on host {self.host or 'unknown'}" + (f" (pid {self.pid})" if self.pid else "")
+        return f"{self.short_name} on host {self.host or 'unknown'}" + (f" (pid {self.pid})" if self.pid else "")
+
+    @property
+    def short_name(self) -> str:
+        """The instance or spare with its number."""
+        kind = "reserve" if self.is_reserve else "spare"
+        return f"{kind if self.is_spare or self.record.is_spare else 'instance'} {self.index}"
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether it has trained, so that others can get the variables from it."""
+        return not self.is_spare and not self.record.is_spare
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the instance has left the program, or has agreed with the others that the work is done."""
+        return self.record.is_leaving or self.record.state is State.FINISHED
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is a spare that is connected with the others, which therefore do not need it."""
+        return self.is_spare and self.record.has_joined
+
+    @property
+    def can_join(self) -> bool:
+        """Whether it is a spare that may take an instance's place now."""
+        return self.is_asleep and (self.record.is_ready or not self.is_reserve)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether its failure concerns the others. That of a sleeping spare does if the spare's host is lost."""
+        has_lost_host = self.ending is not None and bool(self.ending.fault)
+        return not self.is_given_up and (has_lost_host or not self.is_asleep)
 
     @property
     def is_started(self) -> bool:
@@ -123,6 +159,52 @@ class Facts:
         if self.ending is not None:
             return self.ending.is_success and not self.ending.told
         return self.record.is_leaving
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A lost instance or spare without which the job goes on.
+
+    Attributes:
+        line: A line about the loss.
+        instance: The index of the lost instance or spare.
+        was_spare: Whether a spare was lost, perhaps while it joined.
+        taken_by: The spare that takes the place of the lost instance. None: the others go on without it.
+        by_new: Whether that spare is a new instance, which was started after the loss.
+    """
+
+    line: str
+    instance: int
+    was_spare: bool = False
+    taken_by: int | None = None
+    by_new: bool = False
+
+    @property
+    def followed_by(self) -> str:
+        """The reaction: `replace`, `shrink`, or `none` after the loss of a spare."""
+        if self.taken_by is not None:
+            return "replace"
+        return "none" if self.was_spare else "shrink"
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether an instance was lost, and a spare takes its place."""
+        return self.taken_by is not None and not self.was_spare
+
+
+@dataclass(frozen=True)
+class Carriers:
+    """The instances that drive the replicas from some moment on.
+
+    Attributes:
+        at_s: The time since the start of this attempt at the job.
+        step: The training step at that time; 0 before the first.
+        instances: The instances in the order of their replicas.
+    """
+
+    at_s: float
+    step: int
+    instances: tuple[int, ...]
 
 
 @dataclass(frozen=True)

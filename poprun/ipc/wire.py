@@ -16,6 +16,9 @@ CONTROL_VARIABLE = "POPRUN_CONTROL"
 IGNORES_HANGUP = "/nohup"
 """The end of CONTROL_VARIABLE if poprun ignores SIGHUP; then agents and programs ignore it on every host."""
 
+TELLS_NOTICE = "/notice"
+"""The end of CONTROL_VARIABLE, before IGNORES_HANGUP, if agents tell poprun of SIGUSR1 and do not pass it on."""
+
 HOST_VARIABLE = "POPRUN_HOST"
 """Host for which an instance is meant, as the kernel of that host names it."""
 
@@ -41,6 +44,9 @@ WANT = 8
 EXAMINED = 9
 """Agent: the state of the program's process, and its Python stack if it shows one."""
 
+NOTICED = 10
+"""Agent: SIGUSR1 has come, because the host is about to go away; only if TELLS_NOTICE."""
+
 REPORT = 64
 """poprun: send PROGRESS."""
 SIGNAL = 65
@@ -54,6 +60,12 @@ STDIN = 68
 
 EXAMINE = 69
 """poprun: send EXAMINED."""
+
+WANT_ACTIVE = 70
+"""poprun: its wish about the active instances, as `popdist.records.wanted.Wanted.pack` returns it."""
+
+BEGIN = 71
+"""poprun: begin the program of a reserve."""
 
 MOST_OF_STRANGERS = 1 << 10
 """The most bytes of a message before the sender has proved that it belongs to the job; a HELLO is shorter."""

@@ -30,9 +30,11 @@ def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -
     long, its index in brackets takes its place, and a legend follows the table.
 
     Args:
-        places: The places of the instances, in the order of the instances.
+        places: The places of the instances, in the order of the instances; spares are listed below the table.
         columns: The width of the page; the rest of a wider table stands in further tables below. None: no limit.
     """
+    spares = [f" {_kind_of(place)} {place.index} on host {place.host}" for place in places if place.is_spare]
+    places = [place for place in places if not place.is_spare]
     total = places[-1].replicas.stop
     cell = len(str(total - 1)) + 2
     hosts = _spans(places, _host_of)
@@ -49,7 +51,7 @@ def draw_topology(places: Sequence[InstancePlace], columns: int | None = None) -
         cut[0] = ("hosts", [_shorten(each, numbers[each.text], cell) for each in cut[0][1]])
         lines += _frame(cut, len(piece) * (cell + 1) - 1, cell)
     legend = [f" {number} = {host}" for host, number in numbers.items() if any(number in line for line in lines)]
-    return "\n".join([*lines, *legend])
+    return "\n".join([*lines, *legend, *spares])
 
 
 def _pieces(places: Sequence[InstancePlace], cell: int, columns: int | None) -> list[range]:
@@ -126,10 +128,20 @@ def describe_plan(launch: Launch, command: Sequence[str]) -> dict[str, object]:
         "hosts": [
             {"name": host.name, "slots": host.slots, "is_this_machine": host.is_this_machine} for host in launch.hosts
         ],
-        "instances": [_describe_instance(launch, place) for place in launch.places],
+        "instances": [_describe_instance(launch, place) for place in launch.places if not place.is_spare],
+        "spares": [
+            _describe_instance(launch, place) for place in launch.places if place.is_spare and not place.is_reserve
+        ],
+        "reserves": [_describe_instance(launch, place) for place in launch.places if place.is_reserve],
         "program": list(settings.program),
         "command": list(command),
     }
+
+
+def _kind_of(place: InstancePlace) -> str:
+    if place.is_reserve:
+        return "reserve"
+    return "spare" if place.is_spare else "instance"
 
 
 def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
@@ -138,8 +150,8 @@ def _row(launch: Launch, place: InstancePlace) -> tuple[str, ...]:
         place.host,
         list_ranges(place.cpus) or "any",
         list_ranges(place.nodes) or "any",
-        list_ranges(place.replicas),
-        list_ranges(_ipus(launch, place)),
+        _kind_of(place) if place.is_spare else list_ranges(place.replicas),
+        "-" if place.is_spare else list_ranges(_ipus(launch, place)),
         "-" if place.device is None else str(place.device),
     )
 
@@ -163,7 +175,7 @@ def _environment_lines(launch: Launch) -> list[str]:
     lines = ["environment of all instances:", *_assignments(each[0], lambda item: item in common)]
     for place, environment in zip(launch.places, each, strict=True):
         own = _assignments(environment, lambda item: item not in common)
-        lines += [f"environment of instance {place.index}:", *own] if own else []
+        lines += [f"environment of {_kind_of(place)} {place.index}:", *own] if own else []
     return lines
 
 

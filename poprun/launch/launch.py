@@ -81,7 +81,13 @@ class Across:
         interface: This machine's address that the other hosts reach. Empty without other hosts.
         silence_s: Seconds of silence after which a host counts as lost.
         start_timeout_s: Seconds within which all instances have to start.
+        spares: Number of spares.
         least: Smallest number of instances to continue with after a loss. 0: a loss ends the job.
+        reserves: Number of these spares that are reserves.
+        most_new: Largest number of new instances in the places of lost ones.
+        first_pause_s: Seconds before the first new instance; each further pause is twice as long.
+        replicas: Number of replicas. 0: unknown.
+        tells_notice: Whether SIGUSR1 to an agent means that its host is to be left.
         stuck_timeout_s: Seconds for which an instance that others wait for may be idle. 0: no limit.
         others: The hosts besides this machine.
         ssh: The words of ssh before the host.
@@ -90,7 +96,13 @@ class Across:
     interface: str = ""
     silence_s: float = 10.0
     start_timeout_s: float = 60.0
+    spares: int = 0
+    reserves: int = 0
+    most_new: int = 0
+    first_pause_s: float = 0.0
     least: int = 0
+    replicas: int = 0
+    tells_notice: bool = False
     stuck_timeout_s: float = 0.0
     others: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()
@@ -135,7 +147,7 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
         from poprun.hosts.remote import mpirun_options  # only jobs on other hosts need it
 
         words += mpirun_options(launch.remote, user)
-    if settings.on_failure == "shrink" and "--with-ft" not in user:
+    if settings.carries_on and "--with-ft" not in user:
         words += ["--with-ft", "ulfm"]
     words += settings.mpi.everywhere.without_exports(moved)
     if settings.allow_run_as_root and "--allow-run-as-root" not in settings.mpi_global_args:
@@ -145,7 +157,7 @@ def _general_options(launch: Launch, moved: tuple[str, ...]) -> list[str]:
 
 def _exports_and_options(launch: Launch, place: InstancePlace, moved: tuple[str, ...]) -> list[str]:
     """Return the words of one application context up to the agent."""
-    arguments, variables = launch.settings.mpi.instances[place.index], launch.variables[place.index]
+    arguments, variables = launch.settings.mpi.of(place.index), launch.variables[place.index]
     own, every = variables.own, variables.every
     here = [name for name in (*moved, *arguments.exports) if name not in own]
     elsewhere = {*here, *launch.settings.mpi.everywhere.exports}

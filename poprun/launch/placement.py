@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poprun.cli.settings import LaunchSettings
 from poprun.hosts.this_machine import Core
@@ -22,6 +23,8 @@ class InstancePlace:
         nodes: The NUMA nodes of these CPUs. Empty: not pinned.
         domain: Its IPU-Link domain.
         device: The id of its device in the partition. None: no partition.
+        is_spare: Whether it begins as a spare. `replicas`, `domain` and `device` are then those of the last instance.
+        is_reserve: Whether it is a spare whose program begins only when poprun needs a new instance.
     """
 
     index: int
@@ -32,6 +35,8 @@ class InstancePlace:
     nodes: tuple[int, ...] = ()
     domain: int = 0
     device: int | None = None
+    is_spare: bool = False
+    is_reserve: bool = False
 
 
 def place_instances(
@@ -40,8 +45,9 @@ def place_instances(
     cores: Mapping[str, Sequence[Core]],
     devices: Sequence[int] = (),
     shares: Sequence[int] = (),
+    spares: Sequence[int] = (),
 ) -> tuple[InstancePlace, ...]:
-    """Place the instances of a job in blocks on the hosts, in the order of the hosts.
+    """Place the instances of a job in blocks on the hosts, in the order of the hosts; then the spares likewise.
 
     Neighbouring instances thus share a host if possible, and a ring over all instances crosses each host's link once
     in each direction.
@@ -52,28 +58,73 @@ def place_instances(
         cores: The usable cores of each host, sorted.
         devices: The device of each instance. Empty: no devices.
         shares: The number of instances on each host. Empty: equal shares.
+        spares: The number of spares on each host. Empty: none.
     """
     shares = shares or (settings.num_instances // len(hosts),) * len(hosts)
-    located = [(host, local) for host, share in zip(hosts, shares, strict=True) for local in range(share)]
-    pinned = [
-        cores_of
-        for host, share in zip(hosts, shares, strict=True)
-        for cores_of in pin_instances(settings, share, cores[host])
-    ]
+    spares = spares or (0,) * len(hosts)
+    located, pinned, rest = [], list[tuple[Core, ...]](), list[tuple[str, int, tuple[Core, ...]]]()
+    for host, share, more in zip(hosts, shares, spares, strict=True):
+        own = 0 if settings.spares_oversubscribe else more
+        blocks = pin_instances(settings, share + own, cores[host]) + ((),) * (more - own)
+        located += [(host, local) for local in range(share)]
+        pinned += blocks[:share]
+        rest += [(host, share + number, block) for number, block in enumerate(blocks[share:])]
     replicas, domains = settings.replicas_per_instance, settings.domains
-    return tuple(
+    places = tuple(
         InstancePlace(
             index=index,
             host=located[index][0],
             local_index=located[index][1],
             replicas=range(index * replicas, (index + 1) * replicas),
-            cpus=tuple(sorted(core.cpu for core in own)),
-            nodes=tuple(sorted({core.node for core in own})),
+            cpus=_cpus_of(own),
+            nodes=_nodes_of(own),
             domain=index * domains // settings.num_instances,
             device=devices[index] if devices else None,
         )
         for index, own in enumerate(pinned)
     )
+    places += tuple(
+        replace(
+            places[-1],
+            index=len(places) + number,
+            host=host,
+            local_index=local,
+            cpus=_cpus_of(block),
+            nodes=_nodes_of(block),
+            is_spare=True,
+        )
+        for number, (host, local, block) in enumerate(rest)
+    )
+    return places + _reserves(settings, places)
+
+
+def _reserves(settings: LaunchSettings, places: Sequence[InstancePlace]) -> tuple[InstancePlace, ...]:
+    """Return the places of the reserves. They are not pinned: a new instance finds the cores of the lost one idle."""
+    on_host = Counter(place.host for place in places)
+    located = [
+        (host, taken + number) for host, taken in on_host.items() for number in range(settings.reserves_per_host)
+    ]
+    return tuple(
+        replace(
+            places[-1],
+            index=len(places) + number,
+            host=host,
+            local_index=local,
+            cpus=(),
+            nodes=(),
+            is_spare=True,
+            is_reserve=True,
+        )
+        for number, (host, local) in enumerate(located)
+    )
+
+
+def _cpus_of(block: Sequence[Core]) -> tuple[int, ...]:
+    return tuple(sorted(core.cpu for core in block))
+
+
+def _nodes_of(block: Sequence[Core]) -> tuple[int, ...]:
+    return tuple(sorted({core.node for core in block}))
 
 
 def pin_instances(settings: LaunchSettings, count: int, cores: Sequence[Core]) -> tuple[tuple[Core, ...], ...]:

@@ -57,12 +57,12 @@ def plan_launch(
     allocation = _allocation(settings, environ)
     is_prepared = bool(hosts)
     hosts = tuple(hosts) or _choose_hosts(settings, allocation)
-    check_hosts(hosts, settings)
-    shares = shares_of(hosts, settings.num_instances)
+    shares, spares = _shares(hosts, settings)
+    processes = tuple(map(sum, zip(shares, spares, strict=True)))
     if allocation is not None:
         from poprun.hosts.allocation import describe_use
 
-        if said := describe_use(allocation, hosts, settings):
+        if said := describe_use(allocation, hosts, settings, processes):
             (log or Log()).info(said)
     is_here = [host.is_this_machine for host in hosts]
     mpirun = find_mpirun(sys.executable, environ)
@@ -90,18 +90,32 @@ def plan_launch(
     return Launch(
         settings=settings,
         hosts=hosts,
-        places=place_instances(settings, [host.name for host in hosts], cores, devices, shares),
+        places=place_instances(settings, [host.name for host in hosts], cores, devices, shares, spares),
         mpirun=mpirun,
         python=sys.executable,
         extra=extra_variables(settings, thread_pool_setting(environ, settings.num_replicas), environ) | sums | point,
         forwarded=tuple(name for name in names if name not in sums),
-        oversubscribes=any(share > len(cores[host.name]) for host, share in zip(hosts, shares, strict=True)),
+        oversubscribes=any(each > len(cores[host.name]) for host, each in zip(hosts, processes, strict=True)),
         remote=remote,
         mpirun_variables=home_variables(environ)
         | dict(allocation.variables if allocation is not None else ())
         | (transport_variables(settings.mpi.words, environ) if len(hosts) == 1 else {})
         | (loopback_variables(settings.mpi.words, environ) if remote is None else {}),
     )
+
+
+def _shares(hosts: Sequence[Host], settings: LaunchSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of instances and of spares on each host.
+
+    Raises:
+        UsageError: They cannot be divided over the hosts.
+    """
+    if settings.spares:
+        from poprun.hosts.spares import share_hosts
+
+        return share_hosts(hosts, settings)
+    check_hosts(hosts, settings)
+    return shares_of(hosts, settings.num_instances), (0,) * len(hosts)
 
 
 def find_hosts(settings: LaunchSettings) -> tuple[Host, ...]:
@@ -177,8 +191,8 @@ def find_remote(
             network = guess_network([host.name for host in hosts], settings.host_subnet, environ)
     else:
         question = question_about(settings.program[0], mpirun, environ)
-        shares = shares_of(hosts, settings.num_instances)
-        instances = {host.name: share for host, share in zip(hosts, shares, strict=True)}
+        shares, spares = _shares(hosts, settings)
+        instances = {host.name: sum(each) for host, *each in zip(hosts, shares, spares, strict=True)}
         inspected = inspect_hosts(Inspection(instances, question, settings.host_subnet, shell), environ)
         cores = {host: facts.cores for host, facts in inspected.facts.items()}
         kernel_names |= {host: facts.name for host, facts in inspected.facts.items()}
@@ -229,7 +243,12 @@ def _choose_hosts(settings: LaunchSettings, allocation: Allocation | None) -> tu
         return find_hosts(settings)
     from poprun.hosts.allocation import choose_hosts
 
-    return _recognise(choose_hosts(allocation, settings.num_instances, settings.num_replicas).hosts)
+    chosen = choose_hosts(allocation, settings.num_instances, settings.num_replicas).hosts
+    if settings.spares:
+        from poprun.hosts.spares import add_hosts
+
+        chosen = add_hosts(chosen, allocation.hosts, settings)
+    return _recognise(chosen)
 
 
 def _refuse_ssh(settings: LaunchSettings, allocation: Allocation) -> None:

@@ -22,7 +22,7 @@ PACKAGES = ("popdist", "strategies", "collectives", "poprun")
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _ROOT_OPTION = "--allow-run-as-root"
 _COMMANDS = {
-    **dict.fromkeys(("doctor", "simulate", "timeline", "top", "verify"), ""),
+    **dict.fromkeys(("doctor", "resize", "simulate", "timeline", "top", "verify"), ""),
     **dict.fromkeys(
         ("log", "logs"), "--output-dir DIR keeps the output of instances, and poprun top shows their state"
     ),

@@ -9,7 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from popdist.environments.poprun import DEVICE, IPUS, LOCAL, LOCAL_INSTANCE, OFFSET, SHRINKS_VARIABLE, TOTAL, UNIFORM
+from popdist.environments.poprun import (
+    DEVICE,
+    IPUS,
+    LOCAL,
+    LOCAL_INSTANCE,
+    NUM_SPARES_VARIABLE,
+    OFFSET,
+    RESERVE_VARIABLE,
+    SHRINKS_VARIABLE,
+    SPARE_VARIABLE,
+    TOTAL,
+    UNIFORM,
+)
 from popdist.xla import FLAGS_VARIABLE, is_measured, right_sums_setting
 from poprun.cli.settings import PARTITION_VARIABLE, LaunchSettings
 from poprun.hosts.hosts import Host
@@ -40,8 +52,11 @@ def instance_variables(
 ) -> tuple[InstanceVariables, ...]:
     """Return the variables of each instance; an `-x` for one instance takes precedence over an `-x` for all."""
     common, arguments = job_variables(settings), settings.mpi
+    if any(place.is_reserve for place in places):
+        common[NUM_SPARES_VARIABLE] = str(sum(place.is_spare for place in places))
     found = []
-    for place, of_instance in zip(places, arguments.instances, strict=True):
+    for place in places:
+        of_instance = arguments.of(place.index)
         ranks = rank_variables(place, places) if settings.torch_distributed_env else {}
         unset = {name: value for name, value in extra.items() if name not in of_instance.exports}
         own = popdist_variables(settings, place) | ranks | unset | common
@@ -63,6 +78,12 @@ def popdist_variables(settings: LaunchSettings, place: InstancePlace) -> dict[st
     }
     if settings.executable_cache_path is not None:
         variables["POPDIST_EXECUTABLE_CACHE_PATH"] = settings.executable_cache_path
+    if settings.spares:
+        variables[NUM_SPARES_VARIABLE] = str(settings.spares)
+    if place.is_spare:
+        variables[SPARE_VARIABLE] = "1"
+    if place.is_reserve:
+        variables[RESERVE_VARIABLE] = "1"
     if place.device is not None:
         variables[DEVICE] = str(place.device)
     if settings.vipu_partition is not None and settings.uses_partition:
@@ -80,7 +101,7 @@ def job_variables(settings: LaunchSettings) -> dict[str, str]:
         from popdist.records.faults import VARIABLE as FAULTS_VARIABLE
 
         variables[FAULTS_VARIABLE] = ";".join(settings.inject)
-    if settings.on_failure == "shrink":
+    if settings.carries_on:
         variables[SHRINKS_VARIABLE] = "1"
     if settings.timeline is not None:
         from popdist.timeline.asked import FOLDER_VARIABLE, LIMIT_VARIABLE, PROFILE_VARIABLE, folder_beside

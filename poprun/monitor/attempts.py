@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from popdist.records.progress import Made
-from poprun.ipc.facts import Facts, JobEnd
+from poprun.ipc.facts import Carriers, Facts, JobEnd, Loss
 
 LEAST_DIFFERENCE = 0.03
 """The least difference between the waiting shares of the slowest instance and the others; less may be chance."""
@@ -37,13 +37,21 @@ class Attempt:
         facts: The last facts of each instance.
         duration_s: The duration of the attempt.
         ended: The end of the attempt.
-        losses: A line about each lost instance without which the others went on.
+        losses: The lost instances and spares without which the others went on.
+        carriers: The instances that drove the replicas, from the start and after each change.
     """
 
     facts: tuple[Facts, ...]
     duration_s: float
     ended: JobEnd
-    losses: tuple[str, ...] = ()
+    losses: tuple[Loss, ...] = ()
+    carriers: tuple[Carriers, ...] = ()
+
+    @property
+    def spares(self) -> int:
+        """The number of spares at the start, without reserves."""
+        waiting = [each for each in self.facts if not each.is_reserve]
+        return len(waiting) - len(self.carriers[0].instances) if self.carriers else 0
 
     @property
     def longest(self) -> Made:
@@ -121,7 +129,7 @@ def add_up(attempts: Sequence[Attempt]) -> Totals:
 def _survived(attempts: Sequence[Attempt]) -> list[tuple[int, str, str]]:
     found = []
     for number, each in enumerate(attempts):
-        found += [(number, "shrink", line) for line in each.losses]
+        found += [(number, loss.followed_by, loss.line) for loss in each.losses]
         if number < len(attempts) - 1:
             found.append((number, "restart", each.failure))
     return found

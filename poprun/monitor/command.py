@@ -129,14 +129,25 @@ def read_words(words: Sequence[str]) -> TopRequest | None:
 def _find(wanted: TopRequest, environ: Mapping[str, str]) -> SnapshotSource:
     if wanted.address is not None:
         return call_remote(*wanted.address, token_from(environ, "--address"))
+    return find_local_job(wanted.job, "for one on another host see poprun top --help (--address)")
+
+
+def find_local_job(job: int | None, way_out: str) -> SnapshotSource:
+    """Connect to a job of this user on this machine.
+
+    Args:
+        job: The pid of its poprun; None for the only job, or for one that the user chooses.
+        way_out: The advice to users whose job is not here.
+
+    Raises:
+        PopRunError: There is no such job.
+    """
     jobs = doors_in(Path("/proc/net/unix").read_text(errors="replace"), os.geteuid())
-    if wanted.job is not None:
-        jobs = [each for each in jobs if each[0] == wanted.job]
+    if job is not None:
+        jobs = [each for each in jobs if each[0] == job]
     if not jobs:
-        which = "no job" if wanted.job is None else f"no poprun with process {wanted.job}"
-        raise PopRunError(
-            f"{which} of yours runs on {os.uname().nodename}; for one on another host see poprun top --help (--address)"
-        )
+        which = "no job" if job is None else f"no poprun with process {job}"
+        raise PopRunError(f"{which} of yours runs on {os.uname().nodename}; {way_out}")
     pid, name = jobs[0] if len(jobs) == 1 else _ask_which(jobs)
     return call_local(name, f"job {pid}")
 

@@ -17,13 +17,16 @@ from poprun.cli.wording import (
     share_text,
     without_controls,
 )
-from poprun.monitor.snapshot import ENDED, LOST, STOPPED, WAITING, Seen, Snapshot
+from poprun.monitor.snapshot import ENDED, LOST, RESERVE, SPARE, STOPPED, WAITING, Seen, Snapshot
 
 AWAITED = "awaited"
 """The mark of an instance for which others wait; the mark of any other instance is its condition."""
 
-HEADINGS = ("instance", "host", "step", "steps/s", "samples/s", "does", "for", "waited", "waits for", "memory", "loss")
-_LEFT_OUT_FIRST = ("samples/s", "steps/s", "loss", "memory", "host", "for", "waited", "waits for")
+HEADINGS = (
+    *("instance", "host", "replicas", "step", "steps/s", "samples/s", "does", "for", "waited", "waits for"),
+    *("memory", "loss"),
+)
+_LEFT_OUT_FIRST = ("samples/s", "steps/s", "loss", "memory", "host", "for", "replicas", "waited", "waits for")
 """The columns to leave out if space is short, in this order. The waits are the purpose of the table, so they go last;
 rates are also in the line above the table.
 """
@@ -86,7 +89,8 @@ def picture_of(
     head = _head(snapshot, awaited, silent_s)
     shown = _chosen(snapshot.instances, awaited, None if lines is None else lines - len(head) - 2)
     rows = [PictureRow(_cells(each), AWAITED if each.instance in awaited else each.condition) for each in shown]
-    headings, rows = _narrowed(rows, columns, same_host=len({each.host for each in snapshot.instances}) < 2)
+    hidden = () if any(each.replicas for each in snapshot.instances) else ("replicas",)
+    headings, rows = _narrowed(rows, columns, len({each.host for each in snapshot.instances}) < 2, hidden)
     left_out = [each for each in snapshot.instances if each not in shown]
     trouble = "some" if any(_trouble(each, awaited) < _NO_TROUBLE for each in left_out) else "none"
     foot = [f"{count(len(left_out), 'more instance')}, {trouble} in trouble; a taller window, or --plain, shows all"]
@@ -96,7 +100,12 @@ def picture_of(
 
 def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
     lines = [f"poprun {snapshot.pid} on {snapshot.host}: {' '.join(snapshot.program)}"]
-    parts = [count(len(snapshot.instances), "instance"), f"runs for {duration_text(snapshot.age_s)}"]
+    spares = sum(each.condition == SPARE for each in snapshot.instances)
+    carriers = sum(bool(each.replicas) for each in snapshot.instances)
+    reserves = sum(each.condition == RESERVE for each in snapshot.instances)
+    beside = [count(number, what) for number, what in ((spares, "spare"), (reserves, "reserve")) if number]
+    training = carriers or len(snapshot.instances) - spares - reserves
+    parts = [count(training, "instance"), *beside, f"runs for {duration_text(snapshot.age_s)}"]
     steps = [each.steps_per_s for each in snapshot.instances if each.steps_per_s is not None]
     if steps:
         parts.append(f"{number_text(max(steps))} steps/s")
@@ -105,7 +114,8 @@ def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
     if snapshot.attempt:
         parts.append(f"restart {snapshot.attempt}")
     if snapshot.losses:
-        parts.append(f"{count(snapshot.losses, 'instance')} lost")
+        replaced = f", {snapshot.replaced} replaced" if snapshot.replaced else ""
+        parts.append(f"{count(snapshot.losses, 'instance')} lost{replaced}")
     lines.append(", ".join(parts))
     if not snapshot.instances:
         lines.append("no instance runs: the job is about to be started again")
@@ -133,7 +143,7 @@ def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> l
 def _trouble(each: Seen, awaited: set[int]) -> int:
     if each.instance in awaited:
         return 0
-    ranks = {LOST: 1, STOPPED: 1, WAITING: 3, ENDED: 4}
+    ranks = {LOST: 1, STOPPED: 1, WAITING: 3, ENDED: 4, SPARE: 5, RESERVE: 6}
     return ranks.get(each.condition, _NO_TROUBLE)
 
 
@@ -141,6 +151,7 @@ def _cells(each: Seen) -> tuple[str, ...]:
     texts = (
         str(each.instance),
         each.host or "-",
+        list_ranges(range(each.replicas[0], each.replicas[-1] + 1)) if each.replicas else "-",
         "-" if each.step is None else str(each.step),
         "-" if each.steps_per_s is None else number_text(each.steps_per_s),
         "-" if each.samples_per_s is None else number_text(each.samples_per_s),
@@ -154,13 +165,20 @@ def _cells(each: Seen) -> tuple[str, ...]:
     return tuple(map(without_controls, texts))
 
 
-def _narrowed(rows: list[PictureRow], columns: int | None, same_host: bool) -> tuple[tuple[str, ...], list[PictureRow]]:
-    """Leave out the columns that do not fit, and cut the texts about activities; return headings and rows."""
-    kept = list(range(len(HEADINGS)))
+def _narrowed(
+    rows: list[PictureRow], columns: int | None, same_host: bool, hidden: Sequence[str]
+) -> tuple[tuple[str, ...], list[PictureRow]]:
+    """Leave out hidden columns and those that do not fit, and cut the texts about activities.
+
+    Returns:
+        The headings and the rows.
+    """
+    kept = [number for number, name in enumerate(HEADINGS) if name not in hidden]
     if columns is None:
-        return HEADINGS, rows
+        return tuple(HEADINGS[number] for number in kept), [_with_cells(row, kept) for row in rows]
     widths = [max(map(len, cells)) for cells in zip(HEADINGS, *(row.cells for row in rows), strict=True)]
-    order = sorted(_LEFT_OUT_FIRST, key=lambda name: not (same_host and name == "host"))
+    order = [name for name in _LEFT_OUT_FIRST if name not in hidden]
+    order.sort(key=lambda name: not (same_host and name == "host"))
     for name in order:
         if _total(widths, kept) - widths[_DOES] + min(widths[_DOES], _USUAL_DOES) <= columns:
             break
@@ -168,8 +186,12 @@ def _narrowed(rows: list[PictureRow], columns: int | None, same_host: bool) -> t
     room = max(columns - (_total(widths, kept) - widths[_DOES]), _LEAST_DOES)
     return (
         tuple(HEADINGS[number] for number in kept),
-        [PictureRow(tuple(_cut(row.cells[n], room if n == _DOES else None) for n in kept), row.mark) for row in rows],
+        [_with_cells(row, kept, room) for row in rows],
     )
+
+
+def _with_cells(row: PictureRow, kept: Sequence[int], room: int | None = None) -> PictureRow:
+    return PictureRow(tuple(_cut(row.cells[n], room if n == _DOES else None) for n in kept), row.mark)
 
 
 def _total(widths: Sequence[int], kept: Sequence[int]) -> int:

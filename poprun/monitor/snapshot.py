@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from popdist.instance import replica_blocks
 from popdist.records.progress import Made, State
 from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import waiting_share
@@ -18,8 +19,8 @@ VERSION = 1
 """The version of the format; it grows if a field changes its meaning or is removed."""
 
 ENDED, LOST, STARTING, STOPPED = "ended", "lost", "starting", "stopped"
-JOINING, RUNNING, WAITING, LEAVING = "joining", "running", "waiting", "leaving"
-CONDITIONS = (ENDED, LOST, STARTING, STOPPED, JOINING, RUNNING, WAITING, LEAVING)
+JOINING, RUNNING, WAITING, LEAVING, SPARE, RESERVE = "joining", "running", "waiting", "leaving", "spare", "reserve"
+CONDITIONS = (ENDED, LOST, STARTING, STOPPED, JOINING, RUNNING, WAITING, LEAVING, SPARE, RESERVE)
 
 _CONDITIONS = {
     State.JOINING: JOINING,
@@ -33,6 +34,8 @@ _WORDS = {
     STOPPED: "stopped by a signal",
     JOINING: "popdist.init",
     LEAVING: "at its end",
+    SPARE: "ready to take over",
+    RESERVE: "not needed yet, or on its way",
 }
 
 
@@ -44,7 +47,8 @@ class Seen:
         instance: The index of the instance.
         host: Its host; "" before it has started.
         pid: The pid of its program; 0 before it has started.
-        condition: One of `CONDITIONS`; waiting means a wait for others that is longer than a moment.
+        condition: One of `CONDITIONS`; waiting means a wait for others that is longer than a moment, and spare a
+            spare that is ready to take the place of a lost instance.
         doing: The phase of its step, its current collective, or its end.
         for_s: The seconds for which it has been doing this; None if unknown.
         step: The training step, from 0; None before the first step.
@@ -55,6 +59,8 @@ class Seen:
         loss: The mean loss over all replicas in a recent step; None if unknown or not finite.
         memory_bytes: Its current memory; 0 if unknown.
         peak_memory_bytes: Its largest memory so far; 0 if unknown.
+        replicas: The first and the last of its replicas; empty if it drives none, or if the job has no spares and has
+            lost no instance.
     """
 
     instance: int
@@ -71,6 +77,7 @@ class Seen:
     loss: float | None = None
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
+    replicas: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Snapshot:
         attempt: The number of restarts.
         losses: The number of lost instances without which the job goes on.
         instances: All instances by index; empty in a pause between two attempts.
+        replaced: The number of lost instances whose place a spare has taken.
     """
 
     pid: int
@@ -94,6 +102,7 @@ class Snapshot:
     attempt: int = 0
     losses: int = 0
     instances: tuple[Seen, ...] = ()
+    replaced: int = 0
 
     @property
     def samples_per_s(self) -> float | None:
@@ -153,7 +162,7 @@ def _is_a(value: object, kind: str) -> bool:
     return isinstance(value, str)
 
 
-def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
+def look_at(each: Facts, recent: Recent, now_s: float, replicas: tuple[int, ...] = ()) -> Seen:
     """Return the state of an instance at the time `now_s`."""
     record = each.record
     condition = _condition(each)
@@ -174,12 +183,25 @@ def look_at(each: Facts, recent: Recent, now_s: float) -> Seen:
         loss=record.made.loss if record.made.loss is not None and math.isfinite(record.made.loss) else None,
         memory_bytes=each.memory_bytes if each.ending is None else 0,
         peak_memory_bytes=each.peak_memory_bytes,
+        replicas=replicas,
     )
 
 
-def look_at_all(facts: Sequence[Facts], recent: Recent, now_s: float) -> tuple[Seen, ...]:
-    """Return the states of all instances at the time `now_s`."""
-    return tuple(look_at(each, recent, now_s) for each in facts)
+def look_at_all(
+    facts: Sequence[Facts], recent: Recent, now_s: float, carriers: Sequence[int] = (), replicas: int = 0
+) -> tuple[Seen, ...]:
+    """Return the states of all instances at the time `now_s`.
+
+    Args:
+        facts: The facts of each instance, by index.
+        recent: The recent counts of each instance.
+        now_s: The time.
+        carriers: The instances that drive the replicas, in order; empty if their replicas are not to be shown.
+        replicas: The number of replicas.
+    """
+    blocks = dict(zip(carriers, replica_blocks(len(carriers), replicas) if carriers else (), strict=True))
+    ends = {index: (block[0], block[-1]) for index, block in blocks.items() if block}
+    return tuple(look_at(each, recent, now_s, ends.get(each.index, ())) for each in facts)
 
 
 def _condition(each: Facts) -> str:
@@ -191,6 +213,8 @@ def _condition(each: Facts) -> str:
         return STARTING
     if each.stopped_since_s:
         return STOPPED
+    if each.is_asleep:
+        return SPARE if each.can_join else RESERVE
     if each.record.waiting_for:
         return WAITING
     return _CONDITIONS.get(each.record.state, RUNNING)

@@ -69,14 +69,14 @@ _MOST_NAMED = 8
 def summary_lines(attempts: Sequence[Attempt], duration_s: float) -> list[str]:
     """Return lines about a job that took `duration_s`, including pauses; unknown facts are left out."""
     totals = add_up(attempts)
-    lines = [_first(attempts, totals, duration_s), _second(totals), _third(attempts, totals)]
+    lines = [_first(attempts, totals, duration_s), _second(totals), _carriers_line(attempts), _third(attempts, totals)]
     return [line for line in lines if line]
 
 
 def _first(attempts: Sequence[Attempt], totals: Totals, duration_s: float) -> str:
     again = f" in {count(len(attempts), 'attempt')}" if len(attempts) > 1 else ""
-    instances = count(len(attempts[-1].facts), "instance") if attempts else "nothing"
-    line = f"summary: {instances} ran for {duration_text(duration_s)}{again}"
+    size = _describe_size(attempts[-1]) if attempts else "nothing"
+    line = f"summary: {size} ran for {duration_text(duration_s)}{again}"
     if not totals.steps:
         return line
     line += f"; {count(totals.steps, 'step')}{' (of all attempts)' if again else ''}"
@@ -85,6 +85,26 @@ def _first(attempts: Sequence[Attempt], totals: Totals, duration_s: float) -> st
     if totals.samples_per_s:
         line += f", {number_text(totals.samples_per_s)} samples/s"
     return line
+
+
+def _describe_size(attempt: Attempt) -> str:
+    there = sum(not each.is_reserve for each in attempt.facts)
+    instances = count(there - attempt.spares, "instance")
+    return f"{instances} and {count(attempt.spares, 'spare')}" if attempt.spares else instances
+
+
+def _carriers_line(attempts: Sequence[Attempt]) -> str:
+    """Return a line about the instances that drove the replicas, if they changed in the last attempt."""
+    first, *later = attempts[-1].carriers if attempts and attempts[-1].carriers else (None,)
+    if first is None or not later:
+        return ""
+    changes = later[-_MOST_NAMED:]
+    left_out = f"; {len(later) - len(changes)} earlier changes" if len(changes) < len(later) else ""
+    parts = [
+        f"from step {each.step} ({duration_text(each.at_s)}) on instances {list_ranges(each.instances, ', ')}"
+        for each in changes
+    ]
+    return f"summary: replicas on instances {list_ranges(first.instances)}{left_out}; {'; '.join(parts)}"
 
 
 def _second(totals: Totals) -> str:
@@ -153,6 +173,7 @@ def _describe_attempt(attempt: Attempt) -> dict[str, object]:
         "failure": attempt.failure or None,
         **_describe_totals(add_up([attempt])),
         "instances": [_describe_instance(each) for each in attempt.facts],
+        "carriers": [asdict(each) for each in attempt.carriers],
     }
 
 
@@ -178,6 +199,7 @@ def _describe_instance(each: Facts) -> dict[str, object]:
         "loss": loss,
         "peak_memory_bytes": each.peak_memory_bytes or None,
         "is_given_up": each.is_given_up,
+        "is_spare": each.is_spare,
         "end": None if each.ending is None else each.ending.describe(),
     }
 

@@ -1,11 +1,13 @@
 """poprun's end of the connections to viewers; no viewer can delay the job.
 
 A viewer has at most one unread snapshot; after it has read that one, it gets a new one. Nothing here blocks, except
-`Viewers.pause`. A viewer sends only its answer to a challenge, and may end the connection.
+`Viewers.pause`. A viewer sends only its answer to a challenge, or, on the machine of poprun, a request of
+`poprun resize`. It may end the connection.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import socket
@@ -14,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from poprun.ipc import wire
+from poprun.ipc.facts import Loss
+from poprun.ipc.resizes import MOST_BYTES, RESIZE, RESIZED, ResizeAnswer, ResizeRequest
 from poprun.ipc.sockets import is_own
 from poprun.monitor.doors import ANSWER, CHALLENGE, FULL, RANDOM_BYTES, SEEN, Door, welcome_to
 from poprun.monitor.snapshot import Seen, Snapshot
@@ -35,19 +39,24 @@ class Viewer:
     """One connection; if `token` is not empty, the viewer must prove that it knows the token before it gets snapshots.
 
     Attributes:
+        number: The number of the connection.
         is_open: Whether to keep the connection.
         is_welcome: Whether the viewer gets snapshots.
+        request: The request that it has sent, until somebody takes it; None without one.
         called_at_s: The time of its call.
     """
 
-    def __init__(self, connection: socket.socket, token: str, now_s: float) -> None:
+    def __init__(self, connection: socket.socket, token: str, now_s: float, number: int = 0) -> None:
+        self.number = number
         self.is_open = True
         self.is_welcome = not token
         self.called_at_s = self._read_at_s = now_s
+        self.request: ResizeRequest | None = None
+        self._is_asker = False
         self._next_s = now_s
         self._connection = connection
         self._token = token
-        self._reader = wire.MessageReader(wire.MOST_OF_STRANGERS)
+        self._reader = wire.MessageReader(wire.MOST_OF_STRANGERS if token else MOST_BYTES)
         self._unsent = bytearray()
         self._challenge = os.urandom(RANDOM_BYTES)
         connection.setblocking(False)
@@ -75,7 +84,12 @@ class Viewer:
             self.is_open = self.is_open and now_s < self._read_at_s + UNREAD_LIMIT_S
             return False
         self._read_at_s = now_s
-        return self.is_open and self.is_welcome and now_s >= self._next_s
+        return self.is_open and self.is_welcome and not self._is_asker and now_s >= self._next_s
+
+    def answer(self, answer: ResizeAnswer) -> None:
+        """Send the answer to the viewer's request."""
+        self._unsent += wire.pack(RESIZED, answer.pack())
+        self._send()
 
     def offer(self, message: bytes, now_s: float) -> None:
         """Send a snapshot."""
@@ -100,11 +114,14 @@ class Viewer:
             return
         except OSError:
             data = b""
-        if not data or self.is_welcome:  # the viewer has gone, or sends data after its answer
+        if not data or self._is_asker or (self._token and self.is_welcome):  # it has gone, or sends more than it may
             self.is_open = False
             return
         try:
             messages = self._reader.feed(data)
+            if not self._token:
+                self._take_request(messages)
+                return
         except ValueError:
             self.is_open = False
             return
@@ -112,6 +129,17 @@ class Viewer:
             welcome = welcome_to(self._token, self._challenge, content) if kind == ANSWER else None
             self.is_open = self.is_welcome = welcome is not None and len(messages) == 1
             self._unsent += welcome or b""
+
+    def _take_request(self, messages: Sequence[tuple[int, bytes]]) -> None:
+        """Take the request of a viewer whom the kernel has identified as a process of our user.
+
+        Raises:
+            ValueError: It is no request.
+        """
+        for kind, content in messages:
+            if kind != RESIZE or self._is_asker:
+                raise ValueError("only one request may come")
+            self._is_asker, self.request = True, ResizeRequest.unpack(content)
 
     def _send(self) -> None:
         try:
@@ -144,6 +172,7 @@ class Viewers:
         self._now_s = now_s
         self._began_s = now_s()
         self._viewers: list[Viewer] = []
+        self._numbers = itertools.count(1)
         self._pause_until_s = 0.0
 
     def handlers(self, now_s: float) -> Iterator[tuple[int, int, Callable[[], None]]]:
@@ -154,13 +183,13 @@ class Viewers:
         for viewer in self._viewers:
             yield viewer.fileno(), viewer.events, viewer.serve
 
-    def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: int = 0) -> None:
+    def push(self, now_s: float, look: Callable[[], tuple[Seen, ...]], losses: Sequence[Loss] = ()) -> None:
         """Send a snapshot to each viewer in due time; disconnect viewers that have gone, are late, or are too many.
 
         Args:
             now_s: The time.
             look: Returns the states of the instances; called only if a viewer is due.
-            losses: The number of lost instances without which the job goes on.
+            losses: The lost instances and spares without which the job goes on.
         """
         if not self._viewers:
             return
@@ -176,6 +205,20 @@ class Viewers:
             is_late = not viewer.is_welcome and now_s >= viewer.called_at_s + GREETING_LIMIT_S
             if is_late or not viewer.is_open:
                 self._part_from(viewer)
+
+    def take_requests(self) -> list[tuple[int, ResizeRequest]]:
+        """Return the requests that have come, each with the number of its connection."""
+        askers = [viewer for viewer in self._viewers if viewer.request is not None]
+        requests = [(viewer.number, viewer.request) for viewer in askers if viewer.request is not None]
+        for viewer in askers:
+            viewer.request = None
+        return requests
+
+    def answer(self, asker: int, answer: ResizeAnswer) -> None:
+        """Answer the request from a connection; do nothing if the asker has gone."""
+        for viewer in self._viewers:
+            if viewer.number == asker:
+                viewer.answer(answer)
 
     def pause(self, seconds: float) -> None:
         """Wait for `seconds` between two attempts; viewers get snapshots without instances meanwhile."""
@@ -208,7 +251,7 @@ class Viewers:
             return
         with suppress(OSError):
             if door.token or is_own(connection):
-                self._viewers.append(Viewer(connection, door.token, self._now_s()))
+                self._viewers.append(Viewer(connection, door.token, self._now_s(), next(self._numbers)))
                 return
         connection.close()
 
@@ -223,6 +266,14 @@ class Viewers:
         strangers = [each for each in reversed(there) if not each.is_welcome]
         return [*known, *strangers][MOST_VIEWERS:]
 
-    def _snapshot(self, now_s: float, instances: tuple[Seen, ...], losses: int) -> Snapshot:
-        age_s = now_s - self._began_s
-        return Snapshot(os.getpid(), os.uname().nodename, self._program, age_s, self.attempt, losses, instances)
+    def _snapshot(self, now_s: float, instances: tuple[Seen, ...], losses: Sequence[Loss]) -> Snapshot:
+        return Snapshot(
+            pid=os.getpid(),
+            host=os.uname().nodename,
+            program=self._program,
+            age_s=now_s - self._began_s,
+            attempt=self.attempt,
+            losses=sum(not loss.was_spare for loss in losses),
+            instances=instances,
+            replaced=sum(loss.is_replaced for loss in losses),
+        )

@@ -62,6 +62,8 @@ def _read(member: Member, kind: int, content: bytes) -> Report | None:
     if kind == wire.TOLD:
         is_orphaned = wire.unpack_number(content) == wire.ORPHANED
         return InstanceChanged(index, InstanceChange.ORPHANED if is_orphaned else InstanceChange.TOLD)
+    if kind == wire.NOTICED:
+        return InstanceChanged(index, InstanceChange.NOTICED)
     if kind == wire.WANT:
         return InputWanted()
     return InstanceChanged(index, InstanceChange.CLOSED) if kind == wire.CLOSED else None

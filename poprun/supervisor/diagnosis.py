@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from popdist.records.progress import State
 from poprun.cli.log import Level
 from poprun.cli.wording import count, list_ranges
-from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
+from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
 from poprun.supervisor.job_events import Action, CleanUp, Deed, DeedKind, Finish, Say
 
 MOST_LINES = 15
@@ -20,6 +20,9 @@ SAME_MOMENT_S = 0.05
 
 STUCK_STATUS = 124
 """The exit status of a job with a stuck instance, as of timeout(1)."""
+
+SPARE_END_S = 1.0
+"""The time within which an instance ends, or notes its end, if a spare has ended because the job is over."""
 
 Wait = tuple[int, int, int]
 """A waiting instance, the instance it waits for, and the number of the collective."""
@@ -44,7 +47,7 @@ def vain_waits(facts: Sequence[Facts]) -> frozenset[Wait]:
 
 def has_failed(facts: Sequence[Facts]) -> bool:
     """Return whether an instance has failed by itself, not because it was told to stop."""
-    return any(each.ending is not None and each.ending.is_own_failure and not each.is_given_up for each in facts)
+    return any(each.ending is not None and each.ending.is_own_failure and each.is_needed for each in facts)
 
 
 def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | None:
@@ -53,7 +56,7 @@ def first_cause(facts: Sequence[Facts], in_vain: Iterable[Wait] = ()) -> int | N
     Begin with the earliest failure. If that instance failed inside a collective while it waited for an absent one, it
     is a victim: blame the absent instance instead, and repeat. Absent means gone, leaving, or failed.
     """
-    failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and not each.is_given_up]
+    failed = [each for each in facts if each.ending is not None and each.ending.is_own_failure and each.is_needed]
     if not failed:
         waited_for = sorted(gone for _, gone, _ in in_vain)
         return waited_for[0] if waited_for else _ended_by_itself(facts)
@@ -134,6 +137,21 @@ def judge_missing(facts: Sequence[Facts], mpirun_status: int | None) -> Verdict:
     return Verdict(None, mpirun_status or 1, tuple(lines[:MOST_LINES]), is_unexplained=True, is_of_hosts=True)
 
 
+def lost_spares(facts: Sequence[Facts]) -> list[Facts]:
+    """Return the sleeping spares that have failed, or have ended with status 0 before the end of the job."""
+    asleep = [each for each in facts if each.is_asleep and not each.is_needed and not each.is_given_up]
+    ended = [each for each in asleep if each.ending is not None]
+    return [each for each in ended if each.ending and (each.ending.is_own_failure or _is_early(each.ending, facts))]
+
+
+def _is_early(ending: Ending, facts: Sequence[Facts]) -> bool:
+    """Return whether a spare has ended with status 0 although no instance was at its end a second later."""
+    active = [each for each in facts if each.is_needed]
+    are_at_work = all(each.ending is None and not each.is_at_end for each in active)
+    are_known = all(each.answered_at_s >= ending.at_s + SPARE_END_S for each in active)
+    return ending.is_success and not ending.told and are_at_work and are_known
+
+
 def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | None:
     """Return the instance for which others have waited for `limit_s` seconds while it did nothing, or None.
 
@@ -145,9 +163,10 @@ def find_stuck(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | No
         for each in facts
         if each.ending is None and each.record.since_s and now_s - each.record.since_s >= limit_s
     }
-    waiting = [each for each in still.values() if each.record.is_inside]
+    awake = [each for each in still.values() if not each.is_asleep]
+    waiting = [each for each in awake if each.record.is_inside]
     awaited = [still[index] for each in waiting for index in each.record.waiting_for if index in still]
-    if not awaited and any(each.record.is_leaving for each in still.values()):
+    if not awaited and any(each.record.is_leaving for each in awake):
         awaited = _awaited_at_end(facts, still)
     if not awaited:
         return None
@@ -176,7 +195,7 @@ def list_instances(indices: Sequence[int]) -> str:
 
 def _awaited_at_end(facts: Sequence[Facts], still: Mapping[int, Facts]) -> list[Facts]:
     """Return the instances that have not reached their exit handlers; none if one of them is not in `still`."""
-    here = [each for each in facts if each.ending is None and not each.record.is_leaving]
+    here = [each for each in facts if each.ending is None and not each.record.is_leaving and not each.is_asleep]
     here = [each for each in here if each.record.state is not State.FINISHED]
     return here if all(each.index in still for each in here) else []
 
@@ -300,7 +319,7 @@ def _absent_since(each: Facts) -> float:
 
 def _ended_by_itself(facts: Sequence[Facts]) -> int | None:
     """Return the instance that exited by itself, as after MPI_Abort, although mpirun told all instances to stop."""
-    own = [each for each in facts if each.ending is not None and not each.ending.is_success and not each.is_given_up]
+    own = [each for each in facts if each.ending is not None and not each.ending.is_success and each.is_needed]
     own = [each for each in own if each.ending is not None and each.ending.kind is EndKind.EXIT]
     own = [each for each in own if not each.orphaned_at_s]  # these ended because mpirun was gone
     return min(own, key=_absent_since).index if own else None
@@ -320,6 +339,8 @@ def describe_failure(blamed: Facts, facts: Sequence[Facts]) -> str:
             place = f"; last heard of {place.lstrip(', ')}"  # the last report may be old
         return f"{blamed.name} {how}{place}"
     waiting = [each.index for each in facts if each.index != blamed.index and _needs(each, blamed)]
+    if not waiting and blamed.is_spare:
+        return f"{blamed.name} {how} before the end of the job"
     return f"{blamed.name} {how} too early: {list_instances(waiting)} still needed it"
 
 
@@ -483,7 +504,7 @@ class LastWords:
         ended: The end of the job.
         obstacle: Why the others could not go on without the lost instances; "" if they could, or if the user did not
             ask for it.
-        losses: A line about each instance without which the job went on.
+        losses: The lost instances and spares without which the job went on.
         mpirun_status: mpirun's exit status; None if it still runs.
         silent: The hosts whose connection broke.
         first_cause: A line with the last error of the instance to blame; "" if that is unknown.
@@ -492,7 +513,7 @@ class LastWords:
 
     ended: JobEnd
     obstacle: str
-    losses: tuple[str, ...]
+    losses: tuple[Loss, ...]
     mpirun_status: int | None
     silent: frozenset[str]
     first_cause: str = ""
@@ -517,6 +538,20 @@ def last_actions(words: LastWords, has_others: bool) -> list[Action]:
     if is_unexplained and has_others and words.lacked_some:
         actions.append(Say(Level.ERROR, NEVER_STARTED))
     if words.losses and not words.ended.exit_status:
-        text = f"the job completed without {count(len(words.losses), 'instance')}: {'; '.join(words.losses)}"
-        actions.append(Say(Level.WARN, text))
+        lines = tuple(loss.line for loss in words.losses)
+        actions.append(Say(Level.WARN, f"the job completed {_describe_losses(words.losses)}: {'; '.join(lines)}"))
     return [*actions, Finish(words.ended)]
+
+
+def _describe_losses(losses: Sequence[Loss]) -> str:
+    spares = sum(loss.was_spare for loss in losses)
+    replaced = sum(loss.is_replaced for loss in losses)
+    new = sum(loss.by_new for loss in losses)
+    missing = len(losses) - spares - replaced
+    parts = [
+        f"with {count(replaced - new, 'spare')} in the place of lost instances" if replaced > new else "",
+        f"with {count(new, 'new instance')} in the place of lost ones" if new else "",
+        f"without {count(missing, 'instance')}" if missing else "",
+        f"without {count(spares, 'spare')}" if spares else "",
+    ]
+    return ", ".join(filter(None, parts))

@@ -79,7 +79,8 @@ def _run_once(
     gc.enable()
     ended = supervisor.run()
     duration_s = time.monotonic() - started.began_s
-    watching.note(Attempt(tuple(supervisor.machine.facts), duration_s, ended, tuple(supervisor.machine.losses)))
+    machine = supervisor.machine
+    watching.note(Attempt(tuple(machine.facts), duration_s, ended, tuple(machine.losses), tuple(machine.carriers)))
     return ended
 
 
@@ -109,7 +110,13 @@ def _across(launch: Launch) -> Across:
         interface="" if remote is None else remote.address,
         silence_s=settings.host_timeout_s,
         start_timeout_s=settings.start_timeout_s,
-        least=settings.min_instances if settings.on_failure == "shrink" else 0,
+        spares=sum(place.is_spare for place in launch.places),
+        reserves=sum(place.is_reserve for place in launch.places),
+        most_new=settings.max_restarts if settings.regrow else 0,
+        first_pause_s=settings.restart_backoff_s,
+        replicas=settings.num_replicas,
+        least=settings.min_instances if settings.carries_on else 0,
+        tells_notice=settings.on_notice == "leave-host",
         stuck_timeout_s=settings.stuck_timeout_s,
         others=tuple(host.name for host in launch.hosts if not host.is_this_machine),
         ssh=() if remote is None else remote.shell,

@@ -12,6 +12,7 @@ from popdist.records.progress import ProgressRecord
 from poprun.cli.log import Level
 from poprun.ipc import wire
 from poprun.ipc.facts import Ending, JobEnd
+from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 
 LOOK_S = 0.2
 """The interval at which instances are asked for their progress."""
@@ -37,6 +38,8 @@ GRACE_ANSWER_LIMIT_S = 3.0
 """The time limit for instances to answer, after SIGTERM, how long they need to save."""
 CLOSE_LIMIT_S = 0.4
 """The time limit for agents to end the remaining processes of their instances."""
+SPARE_LIMIT_S = 5.0
+"""The time limit for spares to end by themselves after all instances have completed."""
 MPIRUN_LIMIT_S = 0.6
 """The time limit for mpirun to end after a signal; if it were killed, it would leave files behind."""
 
@@ -96,6 +99,7 @@ class InstanceChange(Enum):
     ORPHANED = "the agent's parent, mpirun or its daemon, is gone"
     EXAMINED = "an answer to `Command.EXAMINE`: the letter of the process's state, followed by its Python stack if any"
     CLOSED = "all its processes are gone"
+    NOTICED = "SIGUSR1 has told its agent that its host is about to go away"
     LOST = "the connection to its agent has ended; the text is the fault that the network reports, if any"
 
 
@@ -120,6 +124,14 @@ class SignalCame:
 
 
 @dataclass(frozen=True)
+class ResizeAsked:
+    """A request of `poprun resize`; `asker` is the number of its connection."""
+
+    asker: int
+    request: ResizeRequest
+
+
+@dataclass(frozen=True)
 class Tick:
     """The moment to decide: all events so far have been passed on. It carries the state of mpirun and of the output.
 
@@ -136,7 +148,7 @@ class Tick:
     closed: str | None = None
 
 
-Event = MemberEvent | OutputPiece | SignalCame | Tick
+Event = MemberEvent | OutputPiece | SignalCame | ResizeAsked | Tick
 
 
 class Command(Enum):
@@ -148,6 +160,10 @@ class Command(Enum):
     """Show the state and the stack of the program."""
     RELEASE = wire.RELEASE
     """Do not wait for other instances any more; the number counts the lost instances."""
+    WANT_ACTIVE = wire.WANT_ACTIVE
+    """Write the wish about the active instances into the progress page; the number is the packed wish."""
+    BEGIN = wire.BEGIN
+    """Begin the program of a reserve."""
     PASS_ON = wire.SIGNAL
     """Send the program a signal; the number is the signal's."""
     STOP = wire.STOP
@@ -189,6 +205,14 @@ class Say:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """The answer to the asker of a resize."""
+
+    asker: int
+    answer: ResizeAnswer
+
+
+@dataclass(frozen=True)
 class CleanUp:
     """Removal of the job's processes and files here and, if `sweeps`, on all other hosts except the `silent` ones."""
 
@@ -203,4 +227,4 @@ class Finish:
     ended: JobEnd
 
 
-Action = AgentOrder | OutputPiece | Deed | Say | CleanUp | Finish
+Action = AgentOrder | OutputPiece | Deed | Say | Answer | CleanUp | Finish

@@ -12,10 +12,20 @@ import signal
 from collections.abc import Sequence
 from enum import Enum
 
+from popdist.records.progress import Role
 from poprun.cli.log import Level
-from poprun.ipc.facts import Ending, EndKind, Facts, JobEnd, Verdict, signal_name
+from poprun.ipc.facts import Carriers, Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
+from poprun.ipc.resizes import ResizeAnswer
 from poprun.launch.launch import Across
-from poprun.supervisor.diagnosis import LastLines, LastWords, describe_rest, first_cause, has_failed, last_actions
+from poprun.supervisor.diagnosis import (
+    LastLines,
+    LastWords,
+    describe_rest,
+    first_cause,
+    has_failed,
+    last_actions,
+    lost_spares,
+)
 from poprun.supervisor.job_events import (
     CLOSE_LIMIT_S,
     EXAMINE_S,
@@ -29,22 +39,29 @@ from poprun.supervisor.job_events import (
     QUICK_LOOK_S,
     SETTLE_LIMIT_S,
     SETTLE_S,
+    SPARE_LIMIT_S,
     TOLD_LIMIT_S,
     Action,
     AgentOrder,
+    Answer,
     Command,
     Deed,
     DeedKind,
     Event,
+    InstanceChange,
+    InstanceChanged,
     MemberConnected,
     OutputPiece,
+    ResizeAsked,
     Say,
     SignalCame,
     Tick,
 )
-from poprun.supervisor.lookout import Lookout, Survival
+from poprun.supervisor.lookout import Lookout
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.resizing import Resizing
 from poprun.supervisor.signals import END_SIGNAL, PASSED_ON
+from poprun.supervisor.survival import Survival
 
 STANDARD_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 _NEVER = float("inf")
@@ -67,23 +84,32 @@ class JobMachine:
     `deadline_s`. It carries out the actions in their order before the next event. The last action is `Finish`.
 
     Args:
-        count: The number of instances.
+        count: The number of instances and spares.
         across: The settings for several hosts, and the limits of waits.
         here: The host of mpirun.
         begin_s: The time at which the job begins.
 
     Attributes:
         phase: The phase of the job.
+        carriers: The instances that drive the replicas, from the beginning and after each change.
     """
 
     def __init__(self, count: int, across: Across, here: str, begin_s: float) -> None:
         self.phase = JobPhase.RUNNING
-        self._members = JobMembers(count)
+        self._members = JobMembers(count, across.spares, across.reserves)
         self._survival = Survival(self._members, across.least)
+        self._resizing = Resizing(self._members, across.least if across.spares else 0, across.replicas)
+        self._regrowth = None
+        if across.most_new:
+            from poprun.supervisor.regrowth import Regrowth
+
+            self._regrowth = Regrowth(self._members, self._resizing, self._survival.losses, across)
         self._lookout = Lookout(across.stuck_timeout_s, here, begin_s)
         self._has_others = bool(across.others)
         self._actions: list[Action] = []
         self._around = Tick()
+        self._begin_s = begin_s
+        self.carriers = [Carriers(0.0, 0, self._members.carriers)]
         self._verdict: Verdict | None = None
         self._exit_status = 0
         self._deadline_s = begin_s + across.start_timeout_s
@@ -102,8 +128,8 @@ class JobMachine:
         return self._members.facts
 
     @property
-    def losses(self) -> Sequence[str]:
-        """A line about each lost instance without which the others go on."""
+    def losses(self) -> Sequence[Loss]:
+        """The lost instances and spares without which the others go on."""
         return self._survival.losses
 
     @property
@@ -123,12 +149,26 @@ class JobMachine:
                 self._show(event)
             case SignalCame(number):
                 self._take_signal(number, now_s)
+            case ResizeAsked():
+                self._resize(event)
             case _:
+                was_spare = self._members.facts[event.instance].record.is_spare
                 self._members.take(event, now_s)
                 if isinstance(event, MemberConnected):
                     self._greet(event)
+                elif was_spare and self._members.facts[event.instance].record.role is Role.ACTIVE:
+                    self._actions.append(Say(Level.INFO, f"{self._members.facts[event.instance].name} has joined"))
+                elif isinstance(event, InstanceChanged) and event.change is InstanceChange.NOTICED:
+                    self._take_notice(self._members.facts[event.instance].host, now_s)
+        self._note_carriers(now_s)
         actions, self._actions = self._actions, []
         return actions
+
+    def _note_carriers(self, now_s: float) -> None:
+        carriers = self._members.carriers
+        if carriers != self.carriers[-1].instances:
+            step = max(each.record.step for each in self._members.facts)
+            self.carriers.append(Carriers(now_s - self._begin_s, step, carriers))
 
     def _greet(self, event: MemberConnected) -> None:
         if self.phase is JobPhase.CLOSING:
@@ -160,6 +200,33 @@ class JobMachine:
         elif self.phase is JobPhase.CLOSING:
             self._see_off(now_s)
 
+    def _resize(self, asked: ResizeAsked) -> None:
+        if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
+            self._actions += self._resizing.ask(asked)
+        else:
+            self._actions.append(Answer(asked.asker, ResizeAnswer(False, "the job is ending")))
+
+    def _take_notice(self, host: str, now_s: float) -> None:
+        """Leave a host that is about to go away; if that is impossible, let all programs save and leave."""
+        if self.phase not in (JobPhase.RUNNING, JobPhase.SETTLING) or self._resizing.is_left(host):
+            return
+        obstacle, actions = self._resizing.leave(host)
+        self._actions += actions
+        if obstacle:
+            self._actions.append(Say(Level.WARN, f"host {host} cannot be left: {obstacle}; all programs get SIGUSR1"))
+            self._take_signal(signal.SIGUSR1, now_s)
+        else:
+            self._actions.append(Say(Level.WARN, f"host {host} is about to go away; other hosts take over from it"))
+
+    def _go_on_resizing(self, now_s: float) -> None:
+        if self._regrowth is not None:
+            self._actions += self._regrowth.look(now_s)
+            self._next_look_s = min(self._next_look_s, self._regrowth.deadline_s)
+        was_under_way = self._resizing.is_under_way
+        self._actions += self._resizing.look()
+        if was_under_way and not self._resizing.is_under_way:
+            self._lookout.forget(now_s)  # the others may have waited long for an instance that has just joined
+
     # While the job runs.
 
     def _watch(self, now_s: float) -> None:
@@ -173,11 +240,14 @@ class JobMachine:
             self._close(now_s)
         elif members.all_succeeded:
             self._await_the_rest(now_s)
+        elif lost_spares(members.facts) and not has_failed(members.facts) and self._give_up_the_failed(now_s):
+            return
         elif has_failed(members.facts) or members.all_ended or self._cannot_go_on(now_s):
             if not self._give_up_the_failed(now_s):
                 self._begin_to_settle(now_s)
         else:
-            if any(each.is_gone for each in members.facts):
+            self._go_on_resizing(now_s)
+            if self._resizing.is_under_way or any(each.is_gone for each in members.facts):
                 self._next_look_s = min(self._next_look_s, now_s + QUICK_LOOK_S)
             if now_s >= self._next_look_s:
                 self._look(now_s)
@@ -189,7 +259,8 @@ class JobMachine:
         """
         if self._around.is_behind or self._tidy_limit_s == _NEVER:
             self._tidy_limit_s = now_s + self._stuck_timeout_s
-        if self._members.all_closed or now_s >= self._rest_limit_s:
+        members = self._members
+        if (members.all_closed and members.are_spares_closed) or now_s >= self._rest_limit_s:
             self._close(now_s)
             return
         if now_s >= self._tidy_limit_s:
@@ -198,8 +269,9 @@ class JobMachine:
             ]
             self._close(now_s)
             return
-        if self._members.are_others_closed:
-            self._rest_limit_s = min(self._rest_limit_s, now_s + CLOSE_LIMIT_S)
+        if members.are_others_closed:
+            limit_s = CLOSE_LIMIT_S if members.are_spares_closed else SPARE_LIMIT_S
+            self._rest_limit_s = min(self._rest_limit_s, now_s + limit_s)
         self._deadline_s, self._next_look_s = min(self._rest_limit_s, self._tidy_limit_s), _NEVER
 
     def _cannot_go_on(self, now_s: float) -> bool:
@@ -209,7 +281,7 @@ class JobMachine:
     def _look(self, now_s: float) -> None:
         """Evaluate the answers to the last question, and ask every instance again for its progress."""
         self._lookout.look(self._members.facts, now_s, self._around.is_behind, self._around.is_mpirun_stopped)
-        if self._lookout.in_vain:
+        if self._lookout.in_vain or self._lookout.silent:
             if not self._give_up_the_failed(now_s):
                 self._begin_to_settle(now_s)
         elif self._lookout.stuck is not None:
@@ -336,7 +408,7 @@ class JobMachine:
         After one instance has ended, the others get the usual time only.
         """
         facts = self._members.facts
-        ends = [each.ending for each in facts if each.ending is not None and not each.is_given_up]
+        ends = [each.ending for each in facts if each.ending is not None and each.is_needed]
         if any(ending.at_s >= self._interrupted_at_s for ending in ends):
             self._deadline_s = min(self._deadline_s, now_s + INTERRUPT_GRACE_S)
         elif self._exit_status == 128 + signal.SIGTERM:

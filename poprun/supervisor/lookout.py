@@ -1,27 +1,22 @@
-"""Detection of stuck instances and of jobs at a standstill, and decisions about jobs that go on after losses. Pure."""
+"""Detection of stuck instances and of jobs at a standstill. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 from popdist.records.progress import State
-from poprun.cli.log import Level
-from poprun.cli.wording import count
-from poprun.ipc.facts import Ending, Facts, Verdict
+from poprun.ipc.facts import Facts, Verdict
 from poprun.supervisor.diagnosis import (
     STUCK_STATUS,
     Wait,
     describe_failure,
     find_stuck,
-    is_of_hosts,
     judge,
     judge_missing,
     judge_stuck,
     list_instances,
     vain_waits,
 )
-from poprun.supervisor.job_events import Action, Say
-from poprun.supervisor.members import JobMembers
 
 BLIND_S = 5.0
 """The longest usual pause between two looks, at most half the limit. After a longer pause, as when poprun was stopped,
@@ -40,6 +35,7 @@ class Lookout:
     Attributes:
         in_vain: The waits for instances that have left, if two looks in a row have seen them.
         stuck: The index of the stuck instance; None while there is none.
+        silent: The indices of sleeping spares whose agents do not answer.
         halt: The verdict on a job that does not progress although no instance is known to be stuck; None while it
             progresses.
     """
@@ -48,6 +44,7 @@ class Lookout:
         self.in_vain: frozenset[Wait] = frozenset()
         self.stuck: int | None = None
         self.halt: Verdict | None = None
+        self.silent: frozenset[int] = frozenset()
         self._stuck_timeout_s = stuck_timeout_s
         self._here = here
         self._waits: frozenset[Wait] = frozenset()
@@ -55,8 +52,8 @@ class Lookout:
 
     @property
     def useless(self) -> set[int]:
-        """The indices of the instances for which others wait in vain, because they have left or are stuck."""
-        return {gone for _, gone, _ in self.in_vain} | ({self.stuck} if self.stuck is not None else set())
+        """The indices of instances that have left or are stuck while others wait, and of spares that do not answer."""
+        return {gone for _, gone, _ in self.in_vain} | ({self.stuck} if self.stuck is not None else set()) | self.silent
 
     def look(self, facts: Sequence[Facts], now_s: float, is_behind: bool, is_mpirun_stopped: bool = False) -> None:
         """Compare the last answers of the instances with the answers before them.
@@ -80,6 +77,7 @@ class Lookout:
         if limit_s and not self.in_vain and now_s - self._heeded_s >= limit_s:
             self.stuck = self._find_stuck(facts, now_s, blind_s)
             if self.stuck is None:
+                self.silent = find_silent_spares(facts, now_s, limit_s)
                 self.halt = find_halt(facts, now_s, limit_s, now_s - self._mpirun_ran_at_s)
 
     def _find_stuck(self, facts: Sequence[Facts], now_s: float, blind_s: float) -> int | None:
@@ -92,13 +90,15 @@ class Lookout:
 
     def forget(self, now_s: float) -> None:
         """Forget the findings so far: the others need time to go on without the lost instances."""
-        self.in_vain, self.stuck, self.halt = frozenset(), None, None
+        self.in_vain, self.stuck, self.halt, self.silent = frozenset(), None, None, frozenset()
         self._heeded_s = now_s
 
     def describe(self, failed: Facts, facts: Sequence[Facts]) -> str:
         """Describe a lost instance without which the others go on."""
         if failed.index == self.stuck:
             return judge_stuck(facts, failed.index, self._stuck_timeout_s).lines[0]
+        if failed.index in self.silent:
+            return f"{failed.name} was lost: {_describe_silence(self._stuck_timeout_s)}"
         return describe_failure(failed, facts)
 
     def are_orphaned(self, facts: Sequence[Facts]) -> bool:
@@ -138,6 +138,13 @@ def find_absent(facts: Sequence[Facts], now_s: float, limit_s: float) -> int | N
     return min(absent, key=lambda each: each.busy_at_s).index if absent else None
 
 
+def find_silent_spares(facts: Sequence[Facts], now_s: float, limit_s: float) -> frozenset[int]:
+    """Return the sleeping spares whose agents have not answered for `limit_s` seconds, at least `LEAST_S`."""
+    limit_s = max(limit_s, LEAST_S)
+    asleep = [each for each in _running(facts) if each.is_asleep]
+    return frozenset(each.index for each in asleep if now_s - each.answered_at_s >= limit_s)
+
+
 def find_halt(facts: Sequence[Facts], now_s: float, limit_s: float, mpirun_stopped_s: float) -> Verdict | None:
     """Return the verdict on a job that has halted through no fault of an instance's program, or None.
 
@@ -151,8 +158,8 @@ def find_halt(facts: Sequence[Facts], now_s: float, limit_s: float, mpirun_stopp
         return _judge(f"mpirun was stopped by a signal or a debugger for {_limit(limit_s)}")
     limit_s = max(limit_s, LEAST_S)
     for each in _running(facts):
-        if now_s - each.answered_at_s >= limit_s:
-            fact = f"{each.name} was lost: its supervisor process has not answered for {_limit(limit_s)}"
+        if now_s - each.answered_at_s >= limit_s and not each.is_asleep:
+            fact = f"{each.name} was lost: {_describe_silence(limit_s)}"
             return _judge(f"{fact}; that process, or its host, is stopped", each)
     joining = [each.index for each in facts if each.record.is_joining and each.ending is None]
     has_joined_all = len(joining) == len(_running(facts)) == len(facts)
@@ -171,6 +178,10 @@ def _judge(line: str, blamed: Facts | None = None) -> Verdict:
     return Verdict(index, STUCK_STATUS, (line,), is_of_hosts=True, is_unexplained=blamed is None, lost=lost)
 
 
+def _describe_silence(limit_s: float) -> str:
+    return f"its supervisor process has not answered for {_limit(limit_s)}"
+
+
 def _limit(limit_s: float) -> str:
     return f"{limit_s:g} s (--stuck-timeout-s)"
 
@@ -187,67 +198,3 @@ def _longest_wait_s(facts: Sequence[Facts], now_s: float, all_of_them: bool = Fa
     """Return how long the first instance, or all instances, have waited in `popdist.init`; 0 if none waits."""
     since_s = [each.record.since_s for each in _running(facts) if each.record.is_joining]
     return now_s - (max if all_of_them else min)(since_s, default=now_s)
-
-
-class Survival:
-    """The decision whether a job goes on without lost instances, as the user allows it.
-
-    Args:
-        members: All instances of the job.
-        least: The least number of instances with which the job goes on; 0 if it needs all.
-
-    Attributes:
-        losses: A line about each instance that was given up.
-        obstacle: Why the others could not go on although the user allows it; "" as long as they could.
-    """
-
-    def __init__(self, members: JobMembers, least: int) -> None:
-        self.losses: list[str] = []
-        self.obstacle = ""
-        self._members = members
-        self._least = least
-
-    def give_up(
-        self, useless: Collection[int], was_told: Callable[[Ending], bool], describe: Callable[[Facts], str]
-    ) -> list[Action]:
-        """Give up failed and useless instances, and tell the others, which wait for them in vain.
-
-        Args:
-            useless: The indices of further instances to give up: stuck, or ended too early.
-            was_told: Returns whether an instance came to an end because of a signal from the user.
-            describe: Returns a line about a lost instance.
-
-        Returns:
-            The orders for the agents, and a message about each lost instance. Empty if none has failed, or if the
-            others cannot go on; `obstacle` then has the reason.
-        """
-        here = [each for each in self._members.facts if not each.is_given_up]
-        failed = [
-            each for each in here if each.index in useless or (each.ending is not None and each.ending.is_own_failure)
-        ]
-        left = [each for each in here if each not in failed and each.ending is None]
-        were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
-        if not failed or were_told or is_of_hosts(failed) or not self._least:
-            return []
-        if obstacle := self._obstacle(left):
-            self.obstacle = self.obstacle or obstacle  # later failures follow from the first
-            return []
-        others = list_instances([each.index for each in left])
-        follows = f"{others} {'goes' if len(left) == 1 else 'go'} on without it"
-        losses = [describe(each) for each in failed]
-        self.losses += losses
-        actions: list[Action] = []
-        for each in failed:
-            actions += self._members.give_up(each.index)
-        for each in left:
-            actions += self._members.release(each.index, len(self.losses))
-        return [*actions, *(Say(Level.WARN, f"{line}; {follows}") for line in losses)]
-
-    def _obstacle(self, left: Collection[Facts]) -> str:
-        if not self._members.all_connected or not all(each.record.has_joined for each in left):
-            return "the others cannot go on: an instance was lost before popdist.init had returned everywhere"
-        if len(left) < max(1, self._least):
-            return (
-                f"only {count(len(left), 'instance')} would be left, and --min-instances is {self._least}: the job ends"
-            )
-        return ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
+from popdist.records.progress import Role
 from poprun.ipc.facts import Ending, EndKind, Facts
 from poprun.supervisor.job_events import (
     AgentOrder,
@@ -22,10 +24,20 @@ MOST_QUESTIONS = 8
 
 
 class JobMembers:
-    """The current facts of every instance, and the agents that are connected."""
+    """The current facts of every instance and spare, and the agents that are connected.
 
-    def __init__(self, count: int) -> None:
-        self.facts = [Facts(index) for index in range(count)]
+    Args:
+        count: The number of instances and spares.
+        spares: The number of spares, which have the highest indices.
+        reserves: The number of spares that are reserves, which have the highest indices of these.
+    """
+
+    def __init__(self, count: int, spares: int = 0, reserves: int = 0) -> None:
+        self.facts = [
+            Facts(index, is_spare=index >= count - spares, is_reserve=index >= count - reserves)
+            for index in range(count)
+        ]
+        self._carriers = tuple(range(count - spares))
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()
         self._connected: dict[int, None] = {}  # in the order of their connections
@@ -42,18 +54,29 @@ class JobMembers:
 
     @property
     def all_succeeded(self) -> bool:
-        """Whether every instance has reported exit status 0."""
-        return all(each.is_given_up or (each.ending is not None and each.ending.is_success) for each in self.facts)
+        """Whether every instance that is needed has reported exit status 0."""
+        return all(each.ending is not None and each.ending.is_success for each in self.facts if each.is_needed)
 
     @property
     def all_ended(self) -> bool:
-        """Whether every instance has ended."""
-        return all(each.ending is not None for each in self.facts)
+        """Whether every instance has ended; sleeping spares do not count."""
+        return all(each.ending is not None for each in self.facts if not each.is_asleep)
 
     @property
     def all_closed(self) -> bool:
-        """Whether all processes of every started instance are gone."""
-        return all(each.index in self._closed or not each.is_started for each in self.facts)
+        """Whether all processes of every started instance are gone; sleeping spares do not count."""
+        return all(each.index in self._closed or not each.is_started or each.is_asleep for each in self.facts)
+
+    @property
+    def are_spares_closed(self) -> bool:
+        """Whether all processes of the sleeping spares are gone."""
+        return all(each.index in self._closed or not each.is_asleep for each in self.facts)
+
+    @property
+    def carriers(self) -> tuple[int, ...]:
+        """The instances that drive the replicas, in their order."""
+        named = [self.facts[index] for index in self._carriers]
+        return tuple(each.index for each in named if not each.is_given_up and not each.is_spare)
 
     @property
     def left(self) -> list[Facts]:
@@ -62,8 +85,8 @@ class JobMembers:
 
     @property
     def are_others_closed(self) -> bool:
-        """Whether all processes of every instance that was not given up are gone."""
-        return all(each.index in self._closed or each.is_given_up for each in self.facts)
+        """Whether all processes of every instance are gone that was not given up; sleeping spares do not count."""
+        return all(each.index in self._closed or not each.is_needed for each in self.facts)
 
     @property
     def are_asked(self) -> bool:
@@ -110,8 +133,12 @@ class JobMembers:
         return [AgentOrder(Command.STOP, index) for index in self._connected]
 
     def pass_on(self, number: int) -> list[AgentOrder]:
-        """Send a signal to the programs of all instances."""
-        return [AgentOrder(Command.PASS_ON, index, number) for index in self._connected]
+        """Send a signal to the programs of all instances.
+
+        Sleeping spares do not get it: the instances tell them what follows, and a signal might end them before.
+        """
+        awake = [index for index in self._connected if not self.facts[index].is_asleep]
+        return [AgentOrder(Command.PASS_ON, index, number) for index in awake]
 
     def release(self, index: int, lost: int) -> list[AgentOrder]:
         """Tell an instance that `lost` instances are lost; return no order if its agent is not connected."""
@@ -121,6 +148,12 @@ class JobMembers:
         """Mark an instance as given up, and order its agent to end all of its processes."""
         self._update(index, is_given_up=True)
         return [AgentOrder(Command.STOP, index)] if index in self._connected else []
+
+    def go_on_with(self, carriers: Sequence[int]) -> None:
+        """Note which instances are to drive the replicas, in their order; spares among them join."""
+        self._carriers = tuple(carriers)
+        for index in carriers:
+            self._update(index, is_spare=False)
 
     def note_told_alone(self, before_s: float) -> None:
         """Mark as lost every instance that was stopped alone; mpirun stops all of them together.
@@ -148,6 +181,18 @@ class JobMembers:
             peak_memory_bytes=event.peak_memory_bytes,
             busy_at_s=now_s if event.effort != before.effort else before.busy_at_s,
         )
+        if event.record.role not in (before.record.role, Role.UNKNOWN):
+            self._note_role(event.instance, event.record.is_spare)
+
+    def _note_role(self, index: int, is_spare: bool) -> None:
+        """Note a role that an instance reports. If a spare joins uncalled, those called in vain are spares again."""
+        if self.facts[index].is_spare and not is_spare:
+            for each in self.facts:
+                if each.record.is_spare and each.ending is None and not each.is_given_up:
+                    self._update(each.index, is_spare=True)
+        self._update(index, is_spare=is_spare)
+        if index not in self._carriers:
+            self._carriers += (index,)
 
     def _note_loss(self, index: int, fault: str, now_s: float) -> None:
         self._connected.pop(index, None)

@@ -45,7 +45,7 @@ class Restarts:
             ended = run_once(current)
             if ended.verdict is None or ended.was_told:
                 break
-            if launch.settings.on_failure == "shrink" and not ended.verdict.is_of_hosts:
+            if launch.settings.carries_on and not ended.verdict.is_of_hosts:
                 break
             self._note(current, ended.verdict)
             following = self._plan(launch.settings, current)
@@ -83,14 +83,14 @@ class Restarts:
                 "(--min-instances)"
             )
             return None
-        instances, chosen = found
+        fitting, chosen = found
         try:
-            launch = plan_launch(with_instances(settings, instances), self._environ, self._log, chosen)
+            launch = plan_launch(fitting, self._environ, self._log, chosen)
         except PopRunError as error:
             self._log.error(f"cannot restart: {error}")
             return None
         self._log.warn(
-            f"restart {made + 1} of {settings.max_restarts}: {count(instances, 'instance')} on "
+            f"restart {made + 1} of {settings.max_restarts}: {_describe_size(fitting)} on "
             f"{', '.join(host.name for host in chosen)}"
         )
         return self._counted(launch)
@@ -117,8 +117,10 @@ def pause_s(first_s: float, made: int) -> float:
     return min(first_s * 2.0 ** min(made, 64), max(first_s, MOST_PAUSE_S))
 
 
-def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Host, ...]] | None:
-    """Return the largest possible number of instances and their hosts; None if too few instances fit.
+def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[LaunchSettings, tuple[Host, ...]] | None:
+    """Return the settings for the largest possible number of instances, and their hosts; None if too few fit.
+
+    Spares get what room is left.
 
     Args:
         settings: The user's settings. The replicas must divide evenly among the instances. There are `num_instances`
@@ -127,20 +129,33 @@ def fit(settings: LaunchSettings, hosts: Sequence[Host]) -> tuple[int, tuple[Hos
     """
     for instances in range(settings.num_instances, settings.min_instances - 1, -1):
         if settings.num_replicas % instances == 0 and (chosen := spread(hosts, instances)):
-            return instances, chosen
+            if not settings.spares:
+                return with_instances(settings, instances), chosen
+            from poprun.hosts.spares import add_hosts, most_spares
+
+            chosen = add_hosts(chosen, hosts, settings)
+            wanted = with_instances(settings, instances, settings.spares)
+            return with_instances(settings, instances, most_spares(chosen, wanted)), chosen
     return None
 
 
-def with_instances(settings: LaunchSettings, instances: int) -> LaunchSettings:
-    """Return the settings for `instances` instances, without settings for instances of higher index."""
-    shown = settings.only_output_from_instance
+def with_instances(settings: LaunchSettings, instances: int, spares: int = 0) -> LaunchSettings:
+    """Return the settings for so many instances and spares, without settings for processes of higher index."""
+    processes, shown = instances + spares, settings.only_output_from_instance
     return replace(
         settings,
         num_instances=instances,
-        inject=tuple(text for text in settings.inject if read_fault(text).instance < instances),
-        only_output_from_instance=shown if shown is None or shown < instances else 0,
-        instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < instances),
+        spares=spares,
+        on_failure="shrink" if settings.on_failure == "replace" and not spares else settings.on_failure,
+        inject=tuple(text for text in settings.inject if read_fault(text).instance < processes),
+        only_output_from_instance=shown if shown is None or shown < processes else 0,
+        instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < processes),
     )
+
+
+def _describe_size(settings: LaunchSettings) -> str:
+    spares = f" and {count(settings.spares, 'spare')}" if settings.spares else ""
+    return f"{count(settings.num_instances, 'instance')}{spares}"
 
 
 def _list_hosts(names: Collection[str]) -> str:

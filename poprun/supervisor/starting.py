@@ -44,6 +44,7 @@ class StartedJob:
         self.wakeup = catch_signals((*INTERRUPTS, *PASSED_ON, signal.SIGCHLD))
         self.reception = Reception(across.interface, across.silence_s)
         contact = f"{self.reception.contact} {describe_terminals(tag_columns)}"
+        contact += wire.TELLS_NOTICE * across.tells_notice
         contact += wire.IGNORES_HANGUP * ignores_hangup()
         if not any(word.partition("=")[0] in DIRECTORY_OPTIONS for word in command):
             contact = f"{os.getcwd()} {contact}"

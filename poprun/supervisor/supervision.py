@@ -17,7 +17,7 @@ from poprun.ipc.processes import end_descendants, heeded
 from poprun.ipc.sockets import keep_to_loopback
 from poprun.ipc.streams import InputSource
 from poprun.launch.launch import Across
-from poprun.monitor.snapshot import Recent, look_at_all
+from poprun.monitor.snapshot import Recent, Seen, look_at_all
 from poprun.monitor.viewers import Viewers
 from poprun.output.output import Output
 from poprun.supervisor.control import InputWanted, read_reports
@@ -25,6 +25,7 @@ from poprun.supervisor.job_events import (
     LOOK_S,
     Action,
     AgentOrder,
+    Answer,
     CleanUp,
     Deed,
     DeedKind,
@@ -35,6 +36,7 @@ from poprun.supervisor.job_events import (
     MemberConnected,
     OutputPiece,
     ProgressCame,
+    ResizeAsked,
     Say,
     SignalCame,
     Tick,
@@ -99,6 +101,8 @@ class JobSupervisor:
             self._say(Level.INFO, f"waiting for mpirun ({self._mpirun.pid})")
             while self._ended is None:
                 self._wait()
+                for asker, request in self._viewers.take_requests():
+                    self._tell(ResizeAsked(asker, request))
                 self._tell(self._tick(time.monotonic()))
                 self._show_status()
                 self._show_viewers()
@@ -227,6 +231,8 @@ class JobSupervisor:
                 self._do(kind, number)
             case Say(level, text):
                 self._say(level, text)
+            case Answer(asker, answer):
+                self._viewers.answer(asker, answer)
             case CleanUp():
                 self._clean_up(action)
             case Finish(ended):
@@ -258,9 +264,12 @@ class JobSupervisor:
 
     def _show_viewers(self) -> None:
         now_s = time.monotonic()
-        self._viewers.push(
-            now_s, lambda: look_at_all(self.machine.facts, self._recent, now_s), len(self.machine.losses)
-        )
+        self._viewers.push(now_s, lambda: self._look(now_s), self.machine.losses)
+
+    def _look(self, now_s: float) -> tuple[Seen, ...]:
+        shows_replicas = self._across.spares > 0 or len(self.machine.carriers) > 1
+        carriers = self.machine.carriers[-1].instances if shows_replicas else ()
+        return look_at_all(self.machine.facts, self._recent, now_s, carriers, self._across.replicas)
 
     def _say(self, level: Level, text: str) -> None:
         if level <= self._log.level:
@@ -283,7 +292,10 @@ def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
     started = sum(each.is_started for each in facts)
     if started < len(facts):
         there = f", {started} of {len(facts)} have started" if started else ""
-        return f"starting {count(len(facts), 'instance')} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
-    if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts):
+        spares = sum(each.is_spare and not each.is_reserve for each in facts)
+        instances = sum(not each.is_spare for each in facts)
+        size = f"{count(instances, 'instance')}{' and ' + count(spares, 'spare') if spares else ''}"
+        return f"starting {size} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
+    if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts if each.is_needed):
         return f"no step is completed yet: the program loads data or compiles ({int(since_s)} s)"
     return ""

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.sealed_folders import shown
 from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
 from strategies.core.agreement import broadcast_text
+from strategies.core.journal import Recorded, packed
+from strategies.core.placeholders import unread
 from strategies.core.survival import meet, surviving
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Restored: TypeAlias = tuple[SavedTraining | None, TrainState]
 LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 NICE = 10
 """The niceness of the writer's thread, with which training competes for cores. (Two instances on two cores, a
@@ -130,7 +134,7 @@ class Checkpoints:
     @property
     def _folder(self) -> CheckpointFolder | None:
         """The folder in which instance 0 writes; None on others, until a loss makes one of them instance 0."""
-        if self._strategy.instance_index != 0:
+        if self._strategy.instance_index != 0 or self._strategy.replicas.is_spare:
             return None
         if self._opened is None:
             self._opened = CheckpointFolder(self._directory, self._keep, self._keep_best)
@@ -182,8 +186,19 @@ class Checkpoints:
             ValueError: On all instances, if the data set was read in another way.
         """
         require_switches(other_replicas=other_replicas)
-        arrays = self._arrays_of(state)
-        training, saved = self._read(arrays, other_replicas)
+        replicas = self._strategy.replicas
+
+        def replayed(told: str | None) -> _Restored:
+            if told is None:
+                return None, state
+            training = SavedTraining.from_json(told)
+            return training, replace(unread(state, replicas.wait_for_values), step=training.step)
+
+        recorded = Recorded("restoring a checkpoint", lambda found: partial(_text_of, found[0]), replayed)
+        training, found = replicas.journal.perform(
+            recorded, lambda: self._restored(state, other_replicas), survives=False
+        )
+        replicas.journal.replaced(state, found)
         self._owns_folder = True
         if training is None:
             self._seen = state.step
@@ -194,8 +209,16 @@ class Checkpoints:
             self._dataset.restore(training.position)
         self.last_step = self._gathered_step = self._seen = training.step
         self.extra, self._last_metrics = dict(training.extra), dict(training.metrics)
+        return found
+
+    def _restored(self, state: TrainState, other_replicas: bool) -> _Restored:
+        """Return the facts of the newest checkpoint, and its state; None and `state` without one. Collective."""
+        arrays = self._arrays_of(state)
+        training, saved = self._read(arrays, other_replicas)
+        if training is None:
+            return None, state
         received = {name: self._received(name, leaf, saved[name]) for name, leaf in arrays.items()}
-        return _with_arrays(state, received, training.step)
+        return training, _with_arrays(state, received, training.step)
 
     def save(
         self,
@@ -231,7 +254,8 @@ class Checkpoints:
         is_sharded = self._trainer.is_sharded
         if self._strategy.can_carry_on and not is_sharded:
             self._last = state, metrics
-        packing = self._gather_surviving(state, is_said) if is_sharded else None
+        is_spare = self._strategy.replicas.is_spare
+        packing = self._gather_surviving(state, is_said) if is_sharded and not is_spare else None
         folder = self._folder
         if folder is None:
             self._owns_folder, self._is_due = True, False  # instance 0 saves it
@@ -399,7 +423,7 @@ class Checkpoints:
             except (CheckpointError, OSError) as error:
                 fault = str(error)
         known = json.dumps([fault, found and found[0].to_json()])
-        text = broadcast_text(self._strategy.communicator, known, 0, "facts of the checkpoint")
+        text = broadcast_text(self._strategy.replicas.communicator, known, 0, "facts of the checkpoint")
         fault, training = json.loads(text)
         if fault:
             raise CheckpointError(fault)
@@ -413,7 +437,7 @@ class Checkpoints:
     def _received(self, name: str, leaf: Leaf, array: Leaf) -> Any:
         """Return the new value of `leaf` on every instance, given the array that instance 0 has read. Collective."""
         if _is_on_host(leaf):  # JAX would cut 64-bit numbers to 32 bits
-            received = self._strategy.communicator.broadcast(np.array(array, order="C"), 0, name=name)
+            received = self._strategy.replicas.communicator.broadcast(np.array(array, order="C"), 0, name=name)
             return leaf.of(received) if isinstance(leaf, PartOfArray) else received
         return _like(leaf, self._strategy.broadcast({name: array})[name])
 
@@ -455,18 +479,26 @@ class Checkpoints:
             self.save(state, metrics=metrics)
             self.wait()
             number = np.array([self._trainer.notice.number], np.int32)
-            return self._strategy.communicator.all_reduce(number, "max", name="signal to leave")
+            return self._strategy.replicas.communicator.all_reduce(number, "max", name="signal to leave")
 
         def catch_up() -> None:
             meet(self._strategy.replicas)
             self._gathered_step = None  # if instance 0 is lost, the next instance needs the parts, and saves
 
-        survives = not self._trainer.is_sharded or state.held is not None
-        number = surviving(self._strategy.replicas, save_together, catch_up) if survives else save_together()
+        replicas = self._strategy.replicas
+        if self._trainer.is_sharded and state.held is None:
+            number = replicas.recorded("signal to leave", save_together)
+        else:
+            recorded = Recorded[np.ndarray]("signal to leave", packed, lambda told: np.array(told))
+            number = surviving(replicas, save_together, catch_up, recorded=recorded)
         if self._folder is not None:
             name = signal.Signals(int(number[0])).name
             logger.warning("%s: leaving after step %d; see %s", name, state.step, self._folder.path)
         raise SystemExit(128 + int(number[0]))
+
+
+def _text_of(training: SavedTraining | None) -> str | None:
+    return None if training is None else training.to_json()
 
 
 def _stand_back() -> None:

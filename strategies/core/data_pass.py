@@ -82,7 +82,7 @@ class DataPass:
         self._members.done_so_far.batches = done
         if not self._passing.survives:
             return self._next(done)
-        return surviving(self._members, lambda: self._next(done), lambda: self._catch_up(done))
+        return surviving(self._members, lambda: self._next(done), lambda: self._catch_up(done))  # part of a pass
 
     def _next(self, done: int) -> Told:
         """Return the results of batch number `done`, counted from 0; an empty list after the last batch."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from strategies.core.metrics import UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
+from strategies.errors import SpareError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Batch, Gradients, Leaf, Tree
@@ -199,6 +200,50 @@ class Engine(ABC, Generic[State, Pending]):
     @abstractmethod
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
         """Return the arrays that must have the same bits on all instances, by name; views if possible."""
+
+    # ---- spares; an engine without these methods works in jobs without spares
+
+    def unread(self, state: State, step: int, wait: Callable[[], None]) -> State:
+        """Return the state of a step on a spare, without values.
+
+        Args:
+            state: A state with arrays of the same shapes, or without values.
+            step: The number of steps so far.
+            wait: Function that waits for the values; see `Placeholder`.
+        """
+        raise SpareError(f"a spare cannot follow the steps of {type(self).__name__}")
+
+    def read(self, state: State) -> State:
+        """Return a state with the values that this instance has got when it became active; otherwise the state."""
+        return state
+
+    def resolve(self, state: State, values: State) -> None:
+        """Give a state that `unread` has returned the values of another one."""
+
+    def hand_over(self, state: State, root: int, joins: bool) -> State:
+        """Return the state of rank `root` on instances that join, and the own state on others. Collective.
+
+        Args:
+            state: The state; on instances that join without values.
+            root: The rank whose state is handed over; it does not join.
+            joins: Whether this instance joins.
+        """
+        raise SpareError(f"{type(self).__name__} cannot hand a state over")
+
+    def rehearse(self, state: State, batch: Batch) -> None:
+        """Compute a step on a spare, so that everything is compiled, and free the memory of gradients.
+
+        Args:
+            state: A state with values, which is used up.
+            batch: A batch with values.
+        """
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Further facts that must be equal on an instance that joins, for JSON; missing ones are not compared."""
+        return {}
+
+    # ---- checkpoints
 
     @abstractmethod
     def snapshot(self, state: State) -> TrainState:

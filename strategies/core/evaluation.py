@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeAlias
 
 from collectives import Communicator
 from collectives.tree import combined
+from strategies.core.carrier import Carrier
 from strategies.core.data_pass import DataPass, Passing
 from strategies.core.engine import Engine, Pending, State
+from strategies.core.journal import Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import tell_evaluation
-from strategies.core.rows import EvaluationTask, Told, in_order
+from strategies.core.rows import Begun, EvaluationTask, Told, in_order
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.typing import Batch, Metric, Numbers, Tree
 
 if TYPE_CHECKING:
     from strategies.data.every_row import EveryRow
+    from strategies.data.sources import Masked
 
 EveryRowOf: TypeAlias = "Callable[[Iterable[Batch], Communicator, int], EveryRow]"
 """(data set, communicator of the instances, number of local replicas) -> the rows of the data set."""
@@ -37,13 +40,20 @@ class Evaluator(Generic[State, Pending]):
         engine: The engine that computes the results.
         every_row: Function that opens a data set; see `EveryRowOf`.
         own_part: The part of the state that no other instance has, in words; None without one.
+        carrier: The holder of the latest state, for instances that join.
     """
 
     def __init__(
-        self, members: Members, engine: Engine[State, Pending], every_row: EveryRowOf, own_part: str | None
+        self,
+        members: Members,
+        engine: Engine[State, Pending],
+        every_row: EveryRowOf,
+        own_part: str | None,
+        carrier: Carrier[State, Pending],
     ) -> None:
         self._members = members
         self._engine = engine
+        self._carrier = carrier
         self._every_row = every_row
         self._survives = own_part is None
         self._has_warned = False
@@ -56,9 +66,21 @@ class Evaluator(Generic[State, Pending]):
             state: The state of the training.
             dataset: The data set; each of its rows counts once.
         """
-        found = _evaluation_of(self._pass(task, state, self._rows(dataset)))
-        tell_evaluation(self._members, state.step, found)
-        return found
+        rows = self._rows(dataset)
+
+        def evaluated() -> Evaluation:
+            found = _evaluation_of(self._pass(task, state, rows))
+            tell_evaluation(self._members, state.step, found)
+            return found
+
+        def replayed(told: tuple[Mapping[str, Mergeable], int]) -> Evaluation:
+            if rows.dataset is not None:
+                rows.dataset.end_epoch()
+            return Evaluation(*told)
+
+        self._carrier.note(state)
+        recorded = Recorded[Evaluation](task.title, lambda found: lambda: (dict(found.merged), found.rows), replayed)
+        return self._members.journal.perform(recorded, evaluated)
 
     def predict(
         self, task: EvaluationTask, state: State, dataset: Iterable[Batch], to_all: bool
@@ -92,12 +114,17 @@ class Evaluator(Generic[State, Pending]):
     def _pass(
         self, task: EvaluationTask, state: State, rows: EveryRow, to_all: bool = True
     ) -> Generator[Told, None, None]:
+        self._carrier.note(state)
+        self._members.journal.refuse(task.title)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(self._members, lost_with_an_instance(False, rows.dataset))
         self._members.instruments.step_begins(state.step)
-        passing = Passing(task.title, state.step, partial(self._engine.tell, task, state), self._survives)
+        passing = Passing(task.title, state.step, partial(self._tell, task, state), self._survives)
         return DataPass(self._members, passing, rows, to_all).results()
+
+    def _tell(self, task: EvaluationTask, state: State, batch: Masked) -> Begun:
+        return self._engine.tell(task, self._carrier.read(state), batch)
 
 
 class Mergeable(Protocol):

@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from collectives import Communicator
 from collectives.instruments import Instruments
 from popdist.records.faults import FaultInjector
+from popdist.records.progress import Progress
+from strategies.core.journal import InstanceProgress, Journal
 from strategies.sinks.sinks import Sinks
 from strategies.typing import Batch
-
-
-@dataclass
-class InstanceProgress:
-    """The progress of an instance in the sequence of operations that all instances do together.
-
-    After a loss, the progress of two instances differs by at most one operation, because every operation needs all
-    instances.
-
-    Attributes:
-        done: Number of complete operations.
-        passes: Number of passes through data sets, without training, that have ended.
-        batches: Number of batches of the present pass whose results have arrived; 0 outside of a pass.
-        is_past: Whether this instance has used up the state before the present operation: the operation can only be
-            completed, and not be repeated. All instances can complete it then.
-        at_change: Functions that adapt states to a change of the instances, in the same order on all instances. They
-            are called after each change, before the interrupted operation goes on. Collective.
-        share: Function that hands the result of the last operation to instances that lack it, given a rank that has it.
-            Collective. None if they need nothing.
-    """
-
-    done: int = 0
-    passes: int = 0
-    batches: int = 0
-    is_past: bool = False
-    at_change: list[Callable[[], object]] = field(default_factory=list)
-    share: Callable[[int], object] | None = None
-
-    def complete(self, share: Callable[[int], object] | None = None) -> None:
-        """Note that one more operation is complete on all instances."""
-        self.done += 1
-        self.is_past = False
-        self.share = share
 
 
 class ReplicaPrograms(Protocol):
@@ -100,6 +68,10 @@ class Members(Protocol):
         """The open sinks of metrics."""
 
     @property
+    def progress(self) -> Progress:
+        """The connection to the supervisor of this instance."""
+
+    @property
     def faults(self) -> FaultInjector:
         """The faults that the user has asked to inject into this instance."""
 
@@ -114,6 +86,17 @@ class Members(Protocol):
     @property
     def can_carry_on(self) -> bool:
         """Whether the job goes on if an instance is lost."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this instance waits to take the place of a lost one; it takes part in no collective call."""
+
+    @property
+    def journal(self) -> Journal:
+        """The results of the operations, for spares."""
+
+    def wait_for_values(self) -> None:
+        """Wait on a spare, outside of operations, until its placeholders have values; see `Journal.wait_for_values`."""
 
     def carry_on(self) -> None:
         """Take over the replicas of lost instances, together with the other remaining instances. Collective.
@@ -130,6 +113,12 @@ class Members(Protocol):
         Raises:
             StrategyError: If `batch` is not the last batch of a data set of the strategy.
         """
+
+    def real_batch(self, batch: Batch) -> Batch:
+        """Return the batch of the same step with values, on a spare, which gets placeholders from data sets."""
+
+    def position_of(self, batch: Batch) -> Sequence[int] | None:
+        """Return the epoch and the step of a batch that a data set has given last; None for any other batch."""
 
     def up_to_date(self, batch: Batch) -> Batch:
         """Return the batch, or the same step's batch for the present replicas if an instance was lost meanwhile."""

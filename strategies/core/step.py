@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
 from strategies.core.agreement import broadcast_text
+from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
+from strategies.core.journal import JoinsNowError, Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
+from strategies.errors import NonFiniteGradientError
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
@@ -75,16 +79,18 @@ class _Surroundings:
         communicator: The connection of the instances; another one means other instances.
         instruments: The instruments attached to this instance.
         local: The number of local replicas.
+        is_spare: Whether this instance is a spare.
     """
 
     communicator: Communicator
     instruments: Instruments
     local: int
+    is_spare: bool
 
     @classmethod
     def of(cls, members: Members) -> _Surroundings:
         """Return the facts about the present instances."""
-        return cls(members.communicator, members.instruments, len(members.local_replicas))
+        return cls(members.communicator, members.instruments, len(members.local_replicas), members.is_spare)
 
 
 class StepLoop(Generic[State, Pending]):
@@ -101,6 +107,7 @@ class StepLoop(Generic[State, Pending]):
         notice: The notice that travels with the gradients of every step.
         metrics: The metrics of the last step; None before the first step.
         scaling: The rule of loss scaling.
+        carrier: The holder of the latest state, for instances that join.
     """
 
     def __init__(
@@ -122,6 +129,11 @@ class StepLoop(Generic[State, Pending]):
         self._latest: State | None = None  # kept if the job can go on after a loss
         if rules.own_part and engine.has_copies():
             members.done_so_far.at_change.append(self._fit_latest)
+        self.carrier = Carrier(members, engine, rules.own_part)
+        self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
+        self._is_kept = members.journal.is_kept
+        self._recorded = Recorded("step", self._packed, self._replayed)
+        self._before: State | None = None  # the state with which the last step has begun
 
     # ---- one step
 
@@ -152,6 +164,8 @@ class StepLoop(Generic[State, Pending]):
     def make_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update. If instances are lost meanwhile and the others have the whole state, the others make it.
 
+        If poprun wants other active instances, they change first: this is the boundary between two steps.
+
         An error before the update leaves the state unchanged, so that the step can be repeated.
 
         Args:
@@ -161,14 +175,31 @@ class StepLoop(Generic[State, Pending]):
         Returns:
             The new state, and the metrics as means over all replicas.
         """
+        if not self._is_kept:
+            return self._made(state, batch)
+        journal = self._members.journal
+        if journal.replays:
+            self._rehearse(batch)
+            self._members.instruments.step_begins(state.step)
+        self._before = state
+        done = journal.perform(self._recorded, partial(self._carried, state, batch))
+        self._before = None
+        return done
+
+    def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         self._keep(state)
         members, surroundings = self._members, self._surroundings()
         local = surroundings.local
         batch = members.up_to_date(batch)
         surroundings.instruments.step_begins(state.step)
-        if members.faults.is_armed and members.faults.take_flip():
+        is_flipped = members.faults.is_armed and not members.journal.is_joining and members.faults.take_flip()
+        if is_flipped:
             state = self._rules.flipped(state)
         try:
+            if members.journal.is_joining:
+                raise JoinsNowError
+            if members.progress.is_resize_due:
+                raise PeerLostError("poprun wants other active instances")
             state, metrics = self._checked(surroundings, state, batch)
         except LOSSES as loss:
             if self._rules.own_part and not self._engine.has_copies(state):
@@ -180,6 +211,48 @@ class StepLoop(Generic[State, Pending]):
         can_share = members.can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
         return state, metrics
+
+    # ---- with spares
+
+    def _carried(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Make one update whose state can be handed over."""
+        carrier, journal = self.carrier, self._members.journal
+        carrier.note(state)
+        carrier.batch = batch
+        try:
+            state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
+        finally:
+            carrier.batch = None
+        carrier.note(state)
+        return state, metrics
+
+    def _packed(self, done: tuple[State, Metrics]) -> Callable[[], object]:
+        state, metrics = done
+        names, means = metrics.names, metrics.means
+        if isinstance(means, np.ndarray):
+            means = means[: len(names)].copy()  # without the values behind them
+        return partial(_told, state.step, names, means, self.notice.is_agreed)
+
+    def _replayed(self, told: tuple[int, tuple[str, ...], np.ndarray, bool]) -> tuple[State, Metrics]:
+        """Return the result of a step of the others."""
+        step, names, means, is_agreed = told
+        assert self._before is not None
+        metrics = self.metrics = Metrics(names, means)
+        self.notice.agree(float(is_agreed))
+        self.carrier.note(self._before)
+        state = self.carrier.unread(self._before, step)
+        self._members.done_so_far.share = partial(self._share, state)
+        return state, metrics
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Make the first step on a spare alone, and throw its result away."""
+        state, self._rehearsal = self._rehearsal, None
+        if state is None:
+            return
+        programs = self._members.running_programs
+        programs.begin()
+        with self._members.journal.inside(), programs.ending(), suppress(NonFiniteGradientError):
+            self._engine.rehearse(state, self._members.real_batch(batch))
 
     def _surroundings(self) -> _Surroundings:
         found = self._last_surroundings
@@ -218,11 +291,19 @@ class StepLoop(Generic[State, Pending]):
             share: Function that returns the first state of a rank on all instances, as in `together`. Collective. None
                 if instances have no parts of their own in it.
         """
+
+        def replayed(step: int) -> State:
+            state = self._rehearsal = local()
+            return self.carrier.unread(state, step)
+
+        recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
         part = self._rules.own_part
         if part and not self._engine.has_copies():
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
-            return begun()
-        state = together(self._members, begun, share or self._share, local)
+            state = self._members.journal.perform(recorded, begun, survives=False)
+        else:
+            state = together(self._members, begun, share or self._share, local, recorded)
+        self.carrier.note(state)
         self._keep(state)
         return state
 
@@ -237,10 +318,11 @@ class StepLoop(Generic[State, Pending]):
         """
 
         def catch_up() -> tuple[State, Metrics] | None:
-            nonlocal batch
+            nonlocal state, batch
             meeting = meet(self._members)
+            state = self.carrier.read(state)
             if not meeting.is_late and not meeting.is_past:
-                batch = self._members.replicas_batch(batch)
+                batch = self.carrier.batch = self._members.replicas_batch(batch)
                 return None
             self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
             assert self.metrics is not None
@@ -255,7 +337,7 @@ class StepLoop(Generic[State, Pending]):
 
     def _share(self, state: State, root: int) -> State:
         """Return the state of rank `root`, and take over its metrics and notice. Collective."""
-        own = self.metrics
+        own, state = self.metrics, self.carrier.read(state)
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
         told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
         state = self._engine.share(state, root)  # last, so that a failure changes nothing
@@ -277,3 +359,8 @@ class StepLoop(Generic[State, Pending]):
         self.notice.agree(self.notice.is_given)
         rows_of_all = partial(self._rules.rows_of, batches[0])
         tell_end(self._members, self._members.instruments, rows_of_all, 1, metrics, state.step, tails)
+
+
+def _told(step: int, names: tuple[str, ...], means: UnreadArray, is_agreed: bool) -> object:
+    """Return the result of a step for an entry of the journal."""
+    return step, names, np.array(means)[: len(names)], is_agreed

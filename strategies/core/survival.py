@@ -13,7 +13,11 @@ import numpy as np
 from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
 from popdist.leaving import is_to_carry_on
+from popdist.records.recording import note_obstacle
+from strategies.core.carrier import hand_over_all
+from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
 from strategies.core.members import Members
+from strategies.errors import SpareError
 
 if TYPE_CHECKING:
     from strategies.data.datasets import DistributedDataset
@@ -50,8 +54,11 @@ def surviving(
     attempt: Callable[[], T],
     catch_up: Callable[[], T | None],
     share: Callable[[T, int], object] | None = None,
+    recorded: Recorded[T] | None = None,
 ) -> T:
     """Return the result of an operation of all instances. If some are lost meanwhile, repeat it without them.
+
+    On a spare, return the result of the others. If the spare becomes active, it takes part in the operation.
 
     Args:
         members: The instances.
@@ -61,20 +68,45 @@ def surviving(
         share: Function that hands the result to the instances that lack it, given the result and a rank that has it.
             Collective. None if they need nothing. If the job can carry on, `share` and the result are kept until the
             next operation ends.
+        recorded: The way in which spares get the result; None inside of another operation.
 
     Raises:
         PeerLostError: If the job was not started to go on without a lost instance. If the remaining instances do not
             find each other. If they go on without this one.
+        SpareError: If this spare cannot replay the operation.
     """
-    try:
-        done = attempt()
-    except LOSSES as loss:
-        done = repeated(members, loss, attempt, catch_up)
-    members.done_so_far.complete(partial(share, done) if share is not None and members.can_carry_on else None)
-    return done
+
+    def shared_later(done: T) -> Callable[[int], object] | None:
+        return partial(share, done) if share is not None and members.can_carry_on else None
+
+    def survived() -> T:
+        try:
+            if members.journal.is_joining:
+                raise JoinsNowError
+            done = attempt()
+        except LOSSES as loss:
+            done = repeated(members, loss, attempt, catch_up)
+        members.done_so_far.complete(shared_later(done))
+        return done
+
+    def replayed(value: object) -> T:
+        assert recorded is not None
+        done = recorded.unpack(value)
+        members.done_so_far.share = shared_later(done)
+        return done
+
+    if recorded is None:
+        return survived()
+    return members.journal.perform(Recorded(recorded.kind, recorded.pack, replayed), survived)
 
 
-def together(members: Members, attempt: Callable[[], T], share: Callable[[T, int], T], local: Callable[[], T]) -> T:
+def together(
+    members: Members,
+    attempt: Callable[[], T],
+    share: Callable[[T, int], T],
+    local: Callable[[], T],
+    recorded: Recorded[T],
+) -> T:
     """Return the result of a collective call. If instances are lost meanwhile, the remaining ones repeat it.
 
     Args:
@@ -83,13 +115,14 @@ def together(members: Members, attempt: Callable[[], T], share: Callable[[T, int
         share: Function that returns the result of a rank on all instances, given a value and that rank. The value is
             the result on instances that have it, and that of `local` on the others. Collective.
         local: Function that returns a value with arrays of the same shapes as the result.
+        recorded: The way in which spares get the result.
     """
 
     def catch_up() -> T | None:
         meeting = meet(members)
         return share(local(), meeting.newest) if meeting.is_late else None
 
-    return surviving(members, attempt, catch_up, share)
+    return surviving(members, attempt, catch_up, share, recorded)
 
 
 def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], catch_up: Callable[[], T | None]) -> T:
@@ -103,11 +136,14 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
 
     Raises:
         PeerLostError: If the remaining instances cannot go on, as in `surviving`.
+        BecameSpareError: If fewer instances are wanted, and this one is a spare from now on.
     """
     while members.can_carry_on:
-        logger.info("an instance is lost: %s", loss)
+        logger.info("the instances change: %s", loss)
         with members.communicator.instruments.during[RECOVERY]:
             members.carry_on()  # repeats itself if more instances are lost; its errors are final
+        if members.is_spare:
+            raise BecameSpareError
         try:
             with members.communicator.instruments.during[RECOVERY]:
                 done = catch_up()
@@ -120,12 +156,18 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
 
 
 def warn_of_loss(members: Members, reason: str | None) -> None:
-    """Warn if a job that was started to go on without lost instances cannot.
+    """Warn if a job that was started to go on without lost instances cannot; then it cannot be resized either.
 
     Args:
         members: The instances.
         reason: The reason in words; None if the job can go on.
     """
+    if members.is_spare:
+        return  # a rehearsal does not have the data set, and the active instances say it
+    if reason:
+        note_obstacle(reason)
+    if reason and members.can_carry_on:
+        members.progress.needs_all()
     if reason and members.can_carry_on and members.communicator.size > 1:
         logger.warning(
             "%s: if an instance is lost, the job ends; to go on from a checkpoint, use poprun --on-failure restart",
@@ -139,7 +181,8 @@ def warn_where_none_goes_on(members: Members) -> None:
     if is_to_go_on and not members.can_carry_on and members.communicator.rank == 0:
         logger.warning(
             "%s cannot go on without a lost instance, as --on-failure shrink asks: if an instance is lost, the job "
-            "ends; use PopDistStrategy over MPI, or use poprun --on-failure restart to go on from a checkpoint",
+            "ends; use PopDistStrategy over MPI, or IPUMultiWorkerStrategy(on_failure='shrink') without poprun, or use "
+            "poprun --on-failure restart to go on from a checkpoint",
             members.kind,
         )
 
@@ -163,16 +206,54 @@ def lost_with_an_instance(has_feeds: bool, dataset: DistributedDataset | None) -
 
 
 def meet(members: Members) -> SurvivorMeeting:
-    """Compare the progress of all instances, and share the last result with late instances. Collective.
+    """Compare the progress of all instances, hand states over to those that join, and results to late ones. Collective.
 
     An instance that is late receives the result only after `meet` has returned: it then makes the same collective call
     as `InstanceProgress.share`.
+
+    Raises:
+        SpareError: This instance joins, and does not fit the others.
     """
-    progress = members.done_so_far
-    own = np.array([progress.done, progress.passes, progress.batches, progress.is_past])
-    done, passes, batches, past = members.communicator.all_gather(own, name="progress of instances").T
-    newest, is_late = int(done.argmax()), bool(progress.done < done.max())
+    progress, joins = members.done_so_far, members.journal.is_joining
+    own = np.array([progress.done, progress.passes, progress.batches, progress.entries, joins, progress.is_past])
+    done, passes, batches, entries, joining, past = members.communicator.all_gather(own, name="progress of instances").T
+    if joining.any():
+        done = _joined(members, done - batches, entries, joining, done)
+    newest = int(np.where(joining, -1, done).argmax())
+    is_late = bool(progress.done < done.max())
     if progress.share is not None and done.min() < done.max() and not is_late:
         progress.share(newest)
     is_past = bool(past.any() and done.min() == done.max())  # else it is past for late instances, which get the result
     return SurvivorMeeting(is_past, is_late, newest, passes, batches)
+
+
+def _joined(
+    members: Members, begun: np.ndarray, entries: np.ndarray, joining: np.ndarray, done: np.ndarray
+) -> np.ndarray:
+    """Hand states over to the instances that join, and return the progress of all instances. Collective.
+
+    Args:
+        members: The instances.
+        begun: For each rank its progress at the beginning of its operation.
+        entries: For each rank its number of complete operations with an entry.
+        joining: Whether each rank joins.
+        done: For each rank its progress.
+
+    Raises:
+        SpareError: This instance joins, and does not fit the others.
+    """
+    ready = np.flatnonzero((joining == 0) & (entries == entries[joining == 1].max()))
+    if ready.size:
+        source = int(ready[0])
+        hand_over_all(members, source)
+        if joining[members.communicator.rank]:
+            members.done_so_far.done = int(begun[source])
+        return np.where(joining, begun[source], done)
+    if joining[members.communicator.rank]:
+        raise SpareError("no instance is at the operation at which this spare is, so it cannot take part in it")
+    return done
+
+
+def join(members: Members) -> None:
+    """Join the active instances outside of operations, as an instance that has been a spare. Collective with them."""
+    repeated(members, JoinsNowError(), lambda: True, lambda: meet(members) and None)

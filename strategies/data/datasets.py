@@ -13,6 +13,7 @@ from collectives import Communicator
 from collectives.instruments import DATA, Instruments
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least
+from strategies.core.placeholders import unread
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.iterators import DataIterator, in_lockstep, prefetched
@@ -29,7 +30,7 @@ from strategies.data.sources import (
     read_elements,
     take_rows,
 )
-from strategies.errors import StrategyError
+from strategies.errors import SpareError, StrategyError
 from strategies.typing import Batch, Data
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class DistributedDataset:
         place: Function that puts a batch of host arrays on the devices; it runs in the prefetch thread.
         communicator: Connection of the instances; None for a single instance.
         instruments: Instruments that observe the wait for each batch.
+        is_spare: Function that returns whether this instance is a spare. Then batches have no values, but the first.
 
     Attributes:
         num_read_ahead: Number of batches that are prepared before they are taken.
@@ -109,6 +111,7 @@ class DistributedDataset:
         place: Callable[[Batch], Batch] = lambda batch: batch,
         communicator: Communicator | None = None,
         instruments: Instruments | None = None,
+        is_spare: Callable[[], bool] = lambda: False,
     ) -> None:
         self._layout = Layout(batch_size, total_replicas, local_replicas, remainder, gradient_accumulation_count)
         require_switches(shuffle=shuffle)
@@ -119,9 +122,12 @@ class DistributedDataset:
         self._place = place
         self._instruments = instruments or Instruments()
         self._communicator = communicator if communicator is not None and communicator.size > 1 else None
+        self._is_spare = is_spare
+        self._example: Batch = None  # a batch without values, on a spare
         self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
         self._last: Batch = None
+        self._earlier: list[Batch] = []  # the batches of the same step for earlier replicas
         self.is_last_outdated = False
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
@@ -270,17 +276,40 @@ class DistributedDataset:
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Return whether this is the batch yielded last, with or without its mask."""
-        given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
-        return self._last is not None and any(one is self._last for one in given)
+        """Return whether this is a batch of the last step, with or without its mask."""
+        return self._last is not None and any(_is_of(batch, given) for given in (self._last, *self._earlier))
 
-    def read_again(self) -> Batch:
-        """Return the batch of the step that was yielded last, for the present local replicas."""
+    def read_again(self, batch: Batch = None) -> Batch:
+        """Return the batch of the last step for the present local replicas.
+
+        Args:
+            batch: A batch for which `has_given` is true; without its mask, the result has none either.
+        """
+        is_bare = batch is not None and all(batch is not given for given in (self._last, *self._earlier))
+        if self.is_last_outdated:
+            self._earlier.append(self._last)
+            self._last, self.is_last_outdated = self.with_values(), False
+        return self._last.values if is_bare else self._last
+
+    def with_values(self) -> Batch:
+        """Return the batch of the last step, read again; `has_given` does not know it."""
         epoch, step = self._consumed
-        batches = self._source.batches(epoch, step - 1)
-        self._last, self.is_last_outdated = self._moved(next(batches)), False
+        return self._batch_at(epoch, step - 1)
+
+    def _batch_at(self, epoch: int, step: int) -> Batch:
+        batches = self._source.batches(epoch, step)
+        batch = self._moved(next(batches))
         batches.close()
-        return self._last
+        return batch
+
+    @property
+    def consumed(self) -> tuple[int, int]:
+        """The epoch and the step after the batch that was yielded last."""
+        return self._consumed
+
+    def end_epoch(self) -> None:
+        """Take the rest of the epoch for read, as the active instances have read it."""
+        self._consumed, self._resume, self._last = (self._consumed[0] + 1, 0), None, None
 
     def _identity(self) -> dict[str, Any]:
         """Return the fields of a position that must be equal for it to mean the same elements."""
@@ -299,11 +328,11 @@ class DistributedDataset:
         while source is not self._source:  # redistribute has replaced the source
             source = self._source
             start = self._consumed[1]
-            placed = (self._moved(batch) for batch in source.batches(epoch, start))
-            batches = prefetched(placed, self.num_read_ahead)
+            batches = self._unread(epoch, start) if self._is_spare() else self._placed(epoch, start)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
+                    self._earlier.clear()
                     yield batch
                     if source is not self._source:
                         break
@@ -311,6 +340,30 @@ class DistributedDataset:
                     self._consumed, self._last = (epoch + 1, 0), None
             finally:
                 batches.close()
+
+    def _placed(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        placed = (self._moved(batch) for batch in self._source.batches(epoch, start))
+        return prefetched(placed, self.num_read_ahead)
+
+    def _unread(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """Return batches without values, for a spare, which computes nothing. Its first batch has values.
+
+        Raises:
+            SpareError: The data set has no random access, so that no instance can take another one's place.
+        """
+        if not self._source.is_random_access or self._source.steps is None:
+            raise SpareError(
+                "the data set can only be read in order, so no spare can take the place of an instance that reads it; "
+                "use arrays, grain.MapDataset or other random access"
+            )
+        for step in range(start, self._source.steps):
+            is_other = self._layout.remainder == "short" and step == self._source.steps - 1
+            if self._example is None or is_other:
+                batch = self._batch_at(epoch, step)
+                self._example = self._example if is_other else unread(batch, _refuse_values)
+                yield batch
+            else:
+                yield unread(self._example, _refuse_values)
 
     def _waited_for(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         while True:
@@ -335,6 +388,17 @@ class DistributedDataset:
     def _moved(self, batch: Batch) -> Batch:
         """Return the batch on the devices."""
         return self._place(converted(self._transfer_dtype, batch))
+
+
+def _is_of(batch: Batch, given: Batch) -> bool:
+    return batch is given or (isinstance(given, Masked) and batch is given.values)
+
+
+def _refuse_values() -> None:
+    raise SpareError(
+        "the program reads a batch, but a spare reads no data before it becomes active; compute with batches in the "
+        "loss function, or in the data set itself"
+    )
 
 
 def open_source(source: Data, layout: Layout, *, seed: int, shuffle: bool) -> DataSource:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, TypeAlias, final
 
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray
+from strategies.core.placeholders import blank, read, resolve, unread
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
@@ -125,6 +126,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._options = options
         is_looked_at = replicas.faults.is_armed or is_recorded
         is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
+        is_looked_at = is_looked_at or replicas.journal.is_kept
         self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
@@ -365,6 +367,48 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             optimizer_state=None if self._options.shards_state else state.optimizer_state,
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
+
+    # ---- spares
+
+    @override
+    def unread(self, state: TrainState, step: int, wait: Callable[[], None]) -> TrainState:
+        state = unread(state, wait)
+        return replace(state, step=step)
+
+    @override
+    def read(self, state: TrainState) -> TrainState:
+        found: TrainState = read(state)
+        return found
+
+    @override
+    def resolve(self, state: TrainState, values: TrainState) -> None:
+        resolve(replace(state, step=0), replace(values, step=0))  # the step belongs to the structure
+
+    @override
+    def hand_over(self, state: TrainState, root: int, joins: bool) -> TrainState:
+        shared = self.share(blank(state), root)
+        return shared if joins else state
+
+    @override
+    def rehearse(self, state: TrainState, batch: Batch) -> None:
+        state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
+        try:
+            if self._programs.is_independent(state, batch):
+                state = self.share(state, 0)  # committed to its device like a state that is handed over; see `_placed`
+                pending = self.begin(state, batch, False)
+                for bucket, contributions in pending.buckets:
+                    pending.exchange.reduce(bucket, contributions)
+                self.arrived(pending)
+                jax.block_until_ready(self.update(pending, state.loss_scale))
+        finally:
+            self._programs.rest()
+
+    @property
+    @override
+    def facts(self) -> Mapping[str, object]:
+        return self._programs.agreed
+
+    # ---- checkpoints
 
     @override
     def snapshot(self, state: TrainState) -> TrainState:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +35,7 @@ from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.on_device.update import FlatUpdate
 from strategies.jax.options import StepOptions
 from strategies.jax.programs.captures import Reads
-from strategies.jax.programs.compilation import explain_recompilation
+from strategies.jax.programs.compilation import explain_recompilation, shapes_by_name
 from strategies.jax.programs.program import key_of, shapes_of
 from strategies.jax.programs.recomputation import recomputing
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
@@ -135,6 +137,10 @@ class StepPrograms:
         options: Options of the step.
         is_recorded: Whether `poprun verify` records steps; then instances may differ.
         others: Other functions of the user that a step traces.
+
+    Attributes:
+        agreed: Digests of the options and programs on which the instances agree, by the shapes of a batch; empty
+            without spares.
     """
 
     def __init__(
@@ -155,7 +161,7 @@ class StepPrograms:
         self._updates: dict[Any, VariableUpdate] = {}  # by the shapes of the trained variables
         self._is_recorded = is_recorded
         self._plans: dict[Any, _Plan] = {}  # by the shapes of one replica's arguments
-        self._instances_at_first = replicas.num_instances
+        self.agreed: dict[str, str] = {}
         self._has_warned = False  # whether `warn_of_loss` was called
         self._path: DevicePath | None = None  # made before the first step that stays on the device
         self._closing: Callable[[], object] = lambda: None  # closes the path
@@ -263,6 +269,14 @@ class StepPrograms:
             latest = _Latest.of(structure, leaves, self._looked_up(state, batch))
             self._latest = latest
         return latest.step
+
+    def is_independent(self, state: TrainState, batch: Batch) -> bool:
+        """Return whether the step for this batch, prepared if its shapes are new, has no collectives of replicas."""
+        return self.prepare(state, batch).program.is_independent
+
+    def rest(self) -> None:
+        """Free the memory of all steps. The next step is prepared again, with the programs that are compiled."""
+        self._claim_replicas()
 
     def unchanging(self, state: TrainState) -> TrainState:
         """Return the state of the step that was prepared last, with copies of its NumPy arrays.
@@ -377,7 +391,7 @@ class StepPrograms:
         found = self._plans.get(key)
         if found is not None and found.is_on_device and not self._is_on_device:
             found = None
-        if self._replicas.num_instances == self._instances_at_first:
+        if not self._replicas.has_carried_on:
             return found
         return found if is_so_everywhere(found is not None, self._replicas.communicator, "plans are there") else None
 
@@ -472,8 +486,8 @@ class StepPrograms:
 
     @property
     def _is_compared(self) -> bool:
-        """Whether there are other instances to agree with."""
-        return self._replicas.communicator.size > 1 and not self._is_recorded
+        """Whether there are other instances to agree with, now or when this instance becomes active."""
+        return (self._replicas.communicator.size > 1 or self._replicas.journal.is_kept) and not self._is_recorded
 
     def _agree(self, state: TrainState, batch: Batch, shapes: ReplicaShapes, plan: _Plan) -> None:
         """Compare everything that decides the result between instances. Collective, once for each shape of a batch."""
@@ -487,9 +501,17 @@ class StepPrograms:
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
             insist_on_agreement(self._replicas, terms)
+            self._note_agreement(shapes, programs)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(self._replicas, lost_with_an_instance(plan.program.has_feeds, dataset))
+
+    def _note_agreement(self, shapes: ReplicaShapes, programs: Mapping[str, Sequence[str]]) -> None:
+        """Note what an instance that joins has to agree with, before anybody waits for it."""
+        if self._replicas.journal.is_kept:
+            batch = ", ".join(f"{name} {shape}" for name, shape in shapes_by_name(shapes.batch).items())
+            text = json.dumps([{name: str(value) for name, value in self._options.terms.items()}, programs])
+            self.agreed[f"digest of the programs for batch{batch}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _log_effective_batch(self, of_one: Any) -> None:
         leaves = jax.tree.leaves(of_one)

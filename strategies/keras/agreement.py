@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -12,6 +13,7 @@ import keras
 import numpy as np
 
 from strategies.core.agreement import Terms, insist_on_agreement
+from strategies.core.journal import Recorded, packed, unpacked
 from strategies.core.survival import together
 from strategies.errors import DisagreementError
 from strategies.jax.comparing.digest import digest_of, fingerprint
@@ -31,7 +33,8 @@ T = TypeVar("T")
 
 def broadcast(replicas: Replicas, tree: T) -> T:
     """Return instance 0's tree on every instance, placed as a step needs it. Collective."""
-    return together(replicas, lambda: replicas.broadcast(tree), replicas.broadcast, lambda: tree)
+    recorded = Recorded[T]("broadcast", packed, lambda told: unpacked(told, replicas.wait_for_values))
+    return together(replicas, lambda: replicas.broadcast(tree), replicas.broadcast, lambda: tree, recorded)
 
 
 def number_of_leader(replicas: Replicas, number: int, name: str) -> int:
@@ -99,7 +102,8 @@ def refuse_other_rows(replicas: Replicas, rows: Batch) -> None:
 
 def _agreed(replicas: Replicas, ask: Callable[[], int], name: str) -> int:
     """Return the number that a collective call returns on all instances; repeat the call if instances are lost."""
-    return together(replicas, ask, lambda number, root: _told(replicas, number, root, name), lambda: 0)
+    recorded = Recorded[int](name, lambda number: partial(int, number), int)
+    return together(replicas, ask, lambda number, root: _told(replicas, number, root, name), lambda: 0, recorded)
 
 
 def _told(replicas: Replicas, number: int, root: int, name: str) -> int:

@@ -116,7 +116,7 @@ class Trainer:
         self._options = settings
         rules = StepRules(settings.digest_every, settings.own_part, flipped, rows_of)
         self._loop = StepLoop(replicas, self._engine, rules, settings.scaling, recorder)
-        self._evaluator = Evaluator(replicas, self._engine, every_row, rules.own_part)
+        self._evaluator = Evaluator(replicas, self._engine, every_row, rules.own_part, self._loop.carrier)
         self._loop.start(lambda: self._engine.share(self._training, 0), lambda: self._training)
 
     @property
@@ -136,7 +136,11 @@ class Trainer:
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
-        """The outputs that the loss function returned in the last step, for each local replica and micro-batch."""
+        """The outputs that the loss function returned in the last step, for each local replica and micro-batch.
+
+        Raises:
+            SpareError: On a spare, which computes no outputs.
+        """
         return self._engine.outputs
 
     def step(self, batch: Batch) -> Metrics:

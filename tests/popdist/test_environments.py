@@ -12,7 +12,7 @@ from collectives.calls import Call
 from collectives.instruments import Instrument
 from popdist.environments.detection import ENVIRONMENTS, detect_instance
 from popdist.environments.open_mpi import OpenMPIEnvironment
-from popdist.environments.poprun import PopRunEnvironment
+from popdist.environments.poprun import PopRunEnvironment, process_index
 from popdist.environments.single import AloneEnvironment, SingleEnvironment
 from popdist.environments.slurm import SlurmEnvironment, SlurmWithoutPMIxEnvironment
 from popdist.environments.tf_config import TFConfigEnvironment
@@ -118,6 +118,58 @@ class TestPopRun:
         instance = detect_instance(environ | {"POPDIST_UNIFORM_REPLICAS_PER_INSTANCE": "0"})
         assert (instance.index, instance.uniform) == (1, False)
         assert instance.local_replica_range == range(3, 5)
+
+
+def spare_variables(number=0, count=2, spares=2, total=6, local_rank=None):
+    """Return the variables of a spare; `number` counts the spares of the job."""
+    rank, local = count + number, total // count
+    local_rank = rank if local_rank is None else local_rank
+    of_launcher = mpirun_variables(rank, count + spares, local_rank)
+    of_spares = {"POPDIST_NUM_SPARES": str(spares), "POPDIST_SPARE": "1"}
+    return of_launcher | of_spares | replica_variables(total, local, total - local, local_rank)
+
+
+class TestSpares:
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_a_spare_is_described_as_the_last_instance(self, number):
+        instance = detect_instance(spare_variables(number))
+        assert (instance.index, instance.count, instance.local_replica_range) == (1, 2, range(3, 6))
+        assert process_index(spare_variables(number), instance) == 2 + number
+
+    def test_spares_do_not_change_the_instances(self):
+        environ = poprun_variables(0, 2) | {"OMPI_COMM_WORLD_SIZE": "4", "POPDIST_NUM_SPARES": "2"}
+        instance = detect_instance(environ)
+        assert (instance.index, instance.count, instance.local_replica_range) == (0, 2, range(3))
+        assert process_index(environ, instance) == 0
+
+    def test_a_single_instance_may_have_spares_on_its_host(self):
+        instance = detect_instance(spare_variables(0, count=1, spares=1, total=4))
+        assert (instance.index, instance.count, instance.local_replicas, instance.local_index) == (0, 1, 4, 0)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"POPDIST_NUM_SPARES": "1"},
+            {"POPDIST_NUM_SPARES": "4"},
+            {"POPDIST_NUM_SPARES": "9"},
+            {"POPDIST_REPLICA_INDEX_OFFSET": "0"},
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "POPDIST_LOCAL_INSTANCE_INDEX": "1"},
+        ],
+    )
+    def test_contradictions_are_refused_with_the_variables_of_spares(self, change):
+        with pytest.raises(EnvironmentMismatchError, match=r"POPDIST_NUM_SPARES=\d, POPDIST_SPARE=1"):
+            detect_instance(spare_variables() | change)
+
+    def test_a_spare_needs_the_word_that_it_is_one(self):
+        environ = spare_variables()
+        del environ["POPDIST_SPARE"]
+        with pytest.raises(EnvironmentMismatchError, match="POPDIST_NUM_SPARES=2"):
+            detect_instance(environ)
+
+    def test_a_spare_without_open_mpi_is_refused(self):
+        environ = replica_variables(total=4, local=4) | {"POPDIST_NUM_SPARES": "1", "POPDIST_SPARE": "1"}
+        with pytest.raises(EnvironmentMismatchError, match="one of several instances"):
+            detect_instance(environ)
 
 
 class TestOpenMPI:

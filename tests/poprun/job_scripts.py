@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from popdist.records.progress import ProgressRecord, State
+from popdist.records.progress import ProgressRecord, Role, State
+from popdist.records.wanted import Wanted
 from poprun.cli.log import Level
 from poprun.ipc.facts import Ending, EndKind, JobEnd, Verdict
+from poprun.ipc.resizes import ResizeRequest
 from poprun.launch.launch import Across
 from poprun.supervisor.job_events import (
     Action,
@@ -25,6 +27,7 @@ from poprun.supervisor.job_events import (
     InstanceEnded,
     MemberConnected,
     ProgressCame,
+    ResizeAsked,
     Say,
     SignalCame,
     Tick,
@@ -35,8 +38,8 @@ BEGIN_S = 1000.0
 ANSWER_S = 0.01
 """The time that agents and mpirun take to obey an order, unless the script sets another one."""
 
-ASK, EXAMINE, RELEASE, PASS_ON, STOP = Command
-TOLD, ORPHANED, EXAMINED, CLOSED, LOST = InstanceChange
+ASK, EXAMINE, RELEASE, WANT_ACTIVE, BEGIN, PASS_ON, STOP = Command
+TOLD, ORPHANED, EXAMINED, CLOSED, NOTICED, LOST = InstanceChange
 STOP_LISTENING, SEND_TO_MPIRUN, SHOW_HIDDEN_ERRORS, SHOW_COMPLAINT = DeedKind
 
 
@@ -158,6 +161,25 @@ class Script:
         """Replace an instance's progress record at `at_s`."""
         self.at(at_s, lambda: setattr(self.instances[index], "record", record))
 
+    def take_roles(self, at_s: float, roles: str) -> None:
+        """Give instances their roles at `at_s`, after a change that has considered the latest wish.
+
+        Args:
+            at_s: The time.
+            roles: A letter for each instance: `a` for active, `s` for a spare, `f` for fixed, `-` for one that is lost.
+        """
+
+        def change() -> None:
+            for each, letter in zip(self.instances, roles, strict=True):
+                role = {"a": Role.ACTIVE, "s": Role.SPARE, "f": Role.FIXED, "-": each.record.role}[letter]
+                each.record = replace(each.record, role=role, considered=each.record.wanted.number)
+
+        self.at(at_s, change)
+
+    def ask_resize(self, at_s: float, asker: int, *counts: int, leave: tuple[str, ...] = (), **more: Any) -> None:
+        """Send poprun a request of `poprun resize`."""
+        self.at(at_s, ResizeAsked(asker, ResizeRequest(*counts, leave=leave, **more)))
+
     def interrupt(self, at_s: float, number: int) -> None:
         """Send poprun a signal."""
         self.at(at_s, SignalCame(number))
@@ -258,6 +280,8 @@ class Script:
             if each.heeds:
                 each.record = replace(each.record, heeded=number)
             self._end_later(index, *each.after_release)
+        elif command is WANT_ACTIVE:
+            each.record = replace(each.record, wanted=Wanted.unpack(number))
         elif command is EXAMINE and each.state:
             self._later(lambda: self._tell(InstanceChanged(index, EXAMINED, each.state + each.stack)))
 

@@ -363,14 +363,15 @@ class TestChoosingHosts:
     def test_unused_slots_are_reported(self):
         reserved = allocation_of(4, 2, 1)
         used = choose_hosts(reserved, 4).hosts
-        assert describe_use(reserved, used, LaunchSettings(("p",), num_instances=4, num_replicas=12)) == (
+        assert describe_use(reserved, used, LaunchSettings(("p",), num_instances=4, num_replicas=12), (2, 2)) == (
             "4 instances on the 7 slots of Slurm job 12 (h0: 2 of 4, h1: 2 of 2, h2: 0 of 1): "
             "equal shares come before more hosts, and 4 divide equally over 2 at most; "
             "6 is the most for 12 replicas (--num-instances)"
         )
         everything = choose_hosts(reserved, 7).hosts
-        assert describe_use(reserved, everything, LaunchSettings(("p",), num_instances=7, num_replicas=7)) == ""
-        assert describe_use(allocation_of(None), (Host("h0"),), LaunchSettings(("p",))) == ""
+        seven = LaunchSettings(("p",), num_instances=7, num_replicas=7)
+        assert describe_use(reserved, everything, seven, (4, 2, 1)) == ""
+        assert describe_use(allocation_of(None), (Host("h0"),), LaunchSettings(("p",)), (1,)) == ""
 
     def test_a_long_list_of_hosts_is_shortened_in_messages(self):
         with pytest.raises(UsageError, match=r"\(h0: 1, h1: 1, h2: 1, h3: 1, ... 64 hosts in all\)"):

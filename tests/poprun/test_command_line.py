@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -115,12 +116,19 @@ def test_the_last_of_repeated_values_wins():
         ("--n 4 p", "unknown option --n, did you mean --num-instances"),
         ("-c 4 p", "unknown option -c, did you mean --num-instances"),
         ("-m train", r"unknown option -m, which is Python's: write `poprun \[options\] python -m MODULE`"),
-        ("-n auto p", f"a whole number, got 'auto'; this machine has {os.cpu_count()} cores"),
+        ("-n auto p", f"N instances and M - N spares, got 'auto'; this machine has {os.cpu_count()} cores"),
         ("--standalone p", "--standalone: instances find each other without it; leave it out"),
         ("--rdzv_backend=c10d p", "--rdzv_backend: instances find each other without it; leave it out"),
         ("-n2 p", "unknown option -n2"),
         ("-np2 p", "unknown option -np2"),
-        ("-n python x.py", "--num-instances needs a whole number, got 'python'"),
+        (
+            "-n python x.py",
+            "--num-instances needs a whole number, or N:M for N instances and M - N spares, got 'python'",
+        ),
+        ("-n 4: p", "N instances and M - N spares, got ''"),
+        ("-n 0:2 p", "--num-instances is 0; use 1 or more"),
+        ("-n 6:4 p", "--num-instances is '6:4'; write the number without spares first, such as 4:6"),
+        ("-n 2 --spares -1 p", "--spares is -1; use 0 or more"),
         (
             "--nproc-per-node 2 p",
             r"--nproc-per-node; --num-instances \(-n\) counts the processes of all hosts together",
@@ -229,6 +237,7 @@ EXAMPLES = {
     OptionKind.FLAG: True,
     OptionKind.BOOLEAN: True,
     OptionKind.NUMBER: 1,
+    OptionKind.INSTANCES: "2:3",
     OptionKind.SECONDS: 1.5,
     OptionKind.TEXT: "w",
     OptionKind.PATH: "some/path",
@@ -249,12 +258,53 @@ def test_every_option_changes_the_settings(option):
         "only-output-from-instance": {option.name: 0},
         "summary": {option.name: "json:job.json"},
         "profile": {option.name: "jax:3", "timeline": "a.json"},
+        "spares-oversubscribe": {option.name: True, "spares": 1},
     }
     given = own.get(option.name, {option.name: value})
     if option.name in ("num-instances", "min-instances"):
         given = {"num-instances": 2, "num-replicas": 2} | {option.name: 2}
     without = {name: value for name, value in given.items() if name != option.name}
     assert settings_from(CommandLine(given, ("p",))) != settings_from(CommandLine(without, ("p",)))
+
+
+class TestSpares:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ("-n 4:6 --spares 1 p", "--num-instances 4:6 starts 2 spares, but --spares is 1; give one of them"),
+            ("-n 2 --on-failure replace p", "--on-failure is replace, but the job has no spares; use --spares N, or"),
+            ("-n 2:3 --on-failure stop p", "--on-failure is stop, so 1 spare would never take a place"),
+            ("-n 2:3 --on-failure restart p", "--on-failure is restart, so 1 spare would never take a place"),
+            ("-n 2:3 --torch-distributed-env yes p", "--torch-distributed-env is given with 1 spare, but"),
+            ("-n 2:4 --inject kill:instance=4 p", "but the job has 2 instances and 2 spares; use 0 to 3"),
+            ("-n 2:4 --min-instances 3 p", "--min-instances is 3, but the job has 2 instances; use at most 2"),
+        ],
+    )
+    def test_impossible_spares_are_refused_with_a_way_out(self, words, message):
+        with pytest.raises(UsageError) as refused:
+            settings_from(read_command_line(words.split()))
+        assert message in str(refused.value)
+
+    @pytest.mark.parametrize("words", ["-n 4:6", "-n 4 --spares 2", "-n 4:6 --spares 2", "-n=4:6 --on-failure replace"])
+    def test_spares_are_asked_for_in_two_ways(self, words):
+        settings = settings_from(read_command_line([*words.split(), "p"]))
+        assert (settings.num_instances, settings.spares, settings.num_processes) == (4, 2, 6)
+        assert (settings.num_replicas, settings.on_failure, settings.carries_on) == (4, "replace", True)
+
+    @pytest.mark.parametrize("words", ["-n 4", "-n 4:4", "-n 4 --spares 0"])
+    def test_a_job_without_spares_stops_after_a_failure(self, words):
+        settings = settings_from(read_command_line([*words.split(), "p"]))
+        assert (settings.num_processes, settings.on_failure, settings.carries_on) == (4, "stop", False)
+
+    def test_shrink_with_spares_means_the_same_as_replace(self):
+        shrink = settings_from(read_command_line(["-n=2:3", "--on-failure=shrink", "p"]))
+        assert shrink == replace(settings_from(read_command_line(["-n=2:3", "p"])), on_failure="shrink")
+        assert shrink.carries_on
+
+    def test_options_may_name_spares(self):
+        words = ["--inject=kill:instance=2", "--only-output-from-instance=2", "--instance-mpi-local-args=2:-x A=1"]
+        settings = settings_from(read_command_line(["-n=2:3", *words, "p"]))
+        assert [dict(each.exports) for each in settings.mpi.instances] == [{}, {}, {"A": "1"}]
 
 
 class TestSettings:

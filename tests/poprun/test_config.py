@@ -39,6 +39,7 @@ def test_each_option_alone_survives_format_and_parse(option):
         OptionKind.FLAG: (True, False),
         OptionKind.BOOLEAN: (True, False),
         OptionKind.NUMBER: (1, 7),
+        OptionKind.INSTANCES: (1, "2:3"),
         OptionKind.SECONDS: (1, 7.25, 1e-9 + 2),
         OptionKind.TEXT: ("word", "zwölf"),
         OptionKind.PATH: ("a/b", "c d"),
@@ -92,6 +93,19 @@ class TestMerge:
 
     def test_a_program_on_the_command_line_wins(self):
         assert merge(CommandLine({}, ("q",)), CommandLine({}, ("p", "1"))).program == ("q",)
+
+    @pytest.mark.parametrize(
+        ("given", "imported", "expected"),
+        [
+            ({"num-instances": "4:6"}, {"spares": 1}, {"num-instances": "4:6"}),
+            ({"num-instances": 3}, {"spares": 1}, {"num-instances": 3, "spares": 1}),
+            ({"num-instances": 3}, {"num-instances": "4:6"}, {"num-instances": 3}),
+            ({"spares": 1}, {"num-instances": "4:6"}, {"num-instances": 4, "spares": 1}),
+            ({"spares": 1}, {"num-instances": 4}, {"num-instances": 4, "spares": 1}),
+        ],
+    )
+    def test_spares_on_the_command_line_replace_the_spares_of_the_file(self, given, imported, expected):
+        assert merge(CommandLine(given), CommandLine(imported)).values == expected
 
     @pytest.mark.parametrize(("given", "imported"), [("host", "hostfile"), ("hostfile", "host")])
     def test_hosts_on_the_command_line_replace_the_hosts_of_the_file(self, given, imported):

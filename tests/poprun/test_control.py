@@ -10,7 +10,20 @@ import socket
 import struct
 
 import pytest
-from job_scripts import ASK, CLOSED, EXAMINE, EXAMINED, LOST, ORPHANED, PASS_ON, RELEASE, STOP, TOLD
+from job_scripts import (
+    ASK,
+    CLOSED,
+    EXAMINE,
+    EXAMINED,
+    LOST,
+    NOTICED,
+    ORPHANED,
+    PASS_ON,
+    RELEASE,
+    STOP,
+    TOLD,
+    WANT_ACTIVE,
+)
 
 from popdist.records.progress import PAGE_BYTES, Made, ProgressRecord, State
 from poprun.agent.guard import NEW_PAGE
@@ -170,6 +183,7 @@ def pair():
         (wire.pack_number(wire.TOLD, wire.ORPHANED), InstanceChanged(0, ORPHANED)),
         (wire.pack(wire.EXAMINED, b"Tstack"), InstanceChanged(0, EXAMINED, "Tstack")),
         (wire.pack(wire.WANT), InputWanted()),
+        (wire.pack(wire.NOTICED), InstanceChanged(0, NOTICED)),
         (wire.pack(wire.CLOSED), InstanceChanged(0, CLOSED)),
         (wire.pack_ended(False, False, False, 3, 5.0), InstanceEnded(0, Ending(EndKind.EXIT, 3, 5.0))),
         (
@@ -261,14 +275,16 @@ def test_an_instance_that_announces_an_oversized_message_is_lost_with_the_reason
     assert lost == InstanceChanged(0, LOST, fault)
 
 
-@pytest.mark.parametrize(("offset", "value"), [(16, 99), (16, (1 << 64) - 1)])
-def test_a_page_with_an_unknown_state_yields_only_that_fault(pair, offset, value):
+@pytest.mark.parametrize(
+    ("offset", "value", "what"), [(16, 99, "state"), (16, (1 << 64) - 1, "state"), (176, 9, "role")]
+)
+def test_a_page_with_an_unknown_state_or_role_yields_only_that_fault(pair, offset, value, what):
     theirs, member = pair
     page = bytearray(NEW_PAGE)
     page[offset : offset + 8] = value.to_bytes(8, "little")
     theirs.sendall(HELLO + wire.pack_progress(2.0, bytes(page)))
     _, progress = read_reports(member, 1)
-    assert progress == ProgressCame(0, ProgressRecord(fault=f"its state is {value}"))
+    assert progress == ProgressCame(0, ProgressRecord(fault=f"its {what} is {value}"))
 
 
 def test_text_from_a_page_is_one_line_without_terminal_controls(pair):
@@ -284,8 +300,9 @@ def test_text_from_a_page_is_one_line_without_terminal_controls(pair):
 
 def test_each_order_becomes_a_message(pair):
     theirs, member = pair
-    for command, number in ((ASK, 0), (EXAMINE, 0), (RELEASE, 2), (PASS_ON, 15), (STOP, 0)):
+    for command, number in ((ASK, 0), (EXAMINE, 0), (RELEASE, 2), (WANT_ACTIVE, 77), (PASS_ON, 15), (STOP, 0)):
         member.order(AgentOrder(command, 0, number))
     messages = wire.MessageReader().feed(theirs.recv(1000))
-    assert [kind for kind, _ in messages] == [wire.REPORT, wire.EXAMINE, wire.RELEASE, wire.SIGNAL, wire.STOP]
-    assert [wire.unpack_number(content) for _, content in messages if content] == [2, 15]
+    expected = [wire.REPORT, wire.EXAMINE, wire.RELEASE, wire.WANT_ACTIVE, wire.SIGNAL, wire.STOP]
+    assert [kind for kind, _ in messages] == expected
+    assert [wire.unpack_number(content) for _, content in messages if content] == [2, 77, 15]

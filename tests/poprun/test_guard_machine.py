@@ -148,6 +148,12 @@ class TestSignalsForTheProgram:
         assert instance.machine.take_signal(signal.SIGUSR1, instance.now_s) == []
         assert instance.machine.pass_on(signal.SIGTERM) == []
 
+    def test_a_notice_for_the_host_is_told_to_poprun_and_does_not_reach_the_program(self, instance):
+        machine = GuardMachine(tells_notice=True)
+        assert machine.take_signal(signal.SIGUSR1, instance.now_s) == [(Do.TELL_NOTICE, 0)]
+        assert machine.take_signal(signal.SIGUSR2, instance.now_s) == [(Do.SEND, signal.SIGUSR2)]
+        assert machine.pass_on(signal.SIGUSR1) == [(Do.SEND, signal.SIGUSR1)]
+
     def test_signals_for_the_agent_are_not_forwarded(self, instance):
         assert instance.machine.take_signal(signal.SIGCHLD, instance.now_s) == []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 from job_scripts import (
@@ -1151,9 +1152,14 @@ class TestRandomScripts:
         count = generator.choice([1, 2, 3, 5])
         connected = generator.choice([count, count, count, count - 1])
         across = {"least": generator.choice([0, 0, 1, 2]), "stuck_timeout_s": generator.choice([0.0, self.STUCK_S])}
+        if across["least"]:
+            across["spares"] = generator.randrange(count)
+            across["reserves"] = generator.randrange(across["spares"] + 1)
+            across["most_new"] = generator.choice([0, 2])
         script = Script(count, connected=connected, start_timeout_s=30.0, **across)
         for each in script.instances:
             each.record = generator.choice([running(), inside(0), leaving(), running(grace_s=30.0), each.record])
+            each.record = replace(each.record, is_ready=generator.random() < 0.5)
             each.answers = generator.random() < 0.9
             each.stops = generator.random() < 0.9
             each.heeds = generator.random() < 0.5

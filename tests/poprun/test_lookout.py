@@ -8,7 +8,7 @@ import pytest
 from job_scripts import RELEASE, STOP, exited, killed
 
 from popdist.records.progress import ProgressRecord, State
-from poprun.ipc.facts import Ending, EndKind, Facts
+from poprun.ipc.facts import Ending, EndKind, Facts, Loss
 from poprun.supervisor.diagnosis import judge_stuck, vain_waits
 from poprun.supervisor.job_events import (
     AgentOrder,
@@ -22,12 +22,12 @@ from poprun.supervisor.lookout import (
     BUSY_FACTOR,
     LEAST_S,
     Lookout,
-    Survival,
     find_absent,
     find_halt,
     find_stopped,
 )
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.survival import Survival
 
 NOW_S = BEGIN_S = 1000.0
 LIMIT_S = 20.0
@@ -242,7 +242,7 @@ class TestSurvival:
             AgentOrder(RELEASE, 1, 2),
             "3 is lost; instance 1 goes on without it",
         ]
-        assert group.survival.losses == ["2 is lost", "3 is lost"]
+        assert group.survival.losses == [Loss("2 is lost", 2), Loss("3 is lost", 3)]
 
     def test_a_useless_instance_is_given_up_while_it_lives(self) -> None:
         assert Group(3).give_up(1)[:3] == [AgentOrder(STOP, 1), AgentOrder(RELEASE, 0, 1), AgentOrder(RELEASE, 2, 1)]

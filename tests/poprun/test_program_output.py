@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from poprun.agent.guard import NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET
+from poprun.agent.guard import NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET, WANTED_OFFSET
 from poprun.agent.guard_machine import CUT_SIGNAL
 from poprun.agent.program_output import (
     AT_ONCE,
@@ -114,6 +114,53 @@ def test_the_agent_and_popdist_agree_on_the_progress_page():
     assert page.cut_off()
     assert taken == [CUT_SIGNAL]
     signal.signal(CUT_SIGNAL, before)
+    os.close(descriptor)
+
+
+def test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_considered_it():
+    from popdist.records.progress import ProgressPage, Role, parse_progress
+    from popdist.records.wanted import Wanted
+
+    descriptor = os.memfd_create("progress")
+    os.write(descriptor, NEW_PAGE)
+    page = ProgressPage(descriptor)
+
+    def want(wanted, damage=0):
+        low = wanted.pack()
+        os.pwrite(descriptor, (((low ^ 0xFFFFFFFF) << 32 | low) ^ damage).to_bytes(8, "little"), WANTED_OFFSET)
+
+    def record():
+        return parse_progress(os.pread(descriptor, len(NEW_PAGE), 0))
+
+    assert (page.is_resize_due, page.wanted, page.may_be_active, record().role) == (False, 0, True, Role.UNKNOWN)
+    page.takes_role(is_spare=False)
+    assert (record().role, record().considered) == (Role.ACTIVE, 0)
+    want(Wanted(1, 3, is_barred=True))
+    assert (page.is_resize_due, page.wanted, page.may_be_active) == (False, 0, False)
+    page.takes_role(is_spare=False)
+    assert record().considered == 0
+    want(Wanted(1, 3, is_barred=True, is_complete=True), damage=1 << 16)
+    assert (page.is_resize_due, record().wanted) == (False, Wanted())
+    want(Wanted(1, 3, is_barred=True, is_complete=True))
+    assert page.is_resize_due
+    assert page.wanted == 3
+    want(Wanted(2, 1))
+    assert not page.may_be_active
+    page.carry_on(0)
+    assert not page.is_released  # a change of the members is under way
+    page.takes_role(is_spare=True, wish=page.wish)
+    assert (record().role, record().considered, record().is_spare) == (Role.SPARE, 1, True)
+    assert not page.is_resize_due
+    want(Wanted(2, 1, is_complete=True))
+    assert page.is_resize_due
+    assert (page.wanted, page.may_be_active) == (1, True)
+    page.takes_role(is_spare=False, wish=page.wish)
+    want(Wanted(3, 2))
+    page.takes_role(is_spare=False, wish=3)  # other processes had the wish as complete
+    want(Wanted(3, 2, is_complete=True))
+    assert not page.is_resize_due
+    page.needs_all()
+    assert (page.is_resize_due, record().role) == (False, Role.FIXED)
     os.close(descriptor)
 
 

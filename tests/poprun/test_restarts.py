@@ -27,12 +27,25 @@ def hosts(*slots):
     ],
 )
 def test_fit_finds_the_largest_number_of_instances_for_the_hosts(instances, replicas, slots, expected):
-    found = fit(job(num_instances=instances, num_replicas=replicas), hosts(*slots))
-    assert found == (expected[0], tuple(hosts(*slots)[: expected[1]]))
+    found, chosen = fit(job(num_instances=instances, num_replicas=replicas), hosts(*slots))
+    assert (found.num_instances, chosen) == (expected[0], tuple(hosts(*slots)[: expected[1]]))
 
 
 def test_replicas_divide_evenly_among_fewer_instances():
-    assert fit(job(num_instances=5, num_replicas=10), hosts(4)) == (2, tuple(hosts(4)))
+    found, chosen = fit(job(num_instances=5, num_replicas=10), hosts(4))
+    assert (found.num_instances, chosen) == (2, tuple(hosts(4)))
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [((2, 2, 2), (4, 2, 3)), ((2, 2), (4, 0, 2)), ((2, 3), (4, 1, 2)), ((3,), (2, 1, 1)), ((1, 2), (2, 1, 2))],
+)
+def test_spares_get_the_room_that_instances_leave(slots, expected):
+    wanted = job(num_instances=4, num_replicas=8, spares=2, on_failure="replace", inject=("kill:instance=5",))
+    found, chosen = fit(wanted, hosts(*slots))
+    assert (found.num_instances, found.spares, len(chosen)) == expected
+    assert found.on_failure == ("replace" if found.spares else "shrink")
+    assert found.inject == (("kill:instance=5",) if expected[:2] == (4, 2) else ())
 
 
 def test_fewer_instances_than_the_minimum_do_not_fit():

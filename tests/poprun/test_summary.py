@@ -17,7 +17,7 @@ from poprun.cli.command_line import CommandLine, settings_from
 from poprun.cli.log import Level
 from poprun.cli.settings import SummaryAsked
 from poprun.errors import UsageError
-from poprun.ipc.facts import Facts, JobEnd, Verdict
+from poprun.ipc.facts import Carriers, Facts, JobEnd, Loss, Verdict
 from poprun.monitor.attempts import LEAST_DIFFERENCE, Attempt, Slowest, add_up
 from poprun.monitor.summary import describe_job, make_room, summary_lines, write_summary
 from poprun.supervisor.job_events import ProgressCame
@@ -38,8 +38,9 @@ def facts(index: int, of: Made, peak_mib: int = 100, host: str = "node0") -> Fac
     return Facts(index, host, 77, exited(), record, peak_memory_bytes=peak_mib * MIB)
 
 
-def attempt(*all_made: Made, ended: JobEnd = GOOD, losses: tuple[str, ...] = ()) -> Attempt:
-    return Attempt(tuple(facts(index, each) for index, each in enumerate(all_made)), 12.0, ended, losses)
+def attempt(*all_made: Made, ended: JobEnd = GOOD, losses: tuple[Loss, ...] = ()) -> Attempt:
+    all_facts = tuple(facts(index, each) for index, each in enumerate(all_made))
+    return Attempt(all_facts, 12.0, ended, losses, (Carriers(0.0, 0, tuple(range(len(all_made)))),))
 
 
 class TestNumbers:
@@ -77,12 +78,12 @@ class TestNumbers:
         assert totals.survived == ((0, "restart", "instance 1 was killed"),)
 
     def test_the_fault_that_ends_the_job_is_not_survived(self):
-        assert add_up([attempt(made(), ended=FAILED, losses=("lost",))]).survived == ((0, "shrink", "lost"),)
+        assert add_up([attempt(made(), ended=FAILED, losses=(Loss("lost", 1),))]).survived == ((0, "shrink", "lost"),)
 
 
 class TestLines:
     def test_a_training_job_gets_three_lines(self):
-        first = attempt(made(4.0), made(0.5), losses=("instance 2 was killed",))
+        first = attempt(made(4.0), made(0.5), losses=(Loss("instance 2 was killed", 2),))
         first = replace(first, facts=(*first.facts[:1], replace(first.facts[1], peak_memory_bytes=2000 * MIB)))
         assert summary_lines([first], 65.4) == [
             "summary: 2 instances ran for 1 min 5 s; 101 steps, 10.0 steps/s, 640 samples/s",
@@ -90,6 +91,19 @@ class TestLines:
             "(it waited 5 %, the others 40 %); survived 1 fault",
             "summary: peak memory 100 MiB (instance 0), 2.0 GiB (instance 1)",
         ]
+
+    def test_spares_and_changes_of_the_carriers_are_told(self):
+        losses = (Loss("instance 1 was killed", 1, taken_by=2),)
+        carriers = (Carriers(0.0, 0, (0, 1)), Carriers(12.3, 5, (0, 2)))
+        lines = summary_lines([replace(attempt(*[made(1.0)] * 4, losses=losses), carriers=carriers)], 20.0)
+        assert lines[0].startswith("summary: 2 instances and 2 spares ran for 20 s; ")
+        assert lines[2] == "summary: replicas on instances 0-1; from step 5 (12 s) on instances 0, 2"
+
+    def test_the_last_of_many_changes_of_the_carriers_are_told(self):
+        carriers = tuple(Carriers(float(number), number, (number,)) for number in range(12))
+        line = summary_lines([replace(attempt(made()), carriers=carriers)], 20.0)[-2]
+        assert line.startswith("summary: replicas on instances 0; 3 earlier changes; from step 4 (4.0 s) on instances")
+        assert line.count("from step") == 8
 
     def test_a_program_without_steps_gets_duration_and_memory(self):
         assert summary_lines([attempt(Made(), Made())], 0.42) == [
@@ -154,7 +168,10 @@ class TestFile:
 
     def test_the_file_has_all_attempts_and_instances(self, tmp_path: Path):
         last = replace(facts(1, made(0.5), host="node1"), ending=None, is_given_up=True)
-        attempts = [attempt(made(4.0), ended=FAILED), Attempt((facts(0, made(4.0)), last), 8.0, GOOD, ("lost",))]
+        attempts = [
+            attempt(made(4.0), ended=FAILED),
+            Attempt((facts(0, made(4.0)), last), 8.0, GOOD, (Loss("lost", 1),)),
+        ]
         file = tmp_path / "job.json"
         write_summary(str(file), describe_job(self.WHOLE, attempts))
         read = json.loads(file.read_text())
@@ -164,6 +181,7 @@ class TestFile:
             {"attempt": 0, "followed_by": "restart", "fault": "instance 1 was killed"},
             {"attempt": 1, "followed_by": "shrink", "fault": "lost"},
         ]
+        assert read["attempts"][0]["carriers"] == [{"at_s": 0.0, "step": 0, "instances": [0]}]
         assert read["slowest"]["instance"] == 1
         assert [each["failure"] for each in read["attempts"]] == ["instance 1 was killed", None]
         first, second = read["attempts"][1]["instances"]
@@ -197,7 +215,7 @@ class TestFile:
         described = describe_job(self.WHOLE, [attempt(made(4.0), made(0.5), ended=FAILED), attempt(made())])
         attempts = described["attempts"]
         keys = {*described, *attempts[0], *attempts[0]["instances"][0], *described["faults_survived"][0]}
-        keys |= set(attempts[0]["slowest"])
+        keys |= set(attempts[0]["slowest"]) | set(attempts[0]["carriers"][0])
         assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 
 

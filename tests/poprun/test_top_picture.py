@@ -18,6 +18,7 @@ from poprun.monitor.snapshot import (
     LEAVING,
     LOST,
     RUNNING,
+    SPARE,
     STARTING,
     STOPPED,
     WAITING,
@@ -123,6 +124,9 @@ class TestSnapshots:
             Snapshot.unpack(data)
 
 
+USUAL = tuple(each for each in HEADINGS if each != "replicas")
+
+
 class TestThePage:
     def test_all_known_facts_are_shown(self):
         waits = replace(SEEN, instance=0, condition=WAITING, doing="all_reduce 'gradients'", waiting_for=(1, 2))
@@ -132,13 +136,26 @@ class TestThePage:
             "3 instances, runs for 1 min 5 s, 10.0 steps/s, 1280 samples/s, restart 1, 2 instances lost",
             "instance 0 waits for instances 1-2",
         )
-        assert picture.headings == HEADINGS
+        assert picture.headings == USUAL
         assert picture.rows[0].cells == (
             *("0", "node0", "12", "10.0", "640", "all_reduce 'gradients'", "0.2 s", "25 %", "1-2", "50 MiB", "0.125"),
         )
         assert picture.rows[2].cells == ("2", "-", "-", "-", "-", "starting", "-", "-", "-", "-", "-")
         assert [row.mark for row in picture.rows] == [WAITING, AWAITED, AWAITED]
         assert picture.foot == ()
+
+    def test_spares_and_their_use_are_shown(self):
+        instances = [
+            replace(SEEN, instance=0, condition=LOST),
+            replace(SEEN, instance=1, replicas=(0, 3)),
+            replace(SEEN, instance=2, replicas=(4, 4)),
+            Seen(3, condition=SPARE, doing="ready to take over"),
+        ]
+        picture = picture_of(snapshot(*instances, losses=1, replaced=1))
+        assert picture.head[1].startswith("2 instances, 1 spare, runs for")
+        assert picture.head[1].endswith(", 1 instance lost, 1 replaced")
+        assert [row.cells[HEADINGS.index("replicas")] for row in picture.rows] == ["-", "0-3", "4", "-"]
+        assert "replicas" not in picture_of(snapshot(*instances), 60).headings
 
     @pytest.mark.parametrize("columns", [20, 30, 40, 60, 80, 100, 120, 200])
     def test_the_picture_fits_the_width_of_the_window(self, columns):
@@ -148,7 +165,8 @@ class TestThePage:
         assert {"instance", "step", "does"} <= set(picture.headings)
 
     def test_all_columns_are_kept_if_they_fit(self):
-        assert picture_of(snapshot(*many(2)), 120).headings == HEADINGS
+        assert picture_of(snapshot(*many(2)), 120).headings == USUAL
+        assert picture_of(snapshot(*(replace(each, replicas=(0, 3)) for each in many(2))), 120).headings == HEADINGS
 
     @pytest.mark.parametrize("waits", ["0", "0-14,16"])
     def test_80_columns_show_activity_waits_and_waiting_share(self, waits):

@@ -14,6 +14,7 @@ import pytest
 from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.ipc import wire
+from poprun.ipc.resizes import RESIZE, RESIZED, ResizeAnswer, ResizeRequest
 from poprun.ipc.sockets import connect
 from poprun.monitor.doors import (
     ANSWER,
@@ -407,3 +408,51 @@ def test_another_user_is_rejected(local):
             os.seteuid(0)
         local.serve()
         assert (local.count, is_over(stranger)) == (0, True)
+
+
+class TestResizeRequests:
+    REQUEST = ResizeRequest(3, ("node1",))
+
+    def test_a_process_of_the_same_user_on_the_machine_may_ask_once_and_gets_the_answer(self, local):
+        asker, viewer = local.call(), local.call()
+        asker.sendall(wire.pack(RESIZE, self.REQUEST.pack()))
+        local.serve()
+        [(number, request)] = local.viewers.take_requests()
+        assert request == self.REQUEST
+        assert local.viewers.take_requests() == []
+        local.viewers.answer(number, ResizeAnswer(True, "2 -> 3 instances"))
+        source = SnapshotSource(asker, "job")
+        assert source.next_message(LIMIT_S)[0] == message(viewer)[0] == SEEN
+        kind, content = source.next_message(LIMIT_S)
+        assert (kind, ResizeAnswer.unpack(content)) == (RESIZED, ResizeAnswer(True, "2 -> 3 instances"))
+        asker.sendall(wire.pack(RESIZE, self.REQUEST.pack()))
+        local.serve()
+        assert is_over(asker)
+        local.viewers.answer(number, ResizeAnswer(True, "nobody is there"))
+        asker.close()
+        viewer.close()
+
+    @pytest.mark.parametrize(
+        "words",
+        [wire.pack(RESIZE, b"3"), wire.pack(SEEN, REQUEST.pack()), 2 * wire.pack(RESIZE, REQUEST.pack())],
+        ids=["no request", "another kind", "two"],
+    )
+    def test_an_asker_that_sends_anything_else_is_disconnected(self, local, words):
+        asker = local.call()
+        asker.sendall(words)
+        assert message(asker)[0] == SEEN
+        local.serve()
+        assert is_over(asker)
+        asker.close()
+        assert local.viewers.take_requests() == []
+
+    def test_a_viewer_over_the_network_may_not_ask(self, remote):
+        viewer = remote.call()
+        _, challenge = message(viewer)
+        viewer.sendall(answer_to(TOKEN, challenge, bytes(RANDOM_BYTES)))
+        remote.serve()
+        viewer.sendall(wire.pack(RESIZE, self.REQUEST.pack()))
+        remote.serve()
+        assert remote.viewers.take_requests() == []
+        assert remote.count == 0
+        viewer.close()

@@ -77,6 +77,16 @@ def test_a_run_is_resumed_on_the_next_smaller_spread():
 
 
 class TestSettings:
+    def test_runs_with_a_failure_have_the_spares_that_the_user_wants(self):
+        values = {"spares": 2, "instance-mpi-local-args": ("3:-x A=1",), "only-output-from-instance": 3}
+        run = run_with_failure(asked(inject=("some",), values=values), [Run(2, 8)], 11)
+        assert run == Run(2, 8, faults=("kill:instance=1,step=5",), spares=2)
+        settings = settings_of(asked(values=values), run)
+        assert (settings.num_processes, settings.on_failure, settings.only_output_from_instance) == (4, "replace", 3)
+        assert settings.mpi.instances[3].exports == {"A": "1"}
+        plain = settings_of(asked(values=values), Run(2, 8))
+        assert (plain.num_processes, plain.on_failure, plain.only_output_from_instance) == (2, "stop", 0)
+
     def test_settings_of_the_user_are_kept(self):
         settings = settings_of(asked(values={"timestamps": True}), Run(4, 8))
         assert (settings.num_instances, settings.num_replicas, settings.timestamps) == (4, 8, True)

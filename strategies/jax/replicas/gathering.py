@@ -25,9 +25,11 @@ def told_rows(tree: Tree, mask: np.ndarray) -> ToldRows:
 def concatenated(replicas: Replicas, value: Tree, axis: int) -> Tree:
     """Return the values of all replicas one after another along an axis, as `Strategy.gather` describes. Collective."""
     leaves, structure = replicas.local_leaves(value)
-    return trees.unflatten(
-        structure, [_concatenated(replicas, arrays, axis, f"gather/{number}") for number, arrays in enumerate(leaves)]
-    )
+
+    def gathered() -> list[np.ndarray]:
+        return [_concatenated(replicas, arrays, axis, f"gather/{number}") for number, arrays in enumerate(leaves)]
+
+    return trees.unflatten(structure, replicas.recorded("gather", gathered))
 
 
 def _concatenated(replicas: Replicas, arrays: Sequence[np.ndarray], axis: int, name: str) -> np.ndarray:

@@ -76,7 +76,7 @@ class Membership(ABC):
         """Whether other instances may join later, so that the results of all operations are kept for them."""
         return False
 
-    def publish(self, entry: Callable[[], bytes]) -> None:
+    def publish(self, entry: Callable[[], bytes]) -> None:  # noqa: B027
         """Keep the result of an operation for instances that join later; every active instance calls this.
 
         Args:

@@ -19,7 +19,7 @@ from collectives import Communicator
 from collectives.reduction import normalise_op
 from popdist.instance import replica_blocks
 from strategies.data.replication import Replication
-from strategies.errors import DeviceError, EndOfDataError, FeedError
+from strategies.errors import DeviceError, EndOfDataError, FeedError, SpareError
 from strategies.jax.programs.feed_program import FeedProgram, tracing
 from strategies.jax.replicas.collective_equations import Collective, CollectiveKind, OfReplica, Reduce, without_gradient
 from strategies.jax.replicas.current_replica import current
@@ -169,19 +169,26 @@ class CrossReplicaReducer:
         total_replicas: Number of replicas of all instances.
         is_identity: Whether `reduce` leaves values as they are (the original's
             `add_ipu_cross_replica_reductions=False`).
+        is_of_spare: Whether this instance is a spare, whose programs have no collectives.
 
     Attributes:
         last_error: First error since the running program began, or None.
     """
 
     def __init__(
-        self, communicator: Communicator, devices: ReplicaDevices, total_replicas: int, is_identity: bool = False
+        self,
+        communicator: Communicator,
+        devices: ReplicaDevices,
+        total_replicas: int,
+        is_identity: bool = False,
+        is_of_spare: bool = False,
     ) -> None:
         self.total_replicas = total_replicas
         self.last_error: BaseException | None = None
         self._communicator = communicator
         self._devices = devices
         self._is_identity = is_identity
+        self._is_of_spare = is_of_spare
         self._blocks = replica_blocks(communicator.size, total_replicas)
         self._lock = threading.Lock()
         self._calls: dict[str, _CollectiveCall] = {}
@@ -325,6 +332,11 @@ class CrossReplicaReducer:
     def _results(self, collective: Collective, contributions: Mapping[int, np.ndarray]) -> Mapping[int, np.ndarray]:
         """Return the result of each local replica."""
         kind, members = collective.kind, collective.members
+        if self._is_of_spare:
+            raise SpareError(
+                "a spare takes part in no collective, so strategy.run cannot run this function here; train with "
+                "strategies.Trainer, or start the job without spares"
+            )
         if isinstance(kind, Reduce) and len(members) == 1 and self._communicator.size > 1:
             ordered = [contributions[replica] for replica in self._devices.replicas]
             out = np.empty_like(ordered[0])

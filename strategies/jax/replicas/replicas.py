@@ -19,14 +19,17 @@ from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
+from popdist.environments.poprun import process_index
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
 from popdist.records.watched import Waits
 from popdist.xla import shared_memory_setting
 from strategies.argument_checks import Axis, parts_along
-from strategies.core.members import InstanceProgress, ReplicaPrograms
-from strategies.core.survival import LOSSES, together, warn_where_none_goes_on
+from strategies.core.journal import InstanceProgress, Journal, Recorded, packed, unpacked
+from strategies.core.members import ReplicaPrograms
+from strategies.core.placeholders import Placeholder
+from strategies.core.survival import LOSSES, join, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
@@ -88,10 +91,12 @@ class Replicas:
 
     Attributes:
         kind: Name of the strategy for messages.
-        first_index: First index of this instance, by which poprun names it also after others were lost.
+        first_index: First index of this instance, of a spare its rank; poprun names it so also after others were lost.
         num_replicas_in_sync: R, the number of replicas of all instances, also after instances were lost.
         adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
         done_so_far: Progress of this instance, for the survivors of a loss.
+        journal: Results of the operations, for spares.
+        has_carried_on: Whether instances were lost or have joined.
         progress: Connection to the supervisor of this instance.
         faults: Faults that the user has planned for this instance.
         variables_on_host: Whether variables and optimizer state live in host memory.
@@ -112,10 +117,11 @@ class Replicas:
     ) -> None:
         self.kind = kind
         self._membership = membership
-        self.first_index = membership.instance.index
+        self.first_index = process_index(os.environ, membership.instance)
         self.num_replicas_in_sync = membership.instance.total_replicas
         self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
+        self.journal = Journal(membership, self.done_so_far)
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         attached = self.instruments.attached
@@ -124,6 +130,7 @@ class Replicas:
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
         self._spread = 0  # how often the replicas have been spread over other instances
+        self.has_carried_on = False
         self._finding = threading.RLock()
         instance = membership.instance
         # The place of the variables, which stay there when this instance takes over replicas of another one.
@@ -196,7 +203,11 @@ class Replicas:
                 "(JAX logs the reason), or set JAX_PLATFORMS=cpu on all instances"
             )
         reducer = CrossReplicaReducer(
-            self.communicator, grid.first, instance.total_replicas, not self._add_cross_replica_reductions
+            self.communicator,
+            grid.first,
+            instance.total_replicas,
+            not self._add_cross_replica_reductions,
+            is_of_spare=self.is_spare,
         )
         return grid, reducer
 
@@ -278,7 +289,7 @@ class Replicas:
     @property
     def is_chief(self) -> bool:
         """Whether this instance prints and writes for all of them, see `Strategy.is_chief`."""
-        return self._membership.is_chief
+        return self._membership.is_chief and not self._membership.is_spare
 
     def on_chief(self, function: Callable[[], object]) -> None:
         """Call a function on the chief only, as `Strategy.on_chief` describes. Collective."""
@@ -292,7 +303,8 @@ class Replicas:
             self.communicator.barrier(name="duty of the chief")
             return True
 
-        together(self, attempt, lambda done, root: done, lambda: True)
+        recorded = Recorded[bool]("duty of the chief", lambda done: bool, lambda told: True)
+        together(self, attempt, lambda done, root: done, lambda: True, recorded)
 
     @property
     def variables_device(self) -> jax.Device:
@@ -321,19 +333,33 @@ class Replicas:
         """Whether the other instances go on if one is lost: under poprun --on-failure shrink."""
         return self._membership.can_carry_on
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether this instance waits to take the place of a lost one."""
+        return self._membership.is_spare
+
+    def wait_for_values(self) -> None:
+        """Wait on a spare, outside of operations, until its placeholders have values; see `Journal.wait_for_values`."""
+        self.journal.wait_for_values(partial(join, self))
+
     def carry_on(self) -> None:
         """Take over the replicas of lost instances, together with the other survivors. Collective among them.
+
+        If this instance is a spare that was chosen, it drives replicas from now on. If fewer instances are wanted than
+        before, it may be a spare from now on.
 
         The number of replicas stays; each instance drives other replicas than before, and reads their data.
 
         Raises:
             LifeCycleError: The job cannot go on.
         """
+        self.journal.flush()
         is_claimed = False
         while not is_claimed:
             self._membership.carry_on()  # an error here is final
             self._spread += 1
             is_claimed = self._claim_again()
+        self.has_carried_on = True
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
 
@@ -364,7 +390,7 @@ class Replicas:
         """
         dataset = self.dataset_of(batch)
         if dataset is not None:
-            return dataset.read_again()
+            return dataset.read_again(batch)
         raise StrategyError(
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset in their order"
@@ -372,8 +398,18 @@ class Replicas:
 
     def up_to_date(self, batch: Batch) -> Batch:
         """Return the batch, or the batch of the same step for the present replicas if an instance was lost since."""
-        dataset = self.dataset_of(batch) if self._spread else None
-        return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
+        dataset = self.dataset_of(batch) if self.has_carried_on else None
+        return batch if dataset is None else dataset.read_again(batch)
+
+    def real_batch(self, batch: Batch) -> Batch:
+        """Return the batch with values, on a spare whose data sets give batches without values."""
+        dataset = self.dataset_of(batch)
+        return batch if dataset is None else dataset.with_values()
+
+    def position_of(self, batch: Batch) -> tuple[int, int] | None:
+        """Return the epoch and the step of the batch that a data set has given last; None for any other batch."""
+        dataset = self.dataset_of(batch)
+        return None if dataset is None else dataset.consumed
 
     def dataset_of(self, batch: Batch) -> DistributedDataset | None:
         """Return the data set that gave this batch last, or None."""
@@ -393,27 +429,49 @@ class Replicas:
                 "one of the values, or reduce them"
             )
         paths, structure = trees.flatten_with_path(tree)
-        received = [self._broadcast_leaf(trees.keystr(path), leaf, root) for path, leaf in paths]
-        self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
-        whole: Same = trees.unflatten(structure, received)
+
+        def of_root() -> list[np.ndarray]:
+            received = [self._broadcast_leaf(trees.keystr(path), leaf, root) for path, leaf in paths]
+            self.communicator.barrier(name=f"end of broadcast of {len(paths)} leaves")
+            return received
+
+        arrays = self.recorded("broadcast", of_root)
+        whole: Same = trees.unflatten(
+            structure, [self._placed(array, leaf) for array, (_, leaf) in zip(arrays, paths, strict=True)]
+        )
         return whole
 
-    def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> jax.Array:
+    def _broadcast_leaf(self, name: str, leaf: Leaf, root: int) -> np.ndarray:
         array = np.array(jax.random.key_data(leaf) if is_key(leaf) else as_jax_would(leaf), order="C")
         self.communicator.broadcast(array, root, name=name)
+        return array
+
+    def _placed(self, array: np.ndarray, like: Leaf) -> jax.Array:
+        """Return an array that was broadcast where variables are; a random key if `like` is one."""
+        if isinstance(array, Placeholder):
+            return array
         placed: jax.Array = jax.device_put(array, self.variables_device, may_alias=False)
-        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf)) if is_key(leaf) else placed
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like)) if is_key(like) else placed
+
+    def recorded(self, kind: str, collect: Callable[[], Same]) -> Same:
+        """Return host arrays that a collective call returns, on a spare those of the active instances."""
+        recorded = Recorded[Same](kind, packed, lambda told: unpacked(told, self.wait_for_values))
+        return self.journal.perform(recorded, collect, survives=False)
 
     def reduce(self, op: str, value: Tree, axis: Axis | None = None) -> Tree:
         """Reduce over all replicas of all instances, as `Strategy.reduce` describes. Collective."""
         op = normalise_op(op)
         leaves, structure = self.local_leaves(value)
         along = "" if axis is None else f" along {axis}"
-        reduced = []
-        for number, arrays in enumerate(leaves):
-            parts = arrays if axis is None else [part for array in arrays for part in parts_along(axis, array)]
-            reduced.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
-        return trees.unflatten(structure, reduced)
+
+        def reduced() -> list[np.ndarray]:
+            found = []
+            for number, arrays in enumerate(leaves):
+                parts = arrays if axis is None else [part for array in arrays for part in parts_along(axis, array)]
+                found.append(self.communicator.ordered_all_reduce(parts, op=op, name=f"reduce/{number}{along}"))
+            return found
+
+        return trees.unflatten(structure, self.recorded("reduce", reduced))
 
     def local_leaves(self, value: Tree) -> tuple[list[list[np.ndarray]], Tree]:
         """Return the arrays of the local replicas for each leaf of a value, and the structure.

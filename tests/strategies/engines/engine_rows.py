@@ -120,7 +120,7 @@ def in_numpy(
     given = NumpyOptions(before_loss=before_loss, **options)
     replicas, engine = strategy.replicas, NumpyEngine(strategy.replicas, given)
     loop = StepLoop(replicas, engine, given.rules, given.loss_scaling, None)
-    evaluator = Evaluator(replicas, engine, every_row, given.rules.own_part)
+    evaluator = Evaluator(replicas, engine, every_row, given.rules.own_part, loop.carrier)
     first = engine.restore(TrainState(variables(), None, 0))
     yield Training(
         loop,

@@ -11,7 +11,7 @@ import logging
 
 import pytest
 from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, train
-from events_of_losses import BEFORE, Events, run_losing
+from losing_at_events import BEFORE, Events, run_losing
 from surviving_instances import run_instances
 
 from collectives import PeerLostError

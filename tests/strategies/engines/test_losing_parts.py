@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from events_of_losses import Events, run_losing
+from losing_at_events import Events, run_losing
 from surviving_instances import run_instances
 
 import strategies

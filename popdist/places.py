@@ -1,0 +1,174 @@
+"""The places of the processes of a job: who is active, who is a spare, and who feeds the spares."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from popdist.errors import LifeCycleError
+from popdist.process import Chief, process
+from popdist.records.faults import FaultInjector
+from popdist.records.progress import Role
+from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from collectives import Communicator
+
+
+def take_first_places(everybody: Communicator, num_spares: int) -> None:
+    """Separate the active instances from the spares at the start of the job. Collective of all processes.
+
+    Args:
+        everybody: The communicator of all processes.
+        num_spares: The number of spares; they are the last processes.
+    """
+    assert process.instance is not None
+    count = everybody.size - num_spares
+    process.everybody, process.journal = everybody, Journal()
+    process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
+    spares = dict.fromkeys(range(count, everybody.size), 0)
+    if process.role is Role.ACTIVE:
+        process.communicator = _part_of(everybody, range(count))
+    else:
+        process.communicator = process.alone = _alone()
+    _connect_journal(everybody, spares, feeder=0)
+    process.progress.takes_role(process.role is Role.SPARE)
+
+
+def take_places(everybody: Communicator, role: Role) -> None:
+    """Choose the active instances after a change, and connect them. Collective of all processes that are left.
+
+    The new communicator of this process is `process.communicator`: that of the active instances, or on a spare one of
+    its own. Afterwards the spares that were chosen have the whole journal.
+
+    Args:
+        everybody: The communicator of all processes that are left.
+        role: The role of this process before the change.
+    """
+    assert process.instance is not None
+    standings, is_done, wishes = _gather(everybody, role)
+    _note_the_chief(everybody, role, standings, is_done)
+    number, wanted = min(wishes, default=(0, 0))
+    process.target = wanted or process.target or process.instance.count
+    active = choose(standings, process.target)
+    is_active = everybody.rank in active
+    are_all_active = active == list(range(everybody.size))
+    process.everybody = None if are_all_active else everybody
+    process.feeding = process.fed = None
+    if role is Role.LEAVING:
+        process.communicator, process.everybody = everybody, None
+    elif is_active:
+        process.communicator = everybody if are_all_active else _part_of(everybody, active)
+    else:
+        if process.journal is None:
+            raise LifeCycleError(
+                f"{process.target} instances are wanted, and this one would sleep, but nothing is kept with which it "
+                "could join again; start the job with poprun --spares"
+            )
+        process.communicator = process.alone = process.alone or _alone()
+    if process.journal is not None and role is not Role.LEAVING and active:
+        _bring_up(everybody, role, standings, active)
+    process.is_chosen = role is Role.SPARE and is_active
+    if role is Role.ACTIVE and not is_active:
+        _fall_asleep()
+    is_spare = process.role is Role.SPARE if role is Role.LEAVING else not is_active
+    process.progress.takes_role(is_spare, number)
+
+
+def _fall_asleep() -> None:
+    """Become a spare: the program has done all operations of the journal itself."""
+    assert process.journal is not None
+    process.role = Role.SPARE
+    process.journal.encode()
+    process.journal.read = len(process.journal)
+
+
+def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:
+    """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun.
+
+    A wish is a pair: its number, and the wanted number of active instances. It counts once an active instance has it.
+    If a new wish comes meanwhile, some have that one and others the one before. Then the earlier one counts, and the
+    new one leads to another change.
+    """
+    import numpy as np
+
+    instance, progress = process.instance, process.progress
+    assert instance is not None
+    is_done = process.chief is Chief.DONE or (
+        role is Role.LEAVING and process.role is Role.ACTIVE and instance.is_leader
+    )
+    wanted = progress.wanted  # read before the next property, which belongs to the same wish
+    entries = 0 if process.journal is None else len(process.journal)
+    host = zlib.crc32(instance.host.encode())
+    may_be_active = progress.may_be_active and process.is_ready
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, process.changes, progress.wish, wanted]
+    facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
+    standings = [
+        Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, *_ in facts.tolist()
+    ]
+    process.changes = 1 + int(facts[:, 6].max())
+    wishes = [(number, count) for number, count in facts[:, 7:].tolist()]
+    of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
+    found = [wish for wish in of_active or wishes if wish[0]]
+    return standings, facts[:, 5], found  # the last ones must not wait for a wish that nobody fulfils
+
+
+def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:
+    if is_done.any():
+        process.chief, process.has_chief_left = Chief.DONE, role is not Role.LEAVING
+    elif not any(each.role is Role.ACTIVE for each in standings):
+        process.chief, process.is_first_left = Chief.LOST, everybody.rank == 0
+
+
+def _bring_up(everybody: Communicator, role: Role, standings: Sequence[Standing], active: Sequence[int]) -> None:
+    """Let the instance that knows most bring the journals of all spares up to its own."""
+    had = [rank for rank in active if standings[rank].role is Role.ACTIVE]
+    feeder = max(had, key=lambda rank: standings[rank].entries)
+    fed = {
+        rank: each.entries
+        for rank, each in enumerate(standings)
+        if each.role is Role.SPARE or (each.role is Role.ACTIVE and rank not in active)
+    }
+    _connect_journal(everybody, fed, feeder)
+    journal = process.journal
+    assert journal is not None
+    if process.feeding is not None:
+        process.feeding.pass_on(journal)
+        process.feeding.leave_out(active)
+    if role is Role.SPARE and everybody.rank in active:
+        assert process.fed is not None
+        while len(journal) < standings[feeder].entries:
+            if not process.fed.take(journal):
+                if process.progress.is_released:
+                    from collectives import PeerLostError
+
+                    raise PeerLostError("another process was lost while this spare read the journal")
+                time.sleep(SLEEP_S / 10)
+        process.fed = None
+
+
+def _connect_journal(everybody: Communicator, fed: dict[int, int], feeder: int) -> None:
+    assert everybody.beside is not None
+    if everybody.rank in fed:
+        process.fed = Fed(everybody.beside, feeder)
+    elif everybody.rank == feeder:
+        process.feeding = Feeding(everybody.beside, fed)
+
+
+def _part_of(everybody: Communicator, active: Sequence[int]) -> Communicator:
+    assert everybody.part is not None
+    return everybody.part(active)
+
+
+def _alone() -> Communicator:
+    """Return the communicator of a spare, whose collectives nobody else takes part in."""
+    import collectives
+    from collectives.instruments import Instruments
+
+    faults = [each for each in process.attached if isinstance(each, FaultInjector)]
+    return collectives.connect("single", replace(process.settings(), progress=Instruments(*faults)))

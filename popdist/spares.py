@@ -1,0 +1,93 @@
+"""The journal of a job with spares, from the side of the strategies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from popdist.errors import LifeCycleError
+from popdist.leaving import connect_survivors
+from popdist.process import Chief, process
+from popdist.records.progress import Role
+from popdist.standby import SLEEP_S, Journal
+
+looking = threading.Lock()
+"""Held by the thread that looks for news: the program's, or that of `popdist.reserve`."""
+
+
+def is_spare() -> bool:
+    """Return whether this process waits to take the place of a lost instance."""
+    return process.role is Role.SPARE
+
+
+def keeps_journal() -> bool:
+    """Return whether the results of operations are kept, because other instances may join later."""
+    return process.journal is not None
+
+
+def publish(entry: Callable[[], bytes]) -> None:
+    """Keep the result of an operation for spares; every active instance calls this, in the same order.
+
+    Args:
+        entry: Function that encodes the result. It is called some time later, at the latest when the members change.
+    """
+    journal = process.journal
+    if journal is not None and journal.add(entry) and process.feeding is not None:
+        process.feeding.pass_on(journal)
+
+
+def next_entry() -> bytes | None:
+    """Return the result of the next operation; a spare calls this in place of the operation.
+
+    It sleeps until the others have completed the operation.
+
+    Returns:
+        The encoded result. None if this spare was chosen, and has got all results that the others have published. Then
+        `popdist.carry_on` returns its new identity, and it takes part in this operation.
+
+    Raises:
+        LifeCycleError: This process is no spare.
+        SystemExit: At the end of the job.
+    """
+    journal = process.journal
+    if journal is None or not is_spare():
+        raise LifeCycleError("only a spare reads the journal of the other instances")
+    if journal.read == len(journal.entries) and _has_to_join(journal):
+        return None
+    journal.read += 1
+    return journal.entries[journal.read - 1]
+
+
+def _has_to_join(journal: Journal) -> bool:
+    """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
+    with looking:
+        if journal.read == len(journal.entries) and not process.is_ready:
+            process.is_ready = True
+            process.progress.catches_up()
+        while journal.read == len(journal.entries):
+            if process.is_chosen:
+                return True
+            if not has_news():
+                time.sleep(SLEEP_S)
+        return False
+
+
+def has_news() -> bool:
+    """Look for new entries, for a change of the members, and for the end of the job."""
+    from collectives import PeerLostError
+
+    fed, journal = process.fed, process.journal
+    assert journal is not None
+    if process.chief is Chief.LOST or fed is None or fed.is_end:
+        raise SystemExit(0)
+    try:
+        if fed.take(journal):
+            return True
+    except PeerLostError:
+        connect_survivors(Role.SPARE)
+        return True
+    if process.progress.is_released:
+        connect_survivors(Role.SPARE)
+        return True
+    return False

@@ -1,0 +1,370 @@
+"""The journal of a job with spares: the results of operations, and their replay on a spare.
+
+An operation is work that all active instances do together, such as a step or an evaluation. On a spare it does nothing
+but return the result of the others. So the program of a spare, with its counters and decisions, comes to the place
+where the others are. If the spare becomes active, it takes part in the operation at which it is.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+import strategies.trees as trees
+from collectives import PeerLostError
+from strategies.core.placeholders import Placeholder
+from strategies.errors import SpareError
+from strategies.typing import Leaf, Tree
+
+if TYPE_CHECKING:
+    from strategies.core.carrier import Carrier
+
+T = TypeVar("T")
+
+ENTRY_LIMIT = 1 << 20
+"""The largest array in an entry, in bytes. A spare gets placeholders for larger arrays."""
+
+
+class BecameSpareError(BaseException):
+    """The change of this instance into a spare, in the middle of an operation. `Journal.perform` handles it."""
+
+
+class JoinsNowError(PeerLostError):
+    """The change of this spare into an active instance, at the beginning of an operation."""
+
+    def __init__(self) -> None:
+        super().__init__("this spare takes the place of a lost instance")
+
+
+@dataclass
+class InstanceProgress:
+    """The progress of an instance in the sequence of operations that all instances do together.
+
+    After a loss, the progress of two instances differs by at most one operation, because every operation needs all
+    instances.
+
+    Attributes:
+        done: Number of complete operations; every batch of an evaluation counts.
+        entries: Number of complete operations that have an entry in the journal.
+        passes: Number of passes through data sets, without training, that have ended.
+        batches: Number of batches of the present pass whose results have arrived; 0 outside of a pass.
+        is_past: Whether this instance has used up the state before the present operation: the operation can only be
+            completed, and not be repeated. All instances can complete it then.
+        at_change: Functions that adapt states to a change of the instances, in the same order on all instances. They
+            are called after each change, before the interrupted operation goes on. Collective.
+        share: Function that hands the result of the last operation to instances that lack it, given a rank that has it.
+            Collective. None if they need nothing.
+    """
+
+    done: int = 0
+    entries: int = 0
+    passes: int = 0
+    batches: int = 0
+    is_past: bool = False
+    at_change: list[Callable[[], object]] = field(default_factory=list)
+    share: Callable[[int], object] | None = None
+
+    def complete(self, share: Callable[[int], object] | None = None) -> None:
+        """Note that one more operation is complete on all instances."""
+        self.done += 1
+        self.is_past = False
+        self.share = share
+
+
+class JournalMember(Protocol):
+    """The part of `Membership` that concerns the journal."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this instance waits to take the place of a lost one."""
+
+    @property
+    def keeps_journal(self) -> bool:
+        """Whether other instances may join later."""
+
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        """Keep the encoded result of an operation for spares."""
+
+    def next_entry(self) -> bytes | None:
+        """Return the encoded result of the next operation; None if this spare has become active."""
+
+
+@dataclass(slots=True)
+class Recorded(Generic[T]):
+    """The way in which the result of an operation is kept.
+
+    Attributes:
+        kind: The kind of the operation; a spare compares it with the kind of its own operation.
+        pack: Returns a function that returns the result as a small value for `pickle`. It may be called later, and only
+            on one instance.
+        unpack: Returns the result on a spare, given that value.
+    """
+
+    kind: str
+    pack: Callable[[T], Callable[[], object]]
+    unpack: Callable[[Any], T]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of the journal.
+
+    Attributes:
+        kind: The kind of the operation.
+        done: `InstanceProgress.done` after it.
+        passes: `InstanceProgress.passes` after it.
+        value: The result.
+        obstacle: The reason why the operation cannot be replayed, or "".
+    """
+
+    kind: str
+    done: int
+    passes: int
+    value: object = None
+    obstacle: str = ""
+
+
+def _nothing() -> object:
+    return None
+
+
+def _encode(kind: str, done: int, passes: int, read: Callable[[], object], obstacle: str) -> bytes:
+    if not obstacle:
+        try:
+            return pickle.dumps((kind, done, passes, read(), ""))
+        except Exception as error:
+            obstacle = f"its result cannot be kept: {type(error).__name__}: {error}"
+    return pickle.dumps((kind, done, passes, None, obstacle))
+
+
+class Journal:
+    """The journal as one instance sees it: an active one writes, a spare reads.
+
+    If an operation contains others, only the outermost one has an entry. Without spares nothing is kept.
+
+    The newest entry stays here until the next operation is complete, or the members change. Only then is it certain
+    that all instances have completed its operation. Otherwise a spare might know a result that no survivor has.
+
+    Args:
+        member: This instance's membership.
+        progress: This instance's progress.
+
+    Attributes:
+        is_kept: Whether operations are recorded or replayed at all.
+        is_joining: Whether this instance has been a spare, and still lacks the state of the others.
+        has_joined: Whether this instance has been a spare that was chosen; it may hold placeholders with values.
+        carriers: The holders of states that joining instances get, in the order of their construction.
+    """
+
+    def __init__(self, member: JournalMember, progress: InstanceProgress) -> None:
+        self.is_kept = member.keeps_journal or member.is_spare
+        self.is_joining = self.has_joined = False
+        self.carriers: list[Carrier[Any, Any]] = []
+        self._member = member
+        self._progress = progress
+        self._is_inside = False
+        self._held: Callable[[], bytes] | None = None
+        self._next: _Entry | None = None  # read, and not yet replayed
+
+    @property
+    def replays(self) -> bool:
+        """Whether an operation that begins now is replayed: this instance is a spare, and in no other operation."""
+        return self.is_kept and self._member.is_spare and not self._is_inside
+
+    # ---- operations
+
+    def perform(self, recorded: Recorded[T], body: Callable[[], T], survives: bool = True) -> T:
+        """Return the result of an operation: computed and recorded on an active instance, replayed on a spare.
+
+        If a spare becomes active here, it calls `body` with `is_joining` set. `body` then begins with
+        `strategies.core.survival.repeated`, which connects this instance with the others.
+
+        Args:
+            recorded: The way in which the result is kept.
+            body: The operation.
+            survives: Whether `body` can be repeated after a loss. If not, no spare can become active in it.
+
+        Raises:
+            SpareError: The spare cannot replay the operation, or the others have done another one.
+        """
+        if self._is_inside or not self.is_kept:
+            return body()
+        while True:
+            if self._member.is_spare:
+                entry = self._replayed(recorded.kind)
+                if entry is not None:
+                    return recorded.unpack(entry.value)
+                if not survives:
+                    raise SpareError(
+                        f"an instance was lost in {recorded.kind!r}, which the others cannot repeat, so no spare can "
+                        "take its place"
+                    )
+            self._is_inside = True  # without a context manager, because each step comes here
+            try:
+                done = body()
+            except BecameSpareError:
+                continue
+            except Exception as error:
+                self.record(recorded.kind, obstacle=f"it has raised {type(error).__name__}: {error}")
+                raise
+            finally:
+                self._is_inside = False
+            self.record(recorded.kind, recorded.pack(done))
+            return done
+
+    def refuse(self, kind: str) -> None:
+        """Begin an operation that cannot be replayed. On a spare, wait for the end of the job.
+
+        Raises:
+            SpareError: The active instances have done the operation.
+            SystemExit: The job has ended.
+        """
+        if not self.is_kept or self._is_inside:
+            return
+        if self._replayed(kind) is None and not self.is_joining:
+            self.record(kind, obstacle="spares do not have its results")
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Take the block for a part of one operation: nothing in it has entries."""
+        outer, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = outer
+
+    # ---- on an active instance
+
+    def record(self, kind: str, read: Callable[[], object] = _nothing, obstacle: str = "") -> None:
+        """Add the result of an operation to the journal.
+
+        Args:
+            kind: The kind of the operation.
+            read: Returns the result; called later.
+            obstacle: The reason why a spare cannot replay the operation.
+        """
+        progress = self._progress
+        progress.entries += 1
+        self.flush()
+        self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)
+
+    def flush(self) -> None:
+        """Publish the entry of the last operation, before the members change."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._member.publish(held)
+
+    def replaced(self, state: object, new: object) -> None:
+        """Note that the program goes on with another state, such as one from a checkpoint."""
+        for carrier in self.carriers:
+            if carrier.holds(state):
+                carrier.note(new)
+
+    # ---- on a spare
+
+    def _replayed(self, kind: str) -> _Entry | None:
+        """Return the next entry; None if this instance is active, or becomes active now."""
+        if not self._member.is_spare or self.is_joining:
+            return None
+        entry = self._read()
+        if entry is None:
+            return None
+        if entry.kind != kind:
+            raise SpareError(
+                f"the program of this spare does {kind!r} where the active instances have done {entry.kind!r}, so it "
+                "cannot take the place of one of them; use the same program and arguments, and take no decision by "
+                "instance_index or by values that only one instance has"
+            )
+        if entry.obstacle:
+            raise SpareError(
+                f"a spare cannot replay {kind!r} of the active instances: {entry.obstacle}. The job goes on without "
+                "this spare"
+            )
+        self._next = None
+        progress = self._progress
+        progress.entries += 1
+        progress.done, progress.passes, progress.share = entry.done, entry.passes, None
+        return entry
+
+    def _read(self) -> _Entry | None:
+        if self._next is None:
+            data = self._member.next_entry()
+            if data is None:
+                self.is_joining = self.has_joined = True
+                return None
+            self._next = _Entry(*pickle.loads(data))
+        return self._next
+
+    def wait_for_values(self, join: Callable[[], object]) -> None:
+        """Wait on a spare, outside of operations, until it gets values of the active instances.
+
+        Args:
+            join: Function that joins the active instances, and takes over their states.
+
+        Raises:
+            SpareError: The active instances have gone on meanwhile; or this instance is no spare.
+            SystemExit: The job has ended.
+        """
+        if not self.replays:
+            return
+        if not self.is_joining and self._read() is not None:
+            raise SpareError(
+                "the program reads a variable or a batch, which a spare does not have before it becomes active; read "
+                "them in strategy.on_chief, or use metrics. The job goes on without this spare"
+            )
+        with self.inside():
+            join()
+
+
+# ---- values in entries
+
+
+def packed(tree: Tree) -> Callable[[], Tree]:
+    """Return a function that returns copies of the host arrays of a tree; large arrays become their shapes."""
+    copies = trees.map(_packed_leaf, tree)
+    return lambda: copies
+
+
+def unpacked(tree: Tree, wait: Callable[[], None]) -> Tree:
+    """Return a tree that `packed` has made, with placeholders for large arrays."""
+    return trees.map(lambda leaf: Placeholder(leaf.shape, leaf.dtype, wait) if isinstance(leaf, _Large) else leaf, tree)
+
+
+@dataclass(frozen=True)
+class _Large:
+    """An array that is too large for an entry.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _packed_leaf(leaf: Leaf) -> Leaf:
+    is_large = getattr(leaf, "nbytes", 0) > ENTRY_LIMIT
+    return _Large(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)
+
+
+def difference(theirs: Mapping[str, object], own: Mapping[str, object], only_common: bool = False) -> str:
+    """Describe the first fact in which two instances differ; "" if there is none.
+
+    Args:
+        theirs: The facts of the other instance.
+        own: The facts of this instance.
+        only_common: Whether to compare only facts that both have.
+    """
+    names = theirs.keys() & own.keys() if only_common else theirs.keys() | own.keys()
+    for name in sorted(names):
+        there, here = theirs.get(name, "missing"), own.get(name, "missing")
+        if there != here:
+            return f"its {name} is {here}, but on the active instances it is {there}"
+    return ""

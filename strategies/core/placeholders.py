@@ -1,0 +1,185 @@
+"""Arrays of a spare that have a shape and a dtype, and whose values only the active instances know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+import strategies.trees as trees
+from strategies.errors import SpareError
+from strategies.late_jax import jnp
+from strategies.typing import Leaf, Tree
+
+
+class UnreadableAttributeError(SpareError, AttributeError):
+    """A request for an attribute that a placeholder does not have."""
+
+
+class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of known shape and dtype, whose values arrive only if this spare becomes active.
+
+    Args:
+        shape: Shape of the array.
+        dtype: Its dtype, as JAX or NumPy have it.
+        wait: Function that waits until the values are there. If they do not come, it raises `SpareError`, or ends this
+            spare at the end of the job.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, wait: Callable[[], None]) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._wait = wait
+        self._value: Leaf = None
+
+    @property
+    def value(self) -> Leaf:
+        """The array of the active instances, as this instance has got it."""
+        if self._value is None:
+            self._wait()
+        if self._value is None:
+            raise SpareError(
+                f"{self!r} is of an earlier moment than the one at which this spare has become active, so its values "
+                "are gone; read variables and batches in strategy.on_chief, or before the next step"
+            )
+        return self._value
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the values have come."""
+        return self._value is not None
+
+    def resolve(self, value: Leaf) -> None:
+        """Take the array that an active instance has handed over."""
+        self._value = value
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the values."""
+        return self.size * int(self.dtype.itemsize)
+
+    def block_until_ready(self) -> Placeholder:
+        """Wait until the values are computed, as programs do to measure time; a spare has nothing to compute."""
+        wait = getattr(self._value, "block_until_ready", None)
+        if wait is not None:
+            wait()
+        return self
+
+    def is_deleted(self) -> bool:
+        """Return whether the values were there and a step has used them up."""
+        is_deleted = getattr(self._value, "is_deleted", None)
+        return is_deleted is not None and bool(is_deleted())
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Placeholder({self.dtype}{list(self.shape)})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value, dtype) if copy else np.asarray(self.value, dtype)
+
+    @property
+    def __jax_array__(self) -> Callable[[], Leaf]:
+        value = self.value  # JAX asks whether there is such an attribute, and would hide an error of the call
+        return lambda: value
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        return getattr(ufunc, method)(*map(_read, inputs), **options)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.value[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec) if spec else repr(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise SpareError(f"{self!r} cannot be copied or sent: its values are with the active instances")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._value is None:
+            raise UnreadableAttributeError(
+                f"{self!r} of a spare has no {name!r} until this instance becomes active; read variables and batches "
+                "in strategy.on_chief, or use the metrics"
+            )
+        return getattr(self._value, name)
+
+
+def _read(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Placeholder) else leaf
+
+
+def unread(tree: Tree, wait: Callable[[], None]) -> Tree:
+    """Return placeholders for the arrays of a tree, with their shapes and dtypes.
+
+    Args:
+        tree: Pytree of arrays, or of placeholders.
+        wait: See `Placeholder`.
+    """
+    return trees.map(lambda leaf: Placeholder(tuple(leaf.shape), leaf.dtype, wait), _as_arrays(tree))
+
+
+def _as_arrays(tree: Tree) -> Tree:
+    return trees.map(lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf), tree)
+
+
+def read(tree: Tree) -> Tree:
+    """Return a tree with the values in place of placeholders, see `Placeholder.value`."""
+    leaves, structure = trees.flatten(tree)
+    if not any(isinstance(leaf, Placeholder) for leaf in leaves):
+        return tree
+    return trees.unflatten(structure, [_read(leaf) for leaf in leaves])
+
+
+def has_unread(tree: Tree) -> bool:
+    """Return whether a tree has a placeholder."""
+    return any(isinstance(leaf, Placeholder) for leaf in trees.leaves(tree))
+
+
+def blank(tree: Tree) -> Tree:
+    """Return a tree with zeros for values that have not come, for an instance that gets them in a collective."""
+
+    def zeros(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        if leaf.has_value:
+            return leaf.value
+        return (
+            np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf.dtype, np.dtype) else jnp.zeros(leaf.shape, leaf.dtype)
+        )
+
+    return trees.map(zeros, tree)
+
+
+def resolve(placeholders: Tree, values: Tree) -> None:
+    """Give the placeholders of a tree the values of another tree of the same structure."""
+    for leaf, value in zip(trees.leaves(placeholders), trees.leaves(values), strict=True):
+        if isinstance(leaf, Placeholder):
+            leaf.resolve(value)
