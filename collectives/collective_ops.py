@@ -74,6 +74,14 @@ def all_gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.nda
         transport.all_gather(flat.view(np.uint8), rows.view(np.uint8))
 
 
+def shift(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray, distance: int) -> None:
+    """Copy the bytes of the rank that is `distance` ranks further, around the ring, into `out`."""
+    if parts.arrays:
+        np.copyto(out, parts.arrays[(transport.rank + distance) % transport.size])
+    elif flat.size:
+        transport.shift(flat.view(np.uint8), out.view(np.uint8), distance)
+
+
 def gather(transport: Transport, parts: Parts, flat: np.ndarray, out: np.ndarray | None, root: int) -> None:
     """Copy the bytes of every rank into row `rank` of the root's `out`."""
     if out is not None and parts.arrays:

@@ -186,6 +186,19 @@ class Communicator:
         """
         return self._run(self._preparations.all_gather(buffer, out, name))
 
+    def shift(
+        self, buffer: np.ndarray, out: np.ndarray | None = None, distance: int = 1, *, name: str = ""
+    ) -> np.ndarray:
+        """Return the buffer of rank `(rank + distance) % size`. Each rank sends once, and receives once.
+
+        Args:
+            buffer: Array whose shape is the same on all ranks.
+            out: Array for the result, apart from `buffer`; default: a new array.
+            distance: Number of ranks, the same on all of them; 0 to size - 1.
+            name: Name of the tensor.
+        """
+        return self._run(self._preparations.shift(buffer, out, distance, name))
+
     def gather(self, buffer: np.ndarray, root: int = 0, *, name: str = "") -> np.ndarray | None:
         """Stack the buffers of all ranks on rank `root`; the other ranks receive nothing.
 
@@ -312,6 +325,11 @@ class Communicator:
         False over Horovod, which gives neither advantage, and for a single rank, which moves nothing.
         """
         return self.size > 1 and self._transport.scatters_reductions
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host, from 0."""
+        return self._transport.hosts
 
     @property
     def link(self) -> Link | None:

@@ -180,6 +180,15 @@ class Preparations:
         refuse_partial_overlap([whole], flat, self._own(flat.size))
         return Request(call, [flat], 1, collective_ops.all_gather, (flat, whole), out)
 
+    def shift(self, buffer: np.ndarray, out: np.ndarray | None, distance: int, name: str) -> Request[np.ndarray]:
+        """Prepare the copy of another rank's buffer into `out`."""
+        distance = checked_root("distance", distance, self._size, "ranks")
+        call, _ = self._describe("shift", name, "", buffer, distance)
+        out = result_array(out, buffer.shape, buffer.dtype)
+        flat, received = flat_view(buffer), self._private(out)
+        refuse_partial_overlap([received], flat, slice(0, 0))
+        return Request(call, [flat], 1, collective_ops.shift, (flat, received, distance), out)
+
     def gather(self, buffer: np.ndarray, root: int, name: str) -> Request[np.ndarray | None]:
         """Prepare a gather into a new array on the root, one row per rank."""
         root = checked_root("root", root, self._size, "ranks")

@@ -163,6 +163,17 @@ class Transport(ABC):
         """Gather the blocks on rank `root` only; other ranks pass `out=None` and need not receive anything."""
         self.all_gather(block, np.empty((self.size, block.size), np.uint8) if out is None else out)
 
+    def shift(self, block: np.ndarray, out: np.ndarray, distance: int) -> None:
+        """Copy the `block` of the rank that is `distance` ranks further, around the ring, into `out`."""
+        rows = np.empty((self.size, block.size), np.uint8)
+        self.all_gather(block, rows)
+        np.copyto(out, rows[(self.rank + distance) % self.size])
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host; the same for all ranks if it is not known."""
+        return (0,) * self.size
+
     @abstractmethod
     def allocate(self, nbytes: int) -> np.ndarray:
         """Allocate memory for results, as bytes; all ranks call it with the same size.

@@ -74,6 +74,9 @@ if TYPE_CHECKING:
         FeedError as FeedError,
     )
     from strategies.errors import (
+        LostPartError as LostPartError,
+    )
+    from strategies.errors import (
         NonFiniteGradientError as NonFiniteGradientError,
     )
     from strategies.errors import (
@@ -169,6 +172,7 @@ _PLACES = {
     "InputContext": "strategies.data.sources",
     "LossScale": "strategies.loss_scaling",
     "LossScaling": "strategies.loss_scaling",
+    "LostPartError": "strategies.errors",
     "MapGradientOptimizer": "strategies.jax.updates.optimizers",
     "Masked": "strategies.data.sources",
     "Mean": "strategies.jax.evaluation.mean",

@@ -4,6 +4,7 @@ StrategyError
 ├── NonFiniteGradientError  a gradient is NaN or infinite: look at the named variable; the state was not updated
 ├── DivergenceError         instances have different bits: check the named instance's memory, or look for randomness
 ├── DisagreementError       instances have different arguments or programs: start all of them with the same
+├── LostPartError           parts of the state were lost with every copy: start again from the last checkpoint
 ├── CheckpointError         no checkpoint can be used: the message says which folder and why
 ├── FeedError               an infeed or outfeed is not in the right state: the message says what to do first
 │   └── EndOfDataError      an infeed has no more elements: run fewer steps, or repeat the data
@@ -27,6 +28,10 @@ class DivergenceError(StrategyError, RuntimeError):
 
 class DisagreementError(StrategyError, RuntimeError):
     """Different options, data or programs on instances. Every instance raises it, before the first step."""
+
+
+class LostPartError(StrategyError, RuntimeError):
+    """Parts of the state that no remaining instance has. Every remaining instance raises it."""
 
 
 class CheckpointError(StrategyError, RuntimeError):

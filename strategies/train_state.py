@@ -5,10 +5,14 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import strategies.trees as trees
 from strategies.loss_scaling import LossScale
 from strategies.typing import Leaf, OptimizerState, Tree, Variables
+
+if TYPE_CHECKING:
+    from strategies.holding import Held
 
 trees.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
 
@@ -16,7 +20,7 @@ trees.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped
 @partial(
     trees.register_dataclass,
     data_fields=["variables", "optimizer_state", "loss_scale", "residuals", "model_state"],
-    meta_fields=["step"],
+    meta_fields=["step", "held"],
 )
 @dataclass(frozen=True)
 class TrainState:
@@ -31,6 +35,8 @@ class TrainState:
             has a float32 array with the replicas along its first axis. None if gradients are not quantised.
         model_state: Pytree of arrays that every batch changes without gradients, or None. It has the same bits on every
             instance. A leaf that each replica has of its own has the local replicas along its first axis instead.
+        held: Copies of another instance's parts, and the replicas for which parts are cut; None if no part would be
+            lost with an instance, or the job does not go on after a loss.
     """
 
     variables: Variables
@@ -39,6 +45,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     residuals: Tree = None
     model_state: Tree = None
+    held: Held | None = None
 
     def __post_init__(self) -> None:
         _alive[id(self)] = self

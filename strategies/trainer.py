@@ -122,7 +122,8 @@ class Trainer:
             options.scaling,
             recorder,
         )
-        self._evaluator = Evaluator(replicas, self._engine, every_row, options.own_part, self._loop.carrier)
+        own_part = None if self._engine.has_copies() else options.own_part
+        self._evaluator = Evaluator(replicas, self._engine, every_row, own_part, self._loop.carrier)
         self._memory = MemoryPlanner(replicas, loss_fn, optimizer, options)
 
     @property
@@ -187,12 +188,14 @@ class Trainer:
         given = replace(state, model_state=as_arrays(state.model_state))
         self._options.rule_of(given.model_state)
 
-        def begun() -> TrainState:
+        def begun(root: int = 0) -> TrainState:
+            nonlocal given
             first: TrainState
-            first, step = replicas.broadcast((given, np.int32(given.step)))
-            return self._engine.restore(replace(first, step=int(step)))
+            first, step = replicas.broadcast((given, np.int32(given.step)), root)
+            given = replace(first, step=int(step))
+            return self._engine.restore(given)
 
-        return self._loop.start(begun, lambda: self._engine.restore(given))
+        return self._loop.start(begun, lambda: self._engine.restore(given), lambda state, root: begun(root))
 
     def plan(self, batch: Batch, variables: Variables = None, model_state: Tree = None) -> MemoryPlan:
         """Return the memory that this instance will need, before anything runs. Not collective.

@@ -227,6 +227,19 @@ class PointToPointTransport(Transport):
                 self._complete([receive, send], [before, after])
 
     @override
+    def shift(self, block: np.ndarray, out: np.ndarray, distance: int) -> None:
+        source, to = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        for chunk in _cut(0, block.size, self._sizes.chunk_bytes):
+            receive = self.link.receive(out[chunk], source, RESULTS)
+            send = self.link.send(block[chunk], to, RESULTS)
+            self._complete([receive, send], [source, to])
+
+    @property
+    @override
+    def hosts(self) -> tuple[int, ...]:
+        return self.link.hosts or tuple(range(self.size))
+
+    @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
         if out is not None:
             np.copyto(out[self.rank], block)

@@ -258,6 +258,18 @@ class SharedMemoryTransport(Transport):
             self.window.announce(CONSUMED, chunk + 1)
 
     @override
+    def shift(self, block: np.ndarray, out: np.ndarray, distance: int) -> None:
+        source = (self.rank + distance) % self.size
+        for chunk, part in self._stream(block.size):
+            length = part.stop - part.start
+            self.window.await_all(CONSUMED, chunk - DEPTH + 1)
+            np.copyto(self._pipe(self.rank, chunk, length), block[part])
+            self.window.announce(PRODUCED, chunk + 1)
+            self.window.await_rank(source, PRODUCED, chunk + 1)
+            np.copyto(out[part], self._pipe(source, chunk, length))
+            self.window.announce(CONSUMED, chunk + 1)
+
+    @override
     def gather(self, block: np.ndarray, out: np.ndarray | None, root: int) -> None:
         for chunk, part in self._stream(block.size):
             length = part.stop - part.start

@@ -251,12 +251,12 @@ class Checkpoints:
         own, measured = plain_values(self.extra if extra is None else extra), plain_metrics(metrics or {})
         is_said = extra is not None or metrics is not None
         self.extra = self.extra if extra is None else dict(extra)
-        folder = self._folder
         is_sharded = self._trainer.is_sharded
         if self._strategy.can_carry_on and not is_sharded:
             self._last = state, metrics
         is_spare = self._strategy.replicas.is_spare
-        packing = self._gather(state, is_said) if is_sharded and not is_spare else None
+        packing = self._gather_surviving(state, is_said) if is_sharded and not is_spare else None
+        folder = self._folder
         if folder is None:
             self._owns_folder, self._is_due = True, False  # instance 0 saves it
         is_saved = state.step == self.last_step
@@ -351,6 +351,19 @@ class Checkpoints:
 
     def _arrays_of(self, state: TrainState) -> dict[str, Any]:
         return _named_arrays(self._trainer.whole(state))
+
+    def _gather_surviving(self, state: TrainState, is_said: bool) -> Packing | None:
+        """Return what `_gather` returns. If instances are lost meanwhile and the others have copies, repeat it."""
+        if state.held is None:
+            return self._gather(state, is_said)
+        replicas = self._strategy.replicas
+
+        def catch_up() -> list[Packing | None] | None:
+            return [None] if meet(replicas).is_late else None
+
+        [packing] = surviving(replicas, lambda: [self._gather(state, is_said)], catch_up)
+        self._gathered_step = state.step
+        return packing
 
     def _gather(self, state: TrainState, is_said: bool) -> Packing | None:
         """Return `_copy` on instance 0, and send parts of arrays on the others; None if this was done for this step.
@@ -470,10 +483,10 @@ class Checkpoints:
 
         def catch_up() -> None:
             meet(self._strategy.replicas)
+            self._gathered_step = None  # if instance 0 is lost, the next instance needs the parts, and saves
 
-        # If instance 0 is lost, the next instance saves; but no other instance has its parts of sharded state.
         replicas = self._strategy.replicas
-        if self._trainer.is_sharded:
+        if self._trainer.is_sharded and state.held is None:
             number = replicas.recorded("signal to leave", save_together)
         else:
             recorded = Recorded[np.ndarray]("signal to leave", packed, lambda told: np.array(told))

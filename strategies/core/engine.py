@@ -169,6 +169,34 @@ class Engine(ABC, Generic[State, Pending]):
             root: The rank whose state is shared.
         """
 
+    def has_copies(self, state: State | None = None) -> bool:
+        """Return whether another instance has a copy of every part of the state that is only here.
+
+        Args:
+            state: The state; None for any state that this engine makes.
+        """
+        return False
+
+    def completed(self) -> State:
+        """Return the state after the interrupted step, if an instance has used up the state before it. Collective.
+
+        An instance may use up parts of the state only when all others can complete the step. It then sets
+        `InstanceProgress.is_past`.
+        """
+        raise AssertionError("no instance uses up parts of the state before the step is complete")
+
+    def fitted(self, state: State, is_joining: bool = False) -> State:
+        """Return the state with parts for the present replicas. Collective once after each change of the instances.
+
+        Args:
+            state: The state, of the same step on all instances.
+            is_joining: Whether this instance has only shapes and dtypes of its parts.
+
+        Raises:
+            LostPartError: On all instances, if a part was lost with its copy.
+        """
+        return state
+
     @abstractmethod
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
         """Return the arrays that must have the same bits on all instances, by name; views if possible."""

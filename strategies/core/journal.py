@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -54,6 +54,10 @@ class InstanceProgress:
         entries: Number of complete operations that have an entry in the journal.
         passes: Number of passes through data sets, without training, that have ended.
         batches: Number of batches of the present pass whose results have arrived; 0 outside of a pass.
+        is_past: Whether this instance has used up the state before the present operation: the operation can only be
+            completed, and not be repeated. All instances can complete it then.
+        at_change: Functions that adapt states to a change of the instances, in the same order on all instances. They
+            are called after each change, before the interrupted operation goes on. Collective.
         share: Function that hands the result of the last operation to instances that lack it, given a rank that has it.
             Collective. None if they need nothing.
     """
@@ -62,11 +66,14 @@ class InstanceProgress:
     entries: int = 0
     passes: int = 0
     batches: int = 0
+    is_past: bool = False
+    at_change: list[Callable[[], object]] = field(default_factory=list)
     share: Callable[[int], object] | None = None
 
     def complete(self, share: Callable[[int], object] | None = None) -> None:
         """Note that one more operation is complete on all instances."""
         self.done += 1
+        self.is_past = False
         self.share = share
 
 

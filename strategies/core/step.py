@@ -126,6 +126,9 @@ class StepLoop(Generic[State, Pending]):
         self._rules = rules
         self._watcher = watcher
         self._last_surroundings: _Surroundings | None = None
+        self._latest: State | None = None  # kept if the job can go on after a loss
+        if rules.own_part and engine.has_copies():
+            members.done_so_far.at_change.append(self._fit_latest)
         self.carrier = Carrier(members, engine, rules.own_part)
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._is_kept = members.journal.is_kept
@@ -149,9 +152,9 @@ class StepLoop(Generic[State, Pending]):
             scale = arrived.scale_after(self.scaling, scale, arrived.is_finite)
         if watcher is not None:
             watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
+        metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
         with instruments.during[UPDATE]:
             state = self._engine.update(pending, scale)
-        metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
         if watcher is not None:
             watcher.updated(self._engine.snapshot(state), metrics)
         return state, metrics
@@ -184,6 +187,7 @@ class StepLoop(Generic[State, Pending]):
         return done
 
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        self._keep(state)
         members, surroundings = self._members, self._surroundings()
         local = surroundings.local
         batch = members.up_to_date(batch)
@@ -198,12 +202,13 @@ class StepLoop(Generic[State, Pending]):
                 raise PeerLostError("poprun wants other active instances, or a process is lost for which none waits")
             state, metrics = self._checked(surroundings, state, batch)
         except LOSSES as loss:
-            if self._rules.own_part:
+            if self._rules.own_part and not self._engine.has_copies(state):
                 raise
             state, metrics = self._repeated(loss, state, batch)
             surroundings = self._surroundings()
         tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
-        can_share = members.can_carry_on and not self._rules.own_part
+        self._keep(state)
+        can_share = members.can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
         return state, metrics
 
@@ -260,6 +265,7 @@ class StepLoop(Generic[State, Pending]):
         programs, every = self._members.running_programs, self._rules.digest_every
         programs.begin()
         with programs.ending():
+            state = self._engine.fitted(state)
             if every and state.step and not state.step % every:
                 state = self._compared(state)
             return self._one_step(surroundings.instruments, state, batch)
@@ -271,12 +277,19 @@ class StepLoop(Generic[State, Pending]):
 
     # ---- together with the others
 
-    def start(self, begun: Callable[[], State], local: Callable[[], State]) -> State:
+    def start(
+        self,
+        begun: Callable[[], State],
+        local: Callable[[], State],
+        share: Callable[[State, int], State] | None = None,
+    ) -> State:
         """Return the first state, the same on all instances. Collective.
 
         Args:
             begun: Function that returns the first state. Collective.
             local: Function that returns a state with arrays of the same shapes, for an instance that is late.
+            share: Function that returns the first state of a rank on all instances, as in `together`. Collective. None
+                if instances have no parts of their own in it.
         """
 
         def replayed(step: int) -> State:
@@ -284,13 +297,19 @@ class StepLoop(Generic[State, Pending]):
             return self.carrier.unread(state, step)
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
-        if part := self._rules.own_part:
+        part = self._rules.own_part
+        if part and not self._engine.has_copies():
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
             state = self._members.journal.perform(recorded, begun, survives=False)
         else:
-            state = together(self._members, begun, self._share, local, recorded)
+            state = together(self._members, begun, share or self._share, local, recorded)
         self.carrier.note(state)
+        self._keep(state)
         return state
+
+    def _keep(self, state: State) -> None:
+        """Keep a state that has parts of its own, so that they can be cut anew after a change of the instances."""
+        self._latest = state if self._rules.own_part and self._engine.has_copies(state) else None
 
     def _repeated(self, loss: BaseException, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Repeat a step after a loss, on the batch of the replicas that this instance drives since then.
@@ -302,14 +321,19 @@ class StepLoop(Generic[State, Pending]):
             nonlocal state, batch
             meeting = meet(self._members)
             state = self.carrier.read(state)
-            if not meeting.is_late:
+            if not meeting.is_late and not meeting.is_past:
                 batch = self.carrier.batch = self._members.replicas_batch(batch)
                 return None
-            newest = self._share(state, meeting.newest)
+            self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
             assert self.metrics is not None
-            return newest, self.metrics
+            return self._latest, self.metrics
 
         return repeated(self._members, loss, lambda: self._checked(self._surroundings(), state, batch), catch_up)
+
+    def _fit_latest(self) -> None:
+        """Cut parts of the latest state anew after a change of the instances. Collective."""
+        if self._latest is not None:
+            self._latest = self._engine.fitted(self._latest)
 
     def _share(self, state: State, root: int) -> State:
         """Return the state of rank `root`, and take over its metrics and notice. Collective."""

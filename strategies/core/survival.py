@@ -35,12 +35,14 @@ class SurvivorMeeting:
     """The progress that the remaining instances report to each other after a loss.
 
     Attributes:
+        is_past: Whether an instance has used up the state before this operation, so that all have to complete it.
         is_late: Whether others have completed the operation that this instance is about to do.
         newest: The rank of an instance with the most progress.
         passes: For each rank its `InstanceProgress.passes`, int64.
         batches: For each rank its `InstanceProgress.batches`, int64.
     """
 
+    is_past: bool
     is_late: bool
     newest: int
     passes: np.ndarray
@@ -145,6 +147,8 @@ def repeated(members: Members, loss: BaseException, attempt: Callable[[], T], ca
         try:
             with members.communicator.instruments.during[RECOVERY]:
                 done = catch_up()
+                for adapt in members.done_so_far.at_change:
+                    adapt()
             return attempt() if done is None else done
         except LOSSES as another:
             loss = another
@@ -211,15 +215,16 @@ def meet(members: Members) -> SurvivorMeeting:
         SpareError: This instance joins, and does not fit the others.
     """
     progress, joins = members.done_so_far, members.journal.is_joining
-    own = np.array([progress.done, progress.passes, progress.batches, progress.entries, joins])
-    done, passes, batches, entries, joining = members.communicator.all_gather(own, name="progress of instances").T
+    own = np.array([progress.done, progress.passes, progress.batches, progress.entries, joins, progress.is_past])
+    done, passes, batches, entries, joining, past = members.communicator.all_gather(own, name="progress of instances").T
     if joining.any():
         done = _joined(members, done - batches, entries, joining, done)
     newest = int(np.where(joining, -1, done).argmax())
     is_late = bool(progress.done < done.max())
     if progress.share is not None and done.min() < done.max() and not is_late:
         progress.share(newest)
-    return SurvivorMeeting(is_late, newest, passes, batches)
+    is_past = bool(past.any() and done.min() == done.max())  # else it is past for late instances, which get the result
+    return SurvivorMeeting(is_past, is_late, newest, passes, batches)
 
 
 def _joined(

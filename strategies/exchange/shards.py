@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
 from collectives import Communicator
 from collectives.arrays import aligned_empty
+from popdist.instance import replica_blocks
 from strategies.exchange.flat import FlatLayout
 from strategies.typing import Leaf
 
@@ -23,13 +25,18 @@ class Shards:
 
     Attributes:
         replicas: R.
-        local: Number of replicas that this instance drives.
+        local: Number of replicas in a block: the most that an instance drives. If it drives fewer, a shard of a replica
+            of others, or padding, fills its block.
         min_elements: Least number of elements of an array that is cut; smaller arrays and scalars stay whole.
+        blocks: Number of blocks of each instance: its own, and perhaps a copy of another instance's.
+        is_even: Whether all instances drive equally many replicas.
     """
 
     replicas: int
     local: int
     min_elements: int
+    blocks: int = 1
+    is_even: bool = True
 
     def divides(self, leaf: Leaf) -> bool:
         """Return whether an array of this shape is cut."""
@@ -42,10 +49,12 @@ class Shards:
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Return the shape of an instance's part of an array."""
-        return (self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1)) if self.divides(leaf) else leaf.shape
+        if not self.divides(leaf):
+            return tuple(leaf.shape)
+        return (self.blocks * self.local * self.part(leaf), *[1] * (len(leaf.shape) - 1))
 
     def sizes(self, leaves: Sequence[Leaf]) -> dict[int, int]:
-        """Return the size of this instance's part, in elements, for each array that is cut, by the array's number."""
+        """Return the size of this instance's own part, in elements, for each array that is cut, by its number."""
         return {number: self.local * self.part(leaf) for number, leaf in enumerate(leaves) if self.divides(leaf)}
 
     def bounds(self, leaf: Leaf, first: int) -> slice:
@@ -59,9 +68,19 @@ class Shards:
         part[: elements.size] = elements
         return part
 
-    def join(self, parts: Leaf, leaf: Leaf) -> Leaf:
-        """Return the array of the shape of `leaf` from the parts of all instances, which lie one after another."""
-        return parts.reshape(-1)[: math.prod(leaf.shape)].reshape(leaf.shape)
+    def join(self, parts: Leaf, leaf: Leaf, library: ModuleType) -> Leaf:
+        """Return the array of the shape of `leaf` from the own parts of all instances.
+
+        Args:
+            parts: One row for each instance.
+            leaf: Array, or its shape.
+            library: NumPy, or JAX while it traces.
+        """
+        flat = parts.reshape(-1)
+        if not self.is_even:
+            blocks, part = replica_blocks(len(parts), self.replicas), self.part(leaf)
+            flat = library.concatenate([row[: len(block) * part] for row, block in zip(parts, blocks, strict=True)])
+        return flat[: math.prod(leaf.shape)].reshape(leaf.shape)
 
 
 class ShardedArrays:

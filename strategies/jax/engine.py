@@ -24,9 +24,11 @@ from strategies.jax.evaluation_program import JaxRows
 from strategies.jax.fused_steps import FusedPrograms, Made
 from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
 from strategies.jax.gradients.replica_program import with_loss
+from strategies.jax.held_parts import HeldParts, rooms
 from strategies.jax.on_device.queue import StepQueue
 from strategies.jax.on_device.step import DevicePending, DeviceStep
 from strategies.jax.options import StepOptions
+from strategies.jax.parted_update import PartedUpdate, ReadyStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.devices import borrow
@@ -129,12 +131,15 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
+        self._parts = HeldParts(replicas, programs, options)
+        self._parted = PartedUpdate(replicas, is_recorded)
 
     # ---- one step
 
     @override
     def begin(self, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
         self._queue.await_room()
+        self._parted.begin()
         step = self._programs.prepare(state, batch)
         state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
@@ -197,11 +202,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if isinstance(pending, FusedPending):
             return self._queued(pending.after, pending.tail)
         if isinstance(pending, DevicePending):
-            return self._queued(pending.updated(scale), pending.tail)
+            return self._queued(self._updated_on_device(pending, scale), pending.tail)
         state, step = pending.state, pending.step
         if not pending.is_finite:
             return replace(state, step=state.step + 1, loss_scale=scale)
         trainable = step.program.trainable
+        if state.held is not None:
+            control = with_loss(pending.control, pending.tail)
+            return self._parted_update(step, state, step.arrived_means, control, scale, pending.kept)
         trained, optimizer_state = step.update.apply(
             trainable.pick(state.variables),
             state.optimizer_state,
@@ -210,6 +218,29 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         )
         variables = trainable.put(state.variables, trained)
         return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
+
+    def _updated_on_device(self, pending: DevicePending, scale: LossScale | None) -> TrainState:
+        state = pending.state
+        if state.held is None:
+            return pending.updated(scale)
+        means, _, control = pending.step.flat.unpacked(pending.means, pending.control)
+        if not bool(pending.is_finite):
+            return replace(state, step=state.step + 1, loss_scale=scale)
+        return self._parted_update(pending.step, state, means, control, scale, (None, pending.model_state()))
+
+    def _parted_update(
+        self,
+        step: PreparedStep | DeviceStep,
+        before: TrainState,
+        means: Gradients,
+        control: Leaf,
+        scale: LossScale | None,
+        kept: tuple[Tree, Tree],
+    ) -> TrainState:
+        residuals, model_state = kept
+        after = replace(before, step=before.step + 1, loss_scale=scale, residuals=residuals, model_state=model_state)
+        after = self._parts.copied(after)
+        return self._parted.apply(ReadyStep(step.update, step.program.trainable, means, control, before, after))
 
     def _queued(self, state: TrainState, tail: UnreadArray) -> TrainState:
         """Return the state after a step; put the step into the queue if the host has not waited for it."""
@@ -291,7 +322,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def tell(self, task: EvaluationTask, state: TrainState, batch: Masked) -> Begun:
-        return self._rows.tell(task, state, batch)
+        return self._rows.tell(task, self._parts.cut(state), batch)
 
     # ---- the state
 
@@ -300,15 +331,29 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         rule = self._options.rule_of(state.model_state)
         same = self._same_everywhere(state, rule)
         parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
-        variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(parts, root)
+        variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(rooms(parts), root)
+        own = self._parted.parts_at(int(step)) or state
         return TrainState(
             variables,
-            state.optimizer_state if self._options.shards_state else optimizer_state,
+            own.optimizer_state if self._options.shards_state else optimizer_state,
             int(step),
             scale,
-            state.residuals,
-            rule.with_own(model_state, rule.pick(state.model_state, PER_REPLICA)),
+            own.residuals,
+            rule.with_own(model_state, rule.pick(own.model_state, PER_REPLICA)),
+            own.held,
         )
+
+    @override
+    def has_copies(self, state: TrainState | None = None) -> bool:
+        return self._parts.is_needed if state is None else state.held is not None
+
+    @override
+    def completed(self) -> TrainState:
+        return self._parted.completed()
+
+    @override
+    def fitted(self, state: TrainState, is_joining: bool = False) -> TrainState:
+        return self._parts.fitted(state, is_joining)
 
     @override
     def digest(self, state: TrainState) -> dict[str, np.ndarray]:
@@ -387,10 +432,12 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         given = snapshot.optimizer_state
         update = self._programs.update_of(snapshot.variables)
         optimizer_state = update.init(trained) if given is None else update.adopt(given)
-        return TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
+        state = TrainState(snapshot.variables, optimizer_state, snapshot.step, scale, residuals, of_all)
+        return self._parts.begun(state)
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
+        state = replace(self._parts.cut(state), held=None)
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,

@@ -75,7 +75,7 @@ class StepOptions(CommonOptions):
             "blocks" (the values between `recomputation_checkpoint`s) or a policy of `jax.checkpoint_policies`.
         model_state_aggregation: Rule by which replicas agree on the model state after each step: one word for all of
             it, or a pytree of words, a prefix of the model state. "mean": the mean over all replicas in order. "first":
-            replica 0's value. "per_replica": each replica keeps its own, which is lost with an instance. "sum":
+            replica 0's value. "per_replica": each replica keeps its own. "sum":
             replicas begin at zero, and the sum over all replicas is added to the old value. "alike": every replica
             computes the same value, so nothing travels. "constant": the value stays. None: the mean of floating-point
             leaves, and replica 0's value of others. Not with gradients as int8.

@@ -246,9 +246,11 @@ class StepPrograms:
         """
         trained = self.trained(shapes_of(variables))
         key = key_of(trained)
-        if key not in self._updates:
-            self._updates[key] = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
-        return self._updates[key]
+        found = self._updates.get(key)
+        if found is None or found.is_outdated:
+            found = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
+            self._updates[key] = found
+        return found
 
     def prepare(self, state: TrainState, batch: Batch) -> PreparedStep | DeviceStep:
         """Return the step for this batch. Collective if its shapes are new.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.holding import Held
 from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
@@ -76,6 +77,7 @@ class TrainFunction:
         self._skipped: Number = 0
         self._then: tuple[Values, TrainState] | None = None  # the restored state, if training resumes within an epoch
         self._parts: list[Array] | None = None  # this instance's parts of the optimizer state
+        self._held: Held | None = None  # the replicas that these parts belong to, if others have copies of them
 
     def unite(self) -> None:
         """Give Keras the whole optimizer state. Collective if instances hold parts of it."""
@@ -84,7 +86,7 @@ class TrainFunction:
         assert self.trainer is not None
         self._model.jax_state_sync()  # within an epoch Keras's loop holds the values of variables
         trained = [variable.value for variable in self._model.trainable_variables]
-        held = self.trainer.whole(TrainState(trained, self._parts, self.steps_made)).optimizer_state
+        held = self.trainer.whole(TrainState(trained, self._parts, self.steps_made, held=self._held)).optimizer_state
         variables = self._optimizer.variables
         for number, (variable, value) in enumerate(zip(variables, held, strict=True)):
             if number >= self._optimizer.num_whole:  # Keras holds the variables before these whole
@@ -144,7 +146,7 @@ class TrainFunction:
             self._skipped = state.loss_scale.skipped
         inner = state.optimizer_state
         if self.trainer.is_sharded:
-            self._parts, inner = inner, inner[: optimizer.num_whole]
+            self._parts, self._held, inner = inner, state.held, inner[: optimizer.num_whole]
             self.unite()
         values = [state.variables, of_state[VARIABLES], [*optimizer.with_scale(own, state.loss_scale), *inner]]
         for variables, found in zip(all_of, values, strict=False):
@@ -173,7 +175,7 @@ class TrainFunction:
             return own, self._adopted(replace(begun, step=self._optimizer.step_of(inner)))
         if self._parts is not None:  # Keras holds the whole variables before the parts, and callbacks change them
             count = self._optimizer.num_whole
-            begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]])
+            begun = replace(begun, optimizer_state=[*inner[:count], *self._parts[count:]], held=self._held)
         return own, self._placed(begun)
 
     def _adopted(self, state: TrainState) -> TrainState:
@@ -211,7 +213,7 @@ class TrainFunction:
         logs = {**self._results(of_metrics), **metrics}
         inner = state.optimizer_state
         if self.trainer is not None and self.trainer.is_sharded:
-            self._parts, inner = inner, inner[: self._optimizer.num_whole]
+            self._parts, self._held, inner = inner, state.held, inner[: self._optimizer.num_whole]
             self._optimizer.hold_places()
         of_optimizer = [*self._optimizer.with_scale(own, state.loss_scale), *inner]
         return logs, (state.variables, others, of_optimizer, of_metrics)

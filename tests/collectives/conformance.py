@@ -391,6 +391,17 @@ def all_gather_stacks_the_arrays_of_all_ranks(communicator: Communicator, dtype:
 
 
 @suite.add_for_each(MOVABLE, about=About.DTYPES)
+def shift_gives_each_rank_the_array_of_another(communicator: Communicator, dtype: str) -> None:
+    size, rank = communicator.size, communicator.rank
+    for length, distance in product((*SMALL_LENGTHS, 70_001), range(size)):
+        expected = contribution(dtype, length, (rank + distance) % size)
+        block, out = contribution(dtype, length, rank), np.empty_like(expected)
+        assert communicator.shift(block, out, distance) is out
+        assert_same_bits(out, expected, (length, distance))
+        assert_same_bits(communicator.shift(block, distance=distance), expected, (length, distance))
+
+
+@suite.add_for_each(MOVABLE, about=About.DTYPES)
 def gather_stacks_the_arrays_of_all_ranks_on_the_root(communicator: Communicator, dtype: str) -> None:
     for length, root in product((*SMALL_LENGTHS, 70_001), range(communicator.size)):
         block = contribution(dtype, length, communicator.rank)

@@ -181,14 +181,16 @@ def test_a_fault_of_the_program_itself_ends_the_job():
     assert "InjectedError" in finished.stderr
 
 
-def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_first(tmp_path):
-    """The bits are those of an undisturbed training."""
+@pytest.mark.parametrize("has_parts", [pytest.param(False, marks=pytest.mark.complete), True])
+def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_first(tmp_path, has_parts):
+    """The bits are those of an undisturbed training. Copies of the first instance's parts of the state survive."""
     options = ("--on-failure=shrink", "--inject=kill:instance=0,step=3,phase=all_reduce")
-    finished = train(3, 6, *options, folder=str(tmp_path), environ=MESSAGES | {"UNTIL": "6"})
+    environ = MESSAGES | {"UNTIL": "6"} | ({"PARTS": "1"} if has_parts else {})
+    finished = train(3, 6, *options, folder=str(tmp_path), environ=environ)
     assert [(each["step"], each["replicas"], each["mechanism"]) for each in found_by(finished)] == [(6, 3, "ring")] * 2
-    resumed = train_here(strategies.IPUStrategy(6), Training(STEPS, folder=str(tmp_path)))
+    resumed = train_here(strategies.IPUStrategy(6), Training(STEPS, folder=str(tmp_path), has_parts=has_parts))
     assert len(resumed["losses"]) == 2
-    assert resumed["fingerprint"] == alone(6)["fingerprint"]
+    assert resumed["fingerprint"] == alone(6, has_parts=has_parts)["fingerprint"]
 
 
 def test_a_spare_takes_the_place_of_the_chief(tmp_path):

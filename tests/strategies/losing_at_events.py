@@ -1,14 +1,20 @@
-"""An instrument that counts the events of an instance on a thread, and loses the instance at one of them."""
+"""An instrument that loses an instance on a thread at any event of a training, and jobs in which it does so."""
 
 from __future__ import annotations
 
 import threading
-from typing import final
+from collections.abc import Callable
+from typing import TypeVar, final
 
 from losing import Lost, thread_name
+from surviving_instances import SurvivingStrategy, run_instances
 
+from collectives import ThreadHub
 from collectives.calls import Call
 from collectives.instruments import RECOVERY
+from strategies.defaults import Defaults
+
+Result = TypeVar("Result")
 
 LONG_BEFORE, BEFORE = -2, -1
 """Step numbers before the first step, in which instances meet and agree on the first state."""
@@ -67,3 +73,38 @@ class Events:
             self.seen.append(name)
             if len(self.seen) - 1 == self._last:
                 raise Lost
+
+
+def run_losing(
+    count: int,
+    replicas: int,
+    function: Callable[[SurvivingStrategy], Result],
+    mechanism: str,
+    *all_events: Events,
+    defaults: Defaults | None = None,
+) -> list[Result | None]:
+    """Return the result of `function(strategy)` on each instance, and let the events happen.
+
+    Args:
+        count: The number of instances.
+        replicas: The number of replicas of all instances.
+        function: The function that each instance runs.
+        mechanism: The mechanism by which instances exchange arrays.
+        all_events: The events of some instances.
+        defaults: Defaults of the strategies; None for the defaults of the process.
+    """
+    of_instances = {events.instance: events for events in all_events}
+
+    def observed(strategy: SurvivingStrategy) -> Result:
+        if strategy.replicas.first_index in of_instances:
+            of_instances[strategy.replicas.first_index].begin()
+        return function(strategy)
+
+    def before_send(source: int, to: int) -> None:
+        if source in of_instances:
+            of_instances[source].before_send(source, to)
+
+    hub = ThreadHub(count, before_send)
+    return run_instances(
+        count, replicas, observed, mechanism=mechanism, hub=hub, instruments=of_instances, defaults=defaults
+    )

@@ -12,6 +12,7 @@ from test_ring_traffic import sent_by_each_rank
 
 import strategies
 from popdist import Instance
+from popdist.instance import replica_blocks
 from strategies import Checkpoints, Trainer
 from strategies.exchange.shards import Shards
 from strategies.jax.replicas.shards import PartOfArray, take
@@ -369,18 +370,24 @@ def test_a_part_keeps_as_many_axes_as_the_array():
     assert Shards(3, 2, 1).shape(array(4, 5, 1)) == (14, 1, 1)
 
 
-@pytest.mark.parametrize("instances", [1, 2, 4])
+@pytest.mark.parametrize("instances", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", [(4, 5), (3, 7), (17,)])
 def test_the_parts_of_all_instances_make_the_array(instances, shape):
-    local = 4 // instances
-    shards, whole = Shards(4, local, 1), array(*shape)
-    parts = [np.asarray(jax.jit(take, static_argnums=0)(shards, whole, np.int32(i * local))) for i in range(instances)]
+    blocks, whole = replica_blocks(instances, 4), array(*shape)
+    shards = Shards(4, len(blocks[0]), 1, is_even=4 % instances == 0)
+    cut = jax.jit(take, static_argnums=0)
+    parts = [np.asarray(cut(shards, whole, np.int32(block.start))) for block in blocks]
     assert {part.shape for part in parts} == {shards.shape(whole)}
-    on_host = [shards.padded(whole.reshape(-1)[shards.bounds(whole, i * local)], whole) for i in range(instances)]
+    on_host = [shards.padded(whole.reshape(-1)[shards.bounds(whole, block.start)], whole) for block in blocks]
     np.testing.assert_array_equal(np.concatenate(on_host), np.concatenate(parts).reshape(-1))
-    joined = np.concatenate(parts)
-    np.testing.assert_array_equal(shards.join(joined, whole), whole)
-    assert not joined.reshape(-1)[whole.size :].any()  # padded with zeros
+    np.testing.assert_array_equal(shards.join(np.stack(parts), whole, np), whole)
+    if shards.is_even:
+        assert not np.concatenate(parts).reshape(-1)[whole.size :].any()  # padded with zeros
+
+
+def test_a_part_with_a_copy_has_two_blocks():
+    shards, whole = Shards(4, 2, 1, blocks=2), array(8)
+    assert take(shards, whole, np.array([2, 0], np.int32)).tolist() == [5, 6, 7, 8, 1, 2, 3, 4]
 
 
 def test_whole_arrays_are_taken_unchanged():

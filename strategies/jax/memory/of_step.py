@@ -12,6 +12,7 @@ from strategies.exchange.flat import not_made
 from strategies.exchange.int8 import Int8Layout
 from strategies.jax.engine import JaxEngine
 from strategies.jax.gradients.leaving import MeansMemory
+from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.memory.plan import DEVICE, HOST, Held, MemoryPlan, ProgramMemory, held_by_data, held_by_means
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import StepPrograms, control_of
@@ -74,13 +75,15 @@ class MemoryPlanner:
             lambda leaf: jax.ShapeDtypeStruct((local, *leaf.shape), leaf.dtype), model_state
         )
         scale = None if options.scaling is None else options.scaling.start()
-        return TrainState(variables, jax.eval_shape(update.begun, trained, np.int32(0)), 0, scale, residuals, own)
+        return TrainState(variables, jax.eval_shape(update.begun, trained, update.first), 0, scale, residuals, own)
 
     def _of_state(self, state: TrainState, whole: TrainState) -> list[Held]:
         offloads = self.options.of_update.offloads_state
         variables_lie = HOST if self.replicas.variables_on_host else DEVICE
         is_sharded = self.options.of_update.shards_state
         copied = whole.variables, whole.optimizer_state, whole.residuals, whole.model_state
+        kept = self.replicas.holding.kept
+        part = "this instance's part, and a copy of another's" if kept else "this instance's part"
         in_checkpoint = 0 if self.replicas.instance.index else _nbytes(copied)  # instance 0 writes checkpoints
         return [
             Held("variables", _nbytes(state.variables), variables_lie, "once for all local replicas"),
@@ -88,12 +91,23 @@ class MemoryPlanner:
                 "optimizer state",
                 _nbytes(state.optimizer_state),
                 HOST if offloads else variables_lie,
-                "this instance's part" if is_sharded else "",
+                part if is_sharded else "",
             ),
             Held("model state", _nbytes(state.model_state), variables_lie),
             Held("residuals", _nbytes(state.residuals), variables_lie, "of int8 gradients"),
+            Held(
+                "copies",
+                self._nbytes_of_one_replica(state) * len(kept),
+                HOST,
+                "of another instance's residuals and state",
+            ),
             Held("checkpoint", in_checkpoint, HOST, "the copy that is written, if any"),
         ]
+
+    def _nbytes_of_one_replica(self, state: TrainState) -> int:
+        """Return the size of the arrays that each replica has of its own."""
+        own = state.residuals, self.options.rule_of(state.model_state).pick(state.model_state, PER_REPLICA)
+        return _nbytes(own) // len(self.replicas.local_replicas)
 
 
 def _nbytes(tree: Tree) -> int:

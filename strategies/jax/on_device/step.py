@@ -131,15 +131,19 @@ class DevicePending:
 
     def updated(self, scale: LossScale | None) -> TrainState:
         """Return the state after the step, with the scale of the next loss."""
-        state, step = self.state, self.step
-        model_state = state.model_state
-        if model_state is not None:
-            of_state = step.flat.state_means(self.means)
-            model_state = model_state_after(step.program, step.replicas, model_state, self.kept, of_state)
-            model_state = chosen(self.is_finite, model_state, state.model_state)
+        state, step, model_state = self.state, self.step, self.model_state()
         trainable = step.program.trainable
         trained, optimizer_state = step.flat.apply(
             trainable.pick(state.variables), state.optimizer_state, self.means, self.control
         )
         variables = trainable.put(state.variables, trained)
         return TrainState(variables, optimizer_state, state.step + 1, scale, None, model_state)
+
+    def model_state(self) -> Tree:
+        """Return the model state after the step. Collective if several instances take leaves of replica 0."""
+        state, step = self.state, self.step
+        if state.model_state is None:
+            return None
+        of_state = step.flat.state_means(self.means)
+        after = model_state_after(step.program, step.replicas, state.model_state, self.kept, of_state)
+        return chosen(self.is_finite, after, state.model_state)

@@ -34,6 +34,7 @@ from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
 from strategies.errors import DeviceError, StrategyError
 from strategies.exchange.choice import CPU, GPU, ON_CPUS, ExchangeChoice
+from strategies.holding import Holding
 from strategies.jax.programs.compilation import executables_folder, usual_folder
 from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
@@ -128,6 +129,7 @@ class Replicas:
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
+        self._spread = 0  # how often the replicas have been spread over other instances
         self.has_carried_on = False
         self._finding = threading.RLock()
         instance = membership.instance
@@ -276,6 +278,15 @@ class Replicas:
         return self.instance.local_replica_range
 
     @property
+    def holding(self) -> Holding:
+        """The replicas whose parts of the state this instance has, if each part is kept twice in case of a loss."""
+        hosts = self.communicator.hosts if self.can_carry_on else ()
+        own, number = self.local_replicas, self.num_replicas_in_sync
+        if len(hosts) > 1:
+            return Holding.of(self.instance_index, hosts, number, self._spread)
+        return Holding(own, range(0), -(-number // self.num_instances), self._spread)
+
+    @property
     def is_chief(self) -> bool:
         """Whether this instance prints and writes for all of them, see `Strategy.is_chief`."""
         return self._membership.is_chief and not self._membership.is_spare
@@ -346,6 +357,7 @@ class Replicas:
         is_claimed = False
         while not is_claimed:
             self._membership.carry_on()  # an error here is final
+            self._spread += 1
             is_claimed = self._claim_again()
         self.has_carried_on = True
         for dataset in self._datasets:

@@ -2,32 +2,75 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 import strategies.trees as trees
+from strategies.exchange.copies import Rows
 from strategies.exchange.shards import Shards
+from strategies.holding import Find, Holding, bytes_of
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.late_jax import jax, jnp
 from strategies.typing import Leaf, Tree
 
 
-def shards_of(replicas: Replicas, min_elements: int) -> Shards:
-    """Return the division of arrays among replicas."""
-    return Shards(replicas.num_replicas_in_sync, len(replicas.local_replicas), min_elements)
+def shards_of(replicas: Replicas, min_elements: int, keeps_copies: bool = False) -> Shards:
+    """Return the division of arrays among replicas.
+
+    Args:
+        replicas: Replicas of all instances.
+        min_elements: Least number of elements of an array that is cut.
+        keeps_copies: Whether instances also have copies of each other's parts, if the job goes on after a loss.
+    """
+    number, holding = replicas.num_replicas_in_sync, replicas.holding
+    blocks = len(holding.starts) if keeps_copies else 1
+    return Shards(number, holding.slots, min_elements, blocks, number % replicas.num_instances == 0)
 
 
 def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
-    """Return the part of an array for the instance whose first replica is `first`; traceable."""
+    """Return an instance's part of an array; traceable.
+
+    Args:
+        shards: Division of the array.
+        leaf: Array, whole.
+        first: First replica of each block of the instance, int32.
+    """
     if not shards.divides(leaf):
         return leaf
     flat, part = leaf.reshape(-1), shards.part(leaf)
-    if shards.replicas * part > flat.size:
-        flat = jnp.pad(flat, (0, shards.replicas * part - flat.size))
-    return jax.lax.dynamic_slice(flat, (first * part,), (shards.local * part,)).reshape(shards.shape(leaf))
+    missing = (shards.replicas + (not shards.is_even)) * part - flat.size
+    if missing:
+        flat = jnp.pad(flat, (0, missing))
+    starts = jnp.reshape(first, (shards.blocks,))
+    blocks = [jax.lax.dynamic_slice(flat, (start * part,), (shards.local * part,)) for start in starts]
+    return (jnp.concatenate(blocks) if len(blocks) > 1 else blocks[0]).reshape(shards.shape(leaf))
+
+
+def replica_rows(array: Leaf, holding: Holding | None) -> Find:
+    """Return a function that finds replicas' rows, as bytes, in an array of parts of equal size; see `Holding.place`.
+
+    Args:
+        array: Parts for `holding`, in `slots` places for each of its blocks.
+        holding: Replicas whose parts they are; None without any.
+    """
+
+    def find(replicas: range) -> np.ndarray:
+        assert holding is not None
+        rows = bytes_of(on_host(array), len(holding.starts) * holding.slots)
+        first = holding.place(replicas.start)
+        return rows[first : first + len(replicas)]
+
+    return find
+
+
+def on_host(array: Leaf) -> np.ndarray:
+    """Return an array on the host, without a copy if it lies on one CPU device."""
+    is_on_one = isinstance(array, jax.Array) and len(array.sharding.device_set) == 1
+    return borrow(array) if is_on_one else np.asarray(array)
 
 
 @dataclass(frozen=True)
@@ -64,19 +107,20 @@ class PartOfArray:
         Args:
             name: Name of the array for messages.
         """
-        is_on_one = isinstance(self.local, jax.Array) and len(self.local.sharding.device_set) == 1
-        local = borrow(self.local) if is_on_one else np.asarray(self.local)
-        parts = self.replicas.communicator.all_gather(np.ascontiguousarray(local), name=f"parts of {name}")
-        whole: np.ndarray = self.shards.join(parts, self.whole)
+        own: np.ndarray = on_host(self.local).reshape(-1)
+        size = self.shards.local * self.shards.part(self.whole)
+        own = own[:size] if own.size >= size else np.pad(own, (0, size - own.size))
+        parts = self.replicas.communicator.all_gather(np.ascontiguousarray(own), name=f"parts of {name}")
+        whole: np.ndarray = self.shards.join(parts, self.whole, np)
         return whole
 
     def of(self, array: Leaf) -> Tree:
         """Return this instance's part of another array of the same shape, placed like this one."""
-        first = self.replicas.local_replicas.start
+        starts, flat = self.replicas.holding.starts[: self.shards.blocks], np.asarray(array).reshape(-1)
+        blocks = [self.shards.padded(flat[self.shards.bounds(array, start)], array) for start in starts]
+        part = np.concatenate(blocks)[: self.local.size].reshape(self.local.shape)
         if isinstance(self.local, np.ndarray):
-            elements = np.asarray(array).reshape(-1)[self.shards.bounds(array, first)]
-            return self.shards.padded(elements, array)
-        part = jax.jit(take, static_argnums=0)(self.shards, array, np.int32(first)).reshape(self.local.shape)
+            return part
         placed: jax.Array = jax.device_put(part, getattr(self.local, "sharding", None))
         return placed
 
@@ -98,8 +142,34 @@ class ShardedTree:
     is_cut: Tree
 
     def take(self, tree: Tree, first: jax.Array) -> Tree:
-        """Return the parts of whole arrays for the instance whose first replica is `first`; traceable."""
+        """Return an instance's parts of whole arrays, as `take` does; traceable."""
         return trees.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
+
+    def cut_anew(self, tree: Tree, rows: Rows, had: Holding | None) -> Tree:
+        """Return this instance's parts, and copies, of arrays that are cut for an earlier spread. Collective.
+
+        Args:
+            tree: Parts for that spread; shapes and dtypes are enough if `had` is None.
+            rows: Source of parts.
+            had: Holding of this instance in that spread; None if it had nothing.
+        """
+        numbers = itertools.count()
+
+        def cut(leaf: Leaf, shape: Leaf, is_cut: bool) -> Leaf:
+            number = next(numbers)
+            return self._cut_anew(leaf, shape, rows, had, f"optimizer state/{number}") if is_cut else leaf
+
+        return trees.map(cut, tree, self.shapes, self.is_cut)
+
+    def _cut_anew(self, leaf: Leaf, whole: Leaf, rows: Rows, had: Holding | None, name: str) -> jax.Array:
+        shards, holding, dtype = self.shards, self.replicas.holding, np.dtype(whole.dtype)
+        width = shards.part(whole) * dtype.itemsize
+        placed = np.zeros((shards.blocks, shards.local, width), np.uint8)
+        blocks = [holding.own, holding.kept][: shards.blocks]
+        for block, found in zip(placed, rows.fetch(blocks, replica_rows(leaf, had), width, name), strict=True):
+            block[: len(found)] = found
+        cut: jax.Array = jnp.array(placed.reshape(-1).view(dtype).reshape(shards.shape(whole)))
+        return cut
 
     def whole(self, tree: Tree) -> Tree:
         """Return the tree with a `PartOfArray` for each array that this instance holds only in part."""
@@ -116,7 +186,7 @@ def rows_of_replicas(replicas: Replicas) -> Callable[[Leaf], PartOfArray]:
     shards = shards_of(replicas, 1)
 
     def of_all(leaf: Leaf) -> PartOfArray:
-        rows = leaf.shape[0] // shards.local * shards.replicas
+        rows = leaf.shape[0] // len(replicas.local_replicas) * shards.replicas
         return PartOfArray(leaf, jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), shards, replicas)
 
     return of_all

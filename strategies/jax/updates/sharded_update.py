@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -14,6 +13,7 @@ from jax.extend import core
 from typing_extensions import override
 
 from strategies.errors import StrategyError
+from strategies.exchange.copies import Rows
 from strategies.exchange.shards import ShardedArrays
 from strategies.jax.gradients.leaving import flatten
 from strategies.jax.gradients.replica_program import loss_of
@@ -22,9 +22,9 @@ from strategies.jax.programs.jaxpr import is_read
 from strategies.jax.programs.program import jit, shapes_of
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
-from strategies.jax.replicas.shards import ShardedTree, shards_of, take
+from strategies.jax.replicas.shards import ShardedTree, replica_rows, shards_of, take
 from strategies.jax.updates.optimizers import AS_WRITTEN, AnyOptimizer, Known
-from strategies.jax.updates.update import UpdateSettings, VariableUpdate, WholeStateUpdate
+from strategies.jax.updates.update import Updated, UpdateSettings, VariableUpdate, WholeStateUpdate
 from strategies.typing import Gradients, Leaf, OptimizerState, Tree, Variables
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,12 @@ class ShardedStateUpdate(VariableUpdate):
         self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings, variables: Variables
     ) -> None:
         super().__init__(replicas, optimizer, settings)
-        self._shards = shards_of(replicas, settings.min_elements)
+        self._shards = shards_of(replicas, settings.min_elements, keeps_copies=True)
         whole = shapes_of(variables)
         of_whole = self._trace(whole)
         self._refuse_across_elements(whole, of_whole)
         needs_norm = is_read(of_whole.jaxpr, of_whole.jaxpr.invars[-1])
-        if replicas.communicator.scatters_reductions and not needs_norm:
+        if replicas.communicator.scatters_reductions and not needs_norm and self._shards.blocks == 1:
             self.mean_shards = self._shards
         self._parts = ShardedArrays(self._shards, jax.tree.leaves(whole), _PARTS)
         self._state_shards = ShardedTree(replicas, self._shards, *self._shapes_of_state(whole))
@@ -73,25 +73,46 @@ class ShardedStateUpdate(VariableUpdate):
         return self._optimizer.init(self._take(variables, first))
 
     @override
-    def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
-    ) -> tuple[Variables, OptimizerState]:
-        """Return new variables and optimizer state; the old ones are used up. Collective."""
-        buffers, small, optimizer_state, self._reading = self._divide(
-            variables, self.on_device(optimizer_state), means, control, self._first
-        )
+    def prepare(self, optimizer_state: OptimizerState) -> OptimizerState:
+        return self.on_device(optimizer_state)
+
+    @override
+    def compute(self, variables: Variables, prepared: OptimizerState, means: Gradients, control: Leaf) -> Updated:
+        own, kept, small, state, self._reading = self._divide(variables, prepared, means, control, self.first)
+        return Updated(self.offloaded(state), None, small, own, kept)
+
+    @override
+    def finish(self, variables: Variables, updated: Updated) -> Variables:
+        """Return the new variables, put together from the parts of all instances. Collective."""
         leaves, structure = jax.tree.flatten(variables)
         for number, members in self._parts.members.items():
-            gathered = self._gathered(number, buffers[number])
+            gathered = self._gathered(number, updated.own[number])
             old, starts = [leaves[leaf] for leaf in members], self._parts.layout.buffers[number].starts
             with jax.default_device(self._replicas.variables_device):
                 united, self._reading = self._unite(old, gathered, starts)
             for leaf, new in zip(members, united, strict=True):
                 leaves[leaf] = new
-        for leaf, new in zip(self._parts.uncut, small, strict=True):
-            leaves[leaf] = new
+        return self._with_whole(structure, leaves, updated)
+
+    @override
+    def restored(self, variables: Variables, updated: Updated, rows: Rows) -> Variables:
+        leaves, structure = jax.tree.flatten(variables)
+        everybody, shards, layout = range(self._shards.replicas), self._shards, self._parts.layout
+        own, kept = ([borrow(buffer) for buffer in buffers] for buffers in (updated.own, updated.kept))
+        for place, number in enumerate(self._parts.cut):
+            leaf = leaves[number]
+            parts = np.concatenate([layout.view(place, buffers) for buffers in (own, kept) if buffers])
+            found = replica_rows(parts, self._holding)
+            [whole] = rows.fetch([everybody], found, shards.part(leaf) * leaf.dtype.itemsize, f"variable {number}")
+            flat = whole.reshape(-1).view(leaf.dtype)[: leaf.size]
+            leaves[number] = jnp.array(flat.reshape(leaf.shape))
+        return self._with_whole(structure, leaves, updated)
+
+    def _with_whole(self, structure: Tree, leaves: list[jax.Array], updated: Updated) -> Variables:
+        for number, new in zip(self._parts.uncut, updated.whole, strict=True):
+            leaves[number] = new
         placed = jax.device_put(leaves, self._replicas.variables_device)  # committed, as the old variables were
-        return jax.tree.unflatten(structure, placed), self.offloaded(optimizer_state)
+        return jax.tree.unflatten(structure, placed)
 
     def _gathered(self, number: int, buffer: jax.Array) -> Leaf:
         """Return the parts of all instances in a buffer, one row for each instance. Collective."""
@@ -106,7 +127,7 @@ class ShardedStateUpdate(VariableUpdate):
     ) -> Mapping[str, jax.stages.Traced]:
         """Return the program that computes this instance's parts."""
         given = shapes_of((variables, optimizer_state, means))
-        return {"update of parts": self._jitted.trace(*given, control, self._first)}
+        return {"update of parts": self._jitted.trace(*given, control, self.first)}
 
     # ---- programs
 
@@ -121,8 +142,12 @@ class ShardedStateUpdate(VariableUpdate):
         means: Gradients,
         control: jax.Array,
         first: jax.Array,
-    ) -> tuple[tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
-        """Return the parts in flat buffers, the new variables that are not cut, the optimizer state, and a token."""
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], list[jax.Array], Tree, jax.Array]:
+        """Return new variables and optimizer state.
+
+        They are this instance's parts in flat buffers, its copies of other parts in such buffers, the new variables
+        that are not cut, the optimizer state, and a token.
+        """
         whole, layout = jax.tree.leaves(variables), self._parts.layout
         parts = self._take(variables, first)
         gradients, known = self._known(variables, means, control, first)
@@ -131,7 +156,11 @@ class ShardedStateUpdate(VariableUpdate):
         leaves = jax.tree.leaves(shards)
         cut, small = ([leaves[number] for number in numbers] for numbers in (self._parts.cut, self._parts.uncut))
         zeros = [jnp.zeros(buffer.size, buffer.dtype) for buffer in layout.buffers]
-        return flatten(layout, cut, None, zeros), small, optimizer_state, jnp.zeros(())
+        blocks = [jnp.split(leaf.reshape(-1), self._shards.blocks) for leaf in cut]
+        own, *kept = (
+            flatten(layout, [parts[block] for parts in blocks], None, zeros) for block in range(self._shards.blocks)
+        )
+        return own, kept[0] if kept else (), small, optimizer_state, jnp.zeros(())
 
     def _known(
         self, variables: Variables, means: Gradients, control: jax.Array, first: jax.Array
@@ -154,8 +183,8 @@ class ShardedStateUpdate(VariableUpdate):
         """Return the new variables, from the parts of all instances in one buffer, in the memory of the old ones."""
         united = []
         for whole, start in zip(old, starts, strict=True):
-            stop = start + math.prod(self._shards.shape(whole))
-            united.append(self._shards.join(gathered[:, start:stop], whole))
+            stop = start + self._shards.local * self._shards.part(whole)
+            united.append(self._shards.join(gathered[:, start:stop], whole, jnp))
         return united, jnp.zeros(())
 
     # ---- whether the optimizer allows it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import jax
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from typing_extensions import override
 
+from strategies.exchange.copies import Rows
 from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
+from strategies.holding import Holding
 from strategies.jax.gradients.accumulation import accumulator_dtypes
 from strategies.jax.gradients.replica_program import LOSS_SCALE, STEP, loss_of
 from strategies.jax.programs.compilation import compiled_in_turn
@@ -51,11 +54,31 @@ class UpdateSettings:
     min_elements: int = 32
 
 
+@dataclass(frozen=True)
+class Updated:
+    """The results of an update on this instance, of which other instances may need parts.
+
+    Attributes:
+        optimizer_state: New optimizer state of this instance, in its place between updates.
+        variables: New variables; None if they have yet to be put together.
+        whole: New variables of which this instance has all elements, if `variables` is None.
+        own: This instance's parts of the other variables, in flat buffers.
+        kept: Its copies of another instance's parts, in flat buffers; empty without copies.
+    """
+
+    optimizer_state: OptimizerState
+    variables: Variables = None
+    whole: Sequence[jax.Array] = ()
+    own: Sequence[jax.Array] = ()
+    kept: Sequence[jax.Array] = ()
+
+
 class VariableUpdate(ABC):
     """The update of variables and optimizer state by mean gradients. Subclasses divide the state among instances.
 
-    The step calls `init` or `adopt` once, and then `apply` in each step; it calls `wait` before it overwrites the mean
-    gradients. An error of `apply` is final: the variables may be used up.
+    The step calls `init` or `adopt` once, and then in each step `apply`, or one after the other the three functions of
+    which `apply` consists. It calls `wait` before it overwrites the mean gradients. An error of `compute` is final: the
+    variables may be used up. Each part of the state lies on two instances if the job goes on after a loss.
 
     Args:
         replicas: Replicas whose variables are updated.
@@ -66,6 +89,7 @@ class VariableUpdate(ABC):
         mean_shards: Shards of the mean gradients, if `apply` takes this instance's part only; None if it takes whole
             means.
         path: Path that gathers parts on devices; None if they are gathered on the host.
+        first: First replica of each block of whose parts this instance has the optimizer state.
     """
 
     def __init__(self, replicas: Replicas, optimizer: AnyOptimizer, settings: UpdateSettings) -> None:
@@ -75,7 +99,8 @@ class VariableUpdate(ABC):
         self._replicas = replicas
         self._optimizer = optimizer if isinstance(optimizer, StepOptimizer) else OptaxOptimizer(optimizer)
         self._settings = settings
-        self._first = np.int32(replicas.local_replicas.start)
+        self._holding = replicas.holding
+        self.first = np.array(self._holding.starts, np.int32)
         self._reading: jax.Array | None = None  # ready when the last update has read the gradients
 
     @abstractmethod
@@ -84,22 +109,43 @@ class VariableUpdate(ABC):
 
         Args:
             variables: Trained variables, whole.
-            first: First replica of the instance whose part is returned, an int32 scalar.
+            first: First replica of each block of the instance whose part is returned, int32.
         """
 
     @abstractmethod
-    def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
-    ) -> tuple[Variables, OptimizerState]:
-        """Return new variables and optimizer state; the old ones are used up.
+    def prepare(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return the optimizer state as `compute` takes it; the given one stays valid. May be collective."""
+
+    @abstractmethod
+    def compute(self, variables: Variables, prepared: OptimizerState, means: Gradients, control: Leaf) -> Updated:
+        """Return this instance's results; the variables and the prepared state are used up. Not collective.
 
         Args:
             variables: Trained variables, whole.
-            optimizer_state: Last result of `init`, `adopt` or `apply`.
+            prepared: Result of `prepare`.
             means: Arrays like the variables, or their parts if there are `mean_shards`. Arrays of the host are read
                 until `wait` returns.
             control: Control words with the mean loss, see `control_words` and `with_loss`.
         """
+
+    def finish(self, variables: Variables, updated: Updated) -> Variables:
+        """Return the new variables. May be collective.
+
+        Args:
+            variables: Variables that were given to `compute`, whose memory may be used again.
+            updated: Result of `compute`.
+        """
+        return updated.variables
+
+    def restored(self, variables: Variables, updated: Updated, rows: Rows) -> Variables:
+        """Return the new variables in place of `finish`, after instances were lost. May be collective.
+
+        Args:
+            variables: Variables as in `finish`; shapes and dtypes are enough.
+            updated: Result of `compute`.
+            rows: Source of the parts, which are cut for the spread of this object.
+        """
+        return updated.variables
 
     @abstractmethod
     def programs(
@@ -116,16 +162,43 @@ class VariableUpdate(ABC):
 
     # ---- common to all subclasses
 
+    @final
+    def apply(
+        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
+    ) -> tuple[Variables, OptimizerState]:
+        """Return new variables and optimizer state; the old ones are used up. May be collective.
+
+        Args:
+            variables: Trained variables, whole.
+            optimizer_state: Last result of `init`, `adopt` or `apply`.
+            means: Mean gradients as in `compute`.
+            control: Control words as in `compute`.
+        """
+        updated = self.compute(variables, self.prepare(optimizer_state), means, control)
+        return self.finish(variables, updated), updated.optimizer_state
+
     def init(self, variables: Variables) -> OptimizerState:
         """Return this instance's optimizer state before the first step, in its place between updates."""
         self._optimizer.check(*self._shapes_of(variables))
-        return self._placed(self._compiled(self.begun), variables, self._first)
+        return self._placed(self._compiled(self.begun), variables, self.first)
 
     def adopt(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Return this instance's part of a whole optimizer state; used instead of `init`."""
         if self._state_shards is None:
             return self._placed(lambda: optimizer_state)
-        return self._placed(self._compiled(self._state_shards.take), optimizer_state, self._first)
+        return self._placed(self._compiled(self._state_shards.take), optimizer_state, self.first)
+
+    def cut_anew(self, optimizer_state: OptimizerState, rows: Rows, had: Holding | None) -> OptimizerState:
+        """Return this instance's part, and copies, for the present spread of the replicas. Collective.
+
+        Args:
+            optimizer_state: Parts for an earlier spread; shapes and dtypes are enough if `had` is None.
+            rows: Source of parts.
+            had: Holding of this instance in that spread; None if it had nothing.
+        """
+        if self._state_shards is None:
+            return optimizer_state
+        return self._placed(partial(self._state_shards.cut_anew, rows=rows, had=had), optimizer_state)
 
     def whole(self, optimizer_state: OptimizerState) -> OptimizerState:
         """Return the optimizer state for checkpoints, with a `PartOfArray` for each array that is here only in part."""
@@ -135,6 +208,11 @@ class VariableUpdate(ABC):
     def has_parts(self) -> bool:
         """Whether this instance keeps only a part of the optimizer state."""
         return self._state_shards is not None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it has parts for another spread of the replicas than the present one."""
+        return self.has_parts and self._holding != self._replicas.holding
 
     def wait(self) -> None:
         """Wait until the last update has read its mean gradients."""
@@ -228,7 +306,7 @@ class WholeStateUpdate(VariableUpdate):
         self._program = self.in_turn(self._jitted)
         self._is_plain = variables is None and not settings.offloads_state
         if variables is not None:
-            shards = shards_of(replicas, settings.min_elements)
+            shards = shards_of(replicas, settings.min_elements, keeps_copies=True)
             shapes = jax.eval_shape(self._optimizer.init, variables)
             is_cut = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, np.number) and shards.divides(leaf), shapes)
             self._state_shards = ShardedTree(replicas, shards, shapes, is_cut)
@@ -243,20 +321,21 @@ class WholeStateUpdate(VariableUpdate):
         return self._state_shards.take(jax.lax.optimization_barrier(state), first)
 
     @override
-    def apply(
-        self, variables: Variables, optimizer_state: OptimizerState, means: Gradients, control: Leaf
-    ) -> tuple[Variables, OptimizerState]:
-        """Return new variables and optimizer state; the old ones are used up. Collective if the state is in parts."""
+    def prepare(self, optimizer_state: OptimizerState) -> OptimizerState:
+        """Return the whole optimizer state on the device. Collective if the state is in parts."""
         if self._is_plain:
-            variables, state, self._reading = self._program(variables, optimizer_state, means, control)
-            return variables, state
+            return optimizer_state
         state = self.on_device(optimizer_state)
+        return state if self._state_shards is None else self._gathered(self._state_shards.whole(state))
+
+    @override
+    def compute(self, variables: Variables, prepared: OptimizerState, means: Gradients, control: Leaf) -> Updated:
+        variables, state, self._reading = self._program(variables, prepared, means, control)
+        if self._is_plain:
+            return Updated(state, variables)
         if self._state_shards is not None:
-            state = self._gathered(self._state_shards.whole(state))
-        variables, state, self._reading = self._program(variables, state, means, control)
-        if self._state_shards is not None:
-            state = self._cut(state, self._first)
-        return variables, self.offloaded(state)
+            state = self._cut(state, self.first)
+        return Updated(self.offloaded(state), variables)
 
     def _gathered(self, whole: OptimizerState) -> OptimizerState:
         leaves, structure = jax.tree.flatten(whole)

@@ -1,6 +1,6 @@
 """Train a small network for two epochs, and print the results of each instance.
 
-usage: [WIDTH=N] [UNTIL=STEP] [COMPILE_AHEAD=1 [HURRY=1]] \
+usage: [WIDTH=N] [PARTS=1] [UNTIL=STEP] [COMPILE_AHEAD=1 [HURRY=1]] \
     surviving_training.py STEPS_PER_EPOCH [STEPS_BETWEEN_DIGESTS [FOLDER_OF_CHECKPOINTS]]
 """
 
@@ -37,6 +37,7 @@ class Training:
         folder: The folder of checkpoints of all steps, used to resume the training; empty: no checkpoints.
         until: The last step; 0: both epochs.
         width: The network's width.
+        has_parts: Whether instances have different parts of the state: sharded optimizer state, residuals.
     """
 
     steps: int
@@ -44,6 +45,7 @@ class Training:
     folder: str = ""
     until: int = 0
     width: int = 8
+    has_parts: bool = False
 
 
 def count(event: str, _: float, **details: object) -> None:
@@ -64,7 +66,10 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
     length = training.steps * BATCH_SIZE * strategy.num_replicas_in_sync
     x = np.random.default_rng(0).normal(size=(length, 16)).astype(np.float32)
     dataset = strategy.distribute_dataset({"x": x, "y": x[:, :1] * 3}, batch_size=BATCH_SIZE, seed=1)
-    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), digest_every=training.digest_every)
+    options: Any = {"digest_every": training.digest_every}
+    if training.has_parts:
+        options |= {"replicated_optimizer_state_sharding": True, "gradient_transfer_dtype": "int8"}
+    trainer = strategies.Trainer(strategy, loss_fn, optax.sgd(0.1, momentum=0.9), **options)
     width = training.width
     w = np.resize(np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32) * 0.1, (16, width))
     state = trainer.init({"w": w, "b": np.zeros(width, np.float32), "v": np.ones((width, 1), np.float32)})
@@ -100,6 +105,7 @@ def main() -> None:
         folder=arguments[2] if len(arguments) > 2 else "",
         until=int(os.environ.get("UNTIL", "0")),
         width=int(os.environ.get("WIDTH", "8")),
+        has_parts="PARTS" in os.environ,
     )
     found = train(strategies.PopDistStrategy(), training)
     print(json.dumps(found | {"threads": sorted(traced_or_compiled)}))

@@ -11,36 +11,18 @@ import logging
 
 import pytest
 from engine_rows import EVALUATED, EVERY, REPLICAS, ROWS, Row, batches, in_jax, train
-from losing_at_events import BEFORE, Events
+from losing_at_events import BEFORE, Events, run_losing
 from surviving_instances import run_instances
 
-from collectives import PeerLostError, ThreadHub
+from collectives import PeerLostError
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def trained(row: Row, count: int, mechanism: str, *all_events: Events, evaluates: bool = False) -> list[object]:
     """Return the results of each instance after a training with the given events."""
-    of_instances = {events.instance: events for events in all_events}
-
-    def function(strategy):
-        if strategy.replicas.first_index in of_instances:
-            of_instances[strategy.replicas.first_index].begin()
-        return train(strategy, row, evaluates)
-
-    def before_send(source: int, to: int) -> None:
-        if source in of_instances:
-            of_instances[source].before_send(source, to)
-
-    return run_instances(
-        count,
-        REPLICAS,
-        function,
-        mechanism=mechanism,
-        hub=ThreadHub(count, before_send),
-        instruments=of_instances,
-        defaults=row.of_survivors,
-    )
+    function = functools.partial(train, row=row, evaluates=evaluates)
+    return run_losing(count, REPLICAS, function, mechanism, *all_events, defaults=row.of_survivors)
 
 
 @functools.cache
@@ -121,7 +103,7 @@ def test_a_second_instance_can_be_lost_while_one_takes_over_a_state(row, step):
             check(trained(row, 3, "ring", Events(2, step, number), second), row, instance, 2)
 
 
-@EVERY
+@pytest.mark.parametrize("row", [row.as_parameter for row in ROWS if row.training is not in_jax])
 def test_state_held_by_one_instance_alone_is_lost_with_the_instance(row, caplog):
     """The job warns of that at its beginning, and ends; the others have the state from the start of the step."""
     have_same = []
