@@ -537,4 +537,11 @@ IN_FRONT_ENDS = (
         new="pass",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_loss_at_every_event_of_a_step",
     ),
+    Fault(
+        name="a spare of a PyTorch training shows old values",
+        path="strategies/torch/unread.py",
+        old="if function not in _FACTS:",
+        new="if function is None:",
+        caught_by="tests/strategies/on_torch/test_torch_spares.py::test_a_spare_that_reads_values_ends_with_the_reason",
+    ),
 )
