@@ -44,6 +44,11 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return self._value
 
+    @property
+    def has_value(self) -> bool:
+        """Whether the values have come."""
+        return self._value is not None
+
     def resolve(self, value: Leaf) -> None:
         """Take the array that an active instance has handed over."""
         self._value = value
@@ -152,11 +157,13 @@ def has_unread(tree: Tree) -> bool:
 
 
 def blank(tree: Tree) -> Tree:
-    """Return a tree with zeros in place of placeholders, for an instance that gets the values in a collective."""
+    """Return a tree with zeros for values that have not come, for an instance that gets them in a collective."""
 
     def zeros(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Placeholder):
             return leaf
+        if leaf.has_value:
+            return leaf.value
         return (
             np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf.dtype, np.dtype) else jnp.zeros(leaf.shape, leaf.dtype)
         )

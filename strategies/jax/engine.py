@@ -346,6 +346,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def rehearse(self, state: TrainState, batch: Batch) -> None:
+        state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
         try:
             if self._programs.is_independent(state, batch):
                 pending = self.begin(state, batch, False)

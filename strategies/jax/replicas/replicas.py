@@ -377,7 +377,7 @@ class Replicas:
         """
         dataset = self.dataset_of(batch)
         if dataset is not None:
-            return dataset.read_again()
+            return dataset.read_again(batch)
         raise StrategyError(
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset in their order"
@@ -386,7 +386,7 @@ class Replicas:
     def up_to_date(self, batch: Batch) -> Batch:
         """Return the batch, or the batch of the same step for the present replicas if an instance was lost since."""
         dataset = self.dataset_of(batch) if self.has_carried_on else None
-        return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
+        return batch if dataset is None else dataset.read_again(batch)
 
     def real_batch(self, batch: Batch) -> Batch:
         """Return the batch with values, on a spare whose data sets give batches without values."""
