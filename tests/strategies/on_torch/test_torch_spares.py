@@ -8,13 +8,13 @@ import functools
 import pytest
 import torch
 from losing import OnMessage
-from standby_instances import ASLEEP, run_with_spares
+from standby_instances import ASLEEP, StandbyJob, run_with_spares
 from surviving_instances import hook
 from torch_modules import data, loss_fn, new_module
 
 import strategies
 import strategies.torch
-from collectives import ThreadHub
+from collectives import PeerLostError, ThreadHub
 from strategies import SpareError
 
 REPLICAS = 6
@@ -80,6 +80,23 @@ def test_the_job_shrinks_after_its_last_spare(module, alone):
     faults = ["kill:instance=0,step=1,phase=forward", "kill:instance=1,step=2,phase=update"]
     found = run_with_spares(2, 1, REPLICAS, functools.partial(train, module=module), faults)
     assert found == [None, None, alone]
+
+
+@pytest.mark.parametrize("phase", ["all_reduce", "update"])
+def test_an_active_instance_becomes_a_spare_and_active_again(module, alone, phase):
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, phase, 1, resizing(job, 1)), hook(0, phase, 3, resizing(job, 3))]
+    assert run_with_spares(3, 0, REPLICAS, functools.partial(train, module=module), hooks, job=job) == [alone] * 3
+
+
+def resizing(job, number):
+    """Return a function that asks for another number of active instances, between two steps of an instance."""
+
+    def ask():
+        job.num_active = number
+        raise PeerLostError("another number of instances is wanted")
+
+    return ask
 
 
 MESSAGES = [
