@@ -125,8 +125,10 @@ def test_a_spare_joins_although_an_instance_that_hands_its_state_over_is_lost(mo
 def message_of(read):
     """Return the message of the spare whose program reads something after the second step."""
 
+    of_all = new_module("convolutions")
+
     def program(strategy):
-        module = new_module("convolutions")
+        module = copy.deepcopy(of_all)
         optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9)
         trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
         for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
@@ -137,6 +139,24 @@ def message_of(read):
     *_, found = run_with_spares(2, 1, REPLICAS, program)
     assert isinstance(found, SpareError), found
     return str(found)
+
+
+def test_a_spare_that_waits_for_values_gets_them_if_it_becomes_active(module):
+    """An instance is lost in the step after the read, so no other operation comes before the spare joins."""
+
+    def program(strategy):
+        own = copy.deepcopy(module)
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.Adam(own.parameters(), 0.01))
+        read = []
+        for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
+            trainer.step(batch)
+            if number == 1:
+                read = [float(own.last.weight.detach().sum()), int(own.norm.num_batches_tracked)]
+        return read, strategies.fingerprint(trainer.state.variables)
+
+    expected = program(strategies.IPUStrategy(REPLICAS))
+    found = run_with_spares(2, 1, REPLICAS, program, ["kill:instance=1,step=2,phase=forward"])
+    assert found == [expected, None, expected]
 
 
 READS = {
@@ -179,13 +199,13 @@ def test_a_spare_may_ask_for_all_that_needs_no_values(alone, module):
     assert run_with_spares(2, 1, REPLICAS, program) == [True, True, ASLEEP]
 
 
-def test_a_view_that_the_program_took_earlier_shows_no_old_values():
+def test_a_view_that_the_program_took_earlier_shows_no_old_values(module):
     seen = []
 
     def program(strategy):
-        module = new_module("convolutions")
-        view = module.last.weight.detach()
-        trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+        own = copy.deepcopy(module)
+        view = own.last.weight.detach()
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
         for batch in strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0):
             trainer.step(batch)
             seen.append((strategy.replicas.is_spare, bool(view.isnan().all())))
