@@ -485,6 +485,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def unread(self, state: TorchTraining, step: int, wait: Callable[[], None]) -> TorchTraining:
         """Hide the values of the module and of its optimizer, and count the step; return the same state."""
         if not self._unread.is_hidden:
+            if self._local is not None:  # this instance was active
+                self._unread.forget()
             self.close()
             self._wait = wait
             self._unread.hide(wait)

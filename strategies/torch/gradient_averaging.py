@@ -165,6 +165,11 @@ class GradientAveraging:
         return self._watch.named[0][1].device
 
     @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of the module, as the last forward pass has found them."""
+        return [one for _, one in self._watch.named]
+
+    @property
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters that are trained now or that the plan has: a layer may be frozen for a while."""
         return [(name, one) for name, one in self._watch.named if one.requires_grad or id(one) in self._numbers]

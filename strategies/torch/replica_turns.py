@@ -100,12 +100,13 @@ class ReplicaTurns:
         return not slot.is_parameter or slot.name in self._averaging.buffers.written
 
     def _turn(self, replica: int, losses: Sequence[Callable[[], torch.Tensor]], begin: _Beginning | None) -> Turn:
-        averaging, parameters = self._averaging, list(self._module.parameters())
+        averaging = self._averaging
         if begin is not None:
             self._begin(replica, begin)
         with averaging.loop.turn(replica), torch.enable_grad():
             total = sum(map(_backward, losses))
             came = frozenset(averaging.loop.carried)
+        parameters = averaging.parameters
         gradients = {id(one): one.grad for one in parameters}
         slots: Sequence[Slot] = averaging.buffers.slots
         if begin is not None:
@@ -137,7 +138,7 @@ class ReplicaTurns:
         """Average the results of all turns. Afterwards the module has the means."""
         averaging = self._averaging
         means = averaging.average(turns)
-        for parameter in self._module.parameters():
+        for parameter in averaging.parameters:
             parameter.grad = turns[0].gradients.get(id(parameter))
         averaging.loop.next_step()
         return means.kept() if self._replicas.can_carry_on else means

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import final
 
 import torch
 from typing_extensions import override
@@ -44,7 +44,11 @@ class _Unread:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), named: Any = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        named: Mapping[str, object] | None = None,
     ) -> object:
         if function not in _FACTS:
             cls.training.wait_for_values()
@@ -53,22 +57,22 @@ class _Unread:
 
 
 @final
-class _UnreadState(MutableMapping[torch.Tensor, Any]):
+class _UnreadState(MutableMapping[torch.Tensor, object]):
     """The state of an optimizer without values."""
 
     def __init__(self, training: UnreadTraining) -> None:
         self._training = training
 
-    def _values(self) -> MutableMapping[torch.Tensor, Any]:
+    def _values(self) -> MutableMapping[torch.Tensor, object]:
         self._training.wait_for_values()
         return self._training.optimizer.state
 
     @override
-    def __getitem__(self, key: torch.Tensor) -> Any:
+    def __getitem__(self, key: torch.Tensor) -> object:
         return self._values()[key]
 
     @override
-    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+    def __setitem__(self, key: torch.Tensor, value: object) -> None:
         self._values()[key] = value
 
     @override
@@ -105,7 +109,7 @@ class UnreadTraining:
         self._wait: Wait = lambda: None
         self._classes: dict[type, type] = {}
         self._hidden: list[tuple[torch.Tensor, type]] = []
-        self._state: Any = None
+        self._state = optimizer.state
 
     def wait_for_values(self) -> None:
         """Wait until the values are there.

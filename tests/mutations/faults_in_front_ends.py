@@ -528,7 +528,7 @@ IN_FRONT_ENDS = (
         path="strategies/torch/replica_turns.py",
         old="return means.kept() if self._replicas.can_carry_on else means",
         new="return means",
-        caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_second_loss_during_the_recovery",
+        caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_late_instance_gets_the_means_as_they_were",
     ),
     Fault(
         name="a repeated pass of a loop begins with the buffers of the interrupted one",
@@ -536,5 +536,12 @@ IN_FRONT_ENDS = (
         old="buffers.slots[number].put(value if own is None else own[replica])",
         new="pass",
         caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_loss_at_every_event_of_a_step",
+    ),
+    Fault(
+        name="a spare of a PyTorch training shows old values",
+        path="strategies/torch/unread.py",
+        old="if function not in _FACTS:",
+        new="if function is None:",
+        caught_by="tests/strategies/on_torch/test_torch_spares.py::test_a_spare_that_reads_values_ends_with_the_reason",
     ),
 )

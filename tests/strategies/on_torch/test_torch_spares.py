@@ -8,13 +8,13 @@ import functools
 import pytest
 import torch
 from losing import OnMessage
-from standby_instances import ASLEEP, run_with_spares
+from standby_instances import ASLEEP, StandbyJob, run_with_spares
 from surviving_instances import hook
 from torch_modules import data, loss_fn, new_module
 
 import strategies
 import strategies.torch
-from collectives import ThreadHub
+from collectives import PeerLostError, ThreadHub
 from strategies import SpareError
 
 REPLICAS = 6
@@ -63,11 +63,11 @@ def test_a_spare_sleeps_through_a_training_without_losses(module, alone):
 @pytest.mark.parametrize(
     ("lost", "step", "phase"),
     [
-        (0, 0, "forward"),
         (1, 0, "update"),
         (0, 2, "all_reduce"),
-        (1, 3, "forward"),
-        (0, 2, "update"),
+        pytest.param(0, 0, "forward", marks=pytest.mark.complete),
+        pytest.param(1, 3, "forward", marks=pytest.mark.complete),
+        pytest.param(0, 2, "update", marks=pytest.mark.complete),
     ],
 )
 def test_a_spare_takes_the_place_of_a_lost_instance(module, alone, lost, step, phase):
@@ -82,9 +82,24 @@ def test_the_job_shrinks_after_its_last_spare(module, alone):
     assert found == [None, None, alone]
 
 
-MESSAGES = [
-    pytest.param(number, marks=[] if number in (12, 40) else pytest.mark.complete) for number in range(2, 66, 2)
-]
+@pytest.mark.parametrize("phase", ["all_reduce", pytest.param("update", marks=pytest.mark.complete)])
+def test_an_active_instance_becomes_a_spare_and_active_again(module, alone, phase):
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, phase, 1, resizing(job, 1)), hook(0, phase, 3, resizing(job, 3))]
+    assert run_with_spares(3, 0, REPLICAS, functools.partial(train, module=module), hooks, job=job) == [alone] * 3
+
+
+def resizing(job, number):
+    """Return a function that asks for another number of active instances, between two steps of an instance."""
+
+    def ask():
+        job.num_active = number
+        raise PeerLostError("another number of instances is wanted")
+
+    return ask
+
+
+MESSAGES = [pytest.param(number, marks=[] if number == 40 else pytest.mark.complete) for number in range(2, 66, 2)]
 
 
 @pytest.mark.parametrize("number", MESSAGES)
@@ -108,8 +123,10 @@ def test_a_spare_joins_although_an_instance_that_hands_its_state_over_is_lost(mo
 def message_of(read):
     """Return the message of the spare whose program reads something after the second step."""
 
+    of_all = new_module("convolutions")
+
     def program(strategy):
-        module = new_module("convolutions")
+        module = copy.deepcopy(of_all)
         optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9)
         trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
         for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
@@ -120,6 +137,24 @@ def message_of(read):
     *_, found = run_with_spares(2, 1, REPLICAS, program)
     assert isinstance(found, SpareError), found
     return str(found)
+
+
+def test_a_spare_that_waits_for_values_gets_them_if_it_becomes_active(module):
+    """An instance is lost in the step after the read, so no other operation comes before the spare joins."""
+
+    def program(strategy):
+        own = copy.deepcopy(module)
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.Adam(own.parameters(), 0.01))
+        read = []
+        for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
+            trainer.step(batch)
+            if number == 1:
+                read = [float(own.last.weight.detach().sum()), int(own.norm.num_batches_tracked)]
+        return read, strategies.fingerprint(trainer.state.variables)
+
+    expected = program(strategies.IPUStrategy(REPLICAS))
+    found = run_with_spares(2, 1, REPLICAS, program, ["kill:instance=1,step=2,phase=forward"])
+    assert found == [expected, None, expected]
 
 
 READS = {
@@ -138,7 +173,12 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+SHORT = ("a parameter", "the state of the optimizer", "an array of the state", "outputs", "a batch")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.complete) for name in READS]
+)
 def test_a_spare_that_reads_values_ends_with_the_reason(name):
     assert "a spare" in message_of(READS[name])
     assert "becomes active" in message_of(READS[name])
@@ -162,13 +202,13 @@ def test_a_spare_may_ask_for_all_that_needs_no_values(alone, module):
     assert run_with_spares(2, 1, REPLICAS, program) == [True, True, ASLEEP]
 
 
-def test_a_view_that_the_program_took_earlier_shows_no_old_values():
+def test_a_view_that_the_program_took_earlier_shows_no_old_values(module):
     seen = []
 
     def program(strategy):
-        module = new_module("convolutions")
-        view = module.last.weight.detach()
-        trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+        own = copy.deepcopy(module)
+        view = own.last.weight.detach()
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.1))
         for batch in strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0):
             trainer.step(batch)
             seen.append((strategy.replicas.is_spare, bool(view.isnan().all())))

@@ -122,20 +122,34 @@ def test_a_loop_survives_a_loss_at_every_event_of_a_step(module, count, lost, st
         assert found == [None if rank == lost else expected for rank in range(count)], counted.seen[number]
 
 
-def test_a_loop_survives_a_second_loss_during_the_recovery(module):
-    """One instance is late by a step, which another one has completed and shares; then that one is lost too."""
-    expected = looped(strategies.IPUStrategy(REPLICAS), module)
+def late_and_newest(module):
+    """Return the events in the recovery of instances 0 and 1, and the message at which instance 2 was lost.
+
+    Instance 1 is late by a step: instance 0 has completed it, and hands over the means.
+    """
     first = Events(2, 1)
     looped_with_events(3, "ring", module, first)
     number = max(number for number, name in enumerate(first.seen) if "message" in name)
     both = [Events(instance, 1, in_recovery=True) for instance in (0, 1)]
     found = looped_with_events(3, "ring", module, Events(2, 1, number), *both)
+    expected = looped(strategies.IPUStrategy(REPLICAS), module)
     assert found == [expected, expected, None]
     assert any("which means there are" in name for name in both[0].seen), "nobody has been late"
-    for later in range(len(both[0].seen)):
+    return both[0].seen, number, expected
+
+
+def test_a_late_instance_gets_the_means_as_they_were(module):
+    """The program has clipped them since, where they were completed."""
+    late_and_newest(module)
+
+
+@pytest.mark.complete
+def test_a_loop_survives_a_second_loss_during_the_recovery(module):
+    seen, number, expected = late_and_newest(module)
+    for later in range(len(seen)):
         second = Events(0, 1, later, in_recovery=True)
         found = looped_with_events(3, "ring", module, Events(2, 1, number), second)
-        assert found == [None, expected, None], both[0].seen[later]
+        assert found == [None, expected, None], seen[later]
 
 
 def test_a_loop_reports_that_it_ends_with_a_lost_instance(module, caplog):
