@@ -202,6 +202,7 @@ class Journal:
             try:
                 done = body()
             except BecameSpareError:
+                self.is_joining = False  # it may have been about to join
                 continue
             except Exception as error:
                 self.record(recorded.kind, obstacle=f"it has raised {type(error).__name__}: {error}")
@@ -311,8 +312,12 @@ class Journal:
                 "the program reads a variable or a batch, which a spare does not have before it becomes active; read "
                 "them in strategy.on_chief, or use metrics. The job goes on without this spare"
             )
-        with self.inside():
-            join()
+        try:
+            with self.inside():
+                join()
+        except BecameSpareError:  # before it had joined
+            self.is_joining = False
+            self.wait_for_values(join)
 
 
 # ---- values in entries
