@@ -151,7 +151,7 @@ class Journal:
     Attributes:
         is_kept: Whether operations are recorded or replayed at all.
         is_joining: Whether this instance has been a spare, and still lacks the state of the others.
-        has_joined: Whether this instance has been a spare that was chosen, so that it may hold placeholders with values.
+        has_joined: Whether this instance was a spare, so that it may hold placeholders with values.
         carriers: The holders of states that joining instances get, in the order of their construction.
     """
 
