@@ -59,9 +59,13 @@ class Communicator:
         mechanism: The way of the data: "window", "ring", "window and ring", or the name of the backend.
         instruments: The instruments that observe this rank.
         beside: A link for messages outside of collectives, closed with the communicator; None if the backend has none.
+        part: Function that returns a communicator of some ranks as `subgroup` does, but over the same connection: the
+            loss of a rank cannot disturb its creation. Called once, and closed before this communicator. None if the
+            backend has none.
     """
 
     beside: Link | None = None
+    part: Callable[[Sequence[int]], Communicator] | None = None
 
     def __init__(
         self,
@@ -353,10 +357,14 @@ class Communicator:
             return
         self._named.begin_close()
         self._let_see(Instruments())  # instruments keep the program's last collective as the last one seen
+        is_complete = False
         try:
             self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
+            is_complete = True
         finally:
+            if self.link is not None:
+                self.link.end(is_complete)
             self.abandon()
 
     def abandon(self) -> None:

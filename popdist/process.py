@@ -44,6 +44,7 @@ class Process:
     is_default: bool = False  # whether the backend is the default one, over MPI
     num_replicas: int | None = None
     cluster: Cluster | None = None  # given by the program instead of its environment
+    workers_go_on: bool = False  # whether the workers of a cluster go on if one is lost
     instance: Instance | None = None
     communicator: Communicator | None = None
     others: list[Communicator] = field(default_factory=list)  # connect the same instances over other transports
@@ -64,6 +65,7 @@ class Process:
     progress: Progress = NoProgress()
     attached: Sequence[Instrument] = ()  # instruments that observe this instance
     timeline: Timeline | None = None  # the recording, if the job is recorded
+    changes: int = 0  # number of changes of the members so far, the same on all processes that took part in the last
     was_finalized: bool = False
     failed_at: int | None = None  # number of collectives called when the program began to fail
     watches_exit: bool = False

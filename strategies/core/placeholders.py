@@ -68,6 +68,13 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
         """The number of bytes of the values."""
         return self.size * int(self.dtype.itemsize)
 
+    def block_until_ready(self) -> Placeholder:
+        """Wait until the values are computed, as programs do to measure time; a spare has nothing to compute."""
+        wait = getattr(self._value, "block_until_ready", None)
+        if wait is not None:
+            wait()
+        return self
+
     def is_deleted(self) -> bool:
         """Return whether the values were there and a step has used them up."""
         is_deleted = getattr(self._value, "is_deleted", None)

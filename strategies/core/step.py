@@ -177,6 +177,7 @@ class StepLoop(Generic[State, Pending]):
         journal = self._members.journal
         if journal.replays:
             self._rehearse(batch)
+            self._members.instruments.step_begins(state.step)
         self._before = state
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None

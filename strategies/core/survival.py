@@ -13,6 +13,7 @@ import numpy as np
 from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
 from popdist.leaving import is_to_carry_on
+from popdist.records.recording import note_obstacle
 from strategies.core.carrier import hand_over_all
 from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
 from strategies.core.members import Members
@@ -159,6 +160,8 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
     """
     if members.is_spare:
         return  # a rehearsal does not have the data set, and the active instances say it
+    if reason:
+        note_obstacle(reason)
     if reason and members.can_carry_on:
         members.progress.needs_all()
     if reason and members.can_carry_on and members.communicator.size > 1:
@@ -174,7 +177,8 @@ def warn_where_none_goes_on(members: Members) -> None:
     if is_to_go_on and not members.can_carry_on and members.communicator.rank == 0:
         logger.warning(
             "%s cannot go on without a lost instance, as --on-failure shrink asks: if an instance is lost, the job "
-            "ends; use PopDistStrategy over MPI, or use poprun --on-failure restart to go on from a checkpoint",
+            "ends; use PopDistStrategy over MPI, or IPUMultiWorkerStrategy(on_failure='shrink') without poprun, or use "
+            "poprun --on-failure restart to go on from a checkpoint",
             members.kind,
         )
 

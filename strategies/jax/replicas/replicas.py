@@ -19,6 +19,7 @@ from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
+from popdist.environments.poprun import process_index
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
@@ -89,7 +90,7 @@ class Replicas:
 
     Attributes:
         kind: Name of the strategy for messages.
-        first_index: First index of this instance, by which poprun names it also after others were lost.
+        first_index: First index of this instance, of a spare its rank; poprun names it so also after others were lost.
         num_replicas_in_sync: R, the number of replicas of all instances, also after instances were lost.
         adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
         done_so_far: Progress of this instance, for the survivors of a loss.
@@ -115,7 +116,7 @@ class Replicas:
     ) -> None:
         self.kind = kind
         self._membership = membership
-        self.first_index = membership.instance.index
+        self.first_index = process_index(os.environ, membership.instance)
         self.num_replicas_in_sync = membership.instance.total_replicas
         self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
