@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 import strategies
-from strategies.core.journal import ENTRY_LIMIT, BecameSpareError, InstanceProgress, Journal, Recorded, packed, unpacked
-from strategies.core.placeholders import Placeholder, blank, has_unread, read, resolve, unread
+from strategies.core.journal import BecameSpareError, InstanceProgress, Journal, Recorded
 from strategies.errors import SpareError
+from strategies.placeholders import (
+    ENTRY_LIMIT,
+    Placeholder,
+    blank,
+    has_unread,
+    packed,
+    read,
+    resolve,
+    unpacked,
+    unread,
+)
 
 
 class Member:
@@ -167,7 +177,7 @@ class TestPlaceholders:
 
         return unread(tree, wait)
 
-    def test_they_have_shapes_and_dtypes(self):
+    def test_placeholders_have_shapes_and_dtypes(self):
         found = self.waiting(self.TREE)
         assert (found["w"].shape, found["w"].dtype, found["w"].nbytes, len(found["w"])) == ((2, 3), np.float32, 24, 2)
         assert has_unread(found)
@@ -198,7 +208,7 @@ class TestPlaceholders:
         with pytest.raises(SpareError, match="no values yet"):
             jnp.add(self.waiting(self.TREE)["w"], 1)
 
-    def test_they_get_the_values_of_an_active_instance(self):
+    def test_placeholders_get_the_values_of_an_active_instance(self):
         found = self.waiting(self.TREE)
         assert blank(found)["w"].tolist() == [[0, 0, 0]] * 2
         resolve(found, self.TREE)

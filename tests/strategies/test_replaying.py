@@ -312,7 +312,7 @@ def test_a_spare_reads_no_batches():
 
 
 @pytest.mark.parametrize("name", ["predict", "run", "communicator"])
-def test_what_a_spare_cannot_replay_raises_one_clear_error(name):
+def test_an_operation_that_a_spare_cannot_replay_raises_one_clear_error(name):
     says = {
         "predict": "a spare cannot replay",
         "run": "a spare takes part in no collective",
