@@ -17,7 +17,7 @@ from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.journal import JoinsNowError, Recorded
+from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
@@ -129,6 +129,7 @@ class StepLoop(Generic[State, Pending]):
         self._latest: State | None = None  # kept if the job can go on after a loss
         if rules.own_part and engine.has_copies():
             members.done_so_far.at_change.append(self._fit_latest)
+        self._renewed: tuple[Batch | None, Batch | None] = (None, None)  # of a step in which this became a spare
         self.carrier = Carrier(members, engine, rules.own_part)
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._is_kept = members.journal.is_kept
@@ -191,6 +192,8 @@ class StepLoop(Generic[State, Pending]):
         members, surroundings = self._members, self._surroundings()
         local = surroundings.local
         batch = members.up_to_date(batch)
+        if self._is_kept:
+            self.carrier.batch = batch
         surroundings.instruments.step_begins(state.step)
         is_flipped = members.faults.is_armed and not members.journal.is_joining and members.faults.take_flip()
         if is_flipped:
@@ -217,12 +220,17 @@ class StepLoop(Generic[State, Pending]):
     def _carried(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update whose state can be handed over."""
         carrier, journal = self.carrier, self._members.journal
+        given, renewed = self._renewed
         carrier.note(state)
-        carrier.batch = batch
+        carrier.batch = renewed if given is batch else batch
         try:
-            state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
+            state, metrics = self._made(state if journal.is_joining else carrier.read(state), carrier.batch)
+        except BecameSpareError:
+            self._renewed = batch, carrier.batch
+            raise
         finally:
             carrier.batch = None
+        self._renewed = None, None
         carrier.note(state)
         return state, metrics
 

@@ -110,4 +110,11 @@ IN_POPRUN = (
         new="return self.is_asleep",
         caught_by="tests/poprun/test_regrowth.py::test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready",
     ),
+    Fault(
+        name="instances act on a wish for other active instances before all of them have it",
+        path="poprun/supervisor/resizing.py",
+        old="self._is_complete = all(each.record.wanted.number == self._number for each in there)",
+        new="self._is_complete = any(each.record.wanted.number == self._number for each in there)",
+        caught_by="tests/poprun/test_resizing.py::test_a_wish_that_is_not_shown_by_all_is_never_complete",
+    ),
 )

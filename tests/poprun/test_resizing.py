@@ -34,26 +34,26 @@ def wishes(script: Script) -> list[tuple[int, Wanted]]:
 
 
 def test_a_wish_is_complete_when_every_process_has_it_and_fulfilled_when_every_process_has_considered_it():
-    script = job("aas")
+    script = job("tts")
     script.ask_resize(1.0, 7, 3)
     script.run(1.0)
     assert wishes(script) == [(index, Wanted(1, 3)) for index in range(3)]
     script.run(2.0)
     assert wishes(script)[3:] == [(index, Wanted(1, 3, is_complete=True)) for index in range(3)]
     assert answers(script) == []
-    script.take_roles(2.0, "aaa")
+    script.take_roles(2.0, "ttt")
     script.run(3.0)
     assert answers(script) == [(7, True, "2 -> 3 instances")]
     script.ask_resize(3.0, 8, 1)
     script.run(4.0)
-    script.take_roles(4.0, "ass")
+    script.take_roles(4.0, "tss")
     script.run(5.0)
     assert wishes(script)[-1] == (2, Wanted(2, 1, is_complete=True))
     assert answers(script)[1:] == [(8, True, "3 -> 1 instance")]
 
 
 def test_a_wish_that_is_not_shown_by_all_is_never_complete():
-    script = job("aas")
+    script = job("tts")
     script.at(0.9, lambda: setattr(script.instances[2], "answers", False))
     script.ask_resize(1.0, 7, 3)
     script.run(9.0)
@@ -61,30 +61,30 @@ def test_a_wish_that_is_not_shown_by_all_is_never_complete():
 
 
 def test_a_lost_process_does_not_hold_up_the_change():
-    script = job("aass")
+    script = job("ttss")
     script.at(0.9, lambda: setattr(script.instances[1], "answers", False))
     script.ask_resize(1.0, 7, 4)
     script.end(2.0, 1, killed())
     script.run(3.0)
     assert [wanted.is_complete for _, wanted in wishes(script)[4:]] == [True] * 3
-    script.take_roles(3.0, "a-aa")
+    script.take_roles(3.0, "t-tt")
     script.run(4.0)
     assert answers(script) == [(7, False, "2 -> 3 instances, not 4 as wanted: processes were lost meanwhile")]
 
 
 def test_the_second_of_two_quick_requests_takes_the_place_of_the_first():
-    script = job("aas")
+    script = job("tts")
     script.ask_resize(1.0, 7, 3)
     script.ask_resize(1.3, 8, 1)
     script.run(2.0)
     assert wishes(script)[-1] == (2, Wanted(2, 1, is_complete=True))
-    script.take_roles(2.0, "ass")
+    script.take_roles(2.0, "tss")
     script.run(3.0)
     assert answers(script) == [(7, False, "another resize has taken its place"), (8, True, "2 -> 1 instance")]
 
 
 def test_a_request_for_the_present_number_changes_nothing():
-    script = job("aas")
+    script = job("tts")
     script.ask_resize(1.0, 7, 2)
     script.run(3.0)
     assert answers(script) == [(7, True, "2 -> 2 instances: nothing to change")]
@@ -93,11 +93,11 @@ def test_a_request_for_the_present_number_changes_nothing():
 
 class TestHosts:
     def test_a_host_is_left_by_barring_its_processes(self):
-        script = job("aass", "node0 node1.org node0 node1.org")
+        script = job("ttss", "node0 node1.org node0 node1.org")
         script.ask_resize(1.0, 7, leave=("node1",))
         script.run(2.0)
         assert wishes(script)[4:] == [(index, Wanted(1, 2, index in (1, 3), True)) for index in range(4)]
-        script.take_roles(2.0, "asas")
+        script.take_roles(2.0, "tsts")
         script.ask_resize(3.0, 8, 3)
         script.run(4.0)
         assert answers(script)[0] == (7, True, "2 -> 2 instances")
@@ -109,39 +109,39 @@ class TestHosts:
         assert [wanted.is_barred for _, wanted in wishes(script)[-4:]] == [False] * 4
 
     def test_the_last_active_instance_of_the_hosts_that_are_left_stays_until_others_have_joined(self):
-        script = job("aass", "node0 node0 node1 node1")
+        script = job("ttss", "node0 node0 node1 node1")
         script.ask_resize(1.0, 7, leave=("node0",))
         script.run(2.0)
         assert wishes(script)[4:] == [(index, Wanted(1, 3, index == 1, True)) for index in range(4)]
-        script.take_roles(2.0, "asaa")
+        script.take_roles(2.0, "tstt")
         script.run(3.0)
         assert answers(script) == []
         assert wishes(script)[-4:] == [(index, Wanted(2, 2, index < 2, True)) for index in range(4)]
-        script.take_roles(3.0, "ssaa")
+        script.take_roles(3.0, "sstt")
         script.run(4.0)
         assert answers(script) == [(7, True, "2 -> 2 instances")]
 
     def test_a_process_that_joins_the_job_later_is_barred_on_a_host_that_was_left(self):
         script = Script(3, "node0 node1 node1", least=1, spares=2)
-        script.take_roles(0.2, "as-")
+        script.take_roles(0.2, "ts-")
         script.ask_resize(1.0, 7, leave=("node1",))
-        script.take_roles(2.0, "ass")
+        script.take_roles(2.0, "tss")
         script.run(3.0)
         assert wishes(script) == [(0, Wanted(1, 1)), (1, Wanted(1, 1, True)), (2, Wanted(1, 1, True))]
 
     def test_a_host_is_left_once_if_its_agents_get_a_notice(self):
-        script = job("aas", "node0 node1 node0")
+        script = job("tts", "node0 node1 node0")
         for _ in range(2):
             script.at(1.0, InstanceChanged(1, NOTICED))
         script.run(2.0)
         assert wishes(script)[3:] == [(index, Wanted(1, 2, index == 1, True)) for index in range(3)]
         assert script.said(Level.WARN) == ["host node1 is about to go away; other hosts take over from it"]
-        script.take_roles(2.0, "asa")
+        script.take_roles(2.0, "tst")
         script.run(3.0)
         assert script.all_of(PASS_ON) == []
 
     def test_all_programs_save_and_leave_if_a_host_that_gets_a_notice_cannot_be_left(self):
-        script = job("aas", "node0 node1 node0", least=3)
+        script = job("tts", "node0 node1 node0", least=3)
         script.at(1.0, InstanceChanged(1, NOTICED))
         script.run(2.0)
         assert wishes(script) == []
@@ -150,7 +150,7 @@ class TestHosts:
         assert "host node1 cannot be left: 2 instances would be active, and --min-instances is 3; all" in said
 
     def test_spares_are_barred_without_a_change(self):
-        script = job("as", "node0 node1")
+        script = job("ts", "node0 node1")
         script.ask_resize(1.0, 7, leave=("node1",))
         script.run(2.0)
         assert wishes(script) == [(0, Wanted(1, 1)), (1, Wanted(1, 1, is_barred=True))]
@@ -170,7 +170,7 @@ class TestHosts:
     ],
 )
 def test_a_request_that_cannot_be_fulfilled_is_refused_with_the_reason(across, counts, leave, reason):
-    script = job("aas", **across)
+    script = job("tts", **across)
     script.ask_resize(1.0, 7, *counts, leave=leave)
     script.run(2.0)
     [(asker, is_done, text)] = answers(script)
@@ -191,7 +191,7 @@ def test_a_job_whose_program_needs_all_instances_is_not_resized():
 def test_a_job_is_not_resized_before_its_instances_are_connected_or_after_they_have_finished():
     script = Script(2, least=1, spares=1)
     script.ask_resize(0.5, 7, 1)
-    script.take_roles(1.0, "aa")
+    script.take_roles(1.0, "tt")
     script.note(2.0, 0, leaving())
     script.note(2.0, 1, leaving())
     script.ask_resize(3.0, 8, 1)
