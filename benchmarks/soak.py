@@ -131,9 +131,14 @@ class Case:
         return {fault.instance for fault in self.faults if fault.kind != "delay"}
 
     @property
+    def lost_instances(self) -> set[int]:
+        """The instances that a fault may end, without spares."""
+        return {each for each in self.lost if each < self.instances}
+
+    @property
     def least_and_most(self) -> tuple[int, int]:
         """The least and the largest number of instances that may be active at the end."""
-        lost = len({each for each in self.lost if each < self.instances})
+        lost = len(self.lost_instances)
         is_uncertain = self.outside or any(fault.step in (None, STEPS - 1) for fault in self.faults)
         if is_uncertain or any(each >= self.instances for each in self.lost):
             return 1, self.instances + self.spares
@@ -344,14 +349,14 @@ def fault_of(case: Case, ended: subprocess.CompletedProcess[str], expected: list
     if ended.returncode == 1 and case.lost and WITHOUT_CHIEF in ended.stderr:
         return ""
     if ended.returncode and case.spares and any(said in ended.stderr for said in WITHOUT_VARIABLES):
-        initial = {each for each in case.lost if each < case.instances}
-        return "" if len(initial) == case.instances or case.outside else "no instance with variables was left"
+        return "" if len(case.lost_instances) == case.instances or case.outside else "no instance with variables was left"
     if ended.returncode:
         return f"status {ended.returncode}"
     least, most = case.least_and_most
     if not least <= len(found) <= most:
         return f"{len(found)} instances have results, not {least} to {most}"
-    if {each for each in case.lost if each < case.instances} and "the job completed with" not in ended.stderr:
+    is_lost = any(said in ended.stderr for said in (" on without it", " takes its place"))
+    if (is_lost or (case.lost_instances and not case.outside)) and "the job completed with" not in ended.stderr:
         return "the last line does not name the lost instances"
     return ""
 
