@@ -349,7 +349,8 @@ def fault_of(case: Case, ended: subprocess.CompletedProcess[str], expected: list
     if ended.returncode == 1 and case.lost and WITHOUT_CHIEF in ended.stderr:
         return ""
     if ended.returncode and case.spares and any(said in ended.stderr for said in WITHOUT_VARIABLES):
-        return "" if len(case.lost_instances) == case.instances or case.outside else "no instance with variables was left"
+        may_be_all = len(case.lost_instances) == case.instances or case.outside
+        return "" if may_be_all else "no instance with variables was left"
     if ended.returncode:
         return f"status {ended.returncode}"
     least, most = case.least_and_most

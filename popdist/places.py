@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from popdist.errors import LifeCycleError
 from popdist.process import Chief, process
+from popdist.records.faults import FaultInjector
 from popdist.records.progress import Role
 from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
 
@@ -168,4 +169,5 @@ def _alone() -> Communicator:
     import collectives
     from collectives.instruments import Instruments
 
-    return collectives.connect("single", replace(process.settings(), progress=Instruments()))
+    faults = [each for each in process.attached if isinstance(each, FaultInjector)]
+    return collectives.connect("single", replace(process.settings(), progress=Instruments(*faults)))

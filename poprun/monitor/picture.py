@@ -101,8 +101,9 @@ def picture_of(
 def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
     lines = [f"poprun {snapshot.pid} on {snapshot.host}: {' '.join(snapshot.program)}"]
     spares = sum(each.condition == SPARE for each in snapshot.instances)
-    parts = [count(len(snapshot.instances) - spares, "instance"), f"runs for {duration_text(snapshot.age_s)}"]
-    parts[1:1] = [count(spares, "spare")] if spares else []
+    carriers = sum(bool(each.replicas) for each in snapshot.instances)
+    parts = [count(carriers or len(snapshot.instances), "instance"), *([count(spares, "spare")] if spares else [])]
+    parts.append(f"runs for {duration_text(snapshot.age_s)}")
     steps = [each.steps_per_s for each in snapshot.instances if each.steps_per_s is not None]
     if steps:
         parts.append(f"{number_text(max(steps))} steps/s")

@@ -175,6 +175,7 @@ class StepLoop(Generic[State, Pending]):
         recorded = Recorded("step", self._packed, partial(self._replayed, state))
         if self._members.journal.replays:
             self._rehearse(batch)
+            self._members.instruments.step_begins(state.step)
         return self._members.journal.perform(recorded, partial(self._carried, state, batch))
 
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
