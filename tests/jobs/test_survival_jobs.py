@@ -207,7 +207,8 @@ def test_a_spare_takes_the_place_of_the_chief(tmp_path):
         ["0-2", "0-1", "2-3", "-"],
         ["3-7", "-", "0-1", "2-3"],  # instance 1 is the chief since then
     ]
-    begin, end = warnings(finished)
+    begin, end, cut_off = warnings(finished)
+    assert cut_off.startswith("timeline: instance 0 (")
     assert begin.startswith("instance 0 on host ")
     assert "; spare 2 on host " in begin
     assert begin.endswith(" takes its place")
