@@ -357,10 +357,14 @@ class Communicator:
             return
         self._named.begin_close()
         self._let_see(Instruments())  # instruments keep the program's last collective as the last one seen
+        is_complete = False
         try:
             self._run(Request(Call(CLOSE), (), 0, collective_ops.nothing))
             self._named.end_close()
+            is_complete = True
         finally:
+            if self.link is not None:
+                self.link.end(is_complete)
             self.abandon()
 
     def abandon(self) -> None:

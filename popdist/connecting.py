@@ -56,7 +56,20 @@ def _connect_workers(settings: Settings, instance: Instance) -> Communicator:
         rank=instance.index,
         names=cluster.names,
         description=f"{instance.total_replicas} replicas",
+        shrinks=process.workers_go_on,
     )
+
+
+def connect_survivors(lost: Communicator) -> Communicator:
+    """Connect with the surviving instances, over the transport of the lost communicator."""
+    import collectives
+
+    connected: Communicator
+    if process.workers_go_on:
+        connected = collectives.load_backend("grpc").connect_survivors(process.settings(), lost)
+    else:
+        connected = collectives.load_backend("mpi").connect_survivors(process.settings())
+    return connected
 
 
 def check_rank(communicator: Communicator, instance: Instance, way_out: str) -> None:

@@ -61,8 +61,13 @@ def init(num_replicas: int | None = None) -> None:
     initializeBackend()
 
 
-def join_cluster(cluster: Cluster, num_replicas: int) -> None:
+def join_cluster(cluster: Cluster, num_replicas: int, goes_on: bool = False) -> None:
     """Call `init` as a worker of `cluster`, whatever the environment says.
+
+    Args:
+        cluster: Addresses of all workers.
+        num_replicas: Total number of replicas.
+        goes_on: Whether the other workers go on if one is lost; the same on all workers.
 
     Raises:
         LifeCycleError: This process has already joined another job.
@@ -70,7 +75,7 @@ def join_cluster(cluster: Cluster, num_replicas: int) -> None:
     """
     wanted = cluster.instance(num_replicas)
     if process.communicator is None:
-        process.cluster = cluster
+        process.cluster, process.workers_go_on = cluster, goes_on
     elif process.instance != wanted:
         raise LifeCycleError(
             f"this process is an instance already ({_describe(process.instance)}), but the cluster makes it "

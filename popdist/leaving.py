@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable
 
-from popdist.connecting import finalize_mpi
+from popdist import connecting
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.failing import end_with
@@ -27,8 +27,11 @@ _ONLY_SPARES = "all instances that had the variables are lost, and spares have n
 
 
 def can_carry_on() -> bool:
-    """Return whether the other instances can continue after a loss: poprun --on-failure shrink, over MPI."""
-    return process.is_default and is_to_carry_on() and not process.others
+    """Return whether the other instances can continue after a loss.
+
+    Instances over MPI can under poprun --on-failure shrink, and workers of a cluster with on_failure="shrink".
+    """
+    return (process.workers_go_on or (process.is_default and is_to_carry_on())) and not process.others
 
 
 def is_to_carry_on() -> bool:
@@ -52,7 +55,10 @@ def carry_on() -> Instance:
         LifeCycleError: The job was not started to continue after losses.
     """
     if process.communicator is None or process.instance is None or not can_carry_on():
-        raise LifeCycleError("the job cannot go on without an instance; start it with poprun --on-failure shrink")
+        raise LifeCycleError(
+            "the job cannot go on without an instance; start it with poprun --on-failure shrink, or make all workers "
+            "with IPUMultiWorkerStrategy(on_failure='shrink')"
+        )
     if process.is_chosen:
         process.role, process.is_chosen = Role.ACTIVE, False
     else:
@@ -82,7 +88,7 @@ def connect_survivors(role: Role) -> None:
 
     while True:
         lost = [each for each in process.every_communicator if each is not process.alone]
-        everybody = collectives.load_backend("mpi").connect_survivors(process.settings())
+        everybody = connecting.connect_survivors(lost[-1])
         for communicator in lost:
             communicator.abandon()
         process.communicator, process.everybody = everybody, None
@@ -111,7 +117,7 @@ def disconnect() -> None:
         process.at_end()
     communicators[-1].close()
     process.progress.finished()
-    finalize_mpi()
+    connecting.finalize_mpi()
 
 
 def _end_with_who_is_left() -> None:
@@ -120,7 +126,7 @@ def _end_with_who_is_left() -> None:
     If an instance is lost during the last collective, some survivors may complete it while others abandon it. The
     others then wait for all survivors. So each instance checks for losses before it leaves.
     """
-    from collectives import BrokenError, PeerLostError
+    from collectives import BrokenError, ClosedError, PeerLostError
 
     while True:
         try:
@@ -139,7 +145,11 @@ def _end_with_who_is_left() -> None:
                 process.chief = Chief.DONE
             if not process.progress.is_released:
                 break
-        connect_survivors(Role.LEAVING)
+        try:
+            connect_survivors(Role.LEAVING)
+        except ClosedError:  # all others have ended in order, and this instance has only missed their last messages
+            process.chief = Chief.DONE
+            break
     process.forget_backend()
     process.progress.finished()
 
@@ -186,7 +196,7 @@ def _abandon() -> None:
     """Leave the job at once, without waiting for the others."""
     for communicator in process.every_communicator:
         communicator.abandon()
-    atexit.unregister(finalize_mpi)
+    atexit.unregister(connecting.finalize_mpi)
     if process.at_failure is not None:
         process.at_failure()
 

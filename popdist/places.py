@@ -76,7 +76,8 @@ def take_places(everybody: Communicator, role: Role) -> None:
     process.is_chosen = role is Role.SPARE and is_active
     if role is Role.ACTIVE and not is_active:
         _fall_asleep()
-    process.progress.takes_role(role is not Role.LEAVING and not is_active, number)
+    is_spare = process.role is Role.SPARE if role is Role.LEAVING else not is_active
+    process.progress.takes_role(is_spare, number)
 
 
 def _fall_asleep() -> None:

@@ -44,6 +44,7 @@ class Process:
     is_default: bool = False  # whether the backend is the default one, over MPI
     num_replicas: int | None = None
     cluster: Cluster | None = None  # given by the program instead of its environment
+    workers_go_on: bool = False  # whether the workers of a cluster go on if one is lost
     instance: Instance | None = None
     communicator: Communicator | None = None
     others: list[Communicator] = field(default_factory=list)  # connect the same instances over other transports

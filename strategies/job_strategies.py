@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Literal, Protocol, final, get_args
 
 from typing_extensions import override
 
@@ -20,6 +20,8 @@ from strategies.exchange.choice import GRPC, HOROVOD
 from strategies.jax.replicas.membership import Membership
 from strategies.launched import join_as_configured, refuse_other_process, replicas_of_instance
 from strategies.strategy import Strategy
+
+OnFailure = Literal["stop", "shrink"]
 
 
 @final
@@ -161,7 +163,7 @@ class ClusterResolver(Protocol):
 
 @final
 class WorkerCluster(Membership):
-    """The membership in a cluster of workers, connected over gRPC; if one worker is lost, the job ends for all.
+    """The membership in a cluster of workers, connected over gRPC.
 
     Args:
         cluster: The addresses of all workers.
@@ -169,15 +171,24 @@ class WorkerCluster(Membership):
             one.
         ipus_per_replica: The number of devices per replica.
         defaults: Default options; None for those of `IPUConfig`, read each time they are used.
+        on_failure: "shrink" if the other workers go on without a lost one, else "stop".
     """
 
     members: ClassVar[str] = "workers of a cluster"
     transport: ClassVar[str] = GRPC
 
     def __init__(
-        self, cluster: Cluster, num_local_replicas: int | None, ipus_per_replica: int, defaults: Defaults | None
+        self,
+        cluster: Cluster,
+        num_local_replicas: int | None,
+        ipus_per_replica: int,
+        defaults: Defaults | None,
+        on_failure: OnFailure,
     ) -> None:
+        if on_failure not in get_args(OnFailure):
+            raise ValueError(f"on_failure is {on_failure!r}; use one of {', '.join(get_args(OnFailure))}")
         self._cluster = cluster
+        self._shrinks = on_failure == "shrink"
         self._num_local_replicas = num_local_replicas
         super().__init__(ipus_per_replica, defaults)
 
@@ -186,9 +197,24 @@ class WorkerCluster(Membership):
         each = self._num_local_replicas
         if each is None:
             each = replicas_of_instance(self.defaults, self._ipus_per_replica) or 1
-        join_cluster(self._cluster, positive("num_local_replicas", each) * len(self._cluster.addresses))
+        num_replicas = positive("num_local_replicas", each) * len(self._cluster.addresses)
+        join_cluster(self._cluster, num_replicas, self._shrinks)
         refuse_other_process(self.defaults, popdist.instance())
         return popdist.instance(), popdist.communicator()
+
+    @property
+    @override
+    def is_chief(self) -> bool:
+        return self.instance.is_leader and popdist.is_chief()  # False everywhere once the chief has ended normally
+
+    @property
+    @override
+    def can_carry_on(self) -> bool:
+        return self._shrinks and popdist.can_carry_on()
+
+    @override
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        return popdist.carry_on(), popdist.communicator()
 
 
 @final
@@ -215,6 +241,9 @@ class IPUMultiWorkerStrategy(Strategy):
             IPUs (`strategies.config`); without a configuration, one.
         ipus_per_replica: The number of devices per replica, for pipelines.
         defaults: Default options of everything made for this strategy; see `Strategy.defaults`.
+        on_failure: What happens if a worker is lost; the same on all of them. "stop": the job ends. "shrink": the
+            others take over its replicas and go on to the same bits, if they are more than half of the workers, or
+            half with the first one (docs: tf_config.md).
 
     Raises:
         TypeError: If `cluster_resolver` is not a cluster resolver.
@@ -222,7 +251,7 @@ class IPUMultiWorkerStrategy(Strategy):
         PeerRefusedError: If this worker's address is in use, or another worker refuses it.
         SecurityError: If workers on several machines have no certificates.
         CollectiveTimeoutError: If a worker does not connect in time.
-        ValueError: If `num_local_replicas` or `ipus_per_replica` is not positive.
+        ValueError: If `num_local_replicas` or `ipus_per_replica` is not positive, or `on_failure` is unknown.
     """
 
     def __init__(
@@ -232,8 +261,10 @@ class IPUMultiWorkerStrategy(Strategy):
         num_local_replicas: int | None = None,
         ipus_per_replica: int = 1,
         defaults: Defaults | None = None,
+        on_failure: OnFailure = "stop",
     ) -> None:
-        membership = WorkerCluster(_cluster_of(cluster_resolver), num_local_replicas, ipus_per_replica, defaults)
+        cluster = _cluster_of(cluster_resolver)
+        membership = WorkerCluster(cluster, num_local_replicas, ipus_per_replica, defaults, on_failure)
         super().__init__(membership, popdist.progress(), variables_on_host=variables_on_host)
 
 

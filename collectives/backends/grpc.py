@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from collectives.communicator import Communicator
+from collectives.errors import CollectiveError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble
 from collectives.network.addresses import Address
 from collectives.network.lanes import SMALL_BYTES, CopiedMessage, Fetched, Inbox, Outbox, Received, Sent
@@ -28,6 +29,7 @@ SIZES = Sizes(
     gathered_bytes=1 << 16,
 )
 
+ALL = "all"
 _PAIR = 2
 _COPIED = CopiedMessage()
 
@@ -45,13 +47,19 @@ class GrpcLink(Link):
         group: Name of the group, the same on all its members.
         channel: Number of the channel, 0 or 1.
         members: Ranks of the group's members in the cluster, in the group's order.
+        epoch: Number of the membership to which the group belongs.
+
+    Attributes:
+        node: This worker.
+        epoch: Number of the membership to which the group belongs.
     """
 
-    def __init__(self, node: Node, group: str, channel: int, members: Sequence[int]) -> None:
+    def __init__(self, node: Node, group: str, channel: int, members: Sequence[int], epoch: int) -> None:
         self.rank = members.index(node.rank)
         self.size = len(members)
         self.sizes = sizes_for(self.size)
-        self._node = node
+        self.node = node
+        self.epoch = epoch
         self._group = group
         self._channel = f"{group}/{channel}"
         self._members = members
@@ -115,29 +123,35 @@ class GrpcLink(Link):
     def _outbox(self, to: int, lane: int) -> Outbox:
         outbox = self._outboxes.get((to, lane))
         if outbox is None:
-            outbox = self._node.outbox(self._members[to], f"{self._channel}/{lane}")
+            outbox = self.node.outbox(self._members[to], f"{self._channel}/{lane}", self.epoch)
             self._outboxes[to, lane] = outbox
         return outbox
 
     def _inbox(self, source: int, lane: int) -> Inbox:
         inbox = self._inboxes.get((source, lane))
         if inbox is None:
-            inbox = self._node.inbox(self._members[source], f"{self._channel}/{lane}")
+            inbox = self.node.inbox(self._members[source], f"{self._channel}/{lane}")
             self._inboxes[source, lane] = inbox
         return inbox
 
     def _complain(self, source: int, why: str) -> None:
-        self._node.lose(self._node.peers[self._members[source]], why)
+        self.node.lose(self.node.peers[self._members[source]], why)
+
+    @override
+    def end(self, is_complete: bool) -> None:
+        node = self.node
+        if self._group == node.group:
+            node.has_finished, node.may_reconnect = is_complete, not is_complete and node.shrinks
 
     def close(self) -> None:
-        """End both channels of the group. If the group has all workers, leave the cluster as well."""
-        if self._group == ALL:
-            self._node.leave()
+        """End both channels of the group. If the group has all workers that are left, leave the cluster as well."""
+        node = self.node
+        if self._group == node.group and not node.may_reconnect:
+            node.leave()
+        elif self.epoch < node.epoch:
+            node.drop_lanes(f"{self._group}/")
         else:
-            self._node.end_lanes(f"{self._group}/")
-
-
-ALL = "all"
+            node.end_lanes(f"{self._group}/")
 
 
 def connect(
@@ -148,6 +162,7 @@ def connect(
     names: Sequence[str] | None = None,
     description: str = "",
     security: Security | None = None,
+    shrinks: bool = False,
 ) -> Communicator:
     """Join the workers at `addresses` as `rank`; return when streams connect this worker with all others, both ways.
 
@@ -161,6 +176,7 @@ def connect(
         names: Names of the workers in messages, shown beside their addresses; default: "rank 0", "rank 1", ...
         description: Further facts on which all workers must agree, e.g. the number of replicas.
         security: Certificates and token; default: from the environment variables POPDIST_TLS_... and POPDIST_JOB_TOKEN.
+        shrinks: Whether the others may go on if a worker is lost, see `connect_survivors`; the same on all workers.
 
     Raises:
         ValueError: An address is invalid or listed twice, or `rank` has no address.
@@ -178,27 +194,67 @@ def connect(
     security = security or Security.from_environ(os.environ)
     if settings.network is not None:
         description = ", ".join(filter(None, [description, f"plans by {settings.network}"]))
-    node = Node(parsed, full_names, rank, description, security, settings.limits)
+    if shrinks:
+        description = ", ".join(filter(None, [description, "going on without lost workers"]))
+    node = Node(parsed, full_names, rank, description, security, settings.limits, shrinks)
     node.join()
-    return _communicator(replace(settings, spins=0), node, ALL, range(len(parsed)))
+    return _communicator_of_all(settings, node, 0, range(len(parsed)))
 
 
-def _communicator(settings: Settings, node: Node, group: str, members: Sequence[int]) -> Communicator:
+def connect_survivors(settings: Settings, lost: Communicator) -> Communicator:
+    """Connect the workers that are left; all of them call this, and again after another loss.
+
+    They agree on who is left (`collectives.network.survivors`). Messages of earlier communicators are never taken for
+    messages of the new one; the caller abandons these communicators.
+
+    Args:
+        settings: Options, the same on all workers.
+        lost: Communicator of this worker from `connect` with `shrinks`, from this function, or a subgroup of those.
+
+    Raises:
+        PeerLostError: The others go on without this worker, or so few are left that others might go on as well.
+        ClosedError: All workers have finished.
+        CollectiveTimeoutError: Some worker has not agreed within `timeout_s`.
+    """
+    link = lost.link
+    assert isinstance(link, GrpcLink)
+    node, recovery = link.node, link.node.recovery
+    if recovery is None:
+        raise PeerLostError("these workers were not connected to go on after a loss; connect all with shrinks=True")
+    settings.progress.waiting_for([peer for peer in node.peers if peer not in node.losses])
+    try:
+        view = recovery.survive(link.epoch)
+    except CollectiveError:
+        node.leave()
+        raise
+    left = sorted(view.members)
+    settings.progress.carry_on(len(node.names) - len(left))
+    return _communicator_of_all(settings, node, view.epoch, left)
+
+
+def _communicator_of_all(settings: Settings, node: Node, epoch: int, members: Sequence[int]) -> Communicator:
+    """Return a communicator of all workers of a membership; closing it leaves the cluster."""
+    node.may_reconnect = False
+    node.group = f"all@{epoch}:{'.'.join(map(str, members))}" if epoch else ALL
+    return _communicator(replace(settings, spins=0), node, node.group, members, epoch)
+
+
+def _communicator(settings: Settings, node: Node, group: str, members: Sequence[int], epoch: int) -> Communicator:
     subgroups: Counter[tuple[int, ...]] = Counter()
 
     def lost(awaited: Sequence[int]) -> str:
-        return node.lost([members[rank] for rank in awaited], members)
+        return node.lost([members[rank] for rank in awaited], members, epoch)
 
     def make_subgroup(ranks: Sequence[int]) -> Communicator:
         chosen = tuple(members[rank] for rank in ranks)
         subgroups[chosen] += 1
         name = f"{group}+{'.'.join(map(str, chosen))}#{subgroups[chosen]}"
-        return _communicator(settings, node, name, chosen)
+        return _communicator(settings, node, name, chosen, epoch)
 
     of_rank = members.index(node.rank)
     seen = RankGroup(of_rank, [node.names[member] for member in members], members, lost)
-    links = (GrpcLink(node, group, 0, members), GrpcLink(node, group, 1, members))
+    links = (GrpcLink(node, group, 0, members, epoch), GrpcLink(node, group, 1, members, epoch))
     lanes = {link.begin() for link in links}
-    if group == ALL:  # a subgroup is made without waiting for its members
+    if group == ALL:  # other groups are made without waiting for their members
         node.await_streams(lanes)
     return assemble(settings, seen, links, False, make_subgroup)

@@ -114,6 +114,8 @@ class Admission:
             return
         if not (peer.claim.is_held_by(hello.incarnation) and is_same(hello.heard, peer.drawn)):
             raise taken(name, holder)
+        if hello.epoch < self._node.epoch:
+            raise Refusal(f"it comes from membership {hello.epoch}, but this is {self._node.epoch}", is_final=False)
         if hello.lane in peer.incoming:
             raise Refusal(f"{name} has begun that lane already")
         self._check_lane(peer, hello.lane)

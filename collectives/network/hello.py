@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from collectives.calls import foreign
 from collectives.network.identity import Runner
 
-PROTOCOL = 2
+PROTOCOL = 3
 _LARGEST = 1 << 32
 _LONGEST = 100  # maximum length of a text
 _LONGEST_LANE = 4096  # maximum length of a lane, which names all members of its group
@@ -34,6 +34,7 @@ class Hello:
         user_id: Number of that user.
         process: Process id of the sender.
         host: Host of the sender.
+        epoch: Number of the membership to which a lane belongs, see `collectives.network.survivors`.
     """
 
     protocol: int
@@ -48,6 +49,7 @@ class Hello:
     user_id: int = 0
     process: int = 0
     host: str = ""
+    epoch: int = 0
 
     @property
     def runner(self) -> Runner:

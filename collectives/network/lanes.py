@@ -196,9 +196,11 @@ class Outbox:
 
     Attributes:
         put: Function that appends a message.
+        is_dropped: Whether nobody needs the messages any more.
     """
 
     def __init__(self, bell: Bell) -> None:
+        self.is_dropped = False
         self._bell = bell
         self._queue: SimpleQueue[bytes | Sent | None] = SimpleQueue()
         self.put: Callable[[bytes | Sent], None] = self._queue.put

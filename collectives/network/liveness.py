@@ -12,6 +12,7 @@ BEAT_S = 0.5  # interval of the beats that each worker sends to all others
 LOST_AFTER_S = 6.0  # a worker with a longer silence is lost if its address does not answer either
 FAILURES = 3  # number of attempts that must fail, because this worker may have been stopped itself
 _ANSWER_LIMIT_S = 1.0
+_LONGEST_PAUSE_S = 2.0  # between two attempts; after a longer one this worker was stopped itself
 
 
 class PeerWatch:
@@ -19,11 +20,13 @@ class PeerWatch:
 
     A broken connection reports itself; a cut network does not. Then nothing arrives, as from a process that is stopped
     by a debugger, by SIGSTOP or by lack of memory. To tell these cases apart, a new connection is tried: the kernel of
-    a stopped process accepts it.
+    a stopped process accepts it. The others wait for such a process. If they may go on without it, they wait no longer
+    than `stall_warning_s`.
     """
 
     def __init__(self, node: Worker) -> None:
         self._node = node
+        self._stopped_after_s = max(LOST_AFTER_S, node.limits.stall_warning_s)
 
     def start(self) -> None:
         """Start the thread."""
@@ -49,6 +52,10 @@ class PeerWatch:
                 try:
                     peer.endpoint.connect(_ANSWER_LIMIT_S).close()
                     silence.was_answered(self._node.clock.now_s())
+                    if self._node.shrinks and silence.observed_s > self._stopped_after_s:
+                        why = f"silent for {silence.observed_s:.0f} s, though its machine answers: is it stopped?"
+                        self._node.lose(peer, why)
+                        return
                 except OSError as error:
                     if (silent_s := silence.was_not_answered(self._node.clock.now_s())) is not None:
                         why = f"silent for {silent_s:.1f} s, and at its address: {describe_os_error(error)}"
@@ -64,15 +71,23 @@ class Silence:
 
     Args:
         since: Time when the worker was last heard, in seconds of any clock; all times use that clock.
+
+    Attributes:
+        observed_s: Seconds of silence between attempts. Time in which this worker was stopped itself does not count.
     """
 
     def __init__(self, since: float) -> None:
         self.since = since
+        self.observed_s = 0.0
         self._seen_at = since
+        self._answered_at: float | None = None
         self._failures = 0
 
     def was_answered(self, now: float) -> None:
         """Note that the worker's kernel has accepted a connection: it may be stopped, but is not lost."""
+        if self._answered_at is not None:
+            self.observed_s += min(now - self._answered_at, _LONGEST_PAUSE_S)
+        self._answered_at = now
         self._seen_at = max(self._seen_at, now)
         self._failures = 0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from collectives.calls import MOST_OF_PEERS, foreign
 from collectives.errors import PeerRefusedError
@@ -23,6 +24,7 @@ from collectives.network.lanes import Bell, Inbox, Outbox
 from collectives.network.liveness import BEAT_S, PeerWatch
 from collectives.network.meeting import Meeting
 from collectives.network.peer import Peer
+from collectives.network.recovery import Recovery
 from collectives.network.security import TOKEN
 from collectives.network.worker import Worker
 
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 10.0  # time limit for the other workers to receive the last messages
 GOODBYE = b"goodbye "  # the last beat of a worker that leaves in order; the reason follows
+FINISHED = b"finished"  # the last beat of a worker if all workers have closed their communicators
 _AWAY_S = 5.0  # a leaving worker does not wait for a worker that has been silent this long
 _CLOSE_LIMIT_S = 0.5  # time limit for closing the connections
 _FIRST_STREAMS_LIMIT_S = 1.0  # time limit for opening the first lanes; after it the worker goes on without them
@@ -45,9 +48,17 @@ class Node(Worker):
 
     Attributes:
         admission: Check of peers that begin streams.
+        recovery: Way from the loss of a worker to the next membership; None if no worker goes on after a loss.
+        group: Name of the group of all workers that are left. If it is closed, this worker leaves.
+        has_finished: Whether all workers have closed that group.
+        may_reconnect: Whether this worker could not close it because of a loss, and may go on with the others.
     """
 
     admission: Admission
+    recovery: Recovery | None = None
+    group = ""
+    has_finished = False
+    may_reconnect = False
     _server: grpc.Server | None = None
 
     # ---- the beginning
@@ -65,6 +76,7 @@ class Node(Worker):
         self._bells: dict[str, Bell] = {}
         self._inboxes: dict[tuple[int, str], Inbox] = {}
         self.admission = Admission(self)
+        self.recovery = Recovery(self) if self.shrinks else None
         self.address, *others = self.security.check([self.address, *(peer.address for peer in self.peers.values())])
         for peer, address in zip(self.peers.values(), others, strict=True):
             peer.address = address
@@ -114,13 +126,13 @@ class Node(Worker):
             bell = self._bells.setdefault(channel_of(lane), Bell())
             return self._inboxes.setdefault((rank, lane), Inbox(bell))
 
-    def outbox(self, rank: int, lane: str) -> Outbox:
+    def outbox(self, rank: int, lane: str, epoch: int = 0) -> Outbox:
         """Return the outbox of one lane to another worker, and open its stream."""
         peer = self.peers[rank]
         outbox = Outbox(self.bell(channel_of(lane)))
-        call = self._begin(peer, wire.LANE_METHOD, outbox, lane)
+        call = self._begin(peer, wire.LANE_METHOD, outbox, lane, epoch)
         peer.outboxes[lane] = (outbox, call)
-        call.add_done_callback(lambda done: self._outgoing_ended(peer, done))
+        call.add_done_callback(lambda done: None if outbox.is_dropped else self._outgoing_ended(peer, done))
         return outbox
 
     def await_streams(self, lanes: set[str]) -> None:
@@ -132,10 +144,11 @@ class Node(Worker):
         with self.changed:
             self.clock.wait_for(self.changed, have_begun, _FIRST_STREAMS_LIMIT_S)
 
-    def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str) -> grpc.Future:
+    def _begin(self, peer: Peer, method: str, messages: Iterable[bytes], lane: str, epoch: int = 0) -> grpc.Future:
         assert peer.channel is not None
         heard = "" if lane == CONTROL else peer.claim.incarnation
-        of_this = Hello(PROTOCOL, self.cluster, self.rank, peer.rank, peer.drawn, lane, heard, **asdict(self.runner))
+        places = (PROTOCOL, self.cluster, self.rank, peer.rank, peer.drawn, lane, heard)
+        of_this = Hello(*places, **asdict(self.runner), epoch=epoch)
         hello = of_this.encode()
         metadata = ((wire.HELLO, hello), (wire.PROOF, self.security.prove(hello)))
         call: grpc.Future = peer.channel.stream_unary(method).future(iter(messages), metadata=metadata)
@@ -143,13 +156,16 @@ class Node(Worker):
 
     def begin_control(self, peer: Peer) -> grpc.Future:
         """Open the control stream to a worker, which sends beats from now on."""
-        return self._begin(peer, wire.CONTROL_METHOD, self._beats(), CONTROL)
+        peer.has_news = threading.Event()  # of this stream alone: an earlier one may not have ended yet
+        return self._begin(peer, wire.CONTROL_METHOD, self._beats(peer.has_news), CONTROL)
 
-    def _beats(self) -> Iterator[bytes]:
+    def _beats(self, has_news: threading.Event) -> Iterator[bytes]:
         yield b""
-        while not self.clock.wait(self.is_leaving, BEAT_S):
-            yield b""
-        yield GOODBYE + self.loss.encode()[:_FAREWELL_BYTES]
+        while not self.is_leaving.is_set():
+            self.clock.wait(has_news, BEAT_S)
+            has_news.clear()
+            yield b"" if self.recovery is None else self.recovery.beat()
+        yield FINISHED if self.has_finished else GOODBYE + self.loss.encode()[:_FAREWELL_BYTES]
 
     def end_lanes(self, prefix: str, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Send the remaining messages of a group's lanes, then end the lanes."""
@@ -159,11 +175,24 @@ class Node(Worker):
                 outbox, call = peer.outboxes.pop(lane)
                 outbox.end()
                 calls.append((peer, call))
+        self._close_inboxes(prefix)
+        self._await_end(calls, limit_s)
+
+    def drop_lanes(self, prefix: str) -> None:
+        """End the lanes of a group whose members have gone on without it; messages that are under way are lost."""
+        for peer in self.peers.values():
+            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
+                outbox, call = peer.outboxes.pop(lane)
+                outbox.is_dropped = True
+                outbox.end()
+                call.cancel()
+        self._close_inboxes(prefix)
+
+    def _close_inboxes(self, prefix: str) -> None:
         with self.changed:
             inboxes = [inbox for (_, lane), inbox in self._inboxes.items() if lane.startswith(prefix)]
         for inbox in inboxes:
             inbox.close()
-        self._await_end(calls, limit_s)
 
     def _await_end(self, calls: Sequence[tuple[Peer, grpc.Future]], limit_s: float) -> None:
         give_up = self.clock.now_s() + limit_s
@@ -185,6 +214,7 @@ class Node(Worker):
         give_up = self.clock.now_s() + LEAVE_LIMIT_S
         self.end_lanes("")
         self.is_leaving.set()
+        self._end_pauses_of_beats()
         controls = [(peer, peer.control) for peer in self.peers.values() if peer.control and peer.is_connected]
         self._await_end(controls, give_up - self.clock.now_s())
         if self._server is not None:
@@ -211,15 +241,18 @@ class Node(Worker):
         for closing in closings:
             closing.join(max(0.0, give_up - self.clock.now_s()))
 
-    def lost(self, awaited: Iterable[int], members: Iterable[int]) -> str:
+    def lost(self, awaited: Iterable[int], members: Collection[int], epoch: int = 0) -> str:
         """Return why waiting is useless, or "".
 
         Args:
             awaited: Ranks for which the caller waits.
             members: Ranks without which the group cannot continue.
+            epoch: Number of the membership to which the group belongs.
         """
-        if self.loss and any(member in self.peers and self.peers[member].is_lost for member in members):
-            return self.loss
+        if self.recovery is not None and (why := self.recovery.agreement.why_revoked(epoch)):
+            return why
+        if any(member in self.losses for member in members):
+            return next(iter(self.losses.values()))
         for rank in awaited:
             peer = self.peers[rank]
             if peer.has_left:
@@ -232,10 +265,12 @@ class Node(Worker):
             if peer.is_lost or peer.has_left or self.is_leaving.is_set():
                 return
             peer.is_lost = peer.claim.is_over = True
-            self.loss = self.loss or f"{peer.name} is lost: {why}"
+            self.losses = {**self.losses, peer.rank: f"{peer.name} is lost: {why}"}
+            if self.recovery is not None:
+                self.recovery.lose(peer, why)
             self.changed.notify_all()
         logger.debug("%s: %s is lost: %s", self.names[self.rank], peer.name, why)
-        self._ring_all()
+        self.tell_change()
 
     # ---- incoming streams
 
@@ -267,12 +302,14 @@ class Node(Worker):
                     break  # the process was sent away
                 peer.hear()
                 last = beat
+                if self.recovery is not None:
+                    self.recovery.hear(peer, beat)
         except Exception as error:  # gRPC raises various errors for a broken connection, or just ends the iterator
             logger.debug("%s: the stream of %s ended: %r", self.names[self.rank], peer.name, error)
         if not self._is_over(peer, incarnation):
             return
-        if last.startswith(GOODBYE):
-            self._take_leave(peer, last.removeprefix(GOODBYE))
+        if last.startswith((GOODBYE, FINISHED)):
+            self._take_leave(peer, last)
         else:
             self.lose(peer, "its connection broke")
 
@@ -290,12 +327,22 @@ class Node(Worker):
                 self.changed.notify_all()
             return False
 
-    def _take_leave(self, peer: Peer, farewell: bytes) -> None:
+    def _take_leave(self, peer: Peer, last: bytes) -> None:
+        farewell = last.removeprefix(GOODBYE).removeprefix(FINISHED)
         with self.changed:
             peer.farewell = foreign(farewell[:_FAREWELL_BYTES].decode(errors="replace"), MOST_OF_PEERS)
+            peer.has_finished = last == FINISHED
+            if self.recovery is not None and not peer.has_finished:
+                self.lose(peer, f"its program has failed or ended early{peer.farewell and ' because '}{peer.farewell}")
             peer.has_left = True
             self.changed.notify_all()
         self._ring_all()
+
+    @override
+    def tell_change(self) -> None:
+        self._ring_all()
+        if self.recovery is not None:
+            self._end_pauses_of_beats()
 
     def _ring_all(self) -> None:
         with self.changed:
@@ -303,8 +350,12 @@ class Node(Worker):
         for bell in bells:
             bell.ring()
 
+    def _end_pauses_of_beats(self) -> None:
+        for peer in self.peers.values():
+            peer.has_news.set()
+
     def _outgoing_ended(self, peer: Peer, call: Any) -> None:
-        if call.code() is not grpc.StatusCode.OK:
+        if call.code() not in (grpc.StatusCode.OK, wire.NOT_YET):  # not yet: it has gone on to the next membership
             self.lose(peer, f"its connection broke ({foreign(call.details() or '')})")
 
     def watch_control(self, peer: Peer) -> None:

@@ -38,8 +38,10 @@ class Peer:
         channel: Connection to it.
         incoming: Lanes on which it has begun to send.
         heard_at: Time of the last sign of it, in seconds of the clock.
+        has_news: Event that is set when this worker has something to tell it before the next beat.
         farewell: Reason that it gave when it left.
         has_left: Whether it has left in order.
+        has_finished: Whether it has left because all workers had closed their communicators.
         is_lost: Whether it is gone without leaving in order.
     """
 
@@ -60,8 +62,10 @@ class Peer:
     outboxes: dict[str, tuple[Outbox, grpc.Future]] = field(default_factory=dict)
     incoming: set[str] = field(default_factory=set)
     heard_at: float = field(init=False)
+    has_news: threading.Event = field(default_factory=threading.Event, repr=False)
     farewell: str = ""
     has_left: bool = False
+    has_finished: bool = False
     is_lost: bool = False
     is_being_probed: threading.Lock = field(default_factory=threading.Lock)
 

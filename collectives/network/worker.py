@@ -26,6 +26,7 @@ class Worker(ABC):
         description: Further facts on which all workers must agree.
         security: Certificates and token.
         limits: Limits of waits, with their clock.
+        shrinks: Whether the others go on if a worker is lost.
 
     Attributes:
         clock: Clock of the limits.
@@ -34,7 +35,9 @@ class Worker(ABC):
         channels: Channels that this worker uses.
         is_met: Whether all workers have met.
         is_leaving: Event that is set when this worker leaves.
-        loss: Reason why the group cannot continue; "" while it can.
+        losses: For each lost worker a sentence with the reason, in the order in which they were lost.
+        epoch: Number of the membership on which the workers have agreed last.
+        survived: Lost workers without which the others have gone on.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Worker(ABC):
         description: str,
         security: Security,
         limits: Limits,
+        shrinks: bool = False,
     ) -> None:
         self.rank = rank
         self.names = names
@@ -52,6 +56,7 @@ class Worker(ABC):
         self.security = security
         self.limits = limits
         self.clock = limits.clock
+        self.shrinks = shrinks
         self.runner = this_runner()
         self.cluster = digest_cluster([address.text for address in addresses], description)
         self.description = f"{', '.join(address.text for address in addresses)}{description and '; '}{description}"
@@ -64,7 +69,14 @@ class Worker(ABC):
         self.channels: set[str] = set()
         self.is_met = False
         self.is_leaving = threading.Event()
-        self.loss = ""
+        self.losses: dict[int, str] = {}  # replaced and never changed, so that it can be read without the lock
+        self.epoch = 0
+        self.survived: frozenset[int] = frozenset()
+
+    @property
+    def loss(self) -> str:
+        """The reason why the present members cannot continue; "" while they can."""
+        return next((why for rank, why in self.losses.items() if rank not in self.survived), "")
 
     @abstractmethod
     def begin_control(self, peer: Peer) -> grpc.Future:
@@ -81,3 +93,7 @@ class Worker(ABC):
     @abstractmethod
     def lose(self, peer: Peer, why: str) -> None:
         """Note that a worker is lost or violates the protocol."""
+
+    @abstractmethod
+    def tell_change(self) -> None:
+        """Let all waits look again, and tell the other workers the view of this one."""

@@ -197,5 +197,12 @@ class Link(ABC):
         """Return the pause function for a wait that begins now: `pause` if it covers all pending transfers."""
         return self.pause
 
+    def end(self, is_complete: bool) -> None:  # noqa: B027 - most links tell nobody
+        """Note the end of the last collective; `close` follows.
+
+        Args:
+            is_complete: Whether all ranks have closed. Otherwise this rank may connect with the survivors again.
+        """
+
     def close(self) -> None:  # noqa: B027 - most links hold nothing
         """Release the resources of the link, without waiting for other ranks."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from popdist.environments.poprun import num_spares, process_index
+from popdist.environments.poprun import process_index
 from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
@@ -65,7 +65,6 @@ class Timeline:
         header = {
             "instance": number,
             "instances": instance.count,
-            "spares": num_spares(environ),
             "replicas": [instance.replica_offset, instance.local_replicas, instance.total_replicas],
             "host": instance.host,
             "pid": os.getpid(),

@@ -54,7 +54,6 @@ class InstanceRecording:
         is_complete: Whether the recording has its end.
         program: The words of the program; empty if unknown.
         replicas: The number of replicas of all instances; 0 if unknown.
-        spares: The number of spares when the job began, which have the highest indices.
         profile: The profile beside the recording, as `popdist.timeline.profiles` describes it; None without one.
     """
 
@@ -73,7 +72,6 @@ class InstanceRecording:
     is_complete: bool = False
     program: Sequence[str] = ()
     replicas: int = 0
-    spares: int = 0
     profile: Profile | None = None
 
     @property
@@ -213,7 +211,7 @@ def what_is_missing(recordings: Sequence[InstanceRecording]) -> list[str]:
     warnings = []
     for attempt in sorted({each.attempt for each in recordings}):
         there = [each for each in recordings if each.attempt == attempt]
-        absent = sorted(set(range(there[0].instances + there[0].spares)) - {each.instance for each in there})
+        absent = sorted(set(range(there[0].instances)) - {each.instance for each in there})
         if absent:
             listed = cut_off(", ".join(map(str, absent)))
             warnings.append(
@@ -259,7 +257,6 @@ def _header_in(content: bytes) -> InstanceRecording:
     """Return a recording with the facts of its header: the instance, its job, and the begin."""
     said = _object(json.loads(content))
     instances = _number(said, "instances", 1, _MOST_INSTANCES)
-    spares = _number(said, "spares", 0, _MOST_INSTANCES) if "spares" in said else 0
     program = said.get("program") or ()
     if not isinstance(program, list | tuple):
         raise ValueError(f"its program is {program!r:.40}")
@@ -273,7 +270,6 @@ def _header_in(content: bytes) -> InstanceRecording:
         _time(said, "began_at_s"),
         program=tuple(map(str, program)),
         replicas=_replicas(said.get("replicas")),
-        spares=spares,
     )
 
 

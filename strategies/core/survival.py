@@ -177,7 +177,8 @@ def warn_where_none_goes_on(members: Members) -> None:
     if is_to_go_on and not members.can_carry_on and members.communicator.rank == 0:
         logger.warning(
             "%s cannot go on without a lost instance, as --on-failure shrink asks: if an instance is lost, the job "
-            "ends; use PopDistStrategy over MPI, or use poprun --on-failure restart to go on from a checkpoint",
+            "ends; use PopDistStrategy over MPI, or IPUMultiWorkerStrategy(on_failure='shrink') without poprun, or use "
+            "poprun --on-failure restart to go on from a checkpoint",
             members.kind,
         )
 

@@ -1,10 +1,11 @@
-"""The native kernel, and NumPy in its place, for tests of what both do."""
+"""The native kernel, and NumPy in its place, for tests of what both do; and two hosts whose cable can be cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
+from cut_networks import two_hosts
 
 from collectives.kernel import NATIVE, Kernel, kernel
 
@@ -32,3 +33,10 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def with_either(request: pytest.FixtureRequest) -> None:
     """Run the test with the native kernel, and once more without it."""
     request.getfixturevalue("native" if request.param == "native" else "without_kernel")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Sequence[str]]:
+    """Provide the names of two network namespaces with a cable between them."""
+    with two_hosts() as names:
+        yield names

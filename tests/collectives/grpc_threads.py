@@ -12,6 +12,7 @@ import numpy as np
 import collectives
 from collectives import Communicator, Limits, Settings
 from collectives.clock import Clock, FakeClock, RealClock
+from collectives.instruments import Instruments
 from collectives.network.security import Security
 from collectives.network.wire import DaemonThreads
 from collectives.plans.network import Network
@@ -48,16 +49,19 @@ class WorkerThreads:
         description: str = "",
         clock: Clock | None = None,
         network: Network | None = None,
+        shrinks: bool = False,
+        instruments: Instruments | None = None,
     ) -> Communicator:
         """Connect one worker to the others, in this thread."""
         limits = Limits(timeout_s=LIMIT_S, connect_timeout_s=connect_timeout_s, clock=clock or RealClock())
         return collectives.connect(
             "grpc",
-            Settings(limits=limits, network=network),
+            Settings(limits=limits, network=network, progress=instruments or Instruments()),
             addresses=addresses or self.addresses,
             rank=rank,
             description=description,
             security=security or self.security,
+            shrinks=shrinks,
         )
 
     def assert_reduce(self, workers: Sequence[Future[Communicator]]) -> None:

@@ -47,3 +47,11 @@ def test_the_time_is_counted_from_the_last_answer(answered_after_s: float) -> No
     for after_s in (1.5, 3.0, 4.5, 6.0):
         assert silence.was_not_answered(SINCE + answered_after_s + after_s) is None
     assert silence.was_not_answered(SINCE + answered_after_s + 7.5) == 7.5
+
+
+def test_only_silence_between_attempts_counts_for_a_stopped_worker() -> None:
+    """A long pause between two attempts means that the observer was stopped itself."""
+    silence = Silence(SINCE)
+    for after_s in (2.0, 3.0, 4.5, 600.0, 601.0):
+        silence.was_answered(SINCE + after_s)
+    assert silence.observed_s == 1.0 + 1.5 + 2.0 + 1.0

@@ -622,8 +622,8 @@ def test_a_proof_holds_for_one_hello_only(pair: Running, method: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"protocol": 0}, "it speaks version 0, but we speak 2"),
-        ({"protocol": 3}, "it speaks version 3, but we speak 2"),
+        ({"protocol": 0}, "it speaks version 0, but we speak 3"),
+        ({"protocol": 4}, "it speaks version 4, but we speak 3"),
         ({"cluster": "0" * 16}, "its cluster is not ours"),
         ({"source": 0}, "it is rank 0 and looks for rank 0, but this is rank 0"),
         ({"source": 2}, "it is rank 2 and looks for rank 0, but this is rank 0"),

@@ -23,6 +23,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
+from collectives.backends.grpc import connect_survivors
 
 ORDINARY = collectives.Limits()
 
@@ -122,12 +123,14 @@ def main() -> None:
     orders = Orders()
     say("begins")
     limits = collectives.Limits(options.stall_warning_s, options.timeout_s, options.connect_timeout_s)
+    settings = collectives.Settings(limits=limits)
     communicator = collectives.connect(
         "grpc",
-        collectives.Settings(limits=limits),
+        settings,
         addresses=options.addresses,
         rank=options.rank,
         description=options.description,
+        shrinks=options.shrinks,
     )
     say("has met the others")
     if options.names_only_at_first:
@@ -137,6 +140,15 @@ def main() -> None:
         if not FORGOTTEN:
             communicator.close()
         return
+    while options.shrinks:
+        try:
+            TASKS[options.task](communicator, orders, options)
+            communicator.close()
+            return
+        except collectives.PeerLostError:
+            lost, communicator = communicator, connect_survivors(settings, communicator)
+            lost.abandon()
+            say(f"goes on as rank {communicator.rank} of {communicator.size}")
     with communicator:
         TASKS[options.task](communicator, orders, options)
 
@@ -154,6 +166,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1003)
     parser.add_argument("--absent", type=int, nargs="*", default=[])
     parser.add_argument("--description", default="")
+    parser.add_argument("--shrinks", action="store_true")
     parser.add_argument("--names-only-at-first", action="store_true")
     parser.add_argument("--pause-s", type=float, default=0.0, help="between two rounds")
     parser.add_argument("--stall-warning-s", type=float, default=ORDINARY.stall_warning_s)

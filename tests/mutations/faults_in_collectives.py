@@ -203,4 +203,25 @@ IN_COLLECTIVES = (
         new="max(links[0])",
         caught_by="tests/collectives/plans/test_plan_choice.py::test_the_load_of_a_link_is_that_of_its_busier_direction",
     ),
+    Fault(
+        name="both parts of a cut network go on",
+        path="collectives/network/survivors.py",
+        old="return 2 * len(left) > len(members) or",
+        new="return len(left) > 0 or",
+        caught_by="tests/collectives/test_survivors.py::test_whatever_is_lost_or_cut_no_two_groups_go_on",
+    ),
+    Fault(
+        name="a worker goes on before all others have announced who is left",
+        path="collectives/network/survivors.py",
+        old="return said is not None and said.is_changing and said.alive == self.view.alive",
+        new="return said is not None",
+        caught_by="tests/collectives/test_survivors.py::test_whatever_is_lost_or_cut_no_two_groups_go_on",
+    ),
+    Fault(
+        name="a worker that the others have given up waits for them for ever",
+        path="collectives/network/survivors.py",
+        old='self._revoked.setdefault(self.view.epoch, f"the others go on without this worker ({why})")',
+        new="pass",
+        caught_by="tests/collectives/test_survivors.py::test_a_worker_that_the_others_have_given_up_learns_of_it",
+    ),
 )

@@ -89,4 +89,11 @@ IN_POPRUN = (
         new="return True",
         caught_by="tests/poprun/test_verify_losses.py::TestTheCourse::test_a_loss_that_did_not_happen_is_no_success",
     ),
+    Fault(
+        name="a new instance is to join although it has not come to the place where the others are",
+        path="poprun/ipc/facts.py",
+        old="return self.is_asleep and (self.record.is_ready or not self.is_reserve)",
+        new="return self.is_asleep",
+        caught_by="tests/poprun/test_regrowth.py::test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready",
+    ),
 )

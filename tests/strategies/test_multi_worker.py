@@ -283,6 +283,58 @@ class TestAWorkerThatIsLost:
 
 
 @pytest.mark.job
+@pytest.mark.cores(2)
+@pytest.mark.parametrize(
+    ("tasks", "victims", "variables"),
+    [
+        (3, [0], "on_host"),
+        *(
+            pytest.param(*case, marks=pytest.mark.complete)
+            for case in ((2, [1], "on_device"), (3, [2], "on_device"), (5, [1, 4], "on_device"))
+        ),
+    ],
+)
+def test_the_others_go_on_without_lost_workers_to_the_bits_of_one_process(tasks, victims, variables):
+    """All replicas go on, also those of the chief; every terminal tells who is lost and who goes on."""
+    steps = 12
+    with socket_addresses(tasks) as addresses:
+        command = [*OURS[:2], "surviving-workers", "steps", variables, 2, steps, victims[0]]
+        with running(Cluster(addresses), *command) as workers:
+            workers[victims[0]].wait_for(f"step {program.SAYS_SO_AT_STEP}", limit_s=END_LIMIT_S)
+            for victim in victims:
+                workers[victim].kill()
+            left = [rank for rank in range(tasks) if rank not in victims]
+            survivors = [workers[rank] for rank in left]
+            assert results_of(survivors) == [[steps, fingerprint_alone(2 * tasks, steps)]] * len(left)
+            for worker in survivors:
+                for victim in victims:
+                    [text] = worker.containing(f"worker {victim} at {addresses[victim]} is lost: its connection broke")
+                    assert text.endswith(" on without it")
+                assert all(f"worker {rank} at" in text for rank in left)
+
+
+@pytest.mark.job
+@pytest.mark.complete
+@pytest.mark.cores(2)
+def test_the_second_of_two_workers_ends_without_the_first_and_says_why():
+    with socket_addresses(2) as addresses:
+        command = [*OURS[:2], "surviving-workers", "steps", "on_device", 1, 12, 0]
+        with running(Cluster(addresses), *command) as workers:
+            workers[0].wait_for(f"step {program.SAYS_SO_AT_STEP}", limit_s=END_LIMIT_S)
+            workers[0].kill()
+            assert workers[1].end(END_LIMIT_S) == 1
+            assert "cannot go on: 1 of 2 workers are left" in last_line(workers[1])
+
+
+@pytest.mark.parametrize("wish", ["restart", None])
+def test_an_unknown_wish_is_refused_before_the_worker_connects(monkeypatch, wish):
+    monkeypatch.setenv("TF_CONFIG", CONFIG % 0)
+    with pytest.raises(ValueError, match="use one of stop, shrink"):
+        strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), on_failure=wish)
+    assert not popdist.isBackendInitialized()
+
+
+@pytest.mark.job
 @pytest.mark.complete
 @pytest.mark.cores(2)
 def test_a_worker_that_is_stopped_for_8_s_is_named_and_changes_nothing():

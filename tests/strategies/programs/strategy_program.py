@@ -1,6 +1,6 @@
 """An instance of a test job: `strategy_program.py STRATEGY TASK on_host|on_device LOCAL_REPLICAS [ARGUMENTS]`.
 
-STRATEGY is multi-worker or horovod. Each task ends with one line of JSON. Several tasks are given as TASK,TASK,... with
+STRATEGY is a key of MAKES. Each task ends with one line of JSON. Several tasks are given as TASK,TASK,... with
 a place of the variables for each, on_host,on_device,...; the arguments are those of the last task.
 
 rows               the results of the tests of the original's strategy
@@ -317,16 +317,22 @@ def multi_worker(variables_on_host, local_replicas):
     return strategies.IPUMultiWorkerStrategy(popdist.TFConfigClusterResolver(), variables_on_host, local_replicas)
 
 
+def surviving_workers(variables_on_host, local_replicas):
+    resolver = popdist.TFConfigClusterResolver()
+    return strategies.IPUMultiWorkerStrategy(resolver, variables_on_host, local_replicas, on_failure="shrink")
+
+
 def horovod(variables_on_host, local_replicas):
     popdist.init(local_replicas * popdist.instance().count)
     return strategies.IPUHorovodStrategy(variables_on_host)
 
 
+MAKES = {"multi-worker": multi_worker, "surviving-workers": surviving_workers, "horovod": horovod}
 TASKS = {each.__name__: each for each in (rows, everything, beside, steps, digits)}
 
 
 def main(strategy, tasks, places, local_replicas, *arguments):
-    make = {"multi-worker": multi_worker, "horovod": horovod}[strategy]
+    make = MAKES[strategy]
     *before, last = zip(tasks.split(","), places.split(","), strict=True)
     for task, place, words in (*((*each, ()) for each in before), (*last, arguments)):
         print(json.dumps(TASKS[task](make(place == "on_host", int(local_replicas)), *words)), flush=True)

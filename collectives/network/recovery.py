@@ -1,0 +1,139 @@
+"""The recovery of a worker: from the loss of another one to the next membership."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from functools import partial
+
+from collectives.errors import ClosedError, CollectiveTimeoutError, PeerLostError
+from collectives.network.peer import Peer
+from collectives.network.survivors import CHANGED, VIEW, Agreement, View
+from collectives.network.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_LAST_NEWS_S = 1.0  # a worker whose part is too small waits this long for news that others have taken it along
+_LOOK_EVERY_S = 0.5
+
+
+class Recovery:
+    """The part of a worker that agrees with the others on who is left.
+
+    The threads that receive beats do the work, so the other workers need not wait for this one's program.
+
+    Args:
+        node: This worker.
+
+    Attributes:
+        agreement: Agreement with the other workers; guarded by `node.changed`.
+    """
+
+    def __init__(self, node: Worker) -> None:
+        self.agreement = Agreement(node.rank, range(len(node.names)))
+        self._node = node
+        self._reported: set[int] = set()
+
+    def beat(self) -> bytes:
+        """Return the next beat to the other workers: the view of this worker, unless nothing has happened yet."""
+        view = self.agreement.view
+        return view.encode() if view.epoch or view.is_changing else b""
+
+    def lose(self, peer: Peer, why: str) -> None:
+        """Give up a worker; the caller holds the lock."""
+        self.agreement.lose(peer.rank, why, self._node.losses[peer.rank])
+        self.note()
+
+    def hear(self, peer: Peer, beat: bytes) -> None:
+        """Compare the view of another worker with our own, and give up the workers that it has given up."""
+        if not beat.startswith(VIEW):
+            return
+        node, agreement = self._node, self.agreement
+        try:
+            said = View.decode(beat)
+        except ValueError as error:
+            node.lose(peer, f"it sent {error}")
+            return
+        with node.changed:
+            before = (agreement.view, agreement.excluded)
+            others_lost = agreement.hear(peer.rank, said)
+            self.note()
+            has_changed = (agreement.view, agreement.excluded) != before
+            for rank, why in others_lost.items():
+                node.lose(node.peers[rank], why)
+        if has_changed:
+            node.tell_change()
+
+    def note(self) -> None:
+        """Take over the result of the agreement; the caller holds the lock."""
+        node = self._node
+        node.epoch, node.survived = self.agreement.view.epoch, frozenset(self.agreement.view.survived)
+        node.changed.notify_all()
+
+    def survive(self, epoch: int) -> View:
+        """Wait until the workers that are left have agreed on a membership after the one with number `epoch`.
+
+        Raises:
+            ClosedError: All workers have finished, so there is nothing to go on with.
+            PeerLostError: The others go on without this worker, or too few are left.
+            CollectiveTimeoutError: Some worker has not agreed within `timeout_s`.
+        """
+        node, agreement, clock = self._node, self.agreement, self._node.clock
+        started = clock.now_s()
+        too_few_since: float | None = None
+        with node.changed:
+            if agreement.view.epoch == epoch:
+                agreement.change(CHANGED)
+                self.note()
+                node.tell_change()
+            while True:
+                view, now = agreement.view, clock.now_s()
+                self._refuse(now - started)
+                if view.epoch > epoch and not view.is_changing:
+                    self._report(view)
+                    return view
+                too_few_since = None if agreement.may_go_on else (too_few_since or now)
+                if too_few_since is not None and now - too_few_since >= _LAST_NEWS_S:
+                    raise PeerLostError(self._why_too_few())
+                clock.wait_for(node.changed, partial(self._has_news_since, view), _LOOK_EVERY_S)
+
+    def _report(self, view: View) -> None:
+        """Warn of each worker that was lost since the last report."""
+        new = [rank for rank in view.survived if rank not in self._reported]
+        self._reported.update(new)
+        verb = "goes" if len(view.members) == 1 else "go"
+        for rank in new:
+            logger.warning("%s; %s %s on without it", self._node.losses[rank], self.named(view.members), verb)
+
+    def _has_news_since(self, view: View) -> bool:
+        return self.agreement.view is not view or bool(self.agreement.excluded) or self._have_finished()
+
+    def _have_finished(self) -> bool:
+        peers = self._node.peers
+        return any(peers[rank].has_finished for rank in self.agreement.view.alive if rank in peers)
+
+    def _refuse(self, waited_s: float) -> None:
+        """Raise if this worker cannot go on."""
+        node, limit_s = self._node, self._node.limits.timeout_s
+        if why := self.agreement.excluded:  # first: the others may have finished without this worker
+            raise PeerLostError(f"{node.names[node.rank]} cannot go on: the others go on without it ({why})")
+        if self._have_finished():
+            raise ClosedError("all workers have finished, so none goes on")
+        if waited_s > limit_s:
+            raise CollectiveTimeoutError(
+                f"{node.names[node.rank]} has waited {waited_s:.3g} s for {self.named(self.agreement.awaited)} to "
+                f"agree on who is left: gave up after timeout_s = {limit_s:g}"
+            )
+
+    def _why_too_few(self) -> str:
+        view = self.agreement.view
+        losses = "; ".join(self._node.losses[rank] for rank in view.lost)
+        return (
+            f"{losses}. {self.named(view.alive)} cannot go on: {len(view.alive)} of {len(view.members)} workers are "
+            f"left, and only more than half of them go on, or half with {self._node.names[min(view.members)]}; "
+            "otherwise both parts of a cut network would. Start all workers again"
+        )
+
+    def named(self, ranks: Collection[int]) -> str:
+        """Return the names of workers for messages."""
+        return ", ".join(self._node.names[rank] for rank in sorted(ranks))

@@ -1,0 +1,384 @@
+"""Workers over gRPC that lose some of them: the others agree on who is left, and go on in a smaller group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from cut_networks import HOSTS, unplug
+from grpc_jobs import socket_addresses
+from grpc_threads import LIMIT_S, WorkerThreads
+from losing import Lost, meeting_point
+from mpi_jobs import in_a_job
+from watching import watched
+from workers import Job, Worker, disposed_of, last_line, port_addresses, running
+
+from collectives import ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
+from collectives.backends.grpc import GrpcLink, connect_survivors
+from collectives.calls import Call
+from collectives.instruments import Instruments
+from collectives.network.wire import DaemonThreads
+
+SETTINGS = Settings(limits=Limits(timeout_s=LIMIT_S))
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Events:
+    """An instrument that counts the calls and waits of a worker after `begin`, and ends the worker at one of them.
+
+    Args:
+        number: The number of the event, from 0; None to lose nobody.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        self._left = number
+        self._counts = False
+        self.has_struck = False
+
+    def begin(self) -> None:
+        self._counts = True
+
+    def end(self) -> None:
+        self._counts = False
+
+    def operation_begins(self, number: int, call: Call) -> None:
+        self._note()
+
+    def operation_ends(self) -> None:
+        self._note()
+
+    def waiting_for(self, instances: Sequence[int]) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        if self._counts and self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                self._counts, self.has_struck = False, True
+                raise Lost
+
+
+def run(size: int, member: Callable[[int, Communicator], Any], *all_events: tuple[int, Events]) -> list[Any]:
+    """Run `member` on every worker, each in its own thread, and return its result; the error of one that fails."""
+    of = {rank: Instruments(events) for rank, events in all_events}
+    pool = DaemonThreads()
+
+    def one(group: WorkerThreads, rank: int) -> Any:
+        communicator = group.connect(rank, shrinks=True, instruments=of.get(rank))
+        try:
+            return member(rank, communicator)
+        except Lost:
+            node_of(communicator).leave()
+            return None
+
+    with socket_addresses(size) as addresses:
+        group = WorkerThreads(addresses)
+        futures: list[Future[Any]] = [pool.submit(one, group, rank) for rank in range(size)]
+        return [future.result(LIMIT_S) for future in futures]
+
+
+def node_of(communicator: Communicator) -> Any:
+    assert isinstance(communicator.link, GrpcLink)
+    return communicator.link.node
+
+
+def lose(communicator: Communicator) -> PeerLostError:
+    """Reduce until another worker is lost, and return the error."""
+    while True:
+        try:
+            communicator.all_reduce(np.ones(3))
+        except PeerLostError as error:
+            return error
+
+
+def go_on(communicator: Communicator, settings: Settings = SETTINGS) -> Communicator:
+    again = connect_survivors(settings, communicator)
+    communicator.abandon()
+    return again
+
+
+def left_by(rank: int, communicator: Communicator) -> list[int]:
+    """Return the first ranks of the workers of a group, as all of them see it."""
+    total = int(communicator.all_reduce(np.full(5, 1 << rank))[0])
+    return [former for former in range(communicator.size + 10) if total >> former & 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "lost"),
+    [(2, [1]), (3, [0]), (3, [1]), (5, [1, 3])],
+    ids=["the second of two", "the first of three", "the second of three", "two of five at once"],
+)
+def test_the_survivors_go_on_in_the_same_order(size: int, lost: list[int]) -> None:
+    all_are_connected = meeting_point(size)
+
+    def member(rank: int, communicator: Communicator) -> Any:
+        communicator.barrier()
+        all_are_connected.wait()
+        if rank in lost:
+            raise Lost
+        assert f"rank {lost[0]} at" in str(lose(communicator)) or len(lost) > 1
+        again = go_on(communicator)
+        found = left_by(rank, again)
+        while len(found) > size - len(lost):  # the others were not lost in the same moment
+            lose(again)
+            again = go_on(again)
+            found = left_by(rank, again)
+        again.close()
+        return found, again.rank
+
+    with watched() as warnings:
+        found = run(size, member)
+    left = [rank for rank in range(size) if rank not in lost]
+    assert found == [(left, left.index(rank)) if rank in left else None for rank in range(size)]
+    for rank in lost:
+        told = warnings.containing(f"rank {rank} at ", "is lost: its program has failed", "on without it")
+        assert len(told) == len(left)
+        assert all(f"rank {other} at" in text for text in told for other in left)
+
+
+@pytest.mark.parametrize(("size", "lost"), [(2, [0]), (4, [0, 1]), (4, [1, 2, 3])])
+def test_workers_that_may_not_go_on_say_why(size: int, lost: list[int]) -> None:
+    all_are_connected = meeting_point(size)
+
+    def member(rank: int, communicator: Communicator) -> str | None:
+        communicator.barrier()
+        all_are_connected.wait()
+        if rank in lost:
+            raise Lost
+        while True:
+            lose(communicator)
+            try:
+                communicator = go_on(communicator)
+            except PeerLostError as error:
+                return str(error)
+
+    for rank, text in enumerate(run(size, member)):
+        if rank in lost:
+            continue
+        count = size - len(lost)
+        assert text is not None
+        assert "cannot go on: " in text
+        assert f"{count} of " in text or len(lost) > 1
+        assert f"or half with rank {'0' if 0 in lost else rank} at" in text or 0 not in lost
+        for each in lost:
+            assert f"rank {each} at" in text or len(lost) > 1
+
+
+def test_a_worker_may_be_lost_at_any_event_of_the_recovery() -> None:
+    """The rest goes on without it, whether the loss comes before, between or after the calls of the new group."""
+    strikes, number = True, 0
+    while strikes:
+        events = Events(number)
+        gate = meeting_point(5)
+
+        def member(rank: int, communicator: Communicator, events: Events = events, gate: Any = gate) -> Any:
+            communicator.barrier()
+            gate.wait()
+            if rank == 4:
+                raise Lost
+            lose(communicator)
+            if rank == 1:
+                events.begin()
+            settings = Settings(limits=SETTINGS.limits, progress=Instruments(events)) if rank == 1 else SETTINGS
+            again = go_on(communicator, settings)
+            try:
+                found = left_by(rank, again)
+                if rank == 1:
+                    events.end()
+                again.barrier()
+            except PeerLostError:
+                again = go_on(again)
+                found = left_by(rank, again)
+            again.close()
+            return found
+
+        found = run(5, member)
+        strikes, number = events.has_struck, number + 1
+        left = [0, 2, 3] if strikes else [0, 1, 2, 3]
+        assert found == [left if rank in left else None for rank in range(5)]
+    assert number > 3
+
+
+def test_losses_one_after_another() -> None:
+    """Each time more than half of the last membership are left, or half with the first worker."""
+    gates = [meeting_point(size) for size in (5, 4, 3, 2)]
+
+    def member(rank: int, communicator: Communicator) -> Any:
+        for gate, lost in zip(gates, (4, 2, 3, 1), strict=True):
+            communicator.barrier()
+            gate.wait()
+            if rank == lost:
+                raise Lost
+            lose(communicator)
+            communicator = go_on(communicator)
+        communicator.close()
+        return communicator.size
+
+    assert run(5, member) == [1, None, None, None, None]
+
+
+def test_a_subgroup_ends_with_its_membership() -> None:
+    """Its members are all there, but the lost worker ends the groups of all."""
+    all_are_connected = meeting_point(4)
+
+    def member(rank: int, communicator: Communicator) -> Any:
+        pair = communicator.subgroup([0, 1]) if rank < 2 else None
+        communicator.barrier()
+        all_are_connected.wait()
+        if rank == 3:
+            raise Lost
+        error = lose(pair or communicator)
+        again = go_on(communicator)
+        if pair is not None:
+            pair.abandon()
+        part = again.subgroup([0, 1]) if rank < 2 else again
+        if rank < 2:
+            part.barrier()
+            part.close()
+        found = left_by(rank, again)
+        again.close()
+        return found, type(error)
+
+    assert run(4, member) == [([0, 1, 2], PeerLostError)] * 3 + [None]
+
+
+def test_a_worker_that_misses_only_the_last_messages_learns_that_all_have_finished() -> None:
+    all_are_connected, has_closed = meeting_point(3), meeting_point(2)
+
+    def member(rank: int, communicator: Communicator) -> Any:
+        communicator.barrier()
+        all_are_connected.wait()
+        if rank == 2:
+            raise Lost
+        if rank == 0:
+            node = node_of(communicator)
+            node.has_finished = True  # as if the lost worker's last message had come to this worker only
+            node.leave()
+            has_closed.wait()
+            return None
+        lose(communicator)
+        has_closed.wait()
+        with pytest.raises(ClosedError, match="all workers have finished"):
+            connect_survivors(SETTINGS, communicator)
+        return "ended"
+
+    assert run(3, member) == [None, "ended", None]
+
+
+def test_a_worker_that_the_others_have_given_up_ends_with_the_reason() -> None:
+    all_are_connected = meeting_point(3)
+
+    def member(rank: int, communicator: Communicator) -> Any:
+        communicator.barrier()
+        all_are_connected.wait()
+        if rank == 0:
+            node = node_of(communicator)
+            node.lose(node.peers[1], "silent for 30 s")
+        lose(communicator)
+        try:
+            again = go_on(communicator)
+        except PeerLostError as error:
+            return str(error)
+        found = left_by(rank, again)
+        again.close()
+        return found
+
+    first, given_up, last = run(3, member)
+    assert first == last == [0, 2]
+    assert given_up.endswith("cannot go on: the others go on without it (silent for 30 s)")
+
+
+def test_workers_need_the_same_wish() -> None:
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses)
+        first = group.join(0, shrinks=True, connect_timeout_s=5.0)
+        with pytest.raises(CollectiveError, match="which is .*going on without lost workers|gave up"):
+            group.connect(1, connect_timeout_s=5.0)
+        with pytest.raises(CollectiveError):
+            first.result(LIMIT_S)
+
+
+def test_without_the_wish_nothing_is_survived() -> None:
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses)
+        workers = [group.join(rank) for rank in range(2)]
+        first, second = [worker.result(LIMIT_S) for worker in workers]
+        second.abandon()
+        with pytest.raises(PeerLostError):
+            first.barrier()
+        with pytest.raises(CollectiveError, match="shrinks"):
+            connect_survivors(SETTINGS, first)
+        first.abandon()
+
+
+# ---- processes
+
+
+def until_first_round(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.wait_for("round 1 was right")
+
+
+def assert_go_on(workers: Sequence[Worker], count: int) -> None:
+    """Assert that workers go on in a group of that size, and end well."""
+    for worker in workers:
+        worker.wait_for("goes on as rank", f"of {count}")
+        worker.wait_for("round 1 was right", count=2)
+    for worker in workers:
+        worker.finish()
+    for worker in workers:
+        assert worker.end() == 0, worker.text
+
+
+@in_a_job
+def test_the_others_go_on_without_a_killed_worker() -> None:
+    with running(Job(port_addresses(3), ["--shrinks"]), "rounds") as workers:
+        until_first_round(workers)
+        workers.pop(0).kill()
+        assert_go_on(workers, 2)
+
+
+@in_a_job
+@pytest.mark.complete
+def test_the_others_go_on_without_a_stopped_worker_which_then_ends() -> None:
+    """The stop lasts longer than `stall_warning_s`."""
+    addresses = port_addresses(3)
+    with running(Job(addresses, ["--shrinks", "--stall-warning-s", "6"]), "rounds") as workers:
+        until_first_round(workers)
+        workers[1].stop()
+        others = [workers[0], workers[2]]
+        for worker in others:
+            worker.wait_for(f"rank 1 at {addresses[1]} is lost: silent for", "is it stopped?", "on without it")
+            worker.wait_for("goes on as rank")
+        workers[1].resume()
+        assert workers[1].end() == 1, workers[1].text
+        assert "the others go on without it (silent for" in last_line(workers[1])
+        assert_go_on(others, 2)
+
+
+@in_a_job
+@pytest.mark.complete
+def test_the_larger_part_of_a_cut_network_goes_on(hosts: Sequence[str]) -> None:
+    """The worker behind the cut ends, and says why."""
+    addresses = [f"{HOSTS[0]}:3737", f"{HOSTS[0]}:3738", f"{HOSTS[1]}:3737"]
+    job = Job(addresses, ["--shrinks"], {"POPDIST_GRPC_INSECURE": "1"})
+    with on_hosts(job, [hosts[0], hosts[0], hosts[1]]) as workers:
+        until_first_round(workers)
+        unplug(hosts[0])
+        alone = workers.pop()
+        assert alone.end() == 1, alone.text
+        assert "cannot go on: 1 of 3 workers are left" in last_line(alone)
+        assert_go_on(workers, 2)
+
+
+@contextlib.contextmanager
+def on_hosts(job: Job, hosts: Sequence[str]) -> Iterator[list[Worker]]:
+    with disposed_of() as workers:
+        for rank, host in enumerate(hosts):
+            workers.append(job.start("rounds", rank, prefix=["ip", "netns", "exec", host]))
+        yield workers.copy()
