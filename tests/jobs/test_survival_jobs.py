@@ -196,7 +196,7 @@ def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_firs
 
 
 def test_a_spare_takes_the_place_of_the_chief(tmp_path):
-    """It has compiled everything before. Summary and timeline have the replicas that each one drove."""
+    """The spare has compiled everything before. Summary and timeline have the replicas that each one drove."""
     summary, trace = tmp_path / "summary.json", tmp_path / "trace.json"
     finished = train("2:3", 4, "--inject=kill:instance=0,step=3", f"--summary=json:{summary}", f"--timeline={trace}")
     check(finished, alone(4), [2, 2])
