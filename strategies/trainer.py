@@ -13,7 +13,6 @@ from optax import GradientTransformation
 from strategies.argument_checks import positive, require_known_options
 from strategies.core.evaluation import Evaluation, Evaluator
 from strategies.core.metrics import Metrics, StepNotice
-from strategies.core.placeholders import blank
 from strategies.core.rows import EvaluationTask, Told
 from strategies.core.step import StepLoop, StepRules
 from strategies.data.datasets import DistributedDataset
@@ -36,6 +35,7 @@ from strategies.jax.replicas.current_replica import refuse_in_replica
 from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.step_record import recorder_for
 from strategies.jax.updates.optimizers import AnyOptimizer, StepOptimizer, unwrapped
+from strategies.placeholders import blank
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState, check_state
 from strategies.trees import rows_of

@@ -28,14 +28,14 @@ from strategies.checkpoints.own_loop import Loop, OwnLoop
 from strategies.checkpoints.sealed_folders import shown
 from strategies.checkpoints.serialization import HostArray, Packing, plain_metrics, plain_values
 from strategies.core.agreement import broadcast_text
-from strategies.core.journal import Recorded, packed
-from strategies.core.placeholders import unread
+from strategies.core.journal import Recorded
 from strategies.core.survival import meet, surviving
 from strategies.data.datasets import DistributedDataset
 from strategies.errors import CheckpointError
 from strategies.jax.replicas.devices import borrow, is_key
 from strategies.jax.replicas.shards import PartOfArray
 from strategies.late_jax import is_jax_array, jax
+from strategies.placeholders import packed, unread
 from strategies.train_state import TrainState, are_used_up, check_state
 from strategies.typing import Leaf
 

@@ -6,9 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from strategies.core.journal import Recorded, packed
+from strategies.core.journal import Recorded
 from strategies.core.metrics import StepNotice
 from strategies.core.survival import together
+from strategies.placeholders import packed
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 

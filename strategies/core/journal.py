@@ -12,23 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-
-import strategies.trees as trees
 from collectives import PeerLostError
-from strategies.core.placeholders import Placeholder
 from strategies.errors import SpareError
-from strategies.typing import Leaf, Tree
-
-if TYPE_CHECKING:
-    from strategies.core.carrier import Carrier
+from strategies.typing import Tree
 
 T = TypeVar("T")
-
-ENTRY_LIMIT = 1 << 20
-"""The largest array in an entry, in bytes. A spare gets placeholders for larger arrays."""
 
 
 class BecameSpareError(BaseException):
@@ -88,6 +78,30 @@ class JournalMember(Protocol):
         """Return the encoded result of the next operation; None if this spare has become active."""
 
 
+class StateCarrier(Protocol):
+    """The holder of a state that joining instances get; `Carrier` is the implementation."""
+
+    @property
+    def facts(self) -> tuple[Mapping[str, object], Mapping[str, object]]:
+        """The facts that a joining instance must share, and others that it must share if both have them."""
+
+    @property
+    def obstacle(self) -> str:
+        """The reason why this state cannot be handed over, or ""."""
+
+    def holds(self, state: object) -> bool:
+        """Return whether this is the latest state."""
+
+    def note(self, state: Tree) -> None:
+        """Note the state that the trainer has made, or was given, last."""
+
+    def hand_over(self, source: int, joins: bool) -> None:
+        """Take over the state of rank `source` if this instance joins. Collective."""
+
+    def digest(self) -> tuple[int, int]:
+        """Return a digest of the latest state."""
+
+
 @dataclass(slots=True)
 class Recorded(Generic[T]):
     """The way in which the result of an operation is kept.
@@ -101,7 +115,7 @@ class Recorded(Generic[T]):
 
     kind: str
     pack: Callable[[T], Callable[[], object]]
-    unpack: Callable[[Any], T]
+    unpack: Callable[[Tree], T]
 
 
 @dataclass(frozen=True)
@@ -151,14 +165,14 @@ class Journal:
     Attributes:
         is_kept: Whether operations are recorded or replayed at all.
         is_joining: Whether this instance has been a spare, and still lacks the state of the others.
-        has_joined: Whether this instance has been a spare that was chosen; it may hold placeholders with values.
+        has_joined: Whether this instance was a spare, so that it may hold placeholders with values.
         carriers: The holders of states that joining instances get, in the order of their construction.
     """
 
     def __init__(self, member: JournalMember, progress: InstanceProgress) -> None:
         self.is_kept = member.keeps_journal or member.is_spare
         self.is_joining = self.has_joined = False
-        self.carriers: list[Carrier[Any, Any]] = []
+        self.carriers: list[StateCarrier] = []
         self._member = member
         self._progress = progress
         self._is_inside = False
@@ -313,38 +327,6 @@ class Journal:
             )
         with self.inside():
             join()
-
-
-# ---- values in entries
-
-
-def packed(tree: Tree) -> Callable[[], Tree]:
-    """Return a function that returns copies of the host arrays of a tree; large arrays become their shapes."""
-    copies = trees.map(_packed_leaf, tree)
-    return lambda: copies
-
-
-def unpacked(tree: Tree, wait: Callable[[], None]) -> Tree:
-    """Return a tree that `packed` has made, with placeholders for large arrays."""
-    return trees.map(lambda leaf: Placeholder(leaf.shape, leaf.dtype, wait) if isinstance(leaf, _Large) else leaf, tree)
-
-
-@dataclass(frozen=True)
-class _Large:
-    """An array that is too large for an entry.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-def _packed_leaf(leaf: Leaf) -> Leaf:
-    is_large = getattr(leaf, "nbytes", 0) > ENTRY_LIMIT
-    return _Large(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)
 
 
 def difference(theirs: Mapping[str, object], own: Mapping[str, object], only_common: bool = False) -> str:

@@ -13,7 +13,6 @@ from collectives import Communicator
 from collectives.instruments import DATA, Instruments
 from popdist.switches import require_switches
 from strategies.argument_checks import at_least
-from strategies.core.placeholders import unread
 from strategies.data.casts import DTypes, converted
 from strategies.data.grain_source import as_grain_source
 from strategies.data.iterators import DataIterator, in_lockstep, prefetched
@@ -31,6 +30,7 @@ from strategies.data.sources import (
     take_rows,
 )
 from strategies.errors import SpareError, StrategyError
+from strategies.placeholders import unread
 from strategies.typing import Batch, Data
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray
-from strategies.core.placeholders import blank, read, resolve, unread
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.data.sources import Masked
 from strategies.errors import NonFiniteGradientError
@@ -34,6 +33,7 @@ from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
 from strategies.loss_scaling import LossScale
+from strategies.placeholders import blank, read, resolve, unread
 from strategies.train_state import TrainState
 from strategies.typing import Batch, Gradients, Leaf, Tree
 

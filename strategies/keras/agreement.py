@@ -13,12 +13,13 @@ import keras
 import numpy as np
 
 from strategies.core.agreement import Terms, insist_on_agreement
-from strategies.core.journal import Recorded, packed, unpacked
+from strategies.core.journal import Recorded
 from strategies.core.survival import together
 from strategies.errors import DisagreementError
 from strategies.jax.comparing.digest import digest_of, fingerprint
 from strategies.jax.replicas.replicas import Replicas
 from strategies.keras.protocols import Array, ModelLike, State, Values
+from strategies.placeholders import packed, unpacked
 from strategies.typing import Batch, Tree
 
 _WAY_OUT = (

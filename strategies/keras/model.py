@@ -324,7 +324,8 @@ class ReplicatedModel:
             function.function.unite()
 
     def _check(self, called: str, step: str, is_compiled: bool = True, has_checkpoints: bool = False) -> None:
-        """Refuse a call that replicas cannot carry out."""
+        """Refuse a call that replicas cannot carry out. On a spare, wait for the end of the job."""
+        self.in_scope.replicas.journal.refuse(f"{called} of Keras")
         refuse_use(self._model, self.in_scope, called)
         refuse_own_steps(self.stock, step)
         if is_compiled:

@@ -19,7 +19,6 @@ from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import replicas_where
-from strategies.core.placeholders import resolve, unread
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
@@ -33,6 +32,7 @@ from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.replicas.replicas import Replicas
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.pipelines.timetable import Timed
+from strategies.placeholders import resolve, unread
 from strategies.torch.agreement import (
     StepSettings,
     lines_of_function,

@@ -266,4 +266,25 @@ IN_STRATEGIES = (
         new="pass",
         caught_by="tests/strategies/test_gradients.py::test_streamed_gradients_have_the_same_bits",
     ),
+    Fault(
+        name="a spare gets a result that only a lost instance had",
+        path="strategies/core/journal.py",
+        old="self.flush()\n        self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)",
+        new="self._held = partial(_encode, kind, progress.done, progress.passes, read, obstacle)\n        self.flush()",
+        caught_by="tests/strategies/test_journal.py::TestRecords::test_the_newest_entry_waits_until_the_next_operation_is_complete",
+    ),
+    Fault(
+        name="a spare with other bits than the others trains with them",
+        path="strategies/core/carrier.py",
+        old="(digests[communicator.rank] != digests[source]).any()",
+        new="False",
+        caught_by="tests/strategies/test_replaying.py::test_a_spare_whose_copy_has_other_bits_is_refused",
+    ),
+    Fault(
+        name="a spare with another program trains with the others",
+        path="strategies/core/carrier.py",
+        old="return told, others",
+        new="return told, {}",
+        caught_by="tests/strategies/test_replaying.py::test_a_spare_that_reads_other_data_is_refused",
+    ),
 )

@@ -26,9 +26,8 @@ from popdist.records.progress import NoProgress, Progress
 from popdist.records.watched import Waits
 from popdist.xla import shared_memory_setting
 from strategies.argument_checks import Axis, parts_along
-from strategies.core.journal import InstanceProgress, Journal, Recorded, packed, unpacked
+from strategies.core.journal import InstanceProgress, Journal, Recorded
 from strategies.core.members import ReplicaPrograms
-from strategies.core.placeholders import Placeholder
 from strategies.core.survival import LOSSES, join, together, warn_where_none_goes_on
 from strategies.data.datasets import DistributedDataset
 from strategies.defaults import Defaults
@@ -53,6 +52,7 @@ from strategies.jax.replicas.membership import Membership
 from strategies.jax.replicas.processes import connect_processes
 from strategies.late_jax import is_jax_array, is_jax_loaded, jax, jnp, when_jax_is_imported
 from strategies.per_replica import PerReplica
+from strategies.placeholders import Placeholder, packed, unpacked
 from strategies.sinks.opening import asked_sinks
 from strategies.sinks.sinks import JobFacts
 from strategies.typing import Batch, Leaf, Tree

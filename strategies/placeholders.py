@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -11,6 +12,9 @@ import strategies.trees as trees
 from strategies.errors import SpareError
 from strategies.late_jax import jnp
 from strategies.typing import Leaf, Tree
+
+ENTRY_LIMIT = 1 << 20
+"""The largest array in an entry of the journal, in bytes. A spare gets placeholders for larger arrays."""
 
 
 class UnreadableAttributeError(SpareError, AttributeError):
@@ -27,7 +31,7 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
             spare at the end of the job.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, wait: Callable[[], None]) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: Leaf, wait: Callable[[], None]) -> None:
         self.shape, self.dtype = shape, dtype
         self._wait = wait
         self._value: Leaf = None
@@ -88,7 +92,7 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"Placeholder({self.dtype}{list(self.shape)})"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Leaf = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype) if copy else np.asarray(self.value, dtype)
 
     @property
@@ -96,13 +100,13 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
         value = self.value  # JAX asks whether there is such an attribute, and would hide an error of the call
         return lambda: value
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Leaf, method: str, *inputs: Leaf, **options: Leaf) -> Leaf:
         return getattr(ufunc, method)(*map(_read, inputs), **options)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Leaf) -> Leaf:
         return self.value[key]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Leaf:
         return iter(self.value)
 
     def __float__(self) -> float:
@@ -123,7 +127,7 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
     def __reduce__(self) -> NoReturn:
         raise SpareError(f"{self!r} cannot be copied or sent: its values are with the active instances")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Leaf:
         if name.startswith("__") or self._value is None:
             raise UnreadableAttributeError(
                 f"{self!r} of a spare has no {name!r} until this instance becomes active; read variables and batches "
@@ -132,7 +136,7 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
         return getattr(self._value, name)
 
 
-def _read(leaf: Any) -> Any:
+def _read(leaf: Leaf) -> Leaf:
     return leaf.value if isinstance(leaf, Placeholder) else leaf
 
 
@@ -183,3 +187,35 @@ def resolve(placeholders: Tree, values: Tree) -> None:
     for leaf, value in zip(trees.leaves(placeholders), trees.leaves(values), strict=True):
         if isinstance(leaf, Placeholder):
             leaf.resolve(value)
+
+
+# ---- values in entries
+
+
+def packed(tree: Tree) -> Callable[[], Tree]:
+    """Return a function that returns copies of the host arrays of a tree; large arrays become their shapes."""
+    copies = trees.map(_packed_leaf, tree)
+    return lambda: copies
+
+
+def unpacked(tree: Tree, wait: Callable[[], None]) -> Tree:
+    """Return a tree that `packed` has made, with placeholders for large arrays."""
+    return trees.map(lambda leaf: Placeholder(leaf.shape, leaf.dtype, wait) if isinstance(leaf, _Large) else leaf, tree)
+
+
+@dataclass(frozen=True)
+class _Large:
+    """An array that is too large for an entry.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Leaf
+
+
+def _packed_leaf(leaf: Leaf) -> Leaf:
+    is_large = getattr(leaf, "nbytes", 0) > ENTRY_LIMIT
+    return _Large(tuple(leaf.shape), np.dtype(leaf.dtype)) if is_large else np.array(leaf)

@@ -1,0 +1,239 @@
+"""The journal of one instance: entries of active instances, and their replay on a spare."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+import strategies
+from strategies.core.journal import BecameSpareError, InstanceProgress, Journal, Recorded
+from strategies.errors import SpareError
+from strategies.placeholders import (
+    ENTRY_LIMIT,
+    Placeholder,
+    blank,
+    has_unread,
+    packed,
+    read,
+    resolve,
+    unpacked,
+    unread,
+)
+
+
+class Member:
+    """A membership with a list of entries: an active instance adds to it, a spare reads it."""
+
+    keeps_journal = True
+
+    def __init__(self, entries=None):
+        self.is_spare = entries is not None
+        self.entries = list(entries or ())
+
+    def publish(self, entry):
+        self.entries.append(entry())
+
+    def next_entry(self):
+        if not self.entries:
+            return None
+        return self.entries.pop(0)
+
+
+def number(kind="count"):
+    return Recorded(kind, lambda found: lambda: found, lambda told: told)
+
+
+def journal_of(member):
+    progress = InstanceProgress()
+    return Journal(member, progress), progress
+
+
+def recorded(*bodies, kind="count"):
+    """Return the entries of operations on an active instance."""
+    member = Member()
+    journal, progress = journal_of(member)
+    for body in bodies:
+        journal.perform(number(kind), lambda body=body: (progress.complete(), body())[1])
+    journal.flush()
+    return member.entries
+
+
+def refuse():
+    raise AssertionError("a spare computes nothing")
+
+
+class TestRecords:
+    def test_a_spare_gets_the_results_in_order_and_computes_nothing(self):
+        journal, progress = journal_of(Member(recorded(lambda: 5, lambda: 7)))
+        assert [journal.perform(number(), refuse) for _ in range(2)] == [5, 7]
+        assert (progress.done, progress.entries) == (2, 2)
+
+    def test_the_newest_entry_waits_until_the_next_operation_is_complete(self):
+        """Until then the operation may be complete on this instance alone, and a spare must not know more."""
+        member = Member()
+        journal, _ = journal_of(member)
+        counts = []
+        for _ in range(3):
+            journal.perform(number(), lambda: 1)
+            counts.append(len(member.entries))
+        assert counts == [0, 1, 2]
+        journal.flush()
+        assert len(member.entries) == 3
+
+    def test_only_the_outermost_operation_has_an_entry(self):
+        member = Member()
+        journal, _ = journal_of(member)
+        journal.perform(number("outer"), lambda: journal.perform(number("inner"), lambda: 3) + 1)
+        journal.flush()
+        spare, _ = journal_of(Member(member.entries))
+        assert spare.perform(number("outer"), refuse) == 4
+        assert len(member.entries) == 1
+
+    def test_without_spares_nothing_is_kept(self):
+        member = Member()
+        member.keeps_journal = False
+        journal, progress = journal_of(member)
+        assert journal.perform(number(), lambda: 3) == 3
+        journal.refuse("prediction")
+        journal.flush()
+        assert (member.entries, progress.entries) == ([], 0)
+
+
+class TestSparesThatCannotFollow:
+    def test_another_kind_of_operation_is_refused(self):
+        journal, _ = journal_of(Member(recorded(lambda: 5, kind="step")))
+        with pytest.raises(SpareError, match="does 'evaluation' where the active instances have done 'step'"):
+            journal.perform(number("evaluation"), refuse)
+
+    def test_an_error_of_the_active_instances_is_not_replayed(self):
+        def fail():
+            raise ValueError("no such rate")
+
+        with pytest.raises(ValueError, match="rate"):
+            recorded(fail)
+        member = Member()
+        active, _ = journal_of(member)
+        with pytest.raises(ValueError, match="rate"):
+            active.perform(number(), fail)
+        active.flush()
+        journal, _ = journal_of(Member(member.entries))
+        with pytest.raises(SpareError, match="it has raised ValueError: no such rate"):
+            journal.perform(number(), refuse)
+
+    def test_a_result_that_cannot_be_encoded_is_refused_on_the_spare_only(self):
+        journal, _ = journal_of(Member(recorded(lambda: lambda: None)))
+        with pytest.raises(SpareError, match="its result cannot be kept"):
+            journal.perform(number(), refuse)
+
+    def test_an_operation_without_results_is_refused_when_the_others_have_gone_on(self):
+        member = Member()
+        active, _ = journal_of(member)
+        active.refuse("prediction")
+        assert member.entries == []
+        active.perform(number(), lambda: 1)
+        journal, _ = journal_of(Member(member.entries))
+        with pytest.raises(SpareError, match="cannot replay 'prediction'"):
+            journal.refuse("prediction")
+
+    def test_no_spare_joins_in_an_operation_that_cannot_be_repeated(self):
+        journal, _ = journal_of(Member([]))
+        with pytest.raises(SpareError, match="lost in 'reduce', which the others cannot repeat"):
+            journal.perform(number("reduce"), refuse, survives=False)
+
+
+class TestChangesOfRole:
+    def test_a_chosen_spare_takes_part_in_the_operation_after_the_last_entry(self):
+        member = Member(recorded(lambda: 5))
+        journal, _ = journal_of(member)
+
+        def join():
+            assert journal.is_joining
+            member.is_spare = journal.is_joining = False
+            return 6
+
+        assert [journal.perform(number(), join) for _ in range(2)] == [5, 6]
+        journal.flush()
+        assert len(member.entries) == 1
+
+    def test_an_instance_that_becomes_a_spare_replays_the_interrupted_operation(self):
+        member = Member()
+        journal, _ = journal_of(member)
+
+        def leave():
+            member.is_spare, member.entries = True, recorded(lambda: 9)
+            raise BecameSpareError
+
+        assert journal.perform(number(), leave) == 9
+
+
+class TestPlaceholders:
+    TREE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(4)}
+
+    def waiting(self, tree):
+        def wait():
+            raise SpareError("no values yet")
+
+        return unread(tree, wait)
+
+    def test_placeholders_have_shapes_and_dtypes(self):
+        found = self.waiting(self.TREE)
+        assert (found["w"].shape, found["w"].dtype, found["w"].nbytes, len(found["w"])) == ((2, 3), np.float32, 24, 2)
+        assert has_unread(found)
+        assert not has_unread(self.TREE)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            np.asarray,
+            lambda leaf: leaf + 1,
+            lambda leaf: 2 * leaf,
+            lambda leaf: np.sum(leaf),
+            lambda leaf: leaf.sum(),
+            lambda leaf: leaf[0],
+            list,
+            float,
+            bool,
+            copy.deepcopy,
+            lambda leaf: f"{leaf:.3f}",
+        ],
+    )
+    def test_reading_raises_one_error(self, use):
+        with pytest.raises(SpareError):
+            use(self.waiting(self.TREE)["w"])
+
+    def test_jax_raises_the_same_error(self):
+        jnp = pytest.importorskip("jax.numpy")
+        with pytest.raises(SpareError, match="no values yet"):
+            jnp.add(self.waiting(self.TREE)["w"], 1)
+
+    def test_placeholders_get_the_values_of_an_active_instance(self):
+        found = self.waiting(self.TREE)
+        assert blank(found)["w"].tolist() == [[0, 0, 0]] * 2
+        resolve(found, self.TREE)
+        assert read(found)["w"] is self.TREE["w"] is blank(found)["w"]
+        assert (found["w"] + 1).tolist() == [[1, 2, 3], [4, 5, 6]]
+
+    def test_one_of_an_earlier_moment_never_gets_values(self):
+        with pytest.raises(SpareError, match="of an earlier moment"):
+            np.asarray(Placeholder((2,), np.dtype(np.float32), lambda: None))
+
+
+def test_large_arrays_are_not_in_the_journal():
+    found = packed({"large": np.zeros(ENTRY_LIMIT + 1, np.uint8), "small": np.float32([1, 2])})()
+    told = unpacked(found, lambda: None)
+    assert told["small"].tolist() == [1, 2]
+    assert told["large"].shape == (ENTRY_LIMIT + 1,)
+    assert isinstance(told["large"], Placeholder)
+
+
+def test_a_recorded_array_is_a_copy():
+    array = np.zeros(2)
+    later = packed([array])
+    array += 1
+    assert later()[0].tolist() == [0, 0]
+
+
+def test_the_error_is_public():
+    assert strategies.SpareError is SpareError
