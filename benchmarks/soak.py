@@ -80,7 +80,7 @@ class Outside:
 
     Attributes:
         number: Rank of the spare that is killed, or number of instances that are wanted.
-        after_s: Time after the start of all processes.
+        after_s: Time after the first step.
         is_resize: Whether it is a resize.
     """
 
@@ -131,9 +131,14 @@ class Case:
         return {fault.instance for fault in self.faults if fault.kind != "delay"}
 
     @property
+    def lost_instances(self) -> set[int]:
+        """The instances that a fault may end, without spares."""
+        return {each for each in self.lost if each < self.instances}
+
+    @property
     def least_and_most(self) -> tuple[int, int]:
         """The least and the largest number of instances that may be active at the end."""
-        lost = len({each for each in self.lost if each < self.instances})
+        lost = len(self.lost_instances)
         is_uncertain = self.outside or any(fault.step in (None, STEPS - 1) for fault in self.faults)
         if is_uncertain or any(each >= self.instances for each in self.lost):
             return 1, self.instances + self.spares
@@ -161,7 +166,7 @@ def draw_outside(random_: random.Random, instances: int, spares: int) -> Iterato
     for _ in range(random_.choice([0, 0, 1, 2])):
         is_resize = random_.random() < 0.6
         number = random_.randint(1, instances + spares) if is_resize else instances + random_.randrange(spares)
-        yield Outside(number, random_.uniform(0.0, 8.0), is_resize)
+        yield Outside(number, random_.uniform(0.0, 2 * PAUSE_S), is_resize)
 
 
 def draw_faults(
@@ -275,12 +280,14 @@ class Soak:
         """
         command = [*self._prefix, sys.executable, "-m", "poprun", *words]
         command += [sys.executable, str(PROGRAM), str(STEPS_PER_EPOCH)]
-        environ = environment(**{MARKER: MINE})
         said: list[str] = []
+        begun = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "begun"
+        begun.unlink(missing_ok=True)
+        environ = environment(**{MARKER: MINE, "BEGUN": str(begun)})
         with subprocess.Popen(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as job:
-            disturbing = threading.Thread(target=disturb, args=(job, case, said))
+            disturbing = threading.Thread(target=disturb, args=(job, begun, case, said))
             if case is not None and case.outside:
                 disturbing.start()
             try:
@@ -294,12 +301,11 @@ class Soak:
         return subprocess.CompletedProcess(command, job.returncode, out, error), said
 
 
-def disturb(job: subprocess.Popen[str], case: Case, said: list[str]) -> None:
-    """Let the events from outside happen; note what commands say."""
-    ranks: dict[int, int] = {}
-    while job.poll() is None and len(ranks) < case.instances + case.spares:
-        ranks = ranks_of_job()
-        time.sleep(0.1)
+def disturb(job: subprocess.Popen[str], begun: Path, case: Case, said: list[str]) -> None:
+    """Let the events from outside happen after the first step; note what commands say."""
+    while job.poll() is None and not begun.exists():
+        time.sleep(0.05)
+    ranks = ranks_of_job()
     began_s = time.monotonic()
     for event in sorted(case.outside, key=lambda event: event.after_s):
         while job.poll() is None and time.monotonic() < began_s + event.after_s:
@@ -320,7 +326,7 @@ def disturb(job: subprocess.Popen[str], case: Case, said: list[str]) -> None:
             try:
                 os.kill(ranks[event.number], signal.SIGKILL)
                 said.append(f"{event}: killed")
-            except ProcessLookupError:
+            except (KeyError, ProcessLookupError):
                 said.append(f"{event}: it had ended")
 
 
@@ -343,14 +349,15 @@ def fault_of(case: Case, ended: subprocess.CompletedProcess[str], expected: list
     if ended.returncode == 1 and case.lost and WITHOUT_CHIEF in ended.stderr:
         return ""
     if ended.returncode and case.spares and any(said in ended.stderr for said in WITHOUT_VARIABLES):
-        initial = {each for each in case.lost if each < case.instances}
-        return "" if len(initial) == case.instances or case.outside else "no instance with variables was left"
+        may_be_all = len(case.lost_instances) == case.instances or case.outside
+        return "" if may_be_all else "no instance with variables was left"
     if ended.returncode:
         return f"status {ended.returncode}"
     least, most = case.least_and_most
     if not least <= len(found) <= most:
         return f"{len(found)} instances have results, not {least} to {most}"
-    if {each for each in case.lost if each < case.instances} and "the job completed with" not in ended.stderr:
+    is_lost = any(said in ended.stderr for said in (" on without it", " takes its place"))
+    if (is_lost or (case.lost_instances and not case.outside)) and "the job completed with" not in ended.stderr:
         return "the last line does not name the lost instances"
     return ""
 

@@ -350,22 +350,21 @@ def run_with_losses(asked: VerifyRequest, spreads: Sequence[int], steps: int) ->
     instances = max(several) if asked.spreads else max(fewer, default=min(several))
     transport = next(each for each in asked.transports if each != GRPC)
     spares = USUAL_SPARES if asked.named_spares is None else asked.named_spares
-    return Run(instances, asked.replicas, transport, choose_losses(instances, spares, steps), spares=spares)
+    return Run(instances, asked.replicas, transport, choose_losses(instances, steps), spares=spares)
 
 
-def choose_losses(instances: int, spares: int, steps: int) -> tuple[str, ...]:
-    """Return faults that leave at least one instance, and that let a spare join in the middle if there is one.
+def choose_losses(instances: int, steps: int) -> tuple[str, ...]:
+    """Return faults that leave at least one instance, even if no spare can run the program.
 
-    The first loss is that of the chief, in a third of the steps. Its place goes to a spare, if there is one. The second
-    loss is that of the last instance, in two thirds of the steps.
+    The chief is lost in a third of the steps, so that a spare joins in the middle if there is one. In a run of three
+    instances or more, the last one is lost in two thirds of the steps.
 
     Args:
         instances: The number of instances, at least 2.
-        spares: The number of spares.
         steps: The number of steps of the longest training.
     """
     first = f"kill:instance=0,step={steps // 3}"
-    if instances + spares < 3 or steps < FEWEST_STEPS_FOR_TWO:
+    if instances < 3 or steps < FEWEST_STEPS_FOR_TWO:
         return (first,)
     return first, f"kill:instance={instances - 1},step={2 * steps // 3}"
 

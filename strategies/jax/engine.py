@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NoReturn, TypeAlias, final
 
 import jax
@@ -328,10 +329,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def share(self, state: TrainState, root: int) -> TrainState:
+        return self._shared(state, partial(self._replicas.broadcast, root=root))
+
+    def _shared(self, state: TrainState, send: Callable[[Tree], Tree]) -> TrainState:
+        """Return the state with what `send` returns for the arrays that are the same on all instances. Collective."""
         rule = self._options.rule_of(state.model_state)
         same = self._same_everywhere(state, rule)
         parts = (same.variables, same.optimizer_state, same.loss_scale, same.model_state, np.int32(state.step))
-        variables, optimizer_state, scale, model_state, step = self._replicas.broadcast(rooms(parts), root)
+        variables, optimizer_state, scale, model_state, step = send(rooms(parts))
         own = self._parted.parts_at(int(step)) or state
         return TrainState(
             variables,
@@ -386,8 +391,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def hand_over(self, state: TrainState, root: int, joins: bool) -> TrainState:
-        shared = self.share(blank(state), root)
-        return shared if joins else state
+        handed = self._shared(blank(state), partial(self._replicas.hand_over, root=root, joins=joins))
+        return handed if joins else state
 
     @override
     def rehearse(self, state: TrainState, batch: Batch) -> None:

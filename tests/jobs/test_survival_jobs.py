@@ -15,6 +15,10 @@ import pytest
 from poprun_jobs import Finished, start
 
 import strategies
+from popdist.timeline.asked import folder_beside
+from poprun.trace.merging import to_be_judged
+from poprun.trace.recordings import read_recordings
+from poprun.trace.report.text import period_rows
 
 PROGRAM = Path(__file__).parent / "programs" / "surviving_training.py"
 sys.path.insert(0, str(PROGRAM.parent))
@@ -194,11 +198,19 @@ def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_firs
 
 
 def test_a_spare_takes_the_place_of_the_chief(tmp_path):
-    """The summary has both, and the instances that drove the replicas before and after the loss."""
-    summary = tmp_path / "summary.json"
-    finished = train("2:3", 4, "--inject=kill:instance=0,step=3", f"--summary=json:{summary}")
+    """The spare has compiled everything before. Summary and timeline have the replicas that each one drove."""
+    summary, trace = tmp_path / "summary.json", tmp_path / "trace.json"
+    finished = train("2:3", 4, "--inject=kill:instance=0,step=3", f"--summary=json:{summary}", f"--timeline={trace}")
     check(finished, alone(4), [2, 2])
-    begin, end = warnings(finished)
+    for each in found_by(finished):
+        assert each["compiled"][1:] == [0] * 7
+    assert period_rows(to_be_judged(read_recordings(folder_beside(str(trace))))) == [
+        ["steps", "instance 0", "instance 1", "spare 2"],
+        ["0-2", "0-1", "2-3", "-"],
+        ["3-7", "-", "0-1", "2-3"],  # instance 1 is the chief since then
+    ]
+    begin, end, cut_off = warnings(finished)
+    assert cut_off.startswith("timeline: instance 0 (")
     assert begin.startswith("instance 0 on host ")
     assert "; spare 2 on host " in begin
     assert begin.endswith(" takes its place")

@@ -201,4 +201,18 @@ IN_TIMELINES = (
         new="            if lost < 0:",
         caught_by="tests/popdist/test_timeline_recording.py::TestARecording::test_a_recording_reports_events_lost_in_the_ring",
     ),
+    Fault(
+        name="a spare drives replicas before it joins",
+        path="poprun/trace/members.py",
+        old="0 if recording.is_spare else recording.instances",
+        new="recording.instances",
+        caught_by="tests/poprun/test_timeline_merge.py::TestAJobWithASpare::test_the_trace_shows_when_a_spare_sleeps",
+    ),
+    Fault(
+        name="a step that a change has interrupted counts for the time before it",
+        path="poprun/trace/members.py",
+        old='events["kind"][where] == EventKind.STEP_ENDS',
+        new='events["kind"][where] == EventKind.STEP_BEGINS',
+        caught_by="tests/poprun/test_timeline_merge.py::TestAJobWithASpare::test_a_step_that_a_change_has_interrupted_counts_where_it_ends",
+    ),
 )

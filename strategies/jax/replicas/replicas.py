@@ -43,6 +43,7 @@ from strategies.jax.replicas.dealing import Dealing
 from strategies.jax.replicas.devices import (
     DeviceGrid,
     ReplicaDevices,
+    borrow,
     claim_devices,
     is_key,
     prepare_environment,
@@ -50,7 +51,7 @@ from strategies.jax.replicas.devices import (
 )
 from strategies.jax.replicas.membership import Membership
 from strategies.jax.replicas.processes import connect_processes
-from strategies.late_jax import is_jax_loaded, jax, jnp, when_jax_is_imported
+from strategies.late_jax import is_jax_array, is_jax_loaded, jax, jnp, when_jax_is_imported
 from strategies.per_replica import PerReplica
 from strategies.placeholders import Placeholder, packed, unpacked
 from strategies.sinks.opening import asked_sinks
@@ -446,6 +447,30 @@ class Replicas:
         self.communicator.broadcast(array, root, name=name)
         return array
 
+    def hand_over(self, tree: Same, root: int, joins: bool) -> Same:
+        """Return the values of instance `root` if this one joins; otherwise return the tree. Collective.
+
+        Instances that do not join allocate nothing but room for the largest array: filling new memory takes longer than
+        the messages (40 of 53 ms for 22 MB).
+        """
+        paths, structure = trees.flatten_with_path(tree)
+        own = [_borrowed(leaf) for _, leaf in paths]
+        is_root = self.communicator.rank == root
+        room = np.empty(0 if joins or is_root else max((each.nbytes for each in own), default=0), np.uint8)
+        received = []
+        for (path, _), array in zip(paths, own, strict=True):
+            if not is_root:
+                memory = np.empty(array.nbytes, np.uint8) if joins else room[: array.nbytes]
+                array = memory.view(array.dtype).reshape(array.shape)
+            received.append(self.communicator.broadcast(array, root, name=trees.keystr(path)))
+        self.communicator.barrier(name=f"end of handing over {len(paths)} leaves")
+        if not joins:
+            return tree
+        whole: Same = trees.unflatten(
+            structure, [self._placed(array, leaf) for array, (_, leaf) in zip(received, paths, strict=True)]
+        )
+        return whole
+
     def _placed(self, array: np.ndarray, like: Leaf) -> jax.Array:
         """Return an array that was broadcast where variables are; a random key if `like` is one."""
         if isinstance(array, Placeholder):
@@ -510,6 +535,13 @@ class Replicas:
 def _host_array(leaf: Leaf) -> np.ndarray:
     refuse_masked(leaf)
     return np.asarray(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), order="C")
+
+
+def _borrowed(leaf: Leaf) -> np.ndarray:
+    """Return a view of an array on the host, on CPUs without a copy; a random key as its numbers."""
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    return borrow(leaf) if is_jax_array(leaf) else as_jax_would(leaf)
 
 
 def as_jax_would(leaf: Leaf) -> np.ndarray:

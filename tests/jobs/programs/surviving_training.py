@@ -1,6 +1,6 @@
 """Train a small network for two epochs, and print the results of each instance.
 
-usage: [WIDTH=N] [PARTS=1] [UNTIL=STEP] [COMPILE_AHEAD=1 [HURRY=1]] \
+usage: [WIDTH=N] [PARTS=1] [UNTIL=STEP] [BEGUN=FILE] [COMPILE_AHEAD=1 [HURRY=1]] \
     surviving_training.py STEPS_PER_EPOCH [STEPS_BETWEEN_DIGESTS [FOLDER_OF_CHECKPOINTS]]
 """
 
@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -84,6 +85,8 @@ def train(strategy: strategies.Strategy, training: Training) -> dict[str, Any]:
                 state, metrics = trainer.step(state, batch)
                 compiled.append(traced_or_compiled[me] - before)
                 losses.append((metrics["loss"], metrics["hidden"]))
+                if os.environ.get("BEGUN"):
+                    Path(os.environ["BEGUN"]).touch()
                 if checkpoints is not None:
                     checkpoints.after_step(state)
                     checkpoints.wait()  # so that the next checkpoint is not late
