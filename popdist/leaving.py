@@ -143,8 +143,8 @@ def _end_with_who_is_left() -> None:
         else:
             if process.chief is Chief.AT_WORK:
                 process.chief = Chief.DONE
-            if not process.progress.is_released:
-                break
+            if not process.progress.is_released or process.progress.is_resize_due:
+                break  # all have come to the end, so that nobody fulfils a late wish for other instances
         try:
             connect_survivors(Role.LEAVING)
         except ClosedError:  # all others have ended in order, and this instance has only missed their last messages
