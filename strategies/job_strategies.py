@@ -24,15 +24,10 @@ from strategies.strategy import Strategy
 OnFailure = Literal["stop", "shrink"]
 
 
-@final
-class MpiJob(Membership):
-    """The membership in a job of a launcher, connected by MPI; without a launcher, a job of one instance."""
+class ElasticMembership(Membership):
+    """The membership in a job whose instances may be lost and may join later; a subclass says how it is joined."""
 
-    @override
-    def join(self) -> tuple[Instance, Communicator]:
-        instance = join_as_configured(self.defaults, self._ipus_per_replica)
-        self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
-        return instance, popdist.communicator()
+    _shrinks = False  # whether the user wants the others to go on after a loss
 
     @property
     @override
@@ -42,7 +37,7 @@ class MpiJob(Membership):
     @property
     @override
     def can_carry_on(self) -> bool:
-        return self._shrinks and popdist.can_carry_on()  # under poprun --on-failure shrink
+        return self._shrinks and popdist.can_carry_on()
 
     @property
     @override
@@ -65,6 +60,17 @@ class MpiJob(Membership):
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
         return popdist.carry_on(), popdist.communicator()
+
+
+@final
+class MpiJob(ElasticMembership):
+    """The membership in a job of a launcher, connected by MPI; without a launcher, a job of one instance."""
+
+    @override
+    def join(self) -> tuple[Instance, Communicator]:
+        instance = join_as_configured(self.defaults, self._ipus_per_replica)
+        self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
+        return instance, popdist.communicator()
 
 
 @final
@@ -162,7 +168,7 @@ class ClusterResolver(Protocol):
 
 
 @final
-class WorkerCluster(Membership):
+class WorkerCluster(ElasticMembership):
     """The membership in a cluster of workers, connected over gRPC.
 
     Args:
@@ -201,20 +207,6 @@ class WorkerCluster(Membership):
         join_cluster(self._cluster, num_replicas, self._shrinks)
         refuse_other_process(self.defaults, popdist.instance())
         return popdist.instance(), popdist.communicator()
-
-    @property
-    @override
-    def is_chief(self) -> bool:
-        return self.instance.is_leader and popdist.is_chief()  # False everywhere once the chief has ended normally
-
-    @property
-    @override
-    def can_carry_on(self) -> bool:
-        return self._shrinks and popdist.can_carry_on()
-
-    @override
-    def join_survivors(self) -> tuple[Instance, Communicator]:
-        return popdist.carry_on(), popdist.communicator()
 
 
 @final

@@ -106,6 +106,8 @@ class Admission:
 
     def _check_place(self, hello: Hello, context: grpc.ServicerContext) -> None:
         peer, name = self._node.peers[hello.source], f"rank {hello.source}"
+        if hello.lane == CONTROL:
+            peer = self._node.seat(hello.source)
         holder = peer.runner.title if peer.runner else ""
         if hello.lane == CONTROL:
             peer.claim.greet(hello.incarnation, name, holder)

@@ -1,0 +1,78 @@
+"""Workers of a cluster that were started again: they replay the journal, and join between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from popdist.process import process
+from popdist.records.progress import Role
+from popdist.standby import Fed, Feeding, Journal
+
+if TYPE_CHECKING:
+    from collectives import Communicator
+    from collectives.point_to_point.link import Link
+
+
+def take_place(communicator: Communicator) -> None:
+    """Keep a journal, and become a spare if this worker was started again while the others work."""
+    from collectives.backends import grpc
+
+    process.journal = Journal()
+    if not grpc.is_waiting(communicator):
+        return
+    assert process.instance is not None
+    assert communicator.beside is not None
+    count = process.instance.count
+    process.role, process.is_ready, process.alone = Role.SPARE, False, communicator
+    process.fed = Fed(communicator.beside, 0)
+    process.instance = process.instance.renumbered(count - 1, count)  # never that of the chief
+
+
+def may_join() -> None:
+    """Tell the other workers that this one, which was started again, has read the journal to its end."""
+    if process.alone is not None and process.workers_go_on:
+        from collectives.backends import grpc
+
+        if grpc.is_waiting(process.alone):
+            grpc.may_join(process.alone)
+
+
+def has_joined() -> bool:
+    """Return whether the others have let this worker join, so that it has to connect with them.
+
+    Raises:
+        PeerLostError: The worker that passes the journal on is gone.
+    """
+    from collectives.backends import grpc
+
+    waiting = process.alone
+    return process.workers_go_on and waiting is not None and grpc.is_waiting(waiting) and grpc.has_joined(waiting)
+
+
+_feeding: tuple[Link, Feeding] | None = None
+
+
+def feed() -> None:
+    """Pass the journal on to a worker that was started again, if there is one and this worker has to."""
+    global _feeding
+    from collectives.backends import grpc
+
+    journal, communicator = process.journal, process.communicator
+    assert journal is not None
+    if communicator is None or communicator.link is None:
+        return
+    link = grpc.joiner_of(communicator)
+    if link is None:
+        _feeding = None
+    elif _feeding is None or _feeding[0] is not link:
+        _feeding = link, Feeding(link, {1: 0})
+    if _feeding is not None:
+        _feeding[1].pass_on(journal)
+
+
+def end() -> None:
+    """Tell a worker that still waits to join that the job ends."""
+    if process.journal is not None:
+        feed()
+        if _feeding is not None:
+            _feeding[1].end(process.journal)
