@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from popdist.process import process
-from popdist.records.progress import Role
+from popdist.records.progress import NoProgress, Role
 from popdist.standby import Fed, Feeding, Journal
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def take_place(communicator: Communicator) -> None:
     """Keep a journal, and become a spare if this worker was started again while the others work."""
     from collectives.backends import grpc
 
-    process.journal = Journal()
+    process.journal, process.progress = Journal(), NoProgress(_is_change_due)
     if not grpc.is_waiting(communicator):
         return
     assert process.instance is not None
@@ -28,13 +28,30 @@ def take_place(communicator: Communicator) -> None:
     process.instance = process.instance.renumbered(count - 1, count)  # never that of the chief
 
 
+def _is_change_due() -> bool:
+    """Return whether the members change, which a worker that is alone would not notice in its collectives."""
+    from collectives.backends import grpc
+
+    communicator = process.communicator
+    return communicator is not None and communicator.link is not None and grpc.is_revoked(communicator)
+
+
+def is_waiting() -> bool:
+    """Return whether this is a worker that was started again and waits to join."""
+    if not process.workers_go_on or process.alone is None:
+        return False
+    from collectives.backends import grpc
+
+    return grpc.is_waiting(process.alone)
+
+
 def may_join() -> None:
     """Tell the other workers that this one, which was started again, has read the journal to its end."""
-    if process.alone is not None and process.workers_go_on:
+    if is_waiting():
         from collectives.backends import grpc
 
-        if grpc.is_waiting(process.alone):
-            grpc.may_join(process.alone)
+        assert process.alone is not None
+        grpc.may_join(process.alone)
 
 
 def has_joined() -> bool:
@@ -43,10 +60,12 @@ def has_joined() -> bool:
     Raises:
         PeerLostError: The worker that passes the journal on is gone.
     """
+    if not is_waiting():
+        return False
     from collectives.backends import grpc
 
-    waiting = process.alone
-    return process.workers_go_on and waiting is not None and grpc.is_waiting(waiting) and grpc.has_joined(waiting)
+    assert process.alone is not None
+    return grpc.has_joined(process.alone)
 
 
 _feeding: tuple[Link, Feeding] | None = None

@@ -81,7 +81,7 @@ def _has_to_join(journal: Journal) -> bool:
 
 def has_news() -> bool:
     """Look for new entries, for a change of the members, and for the end of the job."""
-    from collectives import PeerLostError
+    from collectives import ClosedError, PeerLostError
 
     fed, journal = process.fed, process.journal
     assert journal is not None
@@ -90,10 +90,13 @@ def has_news() -> bool:
     try:
         if fed.take(journal):
             return True
+        if not (process.progress.is_released or rejoining.has_joined()):
+            return False
     except PeerLostError:
+        if rejoining.is_waiting():
+            raise
+    try:
         connect_survivors(Role.SPARE)
-        return True
-    if process.progress.is_released or rejoining.has_joined():
-        connect_survivors(Role.SPARE)
-        return True
-    return False
+    except ClosedError:  # all others have just finished
+        raise SystemExit(0) from None
+    return True

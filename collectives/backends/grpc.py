@@ -252,6 +252,11 @@ def has_joined(communicator: Communicator) -> bool:
     return False
 
 
+def is_revoked(communicator: Communicator) -> bool:
+    """Return whether the members change, so that calls of this communicator fail if they have to wait."""
+    return bool(_recovery_of(communicator).agreement.why_revoked(_link_of(communicator).epoch))
+
+
 def joiner_of(communicator: Communicator) -> Link | None:
     """Return a link with the worker that waits to join, as rank 1; the same one each time.
 
