@@ -71,6 +71,7 @@ class Recovery:
         said = View.decode(beat)
         if self.agreement.is_member or said.epoch > self.agreement.view.epoch:
             self.agreement.invite(said)
+            self._reported = set(said.survived)
             self.note()
 
     def hear(self, peer: Peer, beat: bytes) -> None:
@@ -142,7 +143,7 @@ class Recovery:
         for rank in new:
             why = f"{self._node.names[rank]} is lost: {view.survived[rank]}"
             logger.warning("%s; %s %s on without it", why, self.named(view.members), verb)
-        for rank in sorted(joined):
+        for rank in sorted(joined - {self._node.rank}):
             logger.warning("%s has joined again", self._node.names[rank])
 
     def _has_news_since(self, view: View) -> bool:
