@@ -3,6 +3,7 @@
 Usage:
 
     python benchmarks/survival.py [--model mlp] [--rounds 7] [--steps 50] [--kills 5] [--json PATH]
+    python benchmarks/survival.py --spares [--kills 5]
 
 First table, ms per step, medians: two jobs of two instances with one replica each take turns; nothing fails.
 
@@ -10,6 +11,9 @@ Second table, ms, medians over jobs: one of three instances with two replicas ea
 the kill to the end of the interrupted step on the slowest survivor; "compile" is JAX's time to trace and compile in it
 (about zero, because a program does not depend on the number of local replicas); "step" is an undisturbed step before;
 "rest" is after - compile - step.
+
+With `--spares`, only the second loss is measured, under `shrink` and with a spare that takes the lost instance's place,
+in turns. "step" and "later" are undisturbed steps before and after the loss, on an instance that was there before.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -31,11 +36,15 @@ from timing import Machine, command_line, environment, medians
 HERE = Path(__file__).parent
 MODES = {"stop": (), "shrink": ("--on-failure", "shrink")}
 COLUMNS = ("after", "compile", "step", "rest")
+WITH_SPARE = ("--spares", "1")
 
 
 def main() -> None:
     options = read_options()
     machine = Machine()
+    if options.spares:
+        machine.write(options, (), recovery=show_replacement(options))
+        return
     overhead = measure_overhead(options)
     print(f"{options.model}, batch {options.batch_size}, 2 instances, nothing fails; ms per step, medians")
     print(f"{'stop':>9}{'shrink':>9}{'shrink/stop':>13}")
@@ -61,6 +70,7 @@ def read_options() -> argparse.Namespace:
         metavar="N",
         help="jobs in which an instance is killed (%(default)s)",
     )
+    add("--spares", action="store_true", help="compare a loss under shrink with one that a spare replaces")
     add("--limit-s", type=float, default=300.0, metavar="SECONDS", help="time limit of an answer (%(default)s)")
     return parser.parse_args()
 
@@ -82,7 +92,7 @@ def start(stack: ExitStack, mode: str, options: argparse.Namespace) -> Group:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="survival-"))
     coordinator = stack.enter_context(Coordinator(folder, options.limit_s))
     program = [sys.executable, str(HERE / "training_jax.py"), "popdist", coordinator.path]
-    words = [*poprun(mode, 2, 2), *program, options.model, str(options.batch_size)]
+    words = [*poprun(MODES[mode], 2, 2), *program, options.model, str(options.batch_size)]
     return coordinator.start("popdist", 2, [words], environment())
 
 
@@ -97,11 +107,33 @@ def measure_recovery(options: argparse.Namespace) -> dict[str, float]:
     return {name: median(each[name] for each in found) for name in COLUMNS}
 
 
-def lose_one(victim: int, options: argparse.Namespace) -> dict[str, float]:
+def show_replacement(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Measure and print losses under shrink, and losses that a spare replaces."""
+    found: dict[str, list[dict[str, float]]] = {"shrink": [], "replace": []}
+    for kill in range(options.kills):
+        for mode, each in found.items():
+            each.append(lose_one(kill % 3, options, spares=mode == "replace"))
+    columns = (*COLUMNS, "later")
+    medians_of = {mode: {name: median(one[name] for one in each) for name in columns} for mode, each in found.items()}
+    print(
+        f"{options.model}, batch {options.batch_size}, 3 x 2 replicas, one instance is killed; ms, medians of ", end=""
+    )
+    print(f"{options.kills} jobs each, in turns")
+    print(f"{'':>12}" + "".join(f"{name:>9}" for name in columns))
+    for mode, each in medians_of.items():
+        print(f"{mode:>12}" + "".join(f"{each[name]:9.1f}" for name in columns))
+    ratios = {name: medians_of["replace"][name] / medians_of["shrink"][name] for name in ("after", "step", "later")}
+    print(f"{'ratio':>12}" + "".join(f"{ratios.get(name, float('nan')):9.2f}" for name in columns), flush=True)
+    print(f"later/step under replace: {medians_of['replace']['later'] / medians_of['replace']['step']:.2f}", flush=True)
+    return medians_of
+
+
+def lose_one(victim: int, options: argparse.Namespace, spares: bool = False) -> dict[str, float]:
     """Run a job in which one instance is killed, and return its milliseconds."""
     with tempfile.TemporaryDirectory(prefix="survival-") as folder:
-        arguments = [folder, options.model, str(options.batch_size), str(victim), "16"]
-        words = [*poprun("shrink", 3, 6), sys.executable, str(HERE / "survival_rank.py"), *arguments]
+        arguments = [folder, options.model, str(options.batch_size), str(victim), "16", str(int(spares))]
+        how = WITH_SPARE if spares else MODES["shrink"]
+        words = [*poprun(how, 3, 6), sys.executable, str(HERE / "survival_rank.py"), *arguments]
         ended = subprocess.run(
             words, env=environment(), capture_output=True, text=True, timeout=options.limit_s, check=False
         )
@@ -112,12 +144,14 @@ def lose_one(victim: int, options: argparse.Namespace) -> dict[str, float]:
 
 def slowest(instances: list[dict[str, Any]]) -> dict[str, float]:
     one = max(instances, key=lambda each: each["after_s"])
-    after, compiling, step = (1e3 * one[name] for name in ("after_s", "compile_s", "step_s"))
-    return {"after": after, "compile": compiling, "step": step, "rest": after - compiling - step}
+    old = max((each for each in instances if not each["is_spare"]), key=lambda each: each["after_s"])
+    after, compiling = (1e3 * one[name] for name in ("after_s", "compile_s"))
+    step, later = (1e3 * old[name] for name in ("step_s", "later_s"))
+    return {"after": after, "compile": compiling, "step": step, "later": later, "rest": after - compiling - step}
 
 
-def poprun(mode: str, instances: int, replicas: int) -> list[str]:
-    words = [sys.executable, "-m", "poprun", *MODES[mode]]
+def poprun(how: Sequence[str], instances: int, replicas: int) -> list[str]:
+    words = [sys.executable, "-m", "poprun", *how]
     return [*words, "--num-instances", str(instances), "--num-replicas", str(replicas)]
 
 

@@ -59,9 +59,13 @@ class Communicator:
         mechanism: The way of the data: "window", "ring", "window and ring", or the name of the backend.
         instruments: The instruments that observe this rank.
         beside: A link for messages outside of collectives, closed with the communicator; None if the backend has none.
+        part: Function that returns a communicator of some ranks as `subgroup` does, but over the same connection: the
+            loss of a rank cannot disturb its creation. Called once, and closed before this communicator. None if the
+            backend has none.
     """
 
     beside: Link | None = None
+    part: Callable[[Sequence[int]], Communicator] | None = None
 
     def __init__(
         self,

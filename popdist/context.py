@@ -177,8 +177,18 @@ def communicator() -> Communicator:
     """Return the communicator of all instances, or inside `execute_on_instances` of the named instances.
 
     Raises:
-        LifeCycleError: `init` has not been called.
+        LifeCycleError: `init` has not been called, or this process is a spare.
     """
+    if process.role is Role.SPARE:
+        raise LifeCycleError(
+            "this process is a spare, which takes part in no collective of the instances before it takes the place of "
+            "one; use operations of a strategy, whose results spares get, or start the job without --spares"
+        )
+    return own_communicator()
+
+
+def own_communicator() -> Communicator:
+    """Return what `communicator` returns; on a spare, a communicator of this process alone."""
     current = group.get() or process.communicator
     if current is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
@@ -198,10 +208,16 @@ def join_besides(connect: ConnectBackend) -> Communicator:
     """Connect the instances over a second transport, which is closed before the backend.
 
     Raises:
-        LifeCycleError: `init` has not been called, or the new communicator numbers the instances differently.
+        LifeCycleError: `init` has not been called, the new communicator numbers the instances differently, or the job
+            has spares.
     """
     if process.communicator is None or process.instance is None:
         raise LifeCycleError("the instances are not connected yet; call popdist.init first")
+    if process.journal is not None:
+        raise LifeCycleError(
+            "this transport connects the same processes to the end, so no spare can join; start the job without "
+            "--spares"
+        )
     communicator = connect(process.settings(), process.instance)
     check_rank(communicator, process.instance, "connect the same processes, in the same order")
     process.others.append(communicator)

@@ -68,7 +68,8 @@ def carry_on() -> Instance:
     if process.role is Role.ACTIVE:
         process.instance = process.instance.renumbered(process.communicator.rank, process.communicator.size)
     if process.timeline is not None:
-        process.timeline.renumbered(process.instance)
+        is_spare = process.role is Role.SPARE
+        process.timeline.renumbered(process.instance.index, 0 if is_spare else process.instance.count, process.changes)
     return process.instance
 
 

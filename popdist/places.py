@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from popdist.errors import LifeCycleError
 from popdist.process import Chief, process
+from popdist.records.faults import FaultInjector
 from popdist.records.progress import Role
 from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
 
@@ -32,7 +33,7 @@ def take_first_places(everybody: Communicator, num_spares: int) -> None:
     process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
     spares = dict.fromkeys(range(count, everybody.size), 0)
     if process.role is Role.ACTIVE:
-        process.communicator = everybody.subgroup(range(count))
+        process.communicator = _part_of(everybody, range(count))
     else:
         process.communicator = process.alone = _alone()
     _connect_journal(everybody, spares, feeder=0)
@@ -52,7 +53,8 @@ def take_places(everybody: Communicator, role: Role) -> None:
     assert process.instance is not None
     standings, is_done, wishes = _gather(everybody, role)
     _note_the_chief(everybody, role, standings, is_done)
-    process.target = next((count for count, _ in wishes if count), process.target or process.instance.count)
+    number, wanted = min(wishes, default=(0, 0))
+    process.target = wanted or process.target or process.instance.count
     active = choose(standings, process.target)
     is_active = everybody.rank in active
     are_all_active = active == list(range(everybody.size))
@@ -61,7 +63,7 @@ def take_places(everybody: Communicator, role: Role) -> None:
     if role is Role.LEAVING:
         process.communicator, process.everybody = everybody, None
     elif is_active:
-        process.communicator = everybody if are_all_active else everybody.subgroup(active)
+        process.communicator = everybody if are_all_active else _part_of(everybody, active)
     else:
         if process.journal is None:
             raise LifeCycleError(
@@ -74,8 +76,8 @@ def take_places(everybody: Communicator, role: Role) -> None:
     process.is_chosen = role is Role.SPARE and is_active
     if role is Role.ACTIVE and not is_active:
         _fall_asleep()
-    number = max((number for _, number in wishes), default=0)
-    process.progress.takes_role(role is not Role.LEAVING and not is_active, number)
+    is_spare = process.role is Role.SPARE if role is Role.LEAVING else not is_active
+    process.progress.takes_role(is_spare, number)
 
 
 def _fall_asleep() -> None:
@@ -89,8 +91,9 @@ def _fall_asleep() -> None:
 def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.ndarray, Sequence[tuple[int, int]]]:
     """Return the facts about all processes, whether each is a chief that has finished, and the wishes of poprun.
 
-    A wish is a pair: the number of active instances, and the number of the wish. It counts once an active instance has
-    it.
+    A wish is a pair: its number, and the wanted number of active instances. It counts once an active instance has it.
+    If a new wish comes meanwhile, some have that one and others the one before. Then the earlier one counts, and the
+    new one leads to another change.
     """
     import numpy as np
 
@@ -103,15 +106,16 @@ def _gather(everybody: Communicator, role: Role) -> tuple[list[Standing], np.nda
     entries = 0 if process.journal is None else len(process.journal)
     host = zlib.crc32(instance.host.encode())
     may_be_active = progress.may_be_active and process.is_ready
-    own = [int(role), instance.index, host, entries, may_be_active, is_done, wanted, progress.wish]
+    own = [int(role), instance.index, host, entries, may_be_active, is_done, process.changes, progress.wish, wanted]
     facts = everybody.all_gather(np.array(own, np.int64), name="places of the processes")
     standings = [
-        Standing(Role(role), index, host, entries, bool(may))
-        for role, index, host, entries, may, _, _, _ in facts.tolist()
+        Standing(Role(role), index, host, entries, bool(may)) for role, index, host, entries, may, *_ in facts.tolist()
     ]
-    wishes = [(count, number) for count, number in facts[:, 6:].tolist()]
+    process.changes = 1 + int(facts[:, 6].max())
+    wishes = [(number, count) for number, count in facts[:, 7:].tolist()]
     of_active = [wish for each, wish in zip(standings, wishes, strict=True) if each.role is Role.ACTIVE]
-    return standings, facts[:, 5], of_active or wishes  # the last ones must not wait for a wish that nobody fulfils
+    found = [wish for wish in of_active or wishes if wish[0]]
+    return standings, facts[:, 5], found  # the last ones must not wait for a wish that nobody fulfils
 
 
 def _note_the_chief(everybody: Communicator, role: Role, standings: Sequence[Standing], is_done: np.ndarray) -> None:
@@ -156,9 +160,15 @@ def _connect_journal(everybody: Communicator, fed: dict[int, int], feeder: int) 
         process.feeding = Feeding(everybody.beside, fed)
 
 
+def _part_of(everybody: Communicator, active: Sequence[int]) -> Communicator:
+    assert everybody.part is not None
+    return everybody.part(active)
+
+
 def _alone() -> Communicator:
     """Return the communicator of a spare, whose collectives nobody else takes part in."""
     import collectives
     from collectives.instruments import Instruments
 
-    return collectives.connect("single", replace(process.settings(), progress=Instruments()))
+    faults = [each for each in process.attached if isinstance(each, FaultInjector)]
+    return collectives.connect("single", replace(process.settings(), progress=Instruments(*faults)))

@@ -65,6 +65,7 @@ class Process:
     progress: Progress = NoProgress()
     attached: Sequence[Instrument] = ()  # instruments that observe this instance
     timeline: Timeline | None = None  # the recording, if the job is recorded
+    changes: int = 0  # number of changes of the members so far, the same on all processes that took part in the last
     was_finalized: bool = False
     failed_at: int | None = None  # number of collectives called when the program began to fail
     watches_exit: bool = False

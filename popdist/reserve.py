@@ -9,7 +9,6 @@ beginning.
 from __future__ import annotations
 
 import atexit
-import signal
 import threading
 import time
 
@@ -19,8 +18,8 @@ from popdist.records.progress import Role
 from popdist.spares import has_news, looking
 from popdist.standby import SLEEP_S
 
-_ASIDE = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that poprun passes on to programs; a program that has not begun has nothing to do at them."""
+LONG_SLEEP_S = 2 * SLEEP_S
+"""The time that a reserve sleeps between two looks for news; a job has many reserves."""
 
 
 def hold() -> None:
@@ -32,16 +31,13 @@ def hold() -> None:
     if not process.is_ready or process.role is not Role.SPARE:
         return
     process.is_ready = False
-    before = [signal.signal(number, signal.SIG_IGN) for number in _ASIDE]
     try:
         while not process.progress.is_to_begin:
             if not has_news():
-                time.sleep(SLEEP_S)
+                time.sleep(LONG_SLEEP_S)
     except SystemExit:  # Python cannot end by it before the program has begun
         atexit._run_exitfuncs()
         end_with(0)
-    for number, handler in zip(_ASIDE, before, strict=True):
-        signal.signal(number, handler)
     threading.Thread(target=_attend, name="popdist reserve", daemon=True).start()
 
 

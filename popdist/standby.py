@@ -58,9 +58,10 @@ class Standing(NamedTuple):
 def choose(standings: Sequence[Standing], target: int) -> list[int]:
     """Return the ranks of the processes that are active after a change, in the order of their new numbers.
 
-    Active instances that are left stay, at most `target` of them. Then spares join: first the ones whose hosts have the
-    fewest active instances. A spare gets the number of a lost instance, so that the others keep their replicas; but the
-    chief is never a spare that joins.
+    Active instances that are left stay, at most `target` of them. If none of them may stay, the first one stays
+    nevertheless, because only active instances have the variables. Then spares join: first the ones whose hosts have
+    the fewest active instances. A spare gets the number of a lost instance, so that the others keep their replicas; but
+    the chief is never a spare that joins.
 
     Args:
         standings: The facts about every process, by rank.
@@ -69,7 +70,8 @@ def choose(standings: Sequence[Standing], target: int) -> list[int]:
     Returns:
         The ranks; empty if no active instance is left, because nobody has the variables then.
     """
-    stay = [rank for rank, each in enumerate(standings) if each.role is Role.ACTIVE and each.may_be_active][:target]
+    active = [rank for rank, each in enumerate(standings) if each.role is Role.ACTIVE]
+    stay = [rank for rank in active if standings[rank].may_be_active][:target] or active[:1]
     if not stay:
         return []
     joining: list[int] = []

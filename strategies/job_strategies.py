@@ -10,7 +10,7 @@ from typing_extensions import override
 import popdist
 from collectives import Communicator
 from popdist import horovod, spares
-from popdist.context import join_cluster
+from popdist.context import join_cluster, own_communicator
 from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.leaving import is_to_carry_on
@@ -59,7 +59,7 @@ class ElasticMembership(Membership):
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        return popdist.carry_on(), popdist.communicator()
+        return popdist.carry_on(), own_communicator()
 
 
 @final
@@ -70,7 +70,7 @@ class MpiJob(ElasticMembership):
     def join(self) -> tuple[Instance, Communicator]:
         instance = join_as_configured(self.defaults, self._ipus_per_replica)
         self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
-        return instance, popdist.communicator()
+        return instance, own_communicator()
 
 
 @final
@@ -206,7 +206,7 @@ class WorkerCluster(ElasticMembership):
         num_replicas = positive("num_local_replicas", each) * len(self._cluster.addresses)
         join_cluster(self._cluster, num_replicas, self._shrinks)
         refuse_other_process(self.defaults, popdist.instance())
-        return popdist.instance(), popdist.communicator()
+        return popdist.instance(), own_communicator()
 
 
 @final

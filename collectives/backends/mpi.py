@@ -31,8 +31,9 @@ except (ImportError, RuntimeError) as error:
 logger = logging.getLogger(__name__)
 
 _CHANNELS = 2  # one for synchronous collectives, one for named collectives
-_BESIDE = 3  # the channel of messages outside of collectives; its tags differ from `_SUBGROUP_TAG`
 _SUBGROUP_TAG = 7  # a tag that no lane of a channel uses
+_BESIDE = 3  # the channel of messages outside of collectives
+_PART = 4  # the first channel of the part that shares the connection
 
 # Message sizes between hosts:
 _INLINE_BYTES_OF_HOST = 1 << 17
@@ -75,31 +76,39 @@ class MpiLink(Link):
         hosts: Host number of each rank.
         sizes: Message sizes.
         end: Function to call when the link is closed.
+        ranks: Ranks in `comm` that the link connects, in the order of their numbers here.
     """
 
     def __init__(
-        self, comm: MPI.Comm, channel: int, hosts: tuple[int, ...], sizes: Sizes, end: Callable[[], None]
+        self,
+        comm: MPI.Comm,
+        channel: int,
+        hosts: tuple[int, ...],
+        sizes: Sizes,
+        end: Callable[[], None],
+        ranks: Sequence[int],
     ) -> None:
         self._comm = comm
         self.hosts = hosts
         self._first_tag = channel * LANES
         self._end = end
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
+        self._ranks = ranks
+        self.rank = ranks.index(comm.Get_rank())
+        self.size = len(ranks)
         self.sizes = sizes
         _links.add(self)
 
     @override
     def send(self, data: np.ndarray, to: int, lane: int) -> Transfer:
         try:
-            return MpiTransfer(self._comm.Isend((data, MPI.BYTE), to, self._first_tag + lane))
+            return MpiTransfer(self._comm.Isend((data, MPI.BYTE), self._ranks[to], self._first_tag + lane))
         except MPI.Exception as error:
             raise _lost(error) from error
 
     @override
     def receive(self, into: np.ndarray, source: int, lane: int) -> Transfer:
         try:
-            return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), source, self._first_tag + lane))
+            return MpiTransfer(self._comm.Irecv((into, MPI.BYTE), self._ranks[source], self._first_tag + lane))
         except MPI.Exception as error:
             raise _lost(error) from error
 
@@ -154,30 +163,43 @@ def _connect_over(
     """Return a communicator of the ranks of `comm`.
 
     This function creates no MPI communicator: in Open MPI 5.0.11 the loss of another rank during such a creation kills
-    this process (in ompi_comm_revoke_local). Subgroups are made from `comm`. Our messages go over `own`, which has the
-    same ranks. `end` is called when a link is closed.
+    this process (in ompi_comm_revoke_local), or makes it wait for ever. Subgroups are made from `comm`. A part is none:
+    its messages go over `own`, as ours do, which has the same ranks. `end` is called when a link is closed.
     """
     of_ranks = comm.allgather((host or MPI.Get_processor_name(), os.sched_getaffinity(0), settings.network))
     refuse_other_networks([network for _, _, network in of_ranks])
+
+    def make_part(ranks: Sequence[int]) -> Communicator:
+        return over(ranks, _PART, _nothing)
+
+    def over(ranks: Sequence[int], channel: int, end: Callable[[], None]) -> Communicator:
+        places = [of_ranks[rank][:2] for rank in ranks]
+        hosts = tuple(host for host, _ in places)
+        here = of_ranks[comm.Get_rank()][0]
+        numbers, sizes = host_numbers(hosts), _sizes_of(hosts)
+        main, named = [MpiLink(own, channel + each, numbers, sizes, end, ranks) for each in range(_CHANNELS)]
+
+        def make_subgroup(some: Sequence[int]) -> Communicator:
+            group = comm.Get_group().Incl([ranks[rank] for rank in some])
+            subgroup = comm.Create_group(group, _SUBGROUP_TAG)
+            return _connect_over(settings, subgroup, subgroup, [members[ranks[rank]] for rank in some], _nothing, here)
+
+        names = [f"rank {number} on {host}" for number, host in enumerate(hosts)]
+        group = RankGroup(main.rank, names, [members[rank] for rank in ranks])
+        return assemble(_spinning(settings, here, places), group, (main, named), True, make_subgroup)
+
+    everybody = range(comm.Get_size())
+    communicator = over(everybody, 0, end)
     hosts = [host for host, _, _ in of_ranks]
-    here = hosts[comm.Get_rank()]
-    size, of_one_host = len(hosts), max(Counter(hosts).values())
-    sizes = Sizes() if of_one_host == size else _sizes_between_hosts(size, of_one_host)
-    cores = set().union(*[cores for host, cores, _ in of_ranks if host == here])
-    if len(cores) < hosts.count(here):
-        settings = replace(settings, spins=0)  # a spinning rank would take a core that another rank needs
-    numbers = host_numbers(hosts)
-    main, named = [MpiLink(own, channel, numbers, sizes, end) for channel in range(_CHANNELS)]
-
-    def make_subgroup(ranks: Sequence[int]) -> Communicator:
-        subgroup = comm.Create_group(comm.Get_group().Incl(ranks), _SUBGROUP_TAG)
-        return _connect_over(settings, subgroup, subgroup, [members[rank] for rank in ranks], _nothing, here)
-
-    names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-    group = RankGroup(comm.Get_rank(), names, members)
-    communicator = assemble(settings, group, (main, named), True, make_subgroup)
-    communicator.beside = MpiLink(own, _BESIDE, numbers, sizes, end)
+    communicator.beside = MpiLink(own, _BESIDE, host_numbers(hosts), _sizes_of(hosts), end, everybody)
+    communicator.part = make_part
     return communicator
+
+
+def _spinning(settings: Settings, here: str, places: Sequence[tuple[str, set[int]]]) -> Settings:
+    """Return settings without spins if a spinning rank would take a core that another rank of this host needs."""
+    cores = [cores for host, cores in places if host == here]
+    return replace(settings, spins=0) if len(set().union(*cores)) < len(cores) else settings
 
 
 def _nothing() -> None:
@@ -207,6 +229,11 @@ def connect_survivors(settings: Settings) -> Communicator:
             logger.info("another rank was lost while the survivors reconnected: %s", error)
             comm.Revoke()
     raise PeerLostError("the surviving ranks could not reconnect, because more ranks were lost each time")
+
+
+def _sizes_of(hosts: Sequence[str]) -> Sizes:
+    of_one_host = max(Counter(hosts).values())
+    return Sizes() if of_one_host == len(hosts) else _sizes_between_hosts(len(hosts), of_one_host)
 
 
 def _sizes_between_hosts(ranks: int, of_one_host: int) -> Sizes:

@@ -28,7 +28,15 @@ SUFFIX = ".jsonl"
 CHECKPOINTS = "checkpoints"
 """Subfolder for the checkpoints of the verified program."""
 
-PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT = "process", "layout", "step", "values", "question", "checkpoint"
+PROCESS, LAYOUT, STEP, VALUES, QUESTION, CHECKPOINT, OBSTACLE = (
+    "process",
+    "layout",
+    "step",
+    "values",
+    "question",
+    "checkpoint",
+    "obstacle",
+)
 """The kinds of lines."""
 
 LOSS, OPTIMIZER, ELSEWHERE = "loss", "optimizer", ""
@@ -117,6 +125,7 @@ class Question:
 
 
 _questions: dict[Question, None] = {}
+_obstacles: dict[str, None] = {}
 
 
 def note_question(what: str) -> None:
@@ -141,3 +150,18 @@ def note_question(what: str) -> None:
 def questions() -> tuple[Question, ...]:
     """Return the questions asked in this process, in order."""
     return tuple(_questions)
+
+
+def note_obstacle(reason: str) -> None:
+    """Record a reason why the job ends if an instance is lost. Does nothing without a recording.
+
+    Args:
+        reason: The reason in words.
+    """
+    if FOLDER_VARIABLE in os.environ:
+        _obstacles.setdefault(reason)
+
+
+def obstacles() -> tuple[str, ...]:
+    """Return the reasons that `note_obstacle` has recorded in this process, in order."""
+    return tuple(_obstacles)

@@ -18,7 +18,7 @@ from popdist.instance import Instance
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, TimelineOptions
 from popdist.timeline.clocks import Exchange
-from popdist.timeline.events import JOINED, MAIN_TRACK, PROFILE, EventKind
+from popdist.timeline.events import JOINED, PROFILE, EventKind
 from popdist.timeline.gauges import read_connections
 from popdist.timeline.meeting import (
     CARD_BYTES,
@@ -37,6 +37,8 @@ from popdist.timeline.spilling import TimelineFile
 if TYPE_CHECKING:
     from collectives import Communicator
     from collectives.instruments import Instrument
+
+_MOST_TRACK = (1 << 16) - 1
 
 
 @final
@@ -116,9 +118,15 @@ class Timeline:
             self._recording.align_by(self._take_exchanges)
             self._asking.start()
 
-    def renumbered(self, instance: Instance) -> None:
-        """Note that other instances are lost, and the new identity of this instance."""
-        self._recording.recorder.note(int(EventKind.RENUMBERED), MAIN_TRACK, (instance.index << 32) + instance.count)
+    def renumbered(self, index: int, count: int, change: int) -> None:
+        """Note a change of the members.
+
+        Args:
+            index: The new index of this instance.
+            count: The number of active instances; 0 if this one sleeps as a spare from now on.
+            change: The number of the change, counted from 1, the same on all instances.
+        """
+        self._recording.recorder.note(int(EventKind.RENUMBERED), min(change, _MOST_TRACK), (index << 32) + count)
 
     def close(self) -> None:
         """Write the rest and end. Repeated calls do nothing; a forked process does not end its parent's recording."""

@@ -58,7 +58,8 @@ class EventKind(IntEnum):
     EVENTS_LOST = 12
     """Value: number of events that came too fast to be kept."""
     RENUMBERED = 13
-    """Others are lost. Value: the new index of this instance times 2**32, plus the number of instances."""
+    """The members have changed. Track: number of the change, from 1. Value: the new index of this instance times 2**32,
+    plus the number of active instances; this number is 0 if the instance sleeps as a spare from now on."""
     SEEN_AT = 14
     """Name: a line of the program at which its thread was, between two steps and outside phases and collectives."""
 

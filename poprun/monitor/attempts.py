@@ -49,8 +49,9 @@ class Attempt:
 
     @property
     def spares(self) -> int:
-        """The number of spares at the start."""
-        return len(self.facts) - len(self.carriers[0].instances) if self.carriers else 0
+        """The number of spares at the start, without reserves."""
+        waiting = [each for each in self.facts if not each.is_reserve]
+        return len(waiting) - len(self.carriers[0].instances) if self.carriers else 0
 
     @property
     def longest(self) -> Made:

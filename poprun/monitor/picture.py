@@ -17,7 +17,7 @@ from poprun.cli.wording import (
     share_text,
     without_controls,
 )
-from poprun.monitor.snapshot import ENDED, LOST, SPARE, STOPPED, WAITING, Seen, Snapshot
+from poprun.monitor.snapshot import ENDED, LOST, RESERVE, SPARE, STOPPED, WAITING, Seen, Snapshot
 
 AWAITED = "awaited"
 """The mark of an instance for which others wait; the mark of any other instance is its condition."""
@@ -101,8 +101,11 @@ def picture_of(
 def _head(snapshot: Snapshot, awaited: set[int], silent_s: float) -> list[str]:
     lines = [f"poprun {snapshot.pid} on {snapshot.host}: {' '.join(snapshot.program)}"]
     spares = sum(each.condition == SPARE for each in snapshot.instances)
-    parts = [count(len(snapshot.instances) - spares, "instance"), f"runs for {duration_text(snapshot.age_s)}"]
-    parts[1:1] = [count(spares, "spare")] if spares else []
+    carriers = sum(bool(each.replicas) for each in snapshot.instances)
+    reserves = sum(each.condition == RESERVE for each in snapshot.instances)
+    beside = [count(number, what) for number, what in ((spares, "spare"), (reserves, "reserve")) if number]
+    training = carriers or len(snapshot.instances) - spares - reserves
+    parts = [count(training, "instance"), *beside, f"runs for {duration_text(snapshot.age_s)}"]
     steps = [each.steps_per_s for each in snapshot.instances if each.steps_per_s is not None]
     if steps:
         parts.append(f"{number_text(max(steps))} steps/s")
@@ -140,7 +143,7 @@ def _chosen(instances: Sequence[Seen], awaited: set[int], most: int | None) -> l
 def _trouble(each: Seen, awaited: set[int]) -> int:
     if each.instance in awaited:
         return 0
-    ranks = {LOST: 1, STOPPED: 1, WAITING: 3, ENDED: 4, SPARE: 5}
+    ranks = {LOST: 1, STOPPED: 1, WAITING: 3, ENDED: 4, SPARE: 5, RESERVE: 6}
     return ranks.get(each.condition, _NO_TROUBLE)
 
 

@@ -19,8 +19,8 @@ VERSION = 1
 """The version of the format; it grows if a field changes its meaning or is removed."""
 
 ENDED, LOST, STARTING, STOPPED = "ended", "lost", "starting", "stopped"
-JOINING, RUNNING, WAITING, LEAVING, SPARE = "joining", "running", "waiting", "leaving", "spare"
-CONDITIONS = (ENDED, LOST, STARTING, STOPPED, JOINING, RUNNING, WAITING, LEAVING, SPARE)
+JOINING, RUNNING, WAITING, LEAVING, SPARE, RESERVE = "joining", "running", "waiting", "leaving", "spare", "reserve"
+CONDITIONS = (ENDED, LOST, STARTING, STOPPED, JOINING, RUNNING, WAITING, LEAVING, SPARE, RESERVE)
 
 _CONDITIONS = {
     State.JOINING: JOINING,
@@ -35,6 +35,7 @@ _WORDS = {
     JOINING: "popdist.init",
     LEAVING: "at its end",
     SPARE: "ready to take over",
+    RESERVE: "not needed yet, or on its way",
 }
 
 
@@ -213,7 +214,7 @@ def _condition(each: Facts) -> str:
     if each.stopped_since_s:
         return STOPPED
     if each.is_asleep:
-        return SPARE
+        return SPARE if each.can_join else RESERVE
     if each.record.waiting_for:
         return WAITING
     return _CONDITIONS.get(each.record.state, RUNNING)

@@ -88,7 +88,8 @@ def _first(attempts: Sequence[Attempt], totals: Totals, duration_s: float) -> st
 
 
 def _describe_size(attempt: Attempt) -> str:
-    instances = count(len(attempt.facts) - attempt.spares, "instance")
+    there = sum(not each.is_reserve for each in attempt.facts)
+    instances = count(there - attempt.spares, "instance")
     return f"{instances} and {count(attempt.spares, 'spare')}" if attempt.spares else instances
 
 

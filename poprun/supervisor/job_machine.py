@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from enum import Enum
 
+from popdist.records.progress import Role
 from poprun.cli.log import Level
 from poprun.ipc.facts import Carriers, Ending, EndKind, Facts, JobEnd, Loss, Verdict, signal_name
 from poprun.ipc.resizes import ResizeAnswer
@@ -151,9 +152,12 @@ class JobMachine:
             case ResizeAsked():
                 self._resize(event)
             case _:
+                was_spare = self._members.facts[event.instance].record.is_spare
                 self._members.take(event, now_s)
                 if isinstance(event, MemberConnected):
                     self._greet(event)
+                elif was_spare and self._members.facts[event.instance].record.role is Role.ACTIVE:
+                    self._actions.append(Say(Level.INFO, f"{self._members.facts[event.instance].name} has joined"))
                 elif isinstance(event, InstanceChanged) and event.change is InstanceChange.NOTICED:
                     self._take_notice(self._members.facts[event.instance].host, now_s)
         self._note_carriers(now_s)
@@ -163,7 +167,7 @@ class JobMachine:
     def _note_carriers(self, now_s: float) -> None:
         carriers = self._members.carriers
         if carriers != self.carriers[-1].instances:
-            step = max((self._members.facts[index].record.step for index in carriers), default=0)
+            step = max(each.record.step for each in self._members.facts)
             self.carriers.append(Carriers(now_s - self._begin_s, step, carriers))
 
     def _greet(self, event: MemberConnected) -> None:

@@ -78,7 +78,11 @@ class Regrowth:
         return self._resizing.wanted or self._instances
 
     def _start_when_due(self, running: Sequence[Facts], active: Sequence[Facts], now_s: float) -> list[Action]:
-        reserves = [each for each in running if each.is_reserve and each.index not in self._started]
+        reserves = [
+            each
+            for each in running
+            if each.is_reserve and each.index not in self._started and each.host not in self._resizing.left_hosts
+        ]
         if len(self._started) == self._most or not reserves:
             return self._say_end()
         if self._due_s == _NEVER:
@@ -103,7 +107,7 @@ class Regrowth:
         said: list[Action] = []
         for index in self._started:
             each = self._members.facts[index]
-            if index not in self._joined and each.record.role is Role.ACTIVE and not self._is_ending:
+            if index not in self._joined and each.record.role is Role.ACTIVE:
                 self._joined.add(index)
                 self._note_successor(index)
                 step = max(other.record.step for other in self._members.facts)

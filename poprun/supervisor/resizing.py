@@ -99,6 +99,11 @@ class Resizing:
         return [*self._tell(self._there()), Answer(asked.asker, ResizeAnswer(True, text))]
 
     @property
+    def left_hosts(self) -> frozenset[str]:
+        """The hosts that must not carry active instances."""
+        return self._left_hosts
+
+    @property
     def wanted(self) -> int:
         """The number of active instances in the last wish; 0 if there was none."""
         return self._wish.count

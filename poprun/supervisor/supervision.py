@@ -292,8 +292,9 @@ def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
     started = sum(each.is_started for each in facts)
     if started < len(facts):
         there = f", {started} of {len(facts)} have started" if started else ""
-        spares = sum(each.is_spare for each in facts)
-        size = f"{count(len(facts) - spares, 'instance')}{' and ' + count(spares, 'spare') if spares else ''}"
+        spares = sum(each.is_spare and not each.is_reserve for each in facts)
+        instances = sum(not each.is_spare for each in facts)
+        size = f"{count(instances, 'instance')}{' and ' + count(spares, 'spare') if spares else ''}"
         return f"starting {size} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
     if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts if each.is_needed):
         return f"no step is completed yet: the program loads data or compiles ({int(since_s)} s)"

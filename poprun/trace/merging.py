@@ -1,4 +1,4 @@
-"""The steps from a folder of recordings to a job that can be drawn or judged, even if it has lost instances."""
+"""The steps from a folder of recordings to a job that can be drawn or judged, even if its members have changed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from popdist.timeline.events import EventKind
 from poprun.trace.aligned import Aligned, align, doubts
+from poprun.trace.members import Period, has_changes, of_longest_period, periods_of, with_first_numbers
 from poprun.trace.profiles import Profiled, read_profile
 from poprun.trace.recordings import InstanceRecording, read_recordings, what_is_missing
 from poprun.trace.spans import MatchedCollectives, Spans, match, spans_of
@@ -25,12 +25,14 @@ class RecordedJob:
         spans: The spans of each recording.
         meetings: The collectives of several instances.
         warnings: Warnings about missing or untrustworthy data.
+        periods: The times between changes of the members; empty if the members have not changed.
     """
 
     aligned: Sequence[Aligned]
     spans: Sequence[Spans]
     meetings: MatchedCollectives
     warnings: Sequence[str]
+    periods: Sequence[Period] = ()
 
 
 def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[InstanceRecording] = ()) -> RecordedJob:
@@ -51,9 +53,11 @@ def put_together(recordings: Sequence[InstanceRecording], whole: Sequence[Instan
 
 def to_be_judged(recordings: Sequence[InstanceRecording]) -> RecordedJob:
     """Return the part of a job that a report covers: the last attempt's period with most steps and no loss."""
-    chosen, said = of_longest_membership(with_first_numbers(recordings))
+    recordings = with_first_numbers(recordings)
+    chosen, said = of_longest_period(recordings)
     job = put_together(chosen, recordings)
-    return replace(job, warnings=[*said, *job.warnings])
+    last = [each for each in recordings if each.attempt == chosen[0].attempt]
+    return replace(job, warnings=[*said, *job.warnings], periods=periods_of(last) if has_changes(last) else ())
 
 
 def merge(folder: Path, to: Path) -> tuple[RecordedJob, Counts]:
@@ -92,66 +96,3 @@ def profiles_of(aligned: Sequence[Aligned], folder: Path) -> tuple[list[Profiled
                 "written on another host, copy it there"
             )
     return found, warnings
-
-
-def with_first_numbers(recordings: Sequence[InstanceRecording]) -> list[InstanceRecording]:
-    """Return the recordings; their events name instances by their numbers before any loss."""
-    of_attempt = {each.attempt: [other for other in recordings if other.attempt == each.attempt] for each in recordings}
-    return [_with_first_numbers(each, of_attempt[each.attempt]) for each in recordings]
-
-
-def of_longest_membership(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:
-    """Return the last attempt's period with most steps and no loss, and remarks on the other periods."""
-    attempt = max(each.attempt for each in recordings)
-    own = [each for each in recordings if each.attempt == attempt]
-    losses = max(len(_renumbered(each)) for each in own)
-    if not losses:
-        return own, []
-    periods = [[each for each in own if len(_renumbered(each)) >= period] for period in range(losses + 1)]
-    steps = [max(_steps_in(each, period) for each in there) for period, there in enumerate(periods)]
-    best = int(np.argmax(steps))
-    chosen = [replace(each, events=each.events[_bounds(each, best)]) for each in periods[best]]
-    lost = sorted({each.instance for each in own} - {each.instance for each in periods[-1]})
-    gone = f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} lost"
-    began = f"{_listed([each.instance for each in chosen])} began{' together' if len(chosen) > 1 else ''}"
-    said = f"{gone}, and the others carried on; this report covers the {steps[best]} of {sum(steps)} steps that {began}"
-    return chosen, [said]
-
-
-def _listed(instances: Sequence[int]) -> str:
-    if not instances:
-        return "some instances"
-    return f"{'instance' if len(instances) == 1 else 'instances'} {', '.join(map(str, instances))}"
-
-
-def _renumbered(recording: InstanceRecording) -> np.ndarray:
-    """Return the positions of the events that renumber instances."""
-    return np.flatnonzero(recording.events["kind"] == EventKind.RENUMBERED)
-
-
-def _bounds(recording: InstanceRecording, period: int) -> slice:
-    """Return the range of the events of a period; period 0 is before the first loss, period 1 after it, and so on."""
-    places = [0, *_renumbered(recording).tolist(), len(recording.events)]
-    return slice(places[period] + (period > 0), places[period + 1])
-
-
-def _steps_in(recording: InstanceRecording, period: int) -> int:
-    return int(np.count_nonzero(recording.events["kind"][_bounds(recording, period)] == EventKind.STEP_BEGINS))
-
-
-def _with_first_numbers(recording: InstanceRecording, others: Sequence[InstanceRecording]) -> InstanceRecording:
-    losses = len(_renumbered(recording))
-    if not losses:
-        return recording
-    events = recording.events.copy()
-    for period in range(1, losses + 1):
-        first = {_number_in(each, period): each.instance for each in others if len(_renumbered(each)) >= period}
-        own = events[_bounds(recording, period)]
-        waits = own["kind"] == EventKind.WAITS_FOR
-        own["value"][waits] = [first.get(value, -1) for value in own["value"][waits].tolist()]
-    return replace(recording, events=events)
-
-
-def _number_in(recording: InstanceRecording, period: int) -> int:
-    """Return the number that an instance has in a period after the first loss."""
-    return int(recording.events["value"][_renumbered(recording)[period - 1]]) >> 32

@@ -39,8 +39,8 @@ class InstanceRecording:
     """The recording of one instance, in one attempt at the job.
 
     Attributes:
-        instance: The index of the instance when the job began.
-        instances: The number of instances when the job began.
+        instance: The index of the instance when the job began. Spares have the numbers after those of the instances.
+        instances: The number of instances when the job began, without spares.
         host: The host of the instance.
         attempt: The number of restarts of the job before.
         clock: The name of the clock of all times in the recording.
@@ -75,10 +75,20 @@ class InstanceRecording:
     profile: Profile | None = None
 
     @property
+    def is_spare(self) -> bool:
+        """Whether the recording begins as that of a spare."""
+        return self.instance >= self.instances
+
+    @property
+    def short_title(self) -> str:
+        """The instance or spare with its number."""
+        return f"{'spare' if self.is_spare else 'instance'} {self.instance}"
+
+    @property
     def title(self) -> str:
         """A name that distinguishes the recording from the others of the job."""
         again = f", attempt {self.attempt}" if self.attempt else ""
-        return f"instance {self.instance} ({self.host}{again})"
+        return f"{self.short_title} ({self.host}{again})"
 
     @property
     def events_lost(self) -> int:
@@ -251,7 +261,7 @@ def _header_in(content: bytes) -> InstanceRecording:
     if not isinstance(program, list | tuple):
         raise ValueError(f"its program is {program!r:.40}")
     return InstanceRecording(
-        _number(said, "instance", 0, instances - 1),
+        _number(said, "instance", 0, _MOST_INSTANCES),
         instances,
         _text(said, "host"),
         _number(said, "attempt", 0, _MOST_ATTEMPTS),

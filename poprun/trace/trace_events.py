@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -18,12 +19,13 @@ import numpy as np
 
 from popdist.records.private_files import open_unless_linked
 from popdist.timeline.events import EventKind
-from poprun.cli.wording import count
+from poprun.cli.wording import count, list_ranges
 from poprun.trace.aligned import Aligned
+from poprun.trace.members import describe_membership, memberships_of
 from poprun.trace.profiles import Profiled, nested
 from poprun.trace.spans import MatchedCollectives, Sort, Spans
 
-STEPS, PHASES, COMMUNICATION, REPLICAS, PROFILE = 1, 2, 3, 16, 1 << 24
+STEPS, PHASES, COMMUNICATION, MEMBERSHIP, REPLICAS, PROFILE = 1, 2, 3, 4, 16, 1 << 24
 """The numbers of the trace's threads in each process."""
 _STAGES = 64
 
@@ -33,7 +35,7 @@ class Counts:
     """The numbers of events in a trace.
 
     Attributes:
-        spans: The number of complete events, including spans of profiles.
+        spans: The number of complete events, including those of profiles and of memberships.
         flows: The number of arrows.
         counters: The number of values of counters.
     """
@@ -66,10 +68,11 @@ def write_trace(
     with opened(path) as file:
         file.write(b'{"displayTimeUnit":"ns","otherData":')
         file.write(json.dumps(_facts(aligned)).encode() + b',"traceEvents":[\n')
-        writer = Writer(file)
+        writer, memberships = Writer(file), 0
         for process, (each, own) in enumerate(zip(aligned, spans, strict=True)):
             writer.lines(_metadata(process, each, own))
             _write_spans(writer, process, each, own, began)
+            memberships += _write_memberships(writer, process, each, began)
             _write_instants(writer, process, each, began)
             _write_counters(writer, process, each, own, began)
         for process, (each, profile) in enumerate(zip(aligned, profiles, strict=False)):
@@ -78,7 +81,7 @@ def write_trace(
         flows = _write_flows(writer, meetings, began)
         file.write(b"\n]}\n")
     of_profiles = sum(len(each.names) for each in profiles if each is not None)
-    return Counts(sum(len(each.spans) for each in spans) + of_profiles, flows, writer.counters)
+    return Counts(sum(len(each.spans) for each in spans) + of_profiles + memberships, flows, writer.counters)
 
 
 def _facts(aligned: Sequence[Aligned]) -> dict[str, object]:
@@ -148,6 +151,25 @@ def _heads(sort: Sort, head: str, names: Mapping[int, str]) -> Callable[[int], s
     return texts.__getitem__
 
 
+def _write_memberships(writer: Writer, process: int, aligned: Aligned, began: int) -> int:
+    """Write which replicas an instance drives when, if that has changed or if it begins as a spare; count the spans."""
+    recording = aligned.recording
+    memberships = memberships_of(recording)
+    if not len(recording.events) or (len(memberships) == 1 and not recording.is_spare):
+        return 0
+    times = recording.events["when_ns"]
+    begins = np.array([times[max(each.events.start - 1, 0)] for each in memberships])
+    ends = np.append(begins[1:], times[-1])
+    names = [
+        f"replicas {list_ranges(each.replicas(recording.replicas))}" if each.count else "spare" for each in memberships
+    ]
+    head = f'{{"ph":"X","pid":{process},"tid":{MEMBERSHIP},"cat":"membership"'
+    writer.lines(iter([name_of("thread_name", process, MEMBERSHIP, "replicas driven")]))
+    form = f'{head},"name":"%s","ts":%d.%03d,"dur":%d.%03d}},\n'
+    writer.table(form, [names, *us_of(begins - began), *us_of(ends - begins)])
+    return len(names)
+
+
 def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Profiled, began: int) -> None:
     """Write a profile as further threads of the instance, whose names include the uncertainty of the times."""
     known = f"(+- {(aligned.uncertainty_ns + profile.uncertainty_ns) / 1e3:.0f} us)"
@@ -163,13 +185,14 @@ def _write_profile(writer: Writer, process: int, aligned: Aligned, profile: Prof
 _SAID: Mapping[EventKind, Callable[[int], str]] = {
     EventKind.WAITS_FOR: lambda value: f"still waits for instance {value}",
     EventKind.EVENTS_LOST: lambda value: f"{count(value, 'event')} could not be recorded",
-    EventKind.RENUMBERED: lambda value: f"carries on as instance {value >> 32} of {value & 0xFFFFFFFF}",
 }
 
 
 def _write_instants(writer: Writer, process: int, aligned: Aligned, began: int) -> None:
     events = aligned.recording.events
-    for kind, said in _SAID.items():
+    renumbered = partial(describe_membership, replicas=aligned.recording.replicas)
+    described: Mapping[EventKind, Callable[[int], str]] = {**_SAID, EventKind.RENUMBERED: renumbered}
+    for kind, said in described.items():
         own = events[events["kind"] == kind]
         head = f'{{"ph":"i","s":"t","pid":{process},"tid":{COMMUNICATION},"cat":"{kind.name.lower()}"'
         names = [said(value) for value in own["value"].tolist()]

@@ -31,6 +31,7 @@ from poprun.verify.certificate import (
 )
 from poprun.verify.comparison import earliest, first_difference, first_inside, first_of_metrics
 from poprun.verify.explanation import describe_metrics, explain
+from poprun.verify.losses import course_of, longest_training, obstacle_to_losses
 from poprun.verify.options import VerifyRequest, describe_verify, read_words
 from poprun.verify.report import RunOutcome, describe_difference, describe_success, draw_table, result_of
 from poprun.verify.running import (
@@ -45,6 +46,7 @@ from poprun.verify.running import (
     plan_run,
     run_to_resume,
     run_with_failure,
+    run_with_losses,
     take_interrupts,
 )
 
@@ -96,14 +98,14 @@ def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
     hosts = hosts_of(asked)
     cores = len(usable_cores()) * len(hosts)
     spreads = asked.spreads or choose_spreads(asked.replicas, cores, available_memory() if len(hosts) == 1 else None)
-    plain = plain_runs(asked, spreads)
+    plain = plain_runs(asked, (1,) if asked.with_losses and not asked.spreads else spreads)
     if asked.inject and not any(can_shrink(run) for run in plain):
         raise UsageError(
             "--inject needs a run of several instances over MPI, but the runs are "
             f"{', '.join(map(str, plain))}; name one with --spreads"
         )
-    with_failure = run_with_failure(asked, plain, 1)
-    for run in dict.fromkeys([*plain, *([with_failure] if with_failure else [])]):
+    extra = (run_with_failure(asked, plain, 1), run_with_losses(asked, spreads, 1))
+    for run in dict.fromkeys([*plain, *filter(None, extra)]):
         plan_run(asked, run, os.environ)
     return spreads, plain
 
@@ -164,9 +166,9 @@ class Verification:
             if len(self._outcomes) == 1:
                 self._check_first()
         steps = len(self._first.record.steps)
-        with_failure = run_with_failure(self.asked, self.plain, steps)
-        if with_failure is not None:
-            self._make(with_failure)
+        longest = longest_training(self._first.record)
+        for run in self._with_failures(steps, longest):
+            self._make(run)
         resumed = run_to_resume(self.asked, self.plain)
         if resumed is not None:
             self.laboratory = replace(self.laboratory, leave_at=steps // 2 - 1)
@@ -191,6 +193,10 @@ class Verification:
         return 0 if is_equal else 1
 
     @property
+    def _has_trainings(self) -> bool:
+        return len({training for training, _ in self._first.record.steps}) > 1
+
+    @property
     def _first(self) -> RunOutcome:
         return self._outcomes[0]
 
@@ -209,18 +215,29 @@ class Verification:
         difference = first_difference(self._first.record, result.record) if self._outcomes else None
         difference = difference or first_inside(result.record)
         metrics = first_of_metrics(self._outcomes[0].record if self._outcomes else result.record, result.record)
-        self._outcomes.append(RunOutcome(run, result.record, result.exit_status, difference, metrics))
+        course = course_of(result.record, run) if run.faults and not result.exit_status else None
+        self._outcomes.append(RunOutcome(run, result.record, result.exit_status, difference, metrics, course))
         self._tell_progress(time.monotonic() - began_s)
 
     @property
     def _runs_in_all(self) -> int:
-        extra = (run_with_failure(self.asked, self.plain, 1), run_to_resume(self.asked, self.plain))
-        return len(self.plain) + sum(each is not None for each in extra)
+        resumed = run_to_resume(self.asked, self.plain) is not None
+        return len(self.plain) + len(self._with_failures(1, 1)) + resumed
+
+    def _with_failures(self, steps: int, longest: int) -> list[Run]:
+        """Return the runs in which instances fail.
+
+        Args:
+            steps: The number of steps of a run without failures.
+            longest: The number of steps of its longest training.
+        """
+        asked = (run_with_failure(self.asked, self.plain, steps), run_with_losses(self.asked, self.spreads, longest))
+        return [run for run in asked if run is not None]
 
     def _tell_progress(self, lasted_s: float) -> None:
         """Print the result of the last run, and the remaining time."""
         number, left = len(self._outcomes), self._runs_in_all - len(self._outcomes)
-        what = result_of(self._outcomes[-1], number, len({training for training, _ in self._first.record.steps}) > 1)
+        what = result_of(self._outcomes[-1], number, self._has_trainings)
         each_s = self._running_s / number
         rest = f"{count(left, 'run')} left, about {duration_text(left * each_s)}" if left else "that was the last one"
         show(f"poprun verify: run {number} took {duration_text(lasted_s)}: {what}; {rest}", 2)
@@ -237,6 +254,11 @@ class Verification:
             raise PopRunError(
                 "the program completed and has recorded no step; only programs that train by strategies.Trainer "
                 "(its step or run) can be verified; a program of plain popdist or JAX needs one"
+            )
+        if self.asked.with_losses and (reason := obstacle_to_losses(first.record)):
+            raise PopRunError(
+                f"the program cannot go on without a lost instance: {reason}. Verify it without --with-losses, and "
+                "start it with --on-failure restart, which goes on from a checkpoint"
             )
         if self.asked.resume and not first.record.checkpoints:
             raise PopRunError(
@@ -262,6 +284,9 @@ class Verification:
         for number, each in enumerate(self._outcomes):
             if each.metrics is not None and each.difference is None:
                 show(f"\n{describe_metrics(each.metrics, self._first.record, each.record, self._name(number))}")
+        for number, each in enumerate(self._outcomes):
+            if each.course is not None:
+                show(f"\n{self._name(number)}\n{each.course.describe(self._has_trainings, columns_of(os.environ))}")
         if all(each.is_well for each in self._outcomes):
             show(f"\n{describe_success(self._outcomes)}")
             return True

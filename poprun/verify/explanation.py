@@ -10,8 +10,18 @@ from pathlib import Path
 from popdist.records.recording import LOSS, OPTIMIZER, Question
 from poprun.errors import PopRunError
 from poprun.verify.comparison import STEPS, Distance, RunDifference, are_same, distance, first_difference, first_inside
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, METRICS, START, UPDATE, Record, RecordedProcess
-from poprun.verify.report import RunOutcome, describe_difference, describe_units, name_place
+from poprun.verify.records import (
+    BATCH,
+    FINGERPRINT,
+    GRADIENTS,
+    METRICS,
+    START,
+    UPDATE,
+    Record,
+    RecordedProcess,
+    name_place,
+)
+from poprun.verify.report import RunOutcome, describe_difference, describe_units
 from poprun.verify.running import Laboratory
 
 _MOST_QUESTIONS = 6

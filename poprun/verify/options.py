@@ -72,6 +72,11 @@ class VerifyRequest:
         "one more run, with this failure under shrink; without a fault, an instance is killed half-way",
         if_bare=SOME_FAULT,
     )
+    with_losses: bool = _of_verify(
+        False,
+        OptionKind.FLAG,
+        "one more run, which loses instances and gets a spare (--spares: their number), against one process",
+    )
     resume: bool = _of_verify(
         False, OptionKind.FLAG, "one more run, which is stopped and resumed on another number of instances"
     )
@@ -89,8 +94,9 @@ class VerifyRequest:
                     f"--spreads names {spread} instances for {self.replicas} replicas, which must divide evenly: "
                     f"use some of {fitting}, or another --num-replicas"
                 )
-        if set(self.transports) == {GRPC} and self.inject:
-            raise UsageError("--inject needs shrink, which works over MPI, and --transports names only grpc; add mpi")
+        if set(self.transports) == {GRPC} and (self.inject or self.with_losses):
+            name = "--inject" if self.inject else "--with-losses"
+            raise UsageError(f"{name} needs shrink, which works over MPI, and --transports names only grpc; add mpi")
 
     @property
     def knows_replicas(self) -> bool:
@@ -101,6 +107,12 @@ class VerifyRequest:
     def replicas(self) -> int:
         """The number of replicas R."""
         return int(str(self.line.values.get("num-replicas", 1)))
+
+    @property
+    def named_spares(self) -> int | None:
+        """The number of spares that the user names for runs with failures; None if the user names none."""
+        named = self.line.values.get("spares")
+        return None if named is None else int(str(named))
 
 
 OPTIONS_OF_VERIFY: tuple[Option, ...] = options_of(VerifyRequest)
@@ -147,6 +159,7 @@ def read_words(words: Sequence[str]) -> VerifyRequest | None:
         transports=_transports(str(own["transports"])) if "transports" in own else (MPI,),
         steps=None if steps is None else int(str(steps)),
         inject=_faults(own.get("inject")),
+        with_losses=bool(own.get("with-losses")),
         resume=bool(own.get("resume")),
         **{name.replace("-", "_"): Path(str(own[name])) for name in paths if name in own},
     )

@@ -79,10 +79,12 @@ class RecordedStep:
     Attributes:
         parts: The digests of each part.
         random: For each global random generator of the host that was used, the digests of its state.
+        carried: The replicas that each instance has driven, by its index.
     """
 
     parts: dict[str, Digests] = field(default_factory=dict)
     random: dict[str, set[str]] = field(default_factory=dict)
+    carried: dict[int, range] = field(default_factory=dict)
 
     def add(self, part: str, name: str, digest: str, instances: Iterable[int]) -> None:
         """Store a digest of some instances."""
@@ -124,6 +126,7 @@ class Record:
         steps: The steps in their order.
         questions: The places where the program has asked for the instance's index, or for the number of instances.
         checkpoints: The directories of its checkpoints.
+        obstacles: The reasons why the program ends if an instance is lost.
         values: The stored values, by part and instance.
         recording_s: The longest time that an instance spent on recording.
     """
@@ -132,6 +135,7 @@ class Record:
     steps: Mapping[StepPlace, RecordedStep] = field(default_factory=dict)
     questions: tuple[Question, ...] = ()
     checkpoints: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
     values: Mapping[tuple[str, int], Values] = field(default_factory=dict)
     recording_s: float = 0.0
 
@@ -144,6 +148,12 @@ class Record:
         """Return the number of steps up to and including `place`; all steps if the run has not made that one."""
         places = list(self.steps)
         return places.index(place) + 1 if place in self.steps else len(places)
+
+
+def name_place(place: StepPlace, has_trainings: bool, noun: str = "step ") -> str:
+    """Return the name of a step; steps and trainings are counted from 0."""
+    training, step = place
+    return f"{noun}{step} of training {training}" if has_trainings else f"{noun}{step}"
 
 
 def read_record(folder: Path, but: Collection[Path] = ()) -> Record:
@@ -169,6 +179,7 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
     processes: dict[int, RecordedProcess] = {}
     questions: dict[Question, None] = {}
     checkpoints: dict[str, None] = {}
+    obstacles: dict[str, None] = {}
     values: dict[tuple[str, int], Values] = {}
     layouts: dict[tuple[int, int], JsonObject] = {}
     before: dict[tuple[int, int], tuple[int, list[str]]] = {}
@@ -183,6 +194,8 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
             questions.setdefault(Question(line["what"], line["file"], line["line"], line["where"]))
         elif kind == recording.CHECKPOINT:
             checkpoints.setdefault(line["directory"])
+        elif kind == recording.OBSTACLE:
+            obstacles.setdefault(line["reason"])
         elif kind == recording.LAYOUT:
             layouts[instance, line["training"]] = line
         elif kind == recording.VALUES:
@@ -203,6 +216,7 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
         steps=steps,
         questions=tuple(questions),
         checkpoints=tuple(checkpoints),
+        obstacles=tuple(obstacles),
         values=values,
         recording_s=max(recording_s.values(), default=0.0),
     )
@@ -210,11 +224,12 @@ def record_of(lines: Iterable[tuple[int, JsonObject]], folder: Path) -> Record:
 
 def _add_step(step: RecordedStep, line: JsonObject, layout: JsonObject, start: list[str] | None, instance: int) -> None:
     own = (instance,)
+    step.carried[instance] = range(*line["replicas"])
     for part, digests in ((START, start or ()), (GRADIENTS, line["gradients"]), (UPDATE, line["variables"])):
         for name, digest in zip(layout["variables"], digests, strict=False):
             step.add(part, name, digest, own)
     for name, digests in zip(layout["batch"], line["batch"], strict=True):
-        for replica, digest in zip(range(*line["replicas"]), digests, strict=False):
+        for replica, digest in zip(step.carried[instance], digests, strict=False):
             step.add(BATCH, f"{name} of replica {replica}", digest, own)
     for name, value in line["metrics"].items():
         step.add(METRICS, name, value, own)

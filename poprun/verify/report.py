@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from poprun.cli.wording import count, draw_rows
 from poprun.verify.comparison import STEPS, Distance, RunDifference
-from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Record, StepPlace
+from poprun.verify.losses import Course
+from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Record, name_place
 from poprun.verify.running import Run
 
 SHOWN_DIGITS = 16
@@ -35,6 +36,7 @@ class RunOutcome:
         exit_status: The exit status of the program; 0 if it is the expected one.
         difference: The difference from the first run, or between its instances; None if there is none.
         metrics: The difference in metrics; None if there is none.
+        course: The course of a run with losses; None for other runs.
     """
 
     run: Run
@@ -42,11 +44,13 @@ class RunOutcome:
     exit_status: int = 0
     difference: RunDifference | None = None
     metrics: RunDifference | None = None
+    course: Course | None = None
 
     @property
     def is_well(self) -> bool:
-        """Whether the run completed and is equal to the first one."""
-        return self.difference is None and self.exit_status == 0
+        """Whether the run completed and is equal to the first one, and whether its losses have happened."""
+        is_as_asked = self.course is None or self.course.is_as_asked
+        return self.difference is None and self.exit_status == 0 and is_as_asked
 
 
 def draw_table(outcomes: Sequence[RunOutcome], columns: int | None = None) -> str:
@@ -82,13 +86,9 @@ def result_of(outcome: RunOutcome, number: int, has_trainings: bool) -> str:
         found.append(f"{who} from {where} on: {_DIFFERS[outcome.difference.part]}")
     if outcome.exit_status:
         found.append(f"failed with exit status {outcome.exit_status}")
+    if not found and not outcome.is_well:
+        found.append("equal, but not as asked")
     return ", ".join(found) or ("first" if number == 1 else "equal")
-
-
-def name_place(place: StepPlace, has_trainings: bool) -> str:
-    """Return the name of a step; steps and trainings are counted from 0."""
-    training, step = place
-    return f"step {step} of training {training}" if has_trainings else f"step {step}"
 
 
 def describe_difference(

@@ -18,6 +18,7 @@ from popdist.records.recording import Recording
 from poprun.cli.command_line import CommandLine, Value, settings_from
 from poprun.cli.log import Log, level_from
 from poprun.cli.settings import LaunchSettings
+from poprun.cli.wording import count
 from poprun.errors import PopRunError, UsageError
 from poprun.hosts.hosts import Host
 from poprun.launch.launch import Launch
@@ -36,6 +37,12 @@ SAVED_STATUS = 128 + signal.SIGTERM
 MOST_SPREADS = 4
 INSTANCES_PER_CORE = 4
 """The most instances per core. It is more than one, because the time that a run takes does not matter here."""
+USUAL_SPARES = 1
+"""The number of spares of the run with losses, if the user names none."""
+MOST_WITH_LOSSES = 4
+"""The most instances of the run with losses, if the user names no spreads; fewer make it quicker."""
+FEWEST_STEPS_FOR_TWO = 3
+"""The least number of steps of a run in which two instances are lost, one after the other."""
 INSTANCE_BYTES = 500 << 20
 """The memory for Python, JAX and a small model."""
 
@@ -158,9 +165,8 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
         environ: The environment, which may name a partition.
     """
     values: dict[str, Value] = {**asked.line.values, "num-instances": run.instances}
-    if run.transport == GRPC:
-        values.pop("spares", None)  # workers over gRPC have no spares
-    processes = run.instances + int(str(values.get("spares", 0)))
+    values.pop("spares", None)  # only the run with losses has spares
+    processes = run.instances + run.spares
     of_instances = values.pop("instance-mpi-local-args", ())
     assert isinstance(of_instances, tuple)
     kept = tuple(text for text in of_instances if not _names_other(text, processes))
@@ -170,7 +176,9 @@ def settings_of(asked: VerifyRequest, run: Run, environ: Mapping[str, str] = Map
     if "output-dir" in values:
         values["output-dir"] = str(Path(str(values["output-dir"])) / _folder_name(run))
     if run.faults:
-        values |= {"inject": run.faults, "on-failure": "shrink"}
+        values |= {"inject": run.faults, "on-failure": "shrink", "max-restarts": 0}
+    if run.spares:
+        values |= {"on-failure": "replace", "spares": run.spares}
     if kept:
         values["instance-mpi-local-args"] = kept
     settings = settings_from(CommandLine(values, asked.line.program), environ)
@@ -242,6 +250,7 @@ class Run:
         transport: The connection between instances.
         faults: The faults to inject; the other instances go on without the lost one.
         resumed_on: The number of instances on which the run is resumed; None if it is not stopped.
+        spares: The number of spares.
     """
 
     instances: int
@@ -249,18 +258,22 @@ class Run:
     transport: str = MPI
     faults: tuple[str, ...] = ()
     resumed_on: int | None = None
+    spares: int = 0
 
     @property
     def spread(self) -> str:
         """The spread as text: instances x replicas of each."""
         text = f"{self.instances} x {self.replicas // self.instances}"
+        if self.spares:
+            return f"{text}, {count(self.spares, 'spare')}"
         return text if self.resumed_on is None else f"{text}, {self.resumed_on} x {self.replicas // self.resumed_on}"
 
     @property
     def how(self) -> str:
         """The transport and the incidents of the run as text."""
         if self.faults:
-            return f"{self.transport}, {'; '.join(self.faults)}"
+            what = self.faults[0] if len(self.faults) == 1 else count(len(self.faults), "fault")
+            return f"{self.transport}, {what}"
         if self.resumed_on is not None:
             return f"{self.transport}, stopped and resumed"
         return "-" if self.instances == 1 and self.transport != GRPC else self.transport
@@ -295,7 +308,7 @@ def plain_runs(asked: VerifyRequest, spreads: Sequence[int]) -> list[Run]:
         for instances in spreads
         if instances > 1 or number == 0
     ]
-    return runs * 2 if len(runs) == 1 and asked.against is None else runs
+    return runs * 2 if len(runs) == 1 and asked.against is None and not asked.with_losses else runs
 
 
 def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> Run | None:
@@ -311,7 +324,50 @@ def run_with_failure(asked: VerifyRequest, plain: Sequence[Run], steps: int) -> 
     run = max((each for each in plain if can_shrink(each)), key=lambda each: each.instances)
     chosen = f"kill:instance={run.instances - 1},step={steps // 2}"
     faults = (chosen,) if asked.inject == (SOME_FAULT,) else asked.inject
-    return Run(run.instances, run.replicas, run.transport, faults)
+    return Run(run.instances, run.replicas, run.transport, faults, spares=asked.named_spares or 0)
+
+
+def run_with_losses(asked: VerifyRequest, spreads: Sequence[int], steps: int) -> Run | None:
+    """Return the run that loses instances, and in which a spare joins; None if the user did not ask for it.
+
+    Args:
+        asked: The user's request.
+        spreads: The numbers of instances that the user names, or else that fit.
+        steps: The number of steps of the longest training.
+
+    Raises:
+        UsageError: If there is no number of instances of which one can be lost.
+    """
+    if not asked.with_losses:
+        return None
+    several = sorted(each for each in spreads if each > 1)
+    if not several:
+        raise UsageError(
+            "--with-losses needs a run of several instances, of which one is lost, but the numbers of instances are "
+            f"{', '.join(map(str, spreads))}; use --num-replicas 2 or more, and name 2 or more with --spreads"
+        )
+    fewer = [each for each in several if each <= MOST_WITH_LOSSES]
+    instances = max(several) if asked.spreads else max(fewer, default=min(several))
+    transport = next(each for each in asked.transports if each != GRPC)
+    spares = USUAL_SPARES if asked.named_spares is None else asked.named_spares
+    return Run(instances, asked.replicas, transport, choose_losses(instances, spares, steps), spares=spares)
+
+
+def choose_losses(instances: int, spares: int, steps: int) -> tuple[str, ...]:
+    """Return faults that leave at least one instance, and that let a spare join in the middle if there is one.
+
+    The first loss is that of the chief, in a third of the steps. Its place goes to a spare, if there is one. The second
+    loss is that of the last instance, in two thirds of the steps.
+
+    Args:
+        instances: The number of instances, at least 2.
+        spares: The number of spares.
+        steps: The number of steps of the longest training.
+    """
+    first = f"kill:instance=0,step={steps // 3}"
+    if instances + spares < 3 or steps < FEWEST_STEPS_FOR_TWO:
+        return (first,)
+    return first, f"kill:instance={instances - 1},step={2 * steps // 3}"
 
 
 def can_shrink(run: Run) -> bool:

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from strategies.core.journal import Recorded, packed
 from strategies.core.metrics import StepNotice
+from strategies.core.survival import together
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 
@@ -70,7 +72,17 @@ class OwnLoop:
         return state
 
     def share_notice(self) -> None:
-        """Share the notice of any instance with all instances. Collective."""
-        replicas, given = self.strategy.replicas, np.array([self.notice.is_given], np.float32)
-        found = replicas.recorded("notice", lambda: replicas.communicator.all_reduce(given, "max", name="notice"))
+        """Share the notice of any instance with all instances. Collective, and repeated if an instance is lost."""
+        replicas = self.strategy.replicas
+
+        def ask() -> np.ndarray:
+            return replicas.communicator.all_reduce(given(), "max", name="notice")
+
+        def given() -> np.ndarray:
+            return np.array([self.notice.is_given], np.float32)
+
+        def share(found: np.ndarray, root: int) -> np.ndarray:
+            return replicas.communicator.broadcast(found.copy(), root, name="notice")
+
+        found = together(replicas, ask, share, given, Recorded[np.ndarray]("notice", packed, np.array))
         self.notice.agree(float(found[0]))

@@ -58,7 +58,7 @@ class Carrier(Generic[State, Pending]):
 
     def read(self, state: State) -> State:
         """Return a state with values, given one that this instance may have got as a spare."""
-        return self._engine.read(state) if self._members.journal.is_kept else state
+        return self._engine.read(state) if self._members.journal.has_joined else state
 
     def holds(self, state: object) -> bool:
         """Return whether this is the latest state."""
@@ -70,10 +70,11 @@ class Carrier(Generic[State, Pending]):
     def facts(self) -> tuple[Mapping[str, object], Mapping[str, object]]:
         """The facts that a joining instance must share, and others that it must share if both have them."""
         state = self._latest
-        told: dict[str, object] = {"number of states": self._version, "step": None if state is None else state.step}
-        if self.batch is not None:
-            told["position in the data set"] = self._members.position_of(self.batch)
-        return told, self._engine.facts
+        told = {"number of states": self._version, "step": None if state is None else state.step}
+        others = dict(self._engine.facts)
+        if self.batch is not None:  # missing if the program of the joining instance reads variables between steps
+            others["position in the data set"] = self._members.position_of(self.batch)
+        return told, others
 
     @property
     def obstacle(self) -> str:
@@ -91,9 +92,10 @@ class Carrier(Generic[State, Pending]):
         """
         if self._latest is None:
             return
-        found = self._engine.hand_over(self._latest, source, joins)
         if joins:
-            self._engine.resolve(self._latest, found)
+            self._engine.resolve(self._latest, self._engine.hand_over(self._latest, source, joins))
+        else:
+            self._engine.hand_over(self.read(self._latest), source, joins)
 
     def digest(self) -> tuple[int, int]:
         """Return a digest of the latest state."""

@@ -88,7 +88,7 @@ class JournalMember(Protocol):
         """Return the encoded result of the next operation; None if this spare has become active."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Recorded(Generic[T]):
     """The way in which the result of an operation is kept.
 
@@ -151,12 +151,13 @@ class Journal:
     Attributes:
         is_kept: Whether operations are recorded or replayed at all.
         is_joining: Whether this instance has been a spare, and still lacks the state of the others.
+        has_joined: Whether this instance has been a spare that was chosen; it may hold placeholders with values.
         carriers: The holders of states that joining instances get, in the order of their construction.
     """
 
     def __init__(self, member: JournalMember, progress: InstanceProgress) -> None:
         self.is_kept = member.keeps_journal or member.is_spare
-        self.is_joining = False
+        self.is_joining = self.has_joined = False
         self.carriers: list[Carrier[Any, Any]] = []
         self._member = member
         self._progress = progress
@@ -188,22 +189,25 @@ class Journal:
         if self._is_inside or not self.is_kept:
             return body()
         while True:
-            entry = self._replayed(recorded.kind)
-            if entry is not None:
-                return recorded.unpack(entry.value)
-            if self.is_joining and not survives:
-                raise SpareError(
-                    f"an instance was lost in {recorded.kind!r}, which the others cannot repeat, so no spare can take "
-                    "its place"
-                )
+            if self._member.is_spare:
+                entry = self._replayed(recorded.kind)
+                if entry is not None:
+                    return recorded.unpack(entry.value)
+                if not survives:
+                    raise SpareError(
+                        f"an instance was lost in {recorded.kind!r}, which the others cannot repeat, so no spare can "
+                        "take its place"
+                    )
+            self._is_inside = True  # without a context manager, because each step comes here
             try:
-                with self.inside():
-                    done = body()
+                done = body()
             except BecameSpareError:
                 continue
             except Exception as error:
                 self.record(recorded.kind, obstacle=f"it has raised {type(error).__name__}: {error}")
                 raise
+            finally:
+                self._is_inside = False
             self.record(recorded.kind, recorded.pack(done))
             return done
 
@@ -285,7 +289,7 @@ class Journal:
         if self._next is None:
             data = self._member.next_entry()
             if data is None:
-                self.is_joining = True
+                self.is_joining = self.has_joined = True
                 return None
             self._next = _Entry(*pickle.loads(data))
         return self._next

@@ -44,6 +44,11 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return self._value
 
+    @property
+    def has_value(self) -> bool:
+        """Whether the values have come."""
+        return self._value is not None
+
     def resolve(self, value: Leaf) -> None:
         """Take the array that an active instance has handed over."""
         self._value = value
@@ -62,6 +67,13 @@ class Placeholder(np.lib.mixins.NDArrayOperatorsMixin):
     def nbytes(self) -> int:
         """The number of bytes of the values."""
         return self.size * int(self.dtype.itemsize)
+
+    def block_until_ready(self) -> Placeholder:
+        """Wait until the values are computed, as programs do to measure time; a spare has nothing to compute."""
+        wait = getattr(self._value, "block_until_ready", None)
+        if wait is not None:
+            wait()
+        return self
 
     def is_deleted(self) -> bool:
         """Return whether the values were there and a step has used them up."""
@@ -152,11 +164,13 @@ def has_unread(tree: Tree) -> bool:
 
 
 def blank(tree: Tree) -> Tree:
-    """Return a tree with zeros in place of placeholders, for an instance that gets the values in a collective."""
+    """Return a tree with zeros for values that have not come, for an instance that gets them in a collective."""
 
     def zeros(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, Placeholder):
             return leaf
+        if leaf.has_value:
+            return leaf.value
         return (
             np.zeros(leaf.shape, leaf.dtype) if isinstance(leaf.dtype, np.dtype) else jnp.zeros(leaf.shape, leaf.dtype)
         )

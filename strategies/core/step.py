@@ -129,6 +129,8 @@ class StepLoop(Generic[State, Pending]):
         self.carrier = Carrier(members, engine, rules.own_part)
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._is_kept = members.journal.is_kept
+        self._recorded = Recorded("step", self._packed, self._replayed)
+        self._before: State | None = None  # the state with which the last step has begun
 
     # ---- one step
 
@@ -172,10 +174,14 @@ class StepLoop(Generic[State, Pending]):
         """
         if not self._is_kept:
             return self._made(state, batch)
-        recorded = Recorded("step", self._packed, partial(self._replayed, state))
-        if self._members.journal.replays:
+        journal = self._members.journal
+        if journal.replays:
             self._rehearse(batch)
-        return self._members.journal.perform(recorded, partial(self._carried, state, batch))
+            self._members.instruments.step_begins(state.step)
+        self._before = state
+        done = journal.perform(self._recorded, partial(self._carried, state, batch))
+        self._before = None
+        return done
 
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         members, surroundings = self._members, self._surroundings()
@@ -205,11 +211,11 @@ class StepLoop(Generic[State, Pending]):
 
     def _carried(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """Make one update whose state can be handed over."""
-        carrier = self.carrier
+        carrier, journal = self.carrier, self._members.journal
         carrier.note(state)
         carrier.batch = batch
         try:
-            state, metrics = self._made(state, batch)
+            state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
         finally:
             carrier.batch = None
         carrier.note(state)
@@ -222,13 +228,14 @@ class StepLoop(Generic[State, Pending]):
             means = means[: len(names)].copy()  # without the values behind them
         return partial(_told, state.step, names, means, self.notice.is_agreed)
 
-    def _replayed(self, state: State, told: tuple[int, tuple[str, ...], np.ndarray, bool]) -> tuple[State, Metrics]:
-        """Return the result of a step of the others, given the state before it."""
+    def _replayed(self, told: tuple[int, tuple[str, ...], np.ndarray, bool]) -> tuple[State, Metrics]:
+        """Return the result of a step of the others."""
         step, names, means, is_agreed = told
+        assert self._before is not None
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
-        self.carrier.note(state)
-        state = self.carrier.unread(state, step)
+        self.carrier.note(self._before)
+        state = self.carrier.unread(self._before, step)
         self._members.done_so_far.share = partial(self._share, state)
         return state, metrics
 

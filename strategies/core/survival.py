@@ -13,6 +13,7 @@ import numpy as np
 from collectives import BrokenError, PeerLostError
 from collectives.instruments import RECOVERY
 from popdist.leaving import is_to_carry_on
+from popdist.records.recording import note_obstacle
 from strategies.core.carrier import hand_over_all
 from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
 from strategies.core.members import Members
@@ -159,6 +160,8 @@ def warn_of_loss(members: Members, reason: str | None) -> None:
     """
     if members.is_spare:
         return  # a rehearsal does not have the data set, and the active instances say it
+    if reason:
+        note_obstacle(reason)
     if reason and members.can_carry_on:
         members.progress.needs_all()
     if reason and members.can_carry_on and members.communicator.size > 1:

@@ -127,6 +127,7 @@ class DistributedDataset:
         self._given = source
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
         self._last: Batch = None
+        self._earlier: list[Batch] = []  # the batches of the same step for earlier replicas
         self.is_last_outdated = False
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
@@ -275,17 +276,23 @@ class DistributedDataset:
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Return whether this is the batch yielded last, with or without its mask."""
-        given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)
-        return self._last is not None and any(one is self._last for one in given)
+        """Return whether this is a batch of the last step, with or without its mask."""
+        return self._last is not None and any(_is_of(batch, given) for given in (self._last, *self._earlier))
 
-    def read_again(self) -> Batch:
-        """Return the batch of the step that was yielded last, for the present local replicas."""
-        self._last, self.is_last_outdated = self.with_values(), False
-        return self._last
+    def read_again(self, batch: Batch = None) -> Batch:
+        """Return the batch of the last step for the present local replicas.
+
+        Args:
+            batch: A batch for which `has_given` is true; without its mask, the result has none either.
+        """
+        is_bare = batch is not None and all(batch is not given for given in (self._last, *self._earlier))
+        if self.is_last_outdated:
+            self._earlier.append(self._last)
+            self._last, self.is_last_outdated = self.with_values(), False
+        return self._last.values if is_bare else self._last
 
     def with_values(self) -> Batch:
-        """Return the batch of the step that was yielded last, read again; `has_given` does not know it."""
+        """Return the batch of the last step, read again; `has_given` does not know it."""
         epoch, step = self._consumed
         return self._batch_at(epoch, step - 1)
 
@@ -325,6 +332,7 @@ class DistributedDataset:
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
+                    self._earlier.clear()
                     yield batch
                     if source is not self._source:
                         break
@@ -380,6 +388,10 @@ class DistributedDataset:
     def _moved(self, batch: Batch) -> Batch:
         """Return the batch on the devices."""
         return self._place(converted(self._transfer_dtype, batch))
+
+
+def _is_of(batch: Batch, given: Batch) -> bool:
+    return batch is given or (isinstance(given, Masked) and batch is given.values)
 
 
 def _refuse_values() -> None:

@@ -346,8 +346,10 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     @override
     def rehearse(self, state: TrainState, batch: Batch) -> None:
+        state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
         try:
             if self._programs.is_independent(state, batch):
+                state = self.share(state, 0)  # committed to its device like a state that is handed over; see `_placed`
                 pending = self.begin(state, batch, False)
                 for bucket, contributions in pending.buckets:
                     pending.exchange.reduce(bucket, contributions)

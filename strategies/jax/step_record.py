@@ -28,7 +28,7 @@ import numpy as np
 from popdist.instance import this_host
 from popdist.records import recording
 from popdist.records.private_files import make_private
-from popdist.records.recording import Recording, questions
+from popdist.records.recording import Recording, obstacles, questions
 from strategies.core.metrics import Metrics
 from strategies.exchange.choice import ON_CPUS, ExchangeChoice
 from strategies.exchange.shards import Shards
@@ -162,7 +162,7 @@ class StepRecorder:
         }
         if self._wanted.values_at == (self._training, step):
             self._write_values("variables", dict(zip(self._layout["variables"], leaves, strict=True)))
-        self._file.write_questions()
+        self._file.write_notes()
         self._took_s += time.perf_counter() - began_s
         self._file.write({**self._line, "recording_s": round(self._took_s, 6)})
         self._file.made(self._training, step)
@@ -227,7 +227,7 @@ class _RecordFile:
         self.path = folder / f"{this_host()}.{os.getpid()}{recording.SUFFIX}"
         self._descriptor = _open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._described: tuple[int, int] | None = None
-        self._questions_written = 0
+        self._questions_written = self._obstacles_written = 0
         self._trainings = 0
         self._made: dict[int, int] = {}
 
@@ -255,11 +255,14 @@ class _RecordFile:
             }
         )
 
-    def write_questions(self) -> None:
-        asked = questions()
+    def write_notes(self) -> None:
+        """Write what the process has noted since the last call: questions, and obstacles to surviving a loss."""
+        asked, found = questions(), obstacles()
         for each in asked[self._questions_written :]:
             self.write({"kind": recording.QUESTION, **asdict(each)})
-        self._questions_written = len(asked)
+        for reason in found[self._obstacles_written :]:
+            self.write({"kind": recording.OBSTACLE, "reason": reason})
+        self._questions_written, self._obstacles_written = len(asked), len(found)
 
     def next_training(self) -> int:
         self._trainings += 1

@@ -57,8 +57,9 @@ def distribute_dataset(
         gradient_accumulation_count=gradient_accumulation_count,
         prefetch=prefetch,
         place=lambda batch: strategy.replicas.dealing.noted(tensors_of(batch)),
-        communicator=strategy.communicator,
+        communicator=strategy.replicas.communicator,
         instruments=strategy.instruments,
+        is_spare=lambda: strategy.replicas.is_spare,
     )
     strategy.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
     return dataset

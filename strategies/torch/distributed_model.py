@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.jit import optimized_execution
 
-from strategies.core.survival import warn_of_loss
+from strategies.argument_checks import positive
 from strategies.errors import StrategyError
 from strategies.strategy import Strategy
 from strategies.torch.gradient_averaging import GradientAveraging
@@ -22,13 +22,14 @@ from strategies.torch.module_parts import refuse_to_be_compiled
 from strategies.torch.on_device.determinism import use_deterministic_operations
 from strategies.torch.options import Aggregation, TorchOptions
 from strategies.torch.replica_groups import groups_of
+from strategies.torch.replica_turns import LossOfBatch, ReplicaTurns
 from strategies.torch.sync_batch_norm import refuse_to_join, sync_layers_of
 from strategies.torch.training import refuse_modules
-from strategies.typing import Tree
+from strategies.typing import Batch, Tree
 
 
 class DistributedModel(torch.nn.Module):
-    """A module whose gradients are averaged over all instances in every backward pass; one replica per instance.
+    """A module whose gradients are averaged over all replicas in every backward pass.
 
         model = strategies.torch.DistributedModel(module, strategy)
         for x, y in loader:                       # this replica's rows
@@ -36,17 +37,20 @@ class DistributedModel(torch.nn.Module):
             loss_function(model(x), y).backward()  # afterwards every grad is the mean over all replicas
             optimizer.step()
 
+    `loss.backward()` is the pass of one replica, so the job needs one instance for each replica, and if an instance is
+    lost, it ends. With `backward(loss_fn, batch)` an instance may drive several replicas, and the job survives.
+
     With the same rows, the trained parameters have the same bits as with `strategies.torch.Trainer` on any number of
     instances. Random numbers of a forward pass depend on `seed`, the replica, and the number of earlier backward
     passes.
 
     The constructor is a collective call: all instances begin with the parameters and buffers of instance 0. Backward
-    passes are collective calls, except in `no_sync`. If an instance is lost, the job ends.
+    passes are collective calls, except in `no_sync`.
 
     Args:
         module: The module, on the CPU or on one GPU. Its gradients stay on the GPU if the exchange of the job can use
             them there; see gpus.md. The optimizer must hold the parameters of this module.
-        strategy: A strategy with one replica per instance.
+        strategy: The strategy whose replicas train.
         seed: The seed of the random numbers in forward passes.
         gradient_transfer_dtype: The dtype in which gradients travel, float16 or bfloat16; None for their own dtypes.
         model_state_aggregation: As in `TorchOptions`. Buffers are agreed on at the end of each backward pass.
@@ -61,7 +65,7 @@ class DistributedModel(torch.nn.Module):
         module: The module that was given.
 
     Raises:
-        StrategyError: If the strategy has several replicas per instance, or the module cannot be trained here.
+        StrategyError: If the module cannot be trained here.
     """
 
     averages_gradients = True
@@ -90,12 +94,6 @@ class DistributedModel(torch.nn.Module):
             raise StrategyError(
                 "int8 gradients need residuals, which only strategies.torch.Trainer keeps; use bfloat16"
             )
-        local = len(strategy.replicas.local_replicas)
-        if local > 1:
-            raise StrategyError(
-                f"this instance drives {local} replicas, but a DistributedModel is one replica; start as many "
-                "instances as replicas, or use strategies.torch.Trainer, which drives several"
-            )
         refuse_modules(module)
         if grouped := [name for name, parameter in module.named_parameters() if groups_of(parameter) is not None]:
             raise StrategyError(
@@ -111,14 +109,41 @@ class DistributedModel(torch.nn.Module):
         self.module = module
         self._strategy = strategy
         self._options = options
-        warn_of_loss(
-            strategy.replicas,
-            "a DistributedModel is one replica, so no other instance can take over the replica of a lost one",
-        )
         replica = strategy.replicas.local_replicas.start
         loop = LoopState(options.seed, replica, strategy.replicas.instruments.step_begins)
         self._averaging = GradientAveraging(module, strategy.replicas, options, loop)
         self._averaging.start()
+        self._turns = ReplicaTurns(module, strategy.replicas, self._averaging)
+
+    def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int = 1) -> torch.Tensor:
+        """Compute the gradients of every local replica, and average them over all replicas. Collective.
+
+            for batch in dataset.epoch(epoch):  # of strategies.torch.distribute_dataset
+                optimizer.zero_grad()
+                loss = model.backward(lambda rows: loss_function(model(rows["x"]), rows["y"]), batch)
+                optimizer.step()
+
+        An instance may drive several replicas, one after another, and go on with the replicas of a lost instance. It
+        then calls `loss_fn` again, on rows that the lost instance had read. So `loss_fn` must depend on nothing that
+        it changes itself, such as a counter. All that follows, as `optimizer.step()`, happens once for each step.
+
+        Args:
+            loss_fn: `(batch) -> loss` for the rows of a micro-batch of one replica. It calls this model.
+            batch: The batch of this instance, with the rows of the local replicas one after another.
+            micro_batches: The number of micro-batches into which each replica's rows are cut. Their gradients are
+                added, so `loss_fn` divides the loss by this number.
+
+        Returns:
+            The mean over all replicas of the sum of a replica's losses, float32, without a graph.
+
+        Raises:
+            StrategyError: Inside `no_sync` or after a pass in it. If an instance has several replicas and the module
+                has a SyncBatchNorm. If a gradient exists on some replicas only.
+            TypeError: If the loss is no scalar tensor.
+            ValueError: If the batch cannot be divided evenly among the local replicas.
+        """
+        refuse_to_be_compiled()
+        return self._turns.backward(loss_fn, batch, positive("micro_batches", micro_batches))
 
     def forward(self, *arguments: Tree, **named: Tree) -> Tree:
         """Return the module's outputs; the forward pass draws random numbers from the replica's generator."""
@@ -169,9 +194,11 @@ class DistributedModel(torch.nn.Module):
         instance that ends too early is an error on all instances.
 
         Raises:
-            StrategyError: If the module has a SyncBatchNorm, for which all replicas need rows.
+            StrategyError: If the module has a SyncBatchNorm, for which all replicas need rows, or if an instance has
+                several replicas.
         """
         averaging = self._averaging
+        averaging.refuse_several()
         if not averaging.is_alone:
             refuse_to_join(self.module)
         yield
@@ -191,11 +218,12 @@ class DistributedModel(torch.nn.Module):
         memo[id(self)] = copied
         shared = (self._strategy, self._options)
         memo.update({id(one): one for one in shared})
-        own = {name: value for name, value in vars(self).items() if name != "_averaging"}
+        own = {name: value for name, value in vars(self).items() if name not in ("_averaging", "_turns")}
         copied.__dict__.update(copy.deepcopy(own, memo))
         copied._averaging = GradientAveraging(
             copied.module, self._strategy.replicas, self._options, self._averaging.loop.copied()
         )
+        copied._turns = ReplicaTurns(copied.module, self._strategy.replicas, copied._averaging)
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
@@ -17,6 +19,7 @@ from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import replicas_where
+from strategies.core.placeholders import resolve, unread
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
@@ -61,6 +64,7 @@ from strategies.torch.replica_run import LossFunction, ReplicaTurn
 from strategies.torch.tensors import dtype_of, host_array, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
+from strategies.torch.unread import UnreadTraining
 from strategies.torch.updates import refuse_groups
 from strategies.train_state import TrainState
 from strategies.trees import ShapeOfArray
@@ -132,6 +136,11 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._close_path: Callable[[], object] = lambda: None
         self._first_step: int | None = None  # the first step with these copies of the module
         self._has_warned = False  # whether it has warned that a lost instance ends the job
+        self._unread = UnreadTraining(training.module, training.optimizer)
+        self._wait: Callable[[], None] = lambda: None
+        self._shapes: TrainState | None = None  # a snapshot whose shapes those of a spare have
+        self._snapshot: TrainState | None = None  # the last one of a spare
+        self._agreed: dict[str, str] = {}  # what an instance that joins has to agree with
 
     def close(self) -> None:
         """End the threads of the replicas. A later step or evaluation starts new ones."""
@@ -151,6 +160,8 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
         """The outputs of the last step, by local replica and micro-batch."""
+        if self._unread.is_hidden:
+            self._unread.wait_for_values()
         fetched = self._training.memory_of_replicas.fetched
         return [] if self._local is None else [fetched(run.outputs) for run in self._local.runs]
 
@@ -219,7 +230,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """Compare everything that decides the result with the other instances. Collective."""
         training, replicas = self._training, self._replicas
         dataset = replicas.dataset_of(given)
-        if replicas.communicator.size > 1 and not self._is_recorded:
+        if (replicas.communicator.size > 1 or replicas.journal.is_kept) and not self._is_recorded:
             programs = {
                 "the module": lines_of_module(training.module),
                 "the loss function": lines_of_function(self._loss_fn),
@@ -231,6 +242,9 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             options = {**self._options.terms, "step": training.step}
             terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
             insist_on_agreement(replicas, terms)
+            if replicas.journal.is_kept:
+                text = json.dumps([self._options.terms, programs], default=str)
+                self._agreed[f"program for batch {shapes}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
@@ -465,16 +479,74 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
         return host_arrays(state.recorded())
 
+    # ---- spares
+
+    @override
+    def unread(self, state: TorchTraining, step: int, wait: Callable[[], None]) -> TorchTraining:
+        """Hide the values of the module and of its optimizer, and count the step; return the same state."""
+        if not self._unread.is_hidden:
+            self.close()
+            self._wait = wait
+            self._unread.hide(wait)
+        state.step = step
+        state.replaced()
+        return state
+
+    @override
+    def resolve(self, state: TorchTraining, values: TorchTraining) -> None:
+        """Give the snapshot that a spare has taken last the values of the module and of its optimizer."""
+        if self._snapshot is not None and self._snapshot.step == values.step:
+            resolve(self._snapshot, values.state())
+        self._snapshot = None
+
+    @override
+    def hand_over(self, state: TorchTraining, root: int, joins: bool) -> TorchTraining:
+        first = np.array(-1 if self._first_step is None else self._first_step)
+        self._replicas.communicator.broadcast(first, root, name="first step with these replicas")
+        if joins:
+            self._unread.show()
+            self._first_step = None if first < 0 else int(first)
+        state.hand_over(root, joins)
+        return state
+
+    @override
+    def rehearse(self, state: TorchTraining, batch: Batch) -> None:
+        """Compute the gradients of a step, without an update. Then forget the values that the spare began with."""
+        with self._unread.shown():
+            try:
+                for _ in self.begin(state, batch, False).buckets:
+                    pass
+            finally:
+                self.close()
+                self._local, self._first_step = None, None
+                self._unread.forget()
+
+    @property
+    @override
+    def facts(self) -> Mapping[str, object]:
+        return self._agreed
+
+    # ---- checkpoints
+
     @override
     def snapshot(self, state: TorchTraining) -> TrainState:
-        """Return the state as arrays that are views of the tensors' memory."""
-        return state.state()
+        """Return the state as arrays that are views of the tensors' memory; on a spare as placeholders."""
+        if not self._unread.is_hidden:
+            return state.state()
+        if self._shapes is None:
+            with self._unread.shown():
+                self._shapes = state.state()
+        self._snapshot = replace(unread(self._shapes, self._wait), step=state.step)
+        return self._snapshot
 
     @override
     def restore(self, snapshot: TrainState) -> TorchTraining:
         """Copy the arrays of a snapshot into the module and its optimizer, and return their training."""
         training = self._training
-        training.load(snapshot)
+        if self._unread.is_hidden:
+            training.step = snapshot.step
+        else:
+            training.load(snapshot)
         return training
 
 

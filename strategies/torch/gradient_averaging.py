@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
+from strategies.core.journal import Recorded
+from strategies.core.survival import together, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.jax.comparing.digest import digest_of, host_arrays
 from strategies.jax.replicas.replicas import Replicas
@@ -27,6 +29,7 @@ from strategies.torch.gradient_exchange import (
     refuse_gradients_of_some,
 )
 from strategies.torch.loop_exchange import HostLoopExchange, LoopExchange, Told
+from strategies.torch.loop_means import LoopMeans, Turn, received_means, refuse_spares
 from strategies.torch.loop_state import LoopState, agree_on_losses
 from strategies.torch.model_buffers import ModelBuffers
 from strategies.torch.module_parts import ModuleWatch, Slot
@@ -39,8 +42,9 @@ from strategies.torch.tensors import have_same_bits, host_array
 from strategies.torch.training import received_tensors, refuse_modules, take_over
 from strategies.typing import Tree
 
-_NAMES = ("active", "changed")
-"""The flags that travel with gradients: whether the replica is still in its loop, and whether it needs a new plan."""
+_NAMES = ("active", "changed", "loss")
+"""The numbers that travel with gradients: whether the replica is still in its loop, whether it needs a new plan, and
+its loss if it is known."""
 
 _GRAD, _CALL = "torch.autograd.grad", "torch.func.functional_call"  # functions that a warning is about
 
@@ -48,13 +52,18 @@ _MOST = 3  # parameters named in that warning
 
 
 class GradientAveraging:
-    """The averaging of a module's gradients in backward passes; one replica per instance.
+    """The averaging of a module's gradients in backward passes.
+
+    A backward pass of autograd is that of one replica, so the instance must drive one. `average` takes the gradients of
+    several local replicas, which were computed one after another.
 
     `start` compares the instances and plans the exchange, before any gradient is exchanged. For a copy of a model, the
     first backward pass does this.
 
     Attributes:
+        buffers: The buffers on which replicas agree.
         is_alone: Whether there is one replica, whose gradients are the means.
+        named: The parameters of the plan, with their names.
         seat: The replica's place among all, for layers that wait for other replicas.
     """
 
@@ -63,37 +72,66 @@ class GradientAveraging:
         self._module, self._replicas, self._options = module, replicas, options
         self.is_alone = replicas.num_replicas_in_sync == 1
         self._streams = options.streams_over(replicas)
-        self.seat = seat_in_loop(module, replicas, self._streams)
-        self._passes = passes_over(replicas.communicator)
+        self._meet_the_others()
         self._watch = ModuleWatch(module)
         self._hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
         weakref.finalize(self, _remove, self._hooks)
         self._pass: ModelPass | None = None
         self._is_behind = False  # whether the module has changed, so that a new plan is needed
+        self._has_warned = False  # whether it has warned that a lost instance ends the job
         self._warned: set[str] = set()  # the functions of PyTorch for which a warning was given
         self._writes_before = 0  # the count of writes when parameters were last compared
         self._title = ""
         self._nodes: dict[str, Node] = {}  # autograd's nodes that add to gradients of parameters
-        self._named: list[tuple[str, torch.nn.Parameter]] = []
+        self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
         self._known: set[int] = set()  # the parameters that have the same values on all instances
         self._exchange: LoopExchange | None = None
         self._leaves_early = False  # whether gradients are exchanged while backward passes run
         own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
-        self._buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
+        self.buffers = ModelBuffers(module, options.model_state_aggregation, count, own)
         self._keep_masters({})
-        self.writes = ForwardWatch(module, self._buffers.declared)
+        self.writes = ForwardWatch(module, self.buffers.declared)
         self._add_hooks()
         if not self.is_alone:
             weakref.finalize(self, agree_on_losses(self.averages, replicas))
 
+    def _meet_the_others(self) -> None:
+        self._communicator = self._replicas.communicator
+        self.seat = seat_in_loop(self._module, self._replicas, self._streams)
+        self._passes = passes_over(self._communicator)
+
     # ---- collective calls outside of backward passes
+
+    def connect(self) -> None:
+        """Connect with the instances that are left, if some were lost since the last call. Collective if so."""
+        if self._communicator is not self._replicas.communicator:
+            if self._title:
+                self._make_plan()
+            self._meet_the_others()
 
     def start(self) -> None:
         """Compare the instances, and take over parameters and buffers of instance 0. Collective."""
-        self._insist_on_agreement(())
-        self.begin_alike(0)
-        self._make_plan()
+        self._entitle()
+
+        def attempt() -> bool:
+            self._meet_the_others()
+            self._insist_on_agreement(())
+            self.begin_alike(0)
+            self._make_plan()
+            return True
+
+        def share(is_done: bool, root: int) -> bool:
+            self.begin_alike(root)  # `connect` makes the plan
+            return is_done
+
+        recorded = Recorded[bool]("start of a DistributedModel", lambda done: bool, refuse_spares)
+        together(self._replicas, attempt, share, lambda: True, recorded)
+
+    def _entitle(self) -> None:
+        if not self._title:
+            self._passes.models += 1
+            self._title = "gradients" if self._passes.models == 1 else f"gradients of model {self._passes.models}"
 
     def begin_alike(self, root: int) -> None:
         """Take over the parameters and buffers of the instance `root`. Collective."""
@@ -112,11 +150,11 @@ class GradientAveraging:
         refuse_modules(self._module)
         self._watch.look()
         self._add_hooks()
-        known = {slot.name for slot in self._buffers.slots}
-        self._buffers.follow()
+        known = {slot.name for slot in self.buffers.slots}
+        self.buffers.follow()
         self._keep_masters(self._masters)
-        slots = enumerate(self._buffers.slots)
-        self._buffers.moving |= {number for number, slot in slots if slot.name not in known and not slot.is_parameter}
+        slots = enumerate(self.buffers.slots)
+        self.buffers.moving |= {number for number, slot in slots if slot.name not in known and not slot.is_parameter}
         new = [one for _, one in self._trained if id(one) not in self._numbers]
         self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self._known)])
         self._make_plan()
@@ -135,24 +173,22 @@ class GradientAveraging:
         """Compare the averaged parameters, and the values of new ones, with the other instances. Collective."""
         digests = {id(one): f", digest {digest_of(host_array(one))[0]:x}" for one in new}
         terms = {name: f"{_described(one)}{digests.get(id(one), '')}" for name, one in self._watch.named}
-        buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self._buffers.slots}
+        buffers = {slot.name: f"buffer {slot.tensor.dtype}" for slot in self.buffers.slots}
         seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
         options = {"seed": str(seed), "gradient_transfer_dtype": str(dtype), "verify_steps": str(steps)}
         insist_on_agreement(self._replicas, [options, terms, buffers])
         self._known = {id(one) for _, one in self._watch.named}
 
     def _make_plan(self) -> None:
-        if not self._title:
-            self._passes.models += 1
-            self._title = "gradients" if self._passes.models == 1 else f"gradients of model {self._passes.models}"
-        self._named = self._trained
-        self._numbers = {id(one): number for number, (_, one) in enumerate(self._named)}
+        self._entitle()
+        self.named = self._trained
+        self._numbers = {id(one): number for number, (_, one) in enumerate(self.named)}
         self._nodes = {
-            name: torch.autograd.graph.get_gradient_edge(one).node for name, one in self._named if one.requires_grad
+            name: torch.autograd.graph.get_gradient_edge(one).node for name, one in self.named if one.requires_grad
         }
         self._is_behind = False
         self._writes_before = self._watch.writes
-        parameters = tuple(Parameter.of(*one) for one in self._named)
+        parameters = tuple(Parameter.of(*one) for one in self.named)
         self._exchange = self._exchange_of(parameters)
         self._leaves_early = self._exchange.plan.is_cut and not self.is_alone
 
@@ -167,11 +203,13 @@ class GradientAveraging:
         """Return the exchange for these parameters. Collective."""
         communicator, count = self._replicas.communicator, self._replicas.num_replicas_in_sync
         plan = TorchGradientPlan(parameters, self._options.transfer, title=self._title)
-        path = None if self.is_alone else path_of_loops(self._replicas, self.device, self._obstacle)
+        is_one_each = 1 < count == communicator.size
+        path = path_of_loops(self._replicas, self.device, self._obstacle) if is_one_each else None
         if path is not None:
             return DeviceLoopExchange(plan, communicator, path, self.device)
-        tail = Tail.size(len(_NAMES), len(parameters), len(self._buffers.slots))
-        return HostLoopExchange(replace(plan, streams=self._streams, tail=tail), _NAMES, communicator, count)
+        tail, local = Tail.size(len(_NAMES), len(parameters), len(self.buffers.slots)), self._replicas.local_replicas
+        whole = replace(plan, streams=self._streams, tail=tail)
+        return HostLoopExchange(whole, _NAMES, communicator, count, len(local))
 
     @property
     def _plan(self) -> TorchGradientPlan | None:
@@ -179,7 +217,7 @@ class GradientAveraging:
 
     def _keep_masters(self, known: Mapping[str, torch.Tensor]) -> None:
         """Copy the buffers, to find changes later: the `known` value of a buffer, or else its present value."""
-        buffers = [slot for slot in self._buffers.slots if not slot.is_parameter]
+        buffers = [slot for slot in self.buffers.slots if not slot.is_parameter]
         self._masters = {slot.name: known.get(slot.name, slot.tensor.detach()).clone() for slot in buffers}
 
     # ---- forward passes
@@ -238,7 +276,7 @@ class GradientAveraging:
             return
         number = self._numbers[id(parameter)]
         if id(parameter) in model_pass.came:
-            refuse_to_come_twice(self._named[number][0])
+            refuse_to_come_twice(self.named[number][0])
         model_pass.came.add(id(parameter))
         if len(parameter._post_accumulate_grad_hooks) == 1:  # hooks of the program may still change the gradient
             self._take(model_pass, number, parameter.grad)
@@ -259,11 +297,31 @@ class GradientAveraging:
         running = self._passes.enter()
         found = next((one for one in running.passes if one.model is self), None)
         if found is None:
+            self.refuse_several()
             self._look_again()
             found = ModelPass(self, self._plan, running.tasks)
             running.passes.append(found)
         self._pass = found
         return found
+
+    def refuse_several(self) -> None:
+        """Raise if this instance drives several replicas. If it is one of several instances, warn once.
+
+        Raises:
+            StrategyError: If a backward pass of autograd would be that of one of several local replicas.
+        """
+        if (local := len(self._replicas.local_replicas)) > 1:
+            raise StrategyError(
+                f"this instance drives {local} replicas, but loss.backward() is the backward pass of one; call "
+                "model.backward(loss_fn, batch), which lets each replica compute, or use strategies.torch.Trainer"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_loss(
+                self._replicas,
+                "loss.backward() of a DistributedModel is the backward pass of one replica, so no other instance can "
+                "make that of a lost one (model.backward(loss_fn, batch) can)",
+            )
 
     def _look_again(self) -> None:
         """Compare the module with the plan, and record whether a new plan is needed."""
@@ -302,8 +360,8 @@ class GradientAveraging:
         if exchange is None:
             return
         if self.loop.carried:
-            model_pass.came |= {id(one) for _, one in self._named if one.grad is not None} & self.loop.carried
-        gradients = [None] * len(self._named) if self._is_behind else self._gradients(model_pass)
+            model_pass.came |= {id(one) for _, one in self.named if one.grad is not None} & self.loop.carried
+        gradients = [None] * len(self.named) if self._is_behind else self._gradients(model_pass)
         if not exchange.plan.is_cut:
             exchange.take_all(gradients)
             return
@@ -320,7 +378,7 @@ class GradientAveraging:
                 )
 
     def _gradients(self, model_pass: ModelPass) -> list[torch.Tensor | None]:
-        return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self._named]
+        return [parameter.grad if id(parameter) in model_pass.came else None for _, parameter in self.named]
 
     def conclude(self, model_pass: ModelPass) -> None:
         """Exchange the last bucket, put the means into the gradients, and count the step."""
@@ -338,51 +396,99 @@ class GradientAveraging:
 
     def _finish(self, model_pass: ModelPass, is_active: bool) -> Tail:
         if self._exchange is not None:
-            tail = self._exchange_last(model_pass, is_active)
+            gradients = self._gradients(model_pass)
+            tail = self._exchange.finish([self._told(gradients, self.buffers.slots, is_active)])
             if not tail.metrics[1]:
-                self._apply(tail, self._gradients(model_pass))
+                self._apply(tail, [gradients], [self.buffers.slots])
                 return tail
         self._plan_anew()
         again = ModelPass(self, self._plan, model_pass.tasks)
         again.came = model_pass.came
         return self._average(again, is_active)
 
-    def _exchange_last(self, model_pass: ModelPass, is_active: bool) -> Tail:
-        assert self._exchange is not None
-        gradients = self._gradients(model_pass)
-        changes = tuple(self._has_changed(number, slot) for number, slot in enumerate(self._buffers.slots))
+    def _told(
+        self, gradients: Sequence[torch.Tensor | None], slots: Sequence[Slot], is_active: bool = True, loss: float = 0
+    ) -> Told:
+        """Return the numbers that travel behind the gradients of a replica."""
+        changes = tuple(self._has_changed(number, slot) for number, slot in enumerate(slots))
         flags = tuple(gradient is not None for gradient in gradients)
         word = word_of(self.loop.step, self._watch.writes - self._writes_before) if self._options.verify_steps else 0
-        return self._exchange.finish(Told((is_active, self._is_behind), word, flags, changes))
+        return Told((is_active, self._is_behind, loss), word, flags, changes)
 
     def _has_changed(self, number: int, slot: Slot) -> bool:
         """Return whether forward passes have changed a buffer or a frozen parameter."""
         if slot.is_parameter:
             return slot.name in self.writes.frozen
-        return number in self._buffers.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
+        return number in self.buffers.moving or not have_same_bits(slot.tensor, self._masters[slot.name])
 
-    def _apply(self, tail: Tail, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _apply(
+        self, tail: Tail, of_each: Sequence[Sequence[torch.Tensor | None]], slots: Sequence[Sequence[Slot]]
+    ) -> dict[int, torch.Tensor]:
+        """Put the means into the gradients of the first local replica and into the buffers, and return the latter."""
         assert self._exchange is not None
         active = float(tail.metrics[0])
         refuse_gradients_of_some(
             self._exchange.plan,
             tail.has_gradient,
-            lambda number: [gradients[number] is not None],
+            lambda number: [gradients[number] is not None for gradients in of_each],
             self._replicas,
             active,
             ", and freeze it on all of them or on none",
         )
-        self._exchange.give(gradients)
-        values = self._buffers.agreed(tail.has_changed, [self._buffers.slots], self._replicas)
-        self._buffers.keep({number: value.to(self.device) for number, value in values.items()})
-        for slot in map(self._buffers.slots.__getitem__, values):
-            if not slot.is_parameter:
-                self._masters[slot.name] = slot.tensor.detach().clone()
-        self.writes.frozen.clear()
+        self._exchange.give(of_each[0])
+        values = self.buffers.agreed(tail.has_changed, slots, self._replicas)
+        self.keep({number: value.to(self.device) for number, value in values.items()})
         if active == 1 and (settings_differ(*tail.settings) or self._options.compares_bits(self.loop.step)):
             state = {name: host_array(parameter) for name, parameter in self._module.named_parameters()}
             insist_on_same_bits(self._replicas, host_arrays(state), self.loop.step)
             self._writes_before = self._watch.writes  # bits are equal: unequal write counts do no harm
+        return values
+
+    def keep(self, values: dict[int, torch.Tensor]) -> None:
+        """Put the values on which all replicas have agreed into buffers and frozen parameters, by their numbers."""
+        self.buffers.keep(values)
+        for slot in map(self.buffers.slots.__getitem__, values):
+            if not slot.is_parameter:
+                self._masters[slot.name] = slot.tensor.detach().clone()
+        self.writes.frozen.clear()
+
+    # ---- several local replicas
+
+    def average(self, turns: Sequence[Turn]) -> LoopMeans:
+        """Average the results of all replicas, and put the means into the gradients of the first turn. Collective."""
+        self._look_again()
+        if self.is_alone:
+            return LoopMeans(turns[0].loss, (), {})
+        if self._exchange is None:
+            self._plan_anew()
+        while (tail := self._exchanged(turns)).metrics[1]:
+            self._plan_anew()
+        of_each = [turn.of(self.named) for turn in turns]
+        values = self._apply(tail, of_each, [turn.slots for turn in turns])
+        return LoopMeans(float(tail.metrics[2]), of_each[0], values)
+
+    def _exchanged(self, turns: Sequence[Turn]) -> Tail:
+        exchange = self._exchange
+        assert exchange is not None
+        none = [None] * len(self.named)
+        of_each = [none if self._is_behind else turn.of(self.named) for turn in turns]
+        for place, gradients in enumerate(of_each):
+            exchange.take_all(gradients, place)
+        for bucket in range(len(exchange.plan.members) - 1):
+            exchange.reduce(bucket)
+        told = [self._told(turn.of(self.named), turn.slots, loss=turn.loss) for turn in turns]
+        return exchange.finish(told)
+
+    def shared(self, means: LoopMeans | None, root: int) -> LoopMeans:
+        """Return the means that the instance `root` has. Collective.
+
+        Args:
+            means: The means on instances that have them; None elsewhere.
+            root: The rank of an instance that has them.
+        """
+        slots = {number: slot.tensor for number, slot in enumerate(self.buffers.slots)}
+        slots |= self.buffers.own
+        return received_means(means, self.named, slots, self._replicas.communicator, root)
 
     # ---- gradients that are not accumulated
 

@@ -53,6 +53,22 @@ class LoopState:
         found.step = self.step
         return found
 
+    @contextmanager
+    def turn(self, replica: int) -> Iterator[None]:
+        """Let a local replica make its passes, which draw its random numbers and exchange nothing."""
+        own, self._replica, self.syncs = self._replica, replica, False
+        self._begin_passes()
+        try:
+            yield
+        finally:
+            self._replica, self.syncs = own, True
+            self._begin_passes()
+
+    def _begin_passes(self) -> None:
+        self._micro_batch, self._has_ended = 0, False
+        self.carried.clear()
+        self._begin_micro_batch()
+
     def carry(self, parameter: torch.Tensor) -> None:
         """Record a gradient of a backward pass that is not synchronised."""
         self.carried.add(id(parameter))
@@ -61,10 +77,8 @@ class LoopState:
     def next_step(self) -> None:
         """Count a synchronised backward pass that has ended."""
         self.step += 1
-        self._micro_batch = 0
-        self._has_ended = self._is_told = False
-        self.carried.clear()
-        self._begin_micro_batch()
+        self._is_told = False
+        self._begin_passes()
 
     def _begin_micro_batch(self) -> None:
         self._forward_passes = 0
@@ -130,7 +144,7 @@ def agree_on_losses(averages: Averages, replicas: Replicas) -> Callable[[], None
 
     Args:
         averages: A method that returns whether a parameter's gradient is averaged. Only a weak reference to it is kept.
-        replicas: The replicas of all instances, one on each.
+        replicas: The replicas of all instances.
 
     Returns:
         A function that ends this.
@@ -164,5 +178,6 @@ def _before_step(
 def _mean_loss(closure: Closure, replicas: Replicas) -> torch.Tensor:
     given = closure()
     loss = given.detach() if isinstance(given, torch.Tensor) else given
-    mean = replicas.communicator.ordered_all_reduce([np.array(float(loss))], op="mean", name="loss of a closure")
+    of_each = [np.array(float(loss))] * len(replicas.local_replicas)
+    mean = replicas.communicator.ordered_all_reduce(of_each, op="mean", name="loss of a closure")
     return torch.tensor(float(mean), dtype=loss.dtype if isinstance(loss, torch.Tensor) else None)

@@ -96,13 +96,13 @@ class ModelBuffers:
 
     def masters_of(self, replica: int) -> list[torch.Tensor]:
         """Return the buffers and frozen parameters with which a replica begins a step."""
-        self._follow_shown()
+        self.follow_shown()
         found = [slot.tensor for slot in self.slots]
         for number, own in self.own.items():
             found[number] = own[replica]
         return found
 
-    def _follow_shown(self) -> None:
+    def follow_shown(self) -> None:
         """Copy to all replicas the changes that the program has made to the module's buffers."""
         for number, own in self.own.items():
             shown = self.slots[number].tensor.detach()

@@ -136,7 +136,11 @@ class Trainer:
 
     @property
     def outputs(self) -> Sequence[Sequence[Tree]]:
-        """The outputs that the loss function returned in the last step, for each local replica and micro-batch."""
+        """The outputs that the loss function returned in the last step, for each local replica and micro-batch.
+
+        Raises:
+            SpareError: On a spare, which computes no outputs.
+        """
         return self._engine.outputs
 
     def step(self, batch: Batch) -> Metrics:

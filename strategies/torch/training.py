@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -168,11 +168,43 @@ class TorchTraining:
 
         Nothing changes before everything has arrived, because `root` may be lost on the way.
         """
+        self._receive(root)()
+
+    def hand_over(self, root: int, joins: bool) -> None:
+        """Take over the state of instance `root` if this instance joins, also hyperparameters. Collective.
+
+        Args:
+            root: The instance that has the state.
+            joins: Whether this instance joins; if not, its own state stays.
+        """
+        communicator = self._replicas.communicator
+        take = self._receive(root)
+        groups = trees.map(np.array, numbers_of_groups(self.optimizer))
+        for number, array in enumerate(trees.leaves(groups)):
+            communicator.broadcast(array, root, name=f"hyperparameter {number}")
+        moving = np.array([number in self.buffers.moving for number in range(len(self.buffers.slots))])
+        communicator.broadcast(moving, root, name="buffers that change")
+        if joins:
+            take()
+            set_numbers(self.optimizer, groups)
+            self.buffers.moving = frozenset(np.flatnonzero(moving).tolist())
+
+    def _receive(self, root: int) -> Callable[[], None]:
+        """Receive the state of instance `root`, and return a function that takes it over. Collective."""
         communicator = self._replicas.communicator
         known = np.array([self.step, *self._scale_words()], np.float64)
         communicator.broadcast(known, root, name="how far the state is")
         tensors = [*self.module.named_parameters(), *self.buffers.named().items()]
         received, arrays = received_tensors(tensors, communicator, root), self._received_optimizer(root)
+        return lambda: self._take(known, tensors, received, arrays)
+
+    def _take(
+        self,
+        known: np.ndarray,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        received: Sequence[torch.Tensor],
+        arrays: Mapping[int, ArraysByName],
+    ) -> None:
         take_over(tensors, received)
         set_state(self.optimizer, arrays)
         self.step = int(known[0])
@@ -192,7 +224,7 @@ class TorchTraining:
         return {
             number: {
                 name: broadcast(np.array(array, order="C"), root, name=f"{name} of parameter {number}")
-                for name, array in own[number].items()
+                for name, array in sorted(own[number].items())  # a restored state has another order than a new one
             }
             for number in np.flatnonzero(is_made_there).tolist()
         }

@@ -80,3 +80,12 @@ def test_a_host_with_a_cut_link_is_left_out_of_the_next_attempt(hosts, mode):
     assert "the job completed after 1 restart: " in error
     assert "h2" in error
     assert traces.left() == set()
+
+
+def test_a_new_instance_starts_on_the_host_that_lost_one(hosts):
+    program = str(ROOT / "tests" / "jobs" / "programs" / "growing_back.py")
+    options = ("--num-replicas", "6", "--regrow", "yes", "--max-restarts", "2", "--restart-backoff-s", "0")
+    done = run(hosts, hosts.names[:2], 2, sys.executable, program, "1", options=options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 instances, 3 replicas") == 2
+    assert "instance 4 starts on host h1 in the place of a lost one: 1 of 2" in done.stderr

@@ -49,6 +49,20 @@ def test_the_survivor_of_a_killed_instance_ends_with_the_same_bits(alone: dict) 
 
 
 @pytest.mark.complete
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_survivor_goes_on_with_checkpoints(lost: int, tmp_path: Path) -> None:
+    """A training that is started again then resumes from a checkpoint of the survivor."""
+    from keras_training import train as train_here
+
+    folders = [str(tmp_path / f"{name}.checkpoints") for name in ("alone", "survivor")]
+    expected = json.loads(json.dumps(train_here(strategies.IPUStrategy(4), folders[0])))
+    found = train("--on-failure=shrink", f"--inject=kill:instance={lost},step=7", words=(folders[1],))
+    assert found == [expected]
+    resumed = train(words=(folders[1],))
+    assert [each["variables"] for each in resumed] == [expected["variables"]] * 2
+
+
+@pytest.mark.complete
 def test_a_restarted_job_resumes_from_a_backup_with_the_same_bits(alone: dict, tmp_path: Path) -> None:
     options = ("--on-failure=restart", "--inject=kill:instance=1,step=8")
     assert train(*options, words=(str(tmp_path / "backups"),)) == [alone] * 2

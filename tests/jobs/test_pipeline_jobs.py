@@ -46,6 +46,15 @@ def test_a_pipeline_under_poprun_has_the_bits_of_one_process():
     assert finished.lines_of(1) == [averaged(1, replicas=2)]
 
 
+def test_the_survivor_of_a_killed_instance_has_the_bits_of_one_process():
+    """The survivor drives the stages of all replicas on the devices that it had."""
+    words = ["--num-instances=2", "--num-replicas=4", "--ipus-per-replica=4", "--on-failure=shrink"]
+    finished = start(*words, "--inject=kill:instance=0,step=1", *PROGRAM, "transformer").finish(LIMIT_S)
+    assert finished.status == 0, finished.stderr
+    assert "was killed by SIGKILL in step 1" in finished.stderr
+    assert finished.lines_of(1) == [alone(4, "transformer")]
+
+
 def workers(folder, *words):
     """Return the output of two workers that know each other by TF_CONFIG."""
     addresses = [f"unix:{folder}/{rank}" for rank in range(2)]

@@ -37,7 +37,7 @@ MESSAGES = {"POPDIST_MECHANISM": "ring"}
 
 
 def train(
-    instances: int,
+    instances: int | str,
     replicas: int,
     *options: str,
     digest_every: int = 0,
@@ -189,3 +189,32 @@ def test_a_checkpoint_of_the_next_instance_resumes_a_ring_job_that_lost_the_firs
     resumed = train_here(strategies.IPUStrategy(6), Training(STEPS, folder=str(tmp_path)))
     assert len(resumed["losses"]) == 2
     assert resumed["fingerprint"] == alone(6)["fingerprint"]
+
+
+def test_a_spare_takes_the_place_of_the_chief(tmp_path):
+    """The summary has both, and the instances that drove the replicas before and after the loss."""
+    summary = tmp_path / "summary.json"
+    finished = train("2:3", 4, "--inject=kill:instance=0,step=3", f"--summary=json:{summary}")
+    check(finished, alone(4), [2, 2])
+    begin, end = warnings(finished)
+    assert begin.startswith("instance 0 on host ")
+    assert "; spare 2 on host " in begin
+    assert begin.endswith(" takes its place")
+    assert end.startswith("the job completed with 1 spare in the place of lost instances: instance 0 on host ")
+    described = json.loads(summary.read_text())
+    assert [each["followed_by"] for each in described["faults_survived"]] == ["replace"]
+    [attempt] = described["attempts"]
+    assert [each["instances"] for each in attempt["carriers"]] == [[0, 1], [1, 2]]
+    assert [each["is_spare"] for each in attempt["instances"]] == [False, False, False]
+
+
+@pytest.mark.complete
+def test_spares_that_are_lost_or_too_few_do_not_end_the_job():
+    """Two of three instances are lost in one step, and one of two spares before it or while it joins."""
+    faults = ["kill:instance=3,step=1", "kill:instance=0,step=3", "kill:instance=1,step=3,phase=all_reduce"]
+    finished = train("3:5", 6, *(f"--inject={fault}" for fault in faults))
+    check(finished, alone(6), [3, 3])
+    *losses, end = warnings(finished)
+    assert sorted(line.split()[1] for line in losses) == ["0", "1", "3"]
+    assert end.startswith("the job completed with ")
+    assert ", without 1 " in end

@@ -38,14 +38,14 @@ def alone(replicas):
     return train_here(replicas, STEPS)
 
 
-def train_here(replicas, *options):
+def train_here(replicas, *options, way="popdist"):
     import torch
 
     sys.path.insert(0, os.path.dirname(FILE))
-    from train_module import train
+    from train_module import WAYS, train
 
     with torch.random.fork_rng():
-        return train(strategies.IPUStrategy(replicas), *options)
+        return WAYS.get(way, train)(strategies.IPUStrategy(replicas), *options)
 
 
 def test_a_poprun_job_has_the_fingerprints_of_one_process():
@@ -59,11 +59,15 @@ def test_a_poprun_job_has_the_fingerprints_of_one_process():
 
 
 @pytest.mark.complete
-def test_the_survivor_of_a_killed_instance_has_the_fingerprints_of_one_process():
+@pytest.mark.parametrize("way", ["popdist", "loop", "pipeline"])
+def test_the_survivor_of_a_killed_instance_has_the_fingerprints_of_one_process(way):
     fault = "--inject=kill:instance=1,step=1,phase=all_reduce"
     words = ["--num-instances=2", "--num-replicas=4", "--on-failure=shrink", fault]
-    finished = start(*words, *PROGRAM, "popdist", str(STEPS)).finish()
-    assert json.loads(finished.lines_of(0)[-1]) == [0, 4, *alone(4)]
+    finished = start(*words, *PROGRAM, way, str(STEPS)).finish()
+    assert finished.status == 0, finished.stderr
+    assert "was killed by SIGKILL in step 1" in finished.stderr
+    expected = train_here(4, STEPS, way=way) if way == "pipeline" else alone(4)
+    assert json.loads(finished.lines_of(0)[-1]) == [0, 4, *expected]
 
 
 @pytest.mark.complete

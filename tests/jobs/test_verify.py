@@ -117,7 +117,21 @@ def test_differing_instances_of_one_run_are_named():
     assert "instances 0 and 1 of run 1 differ first at step 0" in finished.stdout
 
 
+def test_a_run_with_losses_has_the_bits_of_one_process():
+    finished = verify("--num-replicas=4", "--with-losses", sys.executable, PROGRAM, "well")
+    assert finished.status == 0, finished.stdout + finished.stderr
+    assert rows_of(finished) == ["first", "equal"]
+    assert "instance 0 was lost in step 1\ninstance 3 was lost in step 2\nspare 4 joined in step 1\n" in finished.stdout
+    assert re.search(r"^  2 to 3 +- .* -  ", finished.stdout, re.MULTILINE), finished.stdout
+
+
 class TestRefusals:
+    def test_a_program_that_cannot_survive_a_loss_is_named_before_the_loss(self):
+        finished = verify_small("own", "--with-losses")
+        assert finished.status == 1
+        assert "cannot go on without a lost instance: the batches do not come from" in finished.own_text
+        assert "run 2 of" not in finished.stderr
+
     def test_a_program_without_steps_is_named(self):
         finished = verify("--num-replicas=2", sys.executable, "-c", "import popdist; popdist.init()")
         assert finished.status == 1

@@ -523,4 +523,18 @@ IN_FRONT_ENDS = (
         new="pass",
         caught_by="tests/strategies/on_torch/test_torch_checkpoints.py::test_a_tensor_learning_rate_is_restored_in_place",
     ),
+    Fault(
+        name="an instance hands over mean gradients that its program has changed",
+        path="strategies/torch/replica_turns.py",
+        old="return means.kept() if self._replicas.can_carry_on else means",
+        new="return means",
+        caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_second_loss_during_the_recovery",
+    ),
+    Fault(
+        name="a repeated pass of a loop begins with the buffers of the interrupted one",
+        path="strategies/torch/replica_turns.py",
+        old="buffers.slots[number].put(value if own is None else own[replica])",
+        new="pass",
+        caught_by="tests/strategies/on_torch/test_torch_surviving.py::test_a_loop_survives_a_loss_at_every_event_of_a_step",
+    ),
 )

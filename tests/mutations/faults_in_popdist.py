@@ -40,4 +40,11 @@ IN_POPDIST = (
         new="_registered[communicator_id] = everybody if",
         caught_by="tests/popdist/test_groups.py::test_statements_hold_for_three_instances",
     ),
+    Fault(
+        name="a process considers a wish again that the others had earlier",
+        path="popdist/records/progress.py",
+        old="        if wish:\n            self._words[_CONSIDERED] = wish",
+        new="        if wish == self.wish:\n            self._words[_CONSIDERED] = wish",
+        caught_by="tests/poprun/test_program_output.py::test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_considered_it",
+    ),
 )

@@ -82,4 +82,11 @@ IN_POPRUN = (
         new="state.st_mtime_ns",
         caught_by="tests/poprun/test_synchronise.py::TestDigest::test_a_different_size_changes_the_digest_even_at_the_same_time",
     ),
+    Fault(
+        name="a new instance is to join although it has not come to the place where the others are",
+        path="poprun/ipc/facts.py",
+        old="return self.is_asleep and (self.record.is_ready or not self.is_reserve)",
+        new="return self.is_asleep",
+        caught_by="tests/poprun/test_regrowth.py::test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready",
+    ),
 )

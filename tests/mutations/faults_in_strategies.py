@@ -150,8 +150,8 @@ IN_STRATEGIES = (
     Fault(
         name="remaining instances continue with the batch after the interrupted step's",
         path="strategies/data/datasets.py",
-        old="batches = self._source.batches(epoch, step - 1)",
-        new="batches = self._source.batches(epoch, step)",
+        old="return self._batch_at(epoch, step - 1)",
+        new="return self._batch_at(epoch, step)",
         caught_by="tests/strategies/test_redistribution.py::test_the_batch_of_the_last_step_is_read_again_for_other_replicas",
     ),
     Fault(
@@ -192,8 +192,8 @@ IN_STRATEGIES = (
     Fault(
         name="instances may evaluate data sets of different lengths if no row is padded",
         path="strategies/data/datasets.py",
-        old="given = (batch, batch.values) if isinstance(batch, Masked) else (batch,)",
-        new="given = (batch,)",
+        old="batch is given or (isinstance(given, Masked) and batch is given.values)",
+        new="batch is given",
         caught_by="tests/strategies/test_evaluation.py::TestInstances::test_instances_agree_on_the_data_set",
     ),
     Fault(

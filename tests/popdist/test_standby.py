@@ -7,8 +7,13 @@ import itertools
 import pytest
 
 import collectives
+import popdist
 from collectives import Settings, ThreadHub
 from collectives.errors import PeerLostError
+from popdist.context import join_besides
+from popdist.errors import LifeCycleError
+from popdist.instance import Instance
+from popdist.process import process
 from popdist.records.progress import Role
 from popdist.standby import BLOCK, Entries, Fed, Feeding, Journal, Standing, choose
 
@@ -146,3 +151,19 @@ def test_a_communicator_has_a_link_beside_its_collectives() -> None:
 
     for mechanism in ("ring", "window"):
         assert collectives.run_on_threads(2, program, Settings(mechanism=mechanism))[1] == b"hello"
+
+
+def test_a_spare_takes_part_in_no_collective_of_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "role", Role.SPARE)
+    with pytest.raises(LifeCycleError, match="is a spare, which takes part in no collective"):
+        popdist.allreduce([1])
+    with pytest.raises(LifeCycleError, match="is a spare"):
+        popdist.communicator()
+
+
+def test_a_second_transport_is_refused_in_a_job_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "journal", Journal())
+    monkeypatch.setattr(process, "communicator", collectives.connect("single", Settings()))
+    monkeypatch.setattr(process, "instance", Instance(0, 1, 1, 0, 1, 0))
+    with pytest.raises(LifeCycleError, match="start the job without --spares"):
+        join_besides(lambda settings, instance: collectives.connect("single", settings))

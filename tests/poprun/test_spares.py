@@ -341,6 +341,7 @@ class TestReplacement:
         script.note(1.5, 3, running(role=Role.ACTIVE))
         script.run(until_s=3.0)
         assert [each.instances for each in script.machine.carriers] == [(0, 1), (0, 2), (0, 3)]
+        assert script.said(Level.INFO) == ["instance 3 on host node0 (pid 103) has joined"]
         script.end(4.0, 2, killed())
         complete(script, 9.0, 0, 3)
         script.run()

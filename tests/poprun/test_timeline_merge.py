@@ -22,9 +22,11 @@ from poprun.cli.log import Log
 from poprun.errors import PopRunError, UsageError
 from poprun.trace.aligned import align
 from poprun.trace.command import describe, folder_of, main, make_room, read_words, write_timeline
-from poprun.trace.merging import merge, of_longest_membership, put_together, to_be_judged
+from poprun.trace.members import of_longest_period, periods_of
+from poprun.trace.merging import merge, put_together, to_be_judged
 from poprun.trace.recordings import of_newest_job, parse_recording, read_recordings, what_is_missing
-from poprun.trace.report.text import findings
+from poprun.trace.report.page import report_page
+from poprun.trace.report.text import findings, period_rows, report_text
 from poprun.trace.report.verdict import judge
 from poprun.trace.spans import Sort, spans_of
 from poprun.trace.trace_events import write_trace
@@ -287,7 +289,7 @@ class TestAJobThatCarriedOn:
         job = to_be_judged(self.recordings())
         assert [each.recording.instance for each in job.aligned] == [0, 2]
         assert job.warnings[0].startswith("instances 1, 2 were lost")
-        assert "30 of 60 steps that instances 0, 2 began together" in job.warnings[0]
+        assert "30 of 60 steps that instances 0, 2 made together" in job.warnings[0]
         assert not any("no recording" in warning for warning in job.warnings)
         verdict = judge(job)
         assert verdict.table.steps.tolist() == list(range(10, 40))
@@ -296,26 +298,97 @@ class TestAJobThatCarriedOn:
 
     def test_one_lost_instance_is_named_in_the_singular(self):
         first, last = Made(2, steps=60).recordings()
-        _, (said,) = of_longest_membership([self.cut(first, [0]), self.cut(last, [])])
+        _, (said,) = of_longest_period([self.cut(first, [0]), self.cut(last, [])])
         assert said.startswith("instance 1 was lost, and the others carried on")
-        assert said.endswith("30 of 40 steps that instance 0 began")
+        assert said.endswith("30 of 40 steps that instance 0 made")
 
     def test_a_lost_instance_without_recording_is_not_named(self):
         first, _, last = Made(3, steps=60).recordings()
-        _, (said,) = of_longest_membership([self.cut(first, [0]), self.cut(last, [1])])
+        _, (said,) = of_longest_period([self.cut(first, [0]), self.cut(last, [1])])
         assert said.startswith("some instances were lost, and the others carried on")
-        assert said.endswith("30 of 40 steps that instances 0, 2 began together")
+        assert said.endswith("30 of 40 steps that instances 0, 2 made together")
 
     def test_the_trace_keeps_the_original_numbers_of_instances(self, tmp_path):
         job = put_together(self.recordings())
         write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
         names = Counter(event["name"] for event in read_strictly(tmp_path / "trace.json") if event["ph"] == "i")
         assert names["still waits for instance 2"] == 40
-        assert names["carries on as instance 1 of 2"] == 1
+        assert names["carries on as instance 1 of 2 with replicas 3-5"] == 1
 
     def test_a_job_without_losses_is_judged_as_a_whole(self):
         whole = Made(2).recordings()
-        assert of_longest_membership(whole) == (whole, [])
+        assert of_longest_period(whole) == (whole, [])
+
+
+def renumbered(recording, step, change, index, count):
+    """Return an event just before a step that gives the instance a new number."""
+    event = recording.events[recording.events["kind"] == EventKind.STEP_BEGINS][step : step + 1].copy()
+    event["kind"], event["track"], event["value"] = EventKind.RENUMBERED, change, (index << 32) + count
+    return event
+
+
+class TestAJobWithASpare:
+    """Spare 2 takes the place of instance 0 after step 9; after step 49 only instance 1 is wanted."""
+
+    def recordings(self):
+        first, other, spare = Made(3, steps=60).recordings()
+        places = {10: (1, 2), 50: (2, 1)}  # by step: the number of the change, and the number of active instances
+        indices = {1: {10: 1, 50: 0}, 2: {10: 0, 50: 0}}
+        begins = np.flatnonzero(first.events["kind"] == EventKind.STEP_BEGINS)
+        cut = [replace(first, events=first.events[: begins[10]], is_complete=False)]
+        for each in (other, spare):
+            parts = [each.events[: begins[10]] if each is other else np.empty(0, each.events.dtype)]
+            for (step, (change, count)), end in zip(places.items(), (begins[50], None), strict=True):
+                sleeps = each is spare and step == 50
+                event = renumbered(each, step, change, indices[each.instance][step], 0 if sleeps else count)
+                parts += [event, each.events[0:0] if sleeps else each.events[begins[step] : end]]
+            cut.append(replace(each, events=np.concatenate(parts)))
+        return [replace(each, instances=2, replicas=4) for each in cut]
+
+    def test_the_report_shows_who_drove_which_replicas(self):
+        job = to_be_judged(self.recordings())
+        assert [each.recording.title for each in job.aligned] == ["instance 1 (host0)", "spare 2 (host1)"]
+        assert job.warnings[0] == (
+            "instance 0 was lost, spare 2 joined; this report covers the 40 of 60 steps that instance 1 and spare 2 "
+            "made together"
+        )
+        assert judge(job).table.steps.tolist() == list(range(10, 50))
+        assert period_rows(job) == [
+            ["steps", "instance 0", "instance 1", "spare 2"],
+            ["0-9", "0-1", "2-3", "-"],
+            ["10-49", "-", "2-3", "0-1"],
+            ["50-59", "-", "0-3", "-"],
+        ]
+        for shown in (report_text(job, judge(job)), report_page(job, judge(job))):
+            assert "Replicas of each instance" in shown
+
+    def test_the_trace_shows_when_a_spare_sleeps(self, tmp_path):
+        job = put_together(self.recordings())
+        write_trace(tmp_path / "trace.json", job.aligned, job.spans, job.meetings)
+        events = read_strictly(tmp_path / "trace.json")
+        drove = [(event["pid"], event["name"]) for event in events if event.get("cat") == "membership"]
+        assert drove == [
+            *[(1, name) for name in ("replicas 2-3", "replicas 2-3", "replicas 0-3")],
+            *[(2, name) for name in ("spare", "replicas 0-1", "spare")],
+        ]
+        said = [event["name"] for event in events if event.get("cat") == "renumbered" and event["pid"] == 2]
+        assert said == ["carries on as instance 0 of 2 with replicas 0-1", "sleeps as a spare"]
+
+    def test_a_step_that_a_change_has_interrupted_counts_where_it_ends(self):
+        (recording,) = Made(1, steps=3).recordings()
+        begins = np.flatnonzero(recording.events["kind"] == EventKind.STEP_BEGINS)
+        inside = begins[1] + 2
+        events = [recording.events[:inside], renumbered(recording, 1, 1, 0, 1), recording.events[inside:]]
+        periods = periods_of([replace(recording, events=np.concatenate(events))])
+        assert [each.steps for each in periods] == [[0], [1, 2]]
+
+    def test_a_spare_that_never_joins_is_left_out_of_the_report(self):
+        first, other, spare = Made(3, steps=60).recordings()
+        recordings = [first, other, replace(spare, events=spare.events[:0])]
+        job = to_be_judged([replace(each, instances=2) for each in recordings])
+        assert [each.recording.instance for each in job.aligned] == [0, 1]
+        assert job.warnings == []
+        assert len(judge(job).table.steps) == 60
 
 
 def test_missing_instances_are_named():

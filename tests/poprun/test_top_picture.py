@@ -18,6 +18,7 @@ from poprun.monitor.snapshot import (
     LEAVING,
     LOST,
     RUNNING,
+    SPARE,
     STARTING,
     STOPPED,
     WAITING,
@@ -142,6 +143,19 @@ class TestThePage:
         assert picture.rows[2].cells == ("2", "-", "-", "-", "-", "starting", "-", "-", "-", "-", "-")
         assert [row.mark for row in picture.rows] == [WAITING, AWAITED, AWAITED]
         assert picture.foot == ()
+
+    def test_spares_and_their_use_are_shown(self):
+        instances = [
+            replace(SEEN, instance=0, condition=LOST),
+            replace(SEEN, instance=1, replicas=(0, 3)),
+            replace(SEEN, instance=2, replicas=(4, 4)),
+            Seen(3, condition=SPARE, doing="ready to take over"),
+        ]
+        picture = picture_of(snapshot(*instances, losses=1, replaced=1))
+        assert picture.head[1].startswith("2 instances, 1 spare, runs for")
+        assert picture.head[1].endswith(", 1 instance lost, 1 replaced")
+        assert [row.cells[HEADINGS.index("replicas")] for row in picture.rows] == ["-", "0-3", "4", "-"]
+        assert "replicas" not in picture_of(snapshot(*instances), 60).headings
 
     @pytest.mark.parametrize("columns", [20, 30, 40, 60, 80, 100, 120, 200])
     def test_the_picture_fits_the_width_of_the_window(self, columns):

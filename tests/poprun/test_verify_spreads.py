@@ -77,13 +77,15 @@ def test_a_run_is_resumed_on_the_next_smaller_spread():
 
 
 class TestSettings:
-    def test_runs_over_mpi_have_the_spares_that_the_user_wants(self):
+    def test_runs_with_a_failure_have_the_spares_that_the_user_wants(self):
         values = {"spares": 2, "instance-mpi-local-args": ("3:-x A=1",), "only-output-from-instance": 3}
-        over_mpi = settings_of(asked(values=values), Run(2, 8))
-        assert (over_mpi.num_processes, over_mpi.on_failure, over_mpi.only_output_from_instance) == (4, "replace", 3)
-        assert over_mpi.mpi.instances[3].exports == {"A": "1"}
-        over_grpc = settings_of(asked(values=values), Run(2, 8, "grpc"))
-        assert (over_grpc.num_processes, over_grpc.on_failure, over_grpc.only_output_from_instance) == (2, "stop", 0)
+        run = run_with_failure(asked(inject=("some",), values=values), [Run(2, 8)], 11)
+        assert run == Run(2, 8, faults=("kill:instance=1,step=5",), spares=2)
+        settings = settings_of(asked(values=values), run)
+        assert (settings.num_processes, settings.on_failure, settings.only_output_from_instance) == (4, "replace", 3)
+        assert settings.mpi.instances[3].exports == {"A": "1"}
+        plain = settings_of(asked(values=values), Run(2, 8))
+        assert (plain.num_processes, plain.on_failure, plain.only_output_from_instance) == (2, "stop", 0)
 
     def test_settings_of_the_user_are_kept(self):
         settings = settings_of(asked(values={"timestamps": True}), Run(4, 8))

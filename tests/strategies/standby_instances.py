@@ -192,6 +192,7 @@ def run_with_spares(
     *,
     mechanism: str = "window",
     hub: ThreadHub | None = None,
+    job: StandbyJob | None = None,
 ) -> list[Result | str | None]:
     """Run `function(strategy)` on active instances and spares, and return the results in the order of the threads.
 
@@ -203,12 +204,13 @@ def run_with_spares(
         faults: Faults in the form of `poprun --inject`, or hooks; "instance" is the number of a thread.
         mechanism: The mechanism by which instances exchange arrays.
         hub: The hub that connects the threads; a new one by default.
+        job: The job of the threads, whose wanted number of instances a hook may change; a new one by default.
 
     Returns:
         The result of each thread: None if it was lost, `ASLEEP` if it has been a spare to the end, and the `SpareError`
         of a spare that has given up.
     """
-    job = StandbyJob(hub or ThreadHub(count + spares), num_active=count)
+    job = job or StandbyJob(hub or ThreadHub(count + spares), num_active=count)
     due = [ThreadFault.parse(fault, job) if isinstance(fault, str) else fault for fault in faults]
 
     def member(rank: int) -> Result | str | None:
@@ -222,8 +224,7 @@ def run_with_spares(
             job.end()
             return result
         except SystemExit as error:
-            assert error.code == 0
-            return ASLEEP
+            return ASLEEP if error.code == 0 else f"exit status {error.code}"
         except strategies.SpareError as error:
             job.hub.lose(rank)
             return error

@@ -6,16 +6,17 @@ Each program here is run by one process first; its results are compared to the l
 from __future__ import annotations
 
 import functools
+from random import Random
 
 import numpy as np
 import optax
 import pytest
-from losing import OnMessage
-from standby_instances import ASLEEP, run_with_spares
+from losing import Lost, OnMessage
+from standby_instances import ASLEEP, StandbyJob, run_with_spares
 from surviving_instances import hook, run_instances
 
 import strategies
-from collectives import ThreadHub
+from collectives import PeerLostError, ThreadHub
 
 REPLICAS = 6
 STEPS = 4
@@ -54,17 +55,17 @@ def alone(program):
     return found[:2]
 
 
-def check(found, program, lost=(), asleep=(), instances=2):
+def check(found, program, lost=(), asleep=0, instances=2):
     """Check that all instances that are left have the results of one process."""
     assert [number for number, each in enumerate(found) if each is None] == sorted(lost)
-    assert [number for number, each in enumerate(found) if each == ASLEEP] == sorted(asleep)
-    left = [each for number, each in enumerate(found) if number not in (*lost, *asleep)]
+    assert found.count(ASLEEP) == asleep
+    left = [each for each in found if each not in (None, ASLEEP)]
     assert [each[:2] for each in left] == [alone(program)] * len(left)
     assert [each[2:] for each in left] == [(instances, REPLICAS // instances)] * len(left)
 
 
 def test_a_spare_sleeps_through_a_training_without_losses():
-    check(run_with_spares(2, 1, REPLICAS, train), train, asleep=[2])
+    check(run_with_spares(2, 1, REPLICAS, train), train, asleep=1)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +84,6 @@ def test_a_spare_takes_the_place_of_a_lost_instance(lost, step, phase):
     check(found, train, lost=[lost])
 
 
-def lose_at_message(rank, number, program, instances=2, spares=1, begin=("forward", 2)):
-    """Lose an instance at a message from step 2 on, check the others, and return whether the message exists."""
-    fault = OnMessage(rank, number)
-    hub = ThreadHub(instances + spares, fault)
-    return run_with_spares(
-        instances, spares, REPLICAS, program, [hook(rank, *begin, fault.begin)], mechanism="ring", hub=hub
-    ), fault.has_struck
-
-
-class Joining:
-    """The messages of a thread from the moment at which another one is lost."""
-
-
 def test_two_spares_take_the_places_of_two_lost_instances():
     faults = ["kill:instance=0,step=1,phase=all_reduce", "kill:instance=2,step=1,phase=all_reduce"]
     check(run_with_spares(3, 2, REPLICAS, train, faults), train, lost=[0, 2], instances=3)
@@ -109,3 +97,69 @@ def test_spares_take_places_one_after_another():
 def test_after_the_last_spare_the_job_shrinks():
     faults = ["kill:instance=0,step=1", "kill:instance=1,step=3,phase=update"]
     check(run_with_spares(2, 1, REPLICAS, train, faults), train, lost=[0, 1], instances=1)
+
+
+# ---- losses during a join
+
+
+def lose_while_joining(rank, number, spares):
+    """Lose instance 0 of 3 in step 2, and `rank` at a message until step 3; return whether there is such a message."""
+    fault = OnMessage(rank, number)
+
+    def begin():
+        fault.begin()
+        raise Lost
+
+    hooks = [hook(0, "all_reduce", 2, begin), hook(rank, "forward", 3, fault.end)]
+    hub = ThreadHub(3 + spares, fault)
+    found = run_with_spares(3, spares, REPLICAS, train, hooks, mechanism="ring", hub=hub)
+    lost = [0, rank] if fault.has_struck else [0]
+    left = 3 + spares - len(lost)
+    check(found, train, lost=lost, asleep=max(0, left - 3), instances=min(left, 3))
+    return fault.has_struck
+
+
+def test_an_instance_can_be_lost_at_a_random_message_of_a_join(seed):
+    random = Random(seed)
+    lose_while_joining(random.choice([1, 3]), random.randrange(20), random.choice([1, 2]))
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize(("rank", "spares"), [(1, 1), (3, 1), (3, 2)])
+def test_an_instance_can_be_lost_at_every_message_of_a_join(rank, spares):
+    number = 0
+    while lose_while_joining(rank, number, spares):
+        number += 1
+    assert number > 10
+
+
+# ---- resizing
+
+
+def resizing(job, number):
+    """Return a function that asks for another number of active instances, between two steps of an instance."""
+
+    def ask():
+        job.num_active = number
+        raise PeerLostError("another number of instances is wanted")
+
+    return ask
+
+
+@pytest.mark.parametrize("phase", ["all_reduce", "update"])
+def test_an_active_instance_becomes_a_spare_and_active_again(phase):
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, phase, 2, resizing(job, 1)), hook(0, phase, 5, resizing(job, 3))]
+    check(run_with_spares(3, 0, REPLICAS, train, hooks, job=job), train, instances=3)
+
+
+def test_a_spare_that_was_active_sleeps_to_the_end():
+    job = StandbyJob(ThreadHub(3), num_active=3)
+    hooks = [hook(0, "all_reduce", 2, resizing(job, 2))]
+    check(run_with_spares(3, 0, REPLICAS, train, hooks, job=job), train, asleep=1)
+
+
+def test_a_job_grows_by_its_spares():
+    job = StandbyJob(ThreadHub(3), num_active=1)
+    hooks = [hook(0, "all_reduce", 2, resizing(job, 3)), hook(2, "all_reduce", 5, resizing(job, 2))]
+    check(run_with_spares(1, 2, REPLICAS, train, hooks, job=job), train, asleep=1)

@@ -181,13 +181,12 @@ def trained(strategy: strategies.Strategy, model: Staged, pipeline: Any, **optio
     options = {"gradient_accumulation_count": model.count, **model.options, **options}
     trainer = strategies.Trainer(strategy, model.loss_fn, optax.sgd(0.01, momentum=0.9), pipeline=pipeline, **options)
     state = trainer.init(model.variables(), model.model_state())
-    mine, found = strategy.local_replicas, []
-    rows = model.count * ROWS
-    for step in range(STEPS):
-        batch = model.rows(strategy.num_replicas_in_sync * rows, step)
-        state, metrics = trainer.step(
-            state, jax.tree.map(lambda leaf: leaf[mine.start * rows : mine.stop * rows], batch)
-        )
+    found = []
+    every = [model.rows(strategy.num_replicas_in_sync * model.count * ROWS, step) for step in range(STEPS)]
+    data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *every)
+    dataset = strategy.distribute_dataset(data, ROWS, shuffle=False, gradient_accumulation_count=model.count)
+    for batch in dataset.epoch(0):
+        state, metrics = trainer.step(state, batch)
         found.append(dict(metrics))
     kept = (state.variables, state.optimizer_state, state.model_state, found)
     return [strategies.fingerprint(one) if one is not None else None for one in kept]

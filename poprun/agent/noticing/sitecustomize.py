@@ -1,8 +1,8 @@
-"""Warnings about libraries that would train separately in each instance, triggered by their import.
+"""Warnings about libraries that would train separately in each instance, and the wait of a reserve for its program.
 
-The agent of instance 0 puts this folder in front of PYTHONPATH, so Python imports this file when it starts. The file
-then restores PYTHONPATH, `sys.path` and the `sitecustomize` that Python would have found otherwise. It runs in every
-Python of the program, of any version, so it imports nothing until then.
+The agent of instance 0, and of a reserve, puts this folder in front of PYTHONPATH, so Python imports this file when it
+starts. The file then restores PYTHONPATH, `sys.path` and the `sitecustomize` that Python would have found otherwise. It
+runs in every Python of the program, of any version, so it imports nothing until then.
 """
 
 from __future__ import annotations
@@ -150,14 +150,14 @@ def _put_back() -> None:
 def _hold_reserve() -> None:
     """Let a reserve wait, connected with the other processes, until poprun starts its program.
 
-    A process that the program starts is none, and a program that begins with another command waits in `popdist.init`.
+    A child of the program does not wait here, and a program that another command starts waits in `popdist.init`.
     """
     if os.environ.get("POPDIST_RESERVE") == str(os.getppid()):
         try:
-            from popdist.context import init
+            import popdist
         except ImportError:
             return
-        init()
+        popdist.init()
 
 
 if __name__ == "sitecustomize":  # false in tests

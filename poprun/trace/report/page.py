@@ -19,6 +19,7 @@ from poprun.trace.report.text import (
     instance_rows,
     origin,
     paths,
+    period_rows,
     share_rows,
     time_text,
 )
@@ -48,6 +49,8 @@ def report_page(job: RecordedJob, verdict: TimelineReport) -> str:
         _section("Instances", _table(instance_rows(job, verdict))),
         _section("Critical paths", *_draw_paths(verdict)),
     ]
+    if job.periods:
+        blocks.append(_section("Replicas of each instance", _table(period_rows(job))))
     if said := changes(verdict):
         blocks.append(_section("What would gain most", "<ol>", *(f"<li>{escape(each)}</li>" for each in said), "</ol>"))
     if memory := _draw_memory(job, verdict):

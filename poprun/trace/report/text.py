@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from popdist.timeline.gauges import MEMORY
-from poprun.cli.wording import USUAL_COLUMNS, count, draw_rows, wrap
+from poprun.cli.wording import USUAL_COLUMNS, count, draw_rows, list_ranges, wrap
 from poprun.trace.merging import RecordedJob
 from poprun.trace.report.findings import Cause, Outlier, PathSegment
 from poprun.trace.report.step_table import CATEGORIES, WORDS, last_attempt
@@ -26,6 +26,8 @@ def report_text(job: RecordedJob, verdict: TimelineReport, columns: int | None =
         "Instances\n" + draw_rows(instance_rows(job, verdict), columns),
         "Critical paths\n" + "\n".join(wrap(f"{title}: {path}", width, 2) for title, path in paths(verdict)),
     ]
+    if job.periods:
+        blocks.append("Replicas of each instance\n" + draw_rows(period_rows(job), columns))
     if said := changes(verdict):
         blocks.append("What would gain most\n" + "\n".join(wrap(each, width, 2) for each in said))
     blocks += [wrap(f"Warning: {each}", width) for each in verdict.warnings]
@@ -162,6 +164,17 @@ def instance_rows(job: RecordedJob, verdict: TimelineReport) -> list[list[str]]:
                 ", ".join(f"{size / _MB:.0f}" for size in sizes) or "-",
             ]
         )
+    return rows
+
+
+def period_rows(job: RecordedJob) -> list[list[str]]:
+    """Return the rows of a table of the replicas that each instance drove in each period; none without changes."""
+    first = job.aligned[0].recording
+    names = sorted({each for period in job.periods for each in period.active})
+    rows = [["steps", *(f"{'spare' if each >= first.instances else 'instance'} {each}" for each in names)]]
+    for period in job.periods:
+        of_each = {each: membership.replicas(first.replicas) for each, membership in period.active.items()}
+        rows.append([list_ranges(period.steps), *(list_ranges(of_each.get(each, ())) or "-" for each in names)])
     return rows
 
 

@@ -19,6 +19,7 @@ from collectives import Communicator
 from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
+from popdist.environments.poprun import process_index
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
@@ -89,7 +90,7 @@ class Replicas:
 
     Attributes:
         kind: Name of the strategy for messages.
-        first_index: First index of this instance, by which poprun names it also after others were lost.
+        first_index: First index of this instance, of a spare its rank; poprun names it so also after others were lost.
         num_replicas_in_sync: R, the number of replicas of all instances, also after instances were lost.
         adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
         done_so_far: Progress of this instance, for the survivors of a loss.
@@ -115,7 +116,7 @@ class Replicas:
     ) -> None:
         self.kind = kind
         self._membership = membership
-        self.first_index = membership.instance.index
+        self.first_index = process_index(os.environ, membership.instance)
         self.num_replicas_in_sync = membership.instance.total_replicas
         self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
@@ -377,7 +378,7 @@ class Replicas:
         """
         dataset = self.dataset_of(batch)
         if dataset is not None:
-            return dataset.read_again()
+            return dataset.read_again(batch)
         raise StrategyError(
             "an instance is lost, and its part of this batch cannot be read again; train on the batches of "
             "strategy.distribute_dataset in their order"
@@ -386,7 +387,7 @@ class Replicas:
     def up_to_date(self, batch: Batch) -> Batch:
         """Return the batch, or the batch of the same step for the present replicas if an instance was lost since."""
         dataset = self.dataset_of(batch) if self.has_carried_on else None
-        return batch if dataset is None or not dataset.is_last_outdated else dataset.read_again()
+        return batch if dataset is None else dataset.read_again(batch)
 
     def real_batch(self, batch: Batch) -> Batch:
         """Return the batch with values, on a spare whose data sets give batches without values."""

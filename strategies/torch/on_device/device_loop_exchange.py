@@ -43,7 +43,7 @@ class DeviceLoopExchange(LoopExchange):
         raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
 
     @override
-    def take_all(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def take_all(self, gradients: Sequence[torch.Tensor | None], place: int = 0) -> None:
         """Check the gradients, which stay where they are.
 
         Raises:
@@ -74,10 +74,11 @@ class DeviceLoopExchange(LoopExchange):
         raise AssertionError("gradients on a device are exchanged at the end of the backward pass")
 
     @override
-    def finish(self, told: Told) -> Tail:
-        values = np.array(told.values, np.float32)
+    def finish(self, told: Sequence[Told]) -> Tail:
+        [own] = told
+        values = np.array(own.values, np.float32)
         mean = self._communicator.ordered_all_reduce([values], op="mean", name=f"{self.plan.title}/tail")
-        return Tail.of(mean, len(told.flags), len(self.plan.parameters))
+        return Tail.of(mean, len(own.flags), len(self.plan.parameters))
 
     @override
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -1,6 +1,6 @@
 """Train a small Keras model, and print the results of each instance.
 
-usage: keras_training.py [FOLDER OF BACKUPS]
+usage: keras_training.py [FOLDER OF BACKUPS | FOLDER.checkpoints]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from keras import layers
 
 import popdist
 import strategies
+import strategies.keras
 
 
 def train(strategy: strategies.Strategy, folder: str = "") -> dict[str, object]:
@@ -36,6 +37,8 @@ def train(strategy: strategies.Strategy, folder: str = "") -> dict[str, object]:
         )
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
         callbacks = [keras.callbacks.BackupAndRestore(folder)] if folder else []
+        if folder.endswith(".checkpoints"):
+            callbacks = [strategies.keras.Checkpoints(folder, every=2)]
         held_out = (x[:21], y[:21])
         history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, validation_data=held_out, callbacks=callbacks)
     return {

@@ -2,7 +2,7 @@
 
 instance  the loss asks which instance it is        time     the learning rate depends on the time
 set       rows come in the order of a set of texts  count    several instances make a step more, and fail then
-well      as it should be
+own       batches that are no data set  well     as it should be
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -39,6 +40,8 @@ goes_on = HOW == "count" and strategy.num_instances > 1
 steps = 2 + goes_on if HOW == "count" else 4
 dataset = strategy.distribute_dataset({"x": images, "y": wanted}, batch_size=4, seed=0)
 for _, batch in zip(range(steps), dataset.epoch(0), strict=False):
+    if HOW == "own":
+        batch = jax.tree.map(np.asarray, batch)
     state, metrics = trainer.step(state, batch)
 print(f"variables {strategies.fingerprint(state.variables)}")
 if goes_on:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -99,6 +100,43 @@ def test_a_loop_has_the_bits_of_a_trainer(name, on_every_path):
     assert (
         on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, module)) == [by_trainer(module)] * REPLICAS
     )
+
+
+def in_turns(strategy, module, count=1):
+    """Return the fingerprints after a loop whose replicas take turns on each instance."""
+    module = copy.deepcopy(module)
+    model = strategies.torch.DistributedModel(module, strategy)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2, gradient_accumulation_count=count)
+    batches = (batch for epoch in range(9) for batch in dataset.epoch(epoch))
+    for batch in itertools.islice(batches, STEPS):
+        optimizer.zero_grad()
+        model.backward(lambda rows: loss_fn(model, rows)[0] / count, batch, count)
+        optimizer.step()
+    return found(module)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_replicas_that_take_turns_have_the_bits_of_a_trainer(name):
+    module = new_module(name)
+    assert in_turns(strategies.IPUStrategy(REPLICAS), module, 2) == by_trainer(module, 2)
+
+
+def test_replicas_may_be_spread_in_any_way(on_every_path):
+    module = new_module("convolutions")
+    for instances in (2, 4):
+        found = on_every_path(instances, 4, lambda strategy: in_turns(strategy, module))
+        assert found == [by_trainer(module, replicas=4)] * instances
+
+
+def test_gradients_that_were_there_before_are_added_up_in_turns():
+    module = nn.Linear(2, 1, bias=False)
+    model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2))
+    nn.init.ones_(module.weight)
+    module.weight.grad = torch.full((1, 2), 8.0)
+    loss = model.backward(lambda rows: model(rows).sum(), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert module.weight.grad.tolist() == [[10, 11]]
+    assert float(loss) == 5
 
 
 def test_micro_batches_that_are_not_synchronised_add_up(on_every_path):
@@ -227,11 +265,42 @@ def test_an_instance_that_ends_early_without_join_is_an_error(on_every_path):
 
 
 class TestRefusals:
-    def test_several_replicas_per_instance(self):
-        with pytest.raises(
-            StrategyError, match=r"drives 2 replicas, .* strategies\.torch\.Trainer, which drives several"
-        ):
-            strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(2))
+    def test_a_plain_backward_pass_with_several_replicas_per_instance(self):
+        model = strategies.torch.DistributedModel(new_module("mlp"), strategies.IPUStrategy(2))
+        with pytest.raises(StrategyError, match=r"drives 2 replicas, .* call model\.backward\(loss_fn, batch\)"):
+            model(data()["x"]).mean().backward()
+
+    def test_sync_batch_norm_with_several_replicas_per_instance(self):
+        model = strategies.torch.DistributedModel(
+            nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), strategies.IPUStrategy(2)
+        )
+        with pytest.raises(StrategyError, match=r"SyncBatchNorm '1' needs all replicas at the same time"):
+            model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
+
+    def test_passes_of_no_sync_before_a_backward_pass_of_all_replicas(self):
+        model = strategies.torch.DistributedModel(nn.Linear(2, 2), strategies.IPUStrategy(2))
+        with model.no_sync():
+            model(torch.ones(4, 2)).mean().backward()
+        with pytest.raises(StrategyError, match="inside no_sync cannot be a part of it"):
+            model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
+
+    def test_losses_that_are_no_scalars(self):
+        model = strategies.torch.DistributedModel(nn.Linear(2, 2), strategies.IPUStrategy(2))
+        with pytest.raises(TypeError, match=r"returned a Tensor of shape \[2, 2\]; return the loss"):
+            model.backward(model, torch.ones(4, 2))
+
+    def test_undeclared_writes_of_frozen_parameters_by_several_replicas(self):
+        class Counting(nn.Linear):
+            def forward(self, x):
+                with torch.no_grad():
+                    self.bias += 1
+                return super().forward(x)
+
+        module = Counting(2, 2)
+        module.bias.requires_grad_(False)
+        model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2))
+        with pytest.raises(StrategyError, match=r"bias is a frozen parameter .* model_state_aggregation"):
+            model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
 
     def test_int8(self):
         with pytest.raises(StrategyError, match="use bfloat16"):

@@ -1,0 +1,109 @@
+"""The results of a backward pass of all replicas in the program's own loop, and what each replica gives for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from collectives import Communicator
+from strategies.errors import SpareError
+from strategies.torch.module_parts import Slot
+from strategies.torch.replica_memory import HOST
+from strategies.torch.tensors import as_array
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+"""Parameters with their names."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The results of one replica's forward and backward pass.
+
+    Attributes:
+        loss: The loss.
+        gradients: The `grad` of each parameter, by the parameter's id.
+        came: The ids of the parameters to which this pass has added gradients.
+        slots: Buffers and frozen parameters after the pass.
+    """
+
+    loss: float
+    gradients: Mapping[int, torch.Tensor | None]
+    came: frozenset[int]
+    slots: Sequence[Slot]
+
+    def of(self, named: Named) -> list[torch.Tensor | None]:
+        """Return the gradients of these parameters, None for parameters without one."""
+        return [self.gradients.get(id(one)) if id(one) in self.came else None for _, one in named]
+
+
+@dataclass(frozen=True)
+class LoopMeans:
+    """The results of a backward pass over all replicas, equal on all instances.
+
+    Attributes:
+        loss: The mean loss.
+        gradients: The mean gradients, in the order of the plan; None for a parameter without one.
+        buffers: The agreed values of the buffers and frozen parameters that have changed, by number.
+    """
+
+    loss: float
+    gradients: Sequence[torch.Tensor | None]
+    buffers: Mapping[int, torch.Tensor]
+
+    def kept(self) -> LoopMeans:
+        """Return copies, which the program cannot change."""
+        gradients = [None if one is None else one.detach().clone() for one in self.gradients]
+        return LoopMeans(self.loss, gradients, {number: one.clone() for number, one in self.buffers.items()})
+
+
+def received_means(
+    means: LoopMeans | None,
+    named: Named,
+    slots: Mapping[int, torch.Tensor],
+    communicator: Communicator,
+    root: int,
+) -> LoopMeans:
+    """Return the means that an instance has. Collective.
+
+    Args:
+        means: The means on instances that have them; None elsewhere.
+        named: The parameters of the plan.
+        slots: Tensors in the shapes of the buffers and frozen parameters, by number.
+        communicator: The communicator of all instances.
+        root: The rank of an instance that has the means.
+    """
+    known = np.zeros(1 + len(named) + len(slots), np.float64)
+    if means is not None:
+        flags = [one is not None for one in means.gradients]
+        known[:] = [means.loss, *flags, *(number in means.buffers for number in sorted(slots))]
+    communicator.broadcast(known, root, name="which means there are")
+    has_gradient, has_changed = np.split(known[1:] > 0, [len(named)])
+    gradients: list[torch.Tensor | None] = [None] * len(named)
+    for number in np.flatnonzero(has_gradient).tolist():
+        name, parameter = named[number]
+        own = None if means is None else means.gradients[number]
+        shape = parameter.detach() if own is None else own
+        gradients[number] = _received(f"mean gradient of {name}", shape, communicator, root)
+    buffers = {}
+    for number in np.flatnonzero(has_changed).tolist():
+        shape = slots[number] if means is None else means.buffers[number]
+        buffers[number] = _received(f"buffer {number}", shape, communicator, root)
+    return LoopMeans(float(known[0]), gradients, buffers)
+
+
+def _received(name: str, like: torch.Tensor, communicator: Communicator, root: int) -> torch.Tensor:
+    copy = like.detach().to(HOST, copy=True, memory_format=torch.contiguous_format)
+    communicator.broadcast(as_array(copy), root, name=name)
+    return copy.to(like.device)
+
+
+def refuse_spares(told: object) -> NoReturn:
+    """Raise on a spare, given the result of an operation that it cannot replay."""
+    raise SpareError(
+        "a spare cannot follow the loop of a DistributedModel, because it would not get the optimizer and other state "
+        "of the loop; use strategies.torch.Trainer, or start the job without spares. The job goes on without this spare"
+    )

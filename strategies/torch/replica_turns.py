@@ -1,0 +1,200 @@
+"""The local replicas in the program's own loop, which compute one after another with the same module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from collectives.instruments import EXCHANGE, FORWARD_BACKWARD
+from strategies.core.journal import Recorded
+from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
+from strategies.errors import StrategyError
+from strategies.jax.replicas.replicas import Replicas
+from strategies.torch.gradient_averaging import GradientAveraging
+from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
+from strategies.torch.module_parts import Slot
+from strategies.torch.sync_batch_norm import sync_layers_of
+from strategies.torch.tensors import parts_of, tensors_of
+from strategies.typing import Batch
+
+LossOfBatch = Callable[[Batch], torch.Tensor]
+"""(rows of one replica) -> loss."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """The gradients, buffers and declared frozen parameters with which every replica begins.
+
+    Attributes:
+        gradients: The `grad` of each parameter.
+        slots: The values of slots, by number.
+        own: The values of slots that each replica keeps for itself, by number.
+    """
+
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
+    slots: Mapping[int, torch.Tensor]
+    own: Mapping[int, torch.Tensor]
+
+
+class ReplicaTurns:
+    """The local replicas of a `DistributedModel`.
+
+    Args:
+        module: The module.
+        replicas: The replicas of all instances.
+        averaging: The averaging of the module's gradients.
+    """
+
+    def __init__(self, module: torch.nn.Module, replicas: Replicas, averaging: GradientAveraging) -> None:
+        self._module, self._replicas, self._averaging = module, replicas, averaging
+        self._has_warned = False
+
+    def backward(self, loss_fn: LossOfBatch, batch: Batch, micro_batches: int) -> torch.Tensor:
+        """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
+        replicas = self._replicas
+        batch = replicas.up_to_date(batch)
+        self._refuse()
+        self._warn(batch)
+        begin = self._beginning() if replicas.can_carry_on or len(replicas.local_replicas) > 1 else None
+
+        def attempt() -> LoopMeans:
+            self._averaging.connect()
+            replicas.dealing.refuse_others(batch)
+            local = replicas.local_replicas
+            parts = parts_of(tensors_of(batch), len(local) * micro_batches)
+            losses = [partial(loss_fn, part) for part in parts]
+            with replicas.instruments.during[FORWARD_BACKWARD]:
+                turns = [
+                    self._turn(replica, losses[place * micro_batches :][:micro_batches], begin)
+                    for place, replica in enumerate(local)
+                ]
+            with replicas.instruments.during[EXCHANGE]:
+                return self._averaged(turns)
+
+        def catch_up() -> LoopMeans | None:
+            nonlocal batch
+            meeting = meet(replicas)
+            if meeting.is_late:
+                return self._taken_over(self._averaging.shared(None, meeting.newest))
+            batch = replicas.replicas_batch(batch)
+            return None
+
+        recorded = Recorded[LoopMeans]("backward pass of all replicas", lambda means: bool, refuse_spares)
+        return torch.tensor(surviving(replicas, attempt, catch_up, self._averaging.shared, recorded).loss)
+
+    # ---- one replica after another
+
+    def _beginning(self) -> _Beginning:
+        """Return copies of all that a pass changes, so that every replica, and a repetition, begins alike."""
+        parameters, buffers = self._module.parameters(), self._averaging.buffers
+        buffers.follow_shown()
+        slots = enumerate(buffers.slots)
+        kept = {n: slot.tensor.detach().clone() for n, slot in slots if self._is_kept(slot)}
+        own = {number: one.clone() for number, one in buffers.own.items()}
+        return _Beginning({one: _copy(one.grad) for one in parameters}, kept, own)
+
+    def _is_kept(self, slot: Slot) -> bool:
+        return not slot.is_parameter or slot.name in self._averaging.buffers.written
+
+    def _turn(self, replica: int, losses: Sequence[Callable[[], torch.Tensor]], begin: _Beginning | None) -> Turn:
+        averaging, parameters = self._averaging, list(self._module.parameters())
+        if begin is not None:
+            self._begin(replica, begin)
+        with averaging.loop.turn(replica), torch.enable_grad():
+            total = sum(map(_backward, losses))
+            came = frozenset(averaging.loop.carried)
+        gradients = {id(one): one.grad for one in parameters}
+        slots: Sequence[Slot] = averaging.buffers.slots
+        if begin is not None:
+            self._refuse_writes()
+            for one in parameters:
+                one.grad = None
+            slots = [self._copied(number, slot) for number, slot in enumerate(slots)]
+        return Turn(total, gradients, came, slots)
+
+    def _begin(self, replica: int, begin: _Beginning) -> None:
+        """Give a replica the gradients and buffers with which it begins."""
+        buffers = self._averaging.buffers
+        for parameter, gradient in begin.gradients.items():
+            parameter.grad = _copy(gradient)
+        with torch.no_grad():
+            for number, one in begin.own.items():
+                buffers.own[number].copy_(one)
+            for number, value in begin.slots.items():
+                own = begin.own.get(number)
+                buffers.slots[number].put(value if own is None else own[replica])
+
+    def _copied(self, number: int, slot: Slot) -> Slot:
+        """Return a slot with a copy of the tensor, if the next replica may change the tensor."""
+        if not self._is_kept(slot):
+            return slot
+        return Slot(slot.name, {slot.key: slot.tensor.detach().clone()}, slot.key, slot.is_parameter)
+
+    def _averaged(self, turns: Sequence[Turn]) -> LoopMeans:
+        """Average the results of all turns. Afterwards the module has the means."""
+        averaging = self._averaging
+        means = averaging.average(turns)
+        for parameter in self._module.parameters():
+            parameter.grad = turns[0].gradients.get(id(parameter))
+        averaging.loop.next_step()
+        return means.kept() if self._replicas.can_carry_on else means
+
+    def _taken_over(self, means: LoopMeans) -> LoopMeans:
+        """Put the means of a step that the others have completed into the module."""
+        averaging = self._averaging
+        for (_, parameter), gradient in zip(averaging.named, means.gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient.clone()
+        averaging.keep(dict(means.buffers))
+        averaging.loop.next_step()
+        return means
+
+    # ---- what is refused
+
+    def _refuse(self) -> None:
+        loop, local = self._averaging.loop, len(self._replicas.local_replicas)
+        if not loop.syncs or loop.carried:
+            raise StrategyError(
+                "model.backward computes a whole step of each replica, and backward passes inside no_sync cannot be a "
+                "part of it; use model.backward(loss_fn, batch, micro_batches=2)"
+            )
+        if local > 1 and (layers := sync_layers_of(self._module)):
+            raise StrategyError(
+                f"SyncBatchNorm {next(iter(layers))!r} needs all replicas at the same time, but the {local} replicas "
+                "of this instance compute one after another; use BatchNorm, or strategies.torch.Trainer"
+            )
+
+    def _refuse_writes(self) -> None:
+        averaging = self._averaging
+        if unknown := sorted(averaging.writes.frozen - averaging.buffers.written):
+            raise StrategyError(
+                f"{unknown[0]} is a frozen parameter that forward passes write, and every replica of this instance "
+                f"must begin with the same value; declare it: model_state_aggregation={ {unknown[0]: 'mean'} }"
+            )
+
+    def _warn(self, batch: Batch) -> None:
+        """Warn once if the others cannot go on without a lost instance."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        reason = lost_with_an_instance(False, self._replicas.dataset_of(batch))
+        if layers := sync_layers_of(self._module):
+            reason = f"SyncBatchNorm {next(iter(layers))!r} needs one replica on each instance"
+        warn_of_loss(self._replicas, reason)
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
+
+
+def _backward(compute: Callable[[], torch.Tensor]) -> float:
+    """Make a backward pass, and return its loss."""
+    loss = compute()
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        raise TypeError(f"loss_fn has returned a {type(loss).__name__}{shape}; return the loss, a scalar tensor")
+    loss.backward()
+    return float(loss.detach())

@@ -1,0 +1,195 @@
+"""A module and its optimizer on a spare: only the active instances know the values of their tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from typing_extensions import override
+
+from strategies.errors import SpareError
+
+Wait = Callable[[], None]
+"""Waits until this spare has become active. If it does not, the function raises `SpareError` or `SystemExit`."""
+
+_FACTS = frozenset(
+    {
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                *("device", "dtype", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize", "layout"),
+                *("nbytes", "ndim", "requires_grad", "shape"),
+            )
+        ),
+        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        *(
+            getattr(torch.Tensor, name)
+            for name in (
+                *("__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement"),
+                *("numel", "requires_grad_", "size", "stride"),
+            )
+        ),
+    }
+)
+"""The functions of PyTorch that need no values."""
+
+
+class _Unread:
+    """The part of the class of a tensor without values; `training` is set in the class of each trainer's tensors."""
+
+    training: UnreadTraining
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), named: Any = None
+    ) -> object:
+        if function not in _FACTS:
+            cls.training.wait_for_values()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(named or {}))
+
+
+@final
+class _UnreadState(MutableMapping[torch.Tensor, Any]):
+    """The state of an optimizer without values."""
+
+    def __init__(self, training: UnreadTraining) -> None:
+        self._training = training
+
+    def _values(self) -> MutableMapping[torch.Tensor, Any]:
+        self._training.wait_for_values()
+        return self._training.optimizer.state
+
+    @override
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        return self._values()[key]
+
+    @override
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._values()[key] = value
+
+    @override
+    def __delitem__(self, key: torch.Tensor) -> None:
+        del self._values()[key]
+
+    @override
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._values())
+
+    @override
+    def __len__(self) -> int:
+        return len(self._values())
+
+
+@final
+class UnreadTraining:
+    """The values of a module and its optimizer, which can be hidden and shown.
+
+    While they are hidden, each use of a parameter, buffer, gradient or optimizer state waits for them. Shapes, dtypes,
+    `requires_grad`, `zero_grad` and the hyperparameters of the optimizer can be used.
+
+    Args:
+        module: The module.
+        optimizer: Its optimizer.
+
+    Attributes:
+        is_hidden: Whether the values are hidden.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.is_hidden = False
+        self._wait: Wait = lambda: None
+        self._classes: dict[type, type] = {}
+        self._hidden: list[tuple[torch.Tensor, type]] = []
+        self._state: Any = None
+
+    def wait_for_values(self) -> None:
+        """Wait until the values are there.
+
+        Raises:
+            SpareError: If they do not come.
+        """
+        self._wait()
+        if self.is_hidden:
+            raise SpareError(
+                "the program reads or writes a tensor of the Trainer's module or optimizer, which a spare does not "
+                "have before it becomes active; read them in strategy.on_chief, or use metrics"
+            )
+
+    def hide(self, wait: Wait) -> None:
+        """Hide the values. The state of the optimizer is dropped.
+
+        Args:
+            wait: Function that waits for the values.
+
+        Raises:
+            SpareError: If a tensor has a class of which no class can be derived.
+        """
+        if self.is_hidden:
+            return
+        self._wait = wait
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        tensors = {id(one): one for one in (*self.module.parameters(), *self.module.buffers())}
+        self._hidden = [(one, type(one)) for one in tensors.values()]
+        for one, kind in self._hidden:
+            _set_class(one, self._class_for(kind))
+        self._state = self.optimizer.state
+        self._state.clear()
+        self.optimizer.state = _UnreadState(self)  # type: ignore[assignment]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it, and would warn
+        for holder in (self.module, self.optimizer):
+            vars(holder)["zero_grad"] = _no_gradients
+        self.is_hidden = True
+
+    def show(self) -> None:
+        """Show the tensors again, with the values that they had, or NaN after `forget`."""
+        if not self.is_hidden:
+            return
+        self.is_hidden = False
+        for one, kind in self._hidden:
+            _set_class(one, kind)
+        self._hidden = []
+        self.optimizer.state = self._state
+        for holder in (self.module, self.optimizer):
+            vars(holder).pop("zero_grad", None)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the values in this block."""
+        wait, was_hidden = self._wait, self.is_hidden
+        self.show()
+        try:
+            yield
+        finally:
+            if was_hidden:
+                self.hide(wait)
+
+    def forget(self) -> None:
+        """Write NaN over the values, so that no view of the program shows old ones. They must be shown."""
+        with torch.no_grad():
+            for one in (*self.module.parameters(), *self.module.buffers()):
+                if one.is_floating_point() or one.is_complex():
+                    one.fill_(math.nan)
+
+    def _class_for(self, kind: type) -> type:
+        if kind not in self._classes:
+            self._classes[kind] = type(f"Unread{kind.__name__}", (_Unread, kind), {"training": self})
+        return self._classes[kind]
+
+
+def _set_class(tensor: torch.Tensor, kind: type) -> None:
+    try:
+        tensor.__class__ = kind  # as PyTorch's lazy modules do
+    except TypeError as error:
+        raise SpareError(
+            f"a spare cannot hide the values of a {type(tensor).__name__}: {error}; use torch.nn.Parameter and tensors"
+        ) from error
+
+
+def _no_gradients(set_to_none: bool = True) -> None:
+    """Do nothing in place of `zero_grad`: a spare has no gradients."""

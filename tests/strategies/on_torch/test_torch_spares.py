@@ -1,0 +1,191 @@
+"""Spares of PyTorch trainings on threads: they take the places of lost instances, and nobody sees old values."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from losing import OnMessage
+from standby_instances import ASLEEP, run_with_spares
+from surviving_instances import hook
+from torch_modules import data, loss_fn, new_module
+
+import strategies
+import strategies.torch
+from collectives import ThreadHub
+from strategies import SpareError
+
+REPLICAS = 6
+STEPS = 4
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def train(strategy, module):
+    """Train with a schedule of learning rates, and return the losses, an evaluation, and the bits of the state."""
+    module = copy.deepcopy(module)
+    optimizer = torch.optim.Adam(module.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+    dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+    held_out = strategies.torch.distribute_dataset(strategy, data(), 2, shuffle=False, remainder="pad")
+    losses = []
+    while trainer.steps_made < STEPS:
+        for batch in dataset.epoch(trainer.steps_made):
+            optimizer.zero_grad()
+            losses.append(float(trainer.step(batch)["loss"]))
+            scheduler.step()
+            if trainer.steps_made == 2:
+                losses.append(trainer.evaluate(held_out)["loss"])
+            if trainer.steps_made == STEPS:
+                break
+    state = trainer.state
+    trainer.close()
+    return losses, strategies.fingerprint([state.variables, state.model_state, state.optimizer_state])
+
+
+@pytest.fixture(scope="module")
+def module():
+    return new_module("convolutions")
+
+
+@pytest.fixture(scope="module")
+def alone(module):
+    return train(strategies.IPUStrategy(REPLICAS), module)
+
+
+def test_a_spare_sleeps_through_a_training_without_losses(module, alone):
+    assert run_with_spares(2, 1, REPLICAS, functools.partial(train, module=module)) == [alone, alone, ASLEEP]
+
+
+@pytest.mark.parametrize(
+    ("lost", "step", "phase"),
+    [
+        (0, 0, "forward"),
+        (1, 0, "update"),
+        (0, 2, "all_reduce"),
+        (1, 3, "forward"),
+        (0, 2, "update"),
+    ],
+)
+def test_a_spare_takes_the_place_of_a_lost_instance(module, alone, lost, step, phase):
+    faults = [f"kill:instance={lost},step={step},phase={phase}"]
+    found = run_with_spares(2, 1, REPLICAS, functools.partial(train, module=module), faults)
+    assert found == [None if rank == lost else alone for rank in range(3)]
+
+
+def test_the_job_shrinks_after_its_last_spare(module, alone):
+    faults = ["kill:instance=0,step=1,phase=forward", "kill:instance=1,step=2,phase=update"]
+    found = run_with_spares(2, 1, REPLICAS, functools.partial(train, module=module), faults)
+    assert found == [None, None, alone]
+
+
+MESSAGES = [
+    pytest.param(number, marks=[] if number in (12, 40) else pytest.mark.complete) for number in range(2, 66, 2)
+]
+
+
+@pytest.mark.parametrize("number", MESSAGES)
+def test_the_others_go_on_if_a_spare_is_lost_while_it_joins(module, alone, number):
+    """The spare is lost at a message after the loss of instance 1 in step 1."""
+    fault = OnMessage(2, number)
+    faults = [hook(0, "forward", 1, fault.begin), "kill:instance=1,step=1,phase=all_reduce"]
+    program, hub = functools.partial(train, module=module), ThreadHub(3, fault)
+    assert run_with_spares(2, 1, REPLICAS, program, faults, mechanism="ring", hub=hub) == [alone, None, None]
+
+
+@pytest.mark.parametrize("number", MESSAGES)
+def test_a_spare_joins_although_an_instance_that_hands_its_state_over_is_lost(module, alone, number):
+    fault = OnMessage(0, number)
+    faults = [hook(1, "forward", 1, fault.begin), "kill:instance=1,step=1,phase=all_reduce"]
+    program, hub = functools.partial(train, module=module), ThreadHub(4, fault)
+    assert run_with_spares(3, 1, REPLICAS, program, faults, mechanism="ring", hub=hub) == [None, None, alone, alone]
+
+
+@functools.cache
+def message_of(read):
+    """Return the message of the spare whose program reads something after the second step."""
+
+    def program(strategy):
+        module = new_module("convolutions")
+        optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9)
+        trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer)
+        for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
+            trainer.step(batch)
+            if number == 1:
+                read(trainer, batch)
+
+    *_, found = run_with_spares(2, 1, REPLICAS, program)
+    assert isinstance(found, SpareError), found
+    return str(found)
+
+
+READS = {
+    "a parameter": lambda trainer, batch: trainer.module.last.weight.sum(),
+    "a buffer": lambda trainer, batch: trainer.module.norm.running_mean.tolist(),
+    "a forward pass": lambda trainer, batch: trainer.module(data()["x"]),
+    "a gradient": lambda trainer, batch: trainer.module.last.weight.grad,
+    "a state dict": lambda trainer, batch: trainer.module.state_dict(),
+    "a copy of the module": lambda trainer, batch: copy.deepcopy(trainer.module),
+    "a write": lambda trainer, batch: torch.nn.init.zeros_(trainer.module.last.weight),
+    "the state of the optimizer": lambda trainer, batch: trainer.optimizer.state_dict(),
+    "a step of the optimizer": lambda trainer, batch: trainer.optimizer.step(),
+    "an array of the state": lambda trainer, batch: trainer.state.variables["last.weight"] + 1,
+    "outputs": lambda trainer, batch: trainer.outputs,
+    "a batch": lambda trainer, batch: batch["x"].sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_spare_that_reads_values_ends_with_the_reason(name):
+    assert "a spare" in message_of(READS[name])
+    assert "becomes active" in message_of(READS[name])
+
+
+def test_a_spare_may_ask_for_all_that_needs_no_values(alone, module):
+    def program(strategy):
+        own = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(own.parameters(), 0.01, 0.9)
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, optimizer)
+        for batch in strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0):
+            trainer.step(batch)
+            own.train()
+            own.zero_grad()
+            weight = own.last.weight
+            assert (weight.shape, weight.numel(), weight.device.type) == (weight.size(), 180, "cpu")
+            assert trainer.state.variables["last.weight"].shape == tuple(weight.shape)
+            optimizer.param_groups[0]["lr"] *= 0.9
+        return True
+
+    assert run_with_spares(2, 1, REPLICAS, program) == [True, True, ASLEEP]
+
+
+def test_a_view_that_the_program_took_earlier_shows_no_old_values():
+    seen = []
+
+    def program(strategy):
+        module = new_module("convolutions")
+        view = module.last.weight.detach()
+        trainer = strategies.torch.Trainer(strategy, module, loss_fn, torch.optim.SGD(module.parameters(), 0.1))
+        for batch in strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0):
+            trainer.step(batch)
+            seen.append((strategy.replicas.is_spare, bool(view.isnan().all())))
+
+    run_with_spares(2, 1, REPLICAS, program)
+    assert {is_nan for is_spare, is_nan in seen if is_spare} == {True}
+    assert {is_nan for is_spare, is_nan in seen if not is_spare} == {False}
+
+
+def test_a_spare_cannot_follow_a_loop(module):
+    def program(strategy):
+        model = strategies.torch.DistributedModel(copy.deepcopy(module), strategy)
+        for batch in strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0):
+            model.backward(lambda rows: loss_fn(model, rows)[0], batch)
+        return True
+
+    *active, spare = run_with_spares(2, 1, REPLICAS, program)
+    assert active == [True, True]
+    assert isinstance(spare, SpareError)
+    assert "cannot follow the loop of a DistributedModel" in str(spare)
