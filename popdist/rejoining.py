@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from popdist.process import process
@@ -12,13 +13,16 @@ if TYPE_CHECKING:
     from collectives import Communicator
     from collectives.point_to_point.link import Link
 
+_feeding: tuple[Link, Feeding] | None = None
+
+
+# ---- the worker that was started again
+
 
 def take_place(communicator: Communicator) -> None:
     """Keep a journal, and become a spare if this worker was started again while the others work."""
-    from collectives.backends import grpc
-
     process.journal, process.progress = Journal(), NoProgress(_is_change_due)
-    if not grpc.is_waiting(communicator):
+    if not _grpc().is_waiting(communicator):
         return
     assert process.instance is not None
     assert communicator.beside is not None
@@ -28,30 +32,15 @@ def take_place(communicator: Communicator) -> None:
     process.instance = process.instance.renumbered(count - 1, count)  # never that of the chief
 
 
-def _is_change_due() -> bool:
-    """Return whether the members change, which a worker that is alone would not notice in its collectives."""
-    from collectives.backends import grpc
-
-    communicator = process.communicator
-    return communicator is not None and communicator.link is not None and grpc.is_revoked(communicator)
-
-
 def is_waiting() -> bool:
     """Return whether this is a worker that was started again and waits to join."""
-    if not process.workers_go_on or process.alone is None:
-        return False
-    from collectives.backends import grpc
-
-    return grpc.is_waiting(process.alone)
+    return process.workers_go_on and process.alone is not None and bool(_grpc().is_waiting(process.alone))
 
 
 def may_join() -> None:
     """Tell the other workers that this one, which was started again, has read the journal to its end."""
     if is_waiting():
-        from collectives.backends import grpc
-
-        assert process.alone is not None
-        grpc.may_join(process.alone)
+        _grpc().may_join(process.alone)
 
 
 def has_joined() -> bool:
@@ -60,27 +49,26 @@ def has_joined() -> bool:
     Raises:
         PeerLostError: The worker that passes the journal on is gone.
     """
-    if not is_waiting():
-        return False
-    from collectives.backends import grpc
-
-    assert process.alone is not None
-    return grpc.has_joined(process.alone)
+    return is_waiting() and bool(_grpc().has_joined(process.alone))
 
 
-_feeding: tuple[Link, Feeding] | None = None
+# ---- the others
+
+
+def _is_change_due() -> bool:
+    """Return whether the members change, which a worker that is alone would not notice in its collectives."""
+    communicator = process.communicator
+    return communicator is not None and communicator.link is not None and bool(_grpc().is_revoked(communicator))
 
 
 def feed() -> None:
     """Pass the journal on to a worker that was started again, if there is one and this worker has to."""
     global _feeding
-    from collectives.backends import grpc
-
     journal, communicator = process.journal, process.communicator
     assert journal is not None
     if communicator is None or communicator.link is None:
         return
-    link = grpc.joiner_of(communicator)
+    link = _grpc().joiner_of(communicator)
     if link is None:
         _feeding = None
     elif _feeding is None or _feeding[0] is not link:
@@ -95,3 +83,9 @@ def end() -> None:
         feed()
         if _feeding is not None:
             _feeding[1].end(process.journal)
+
+
+def _grpc() -> ModuleType:
+    import collectives
+
+    return collectives.load_backend("grpc")

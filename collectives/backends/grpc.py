@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 from typing_extensions import override
 
-from collectives.backends import single
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble
@@ -213,7 +212,9 @@ def connect(
     logger.warning(
         "%s was started again; it joins %s", node.names[rank], recovery.named(recovery.agreement.view.members)
     )
-    alone = single.connect(replace(settings, progress=Instruments()))
+    import collectives  # which loads backends by their names
+
+    alone = collectives.connect("single", replace(settings, progress=Instruments()))
     alone.beside = _journal_link(node, min(recovery.agreement.view.alive), rank, _WAITING)
     return alone
 

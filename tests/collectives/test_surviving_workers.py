@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Events:
-    """An instrument that counts the calls and waits of a worker after `begin`, and ends the worker at one of them.
+    """An instrument that counts the events of calls of a worker after `begin`, and ends the worker at one of them.
 
     Args:
         number: The number of the event, from 0; None to lose nobody.
@@ -55,7 +55,7 @@ class Events:
     def operation_ends(self) -> None:
         self._note()
 
-    def waiting_for(self, instances: Sequence[int]) -> None:
+    def data_moves(self, nbytes: int) -> None:
         self._note()
 
     def _note(self) -> None:
@@ -207,7 +207,7 @@ def test_a_worker_may_be_lost_at_any_event_of_the_recovery() -> None:
         strikes, number = events.has_struck, number + 1
         left = [0, 2, 3] if strikes else [0, 1, 2, 3]
         assert found == [left if rank in left else None for rank in range(5)]
-    assert number > 3
+    assert number > 2
 
 
 def test_losses_one_after_another() -> None:
@@ -418,8 +418,8 @@ def test_lost_workers_that_are_started_again_join(size: int, lost: list[int]) ->
 def test_a_worker_that_joins_may_be_lost_at_any_event() -> None:
     counted = Events(None)
     assert run_again(3, [1], counted) == [[0, 1, 2]] * 3
-    assert counted.seen > 3
-    for number in range(counted.seen - 1):  # at its last event it has closed in order
+    assert counted.seen == 3
+    for number in range(counted.seen):
         assert run_again(3, [1], Events(number)) == [[0, 2], None, [0, 2]]
 
 
