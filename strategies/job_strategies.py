@@ -24,10 +24,15 @@ from strategies.strategy import Strategy
 OnFailure = Literal["stop", "shrink"]
 
 
-class ElasticMembership(Membership):
-    """The membership in a job whose instances may be lost and may join later; a subclass says how it is joined."""
+@final
+class MpiJob(Membership):
+    """The membership in a job of a launcher, connected by MPI; without a launcher, a job of one instance."""
 
-    _shrinks = False  # whether the user wants the others to go on after a loss
+    @override
+    def join(self) -> tuple[Instance, Communicator]:
+        instance = join_as_configured(self.defaults, self._ipus_per_replica)
+        self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
+        return instance, own_communicator()
 
     @property
     @override
@@ -60,17 +65,6 @@ class ElasticMembership(Membership):
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
         return popdist.carry_on(), own_communicator()
-
-
-@final
-class MpiJob(ElasticMembership):
-    """The membership in a job of a launcher, connected by MPI; without a launcher, a job of one instance."""
-
-    @override
-    def join(self) -> tuple[Instance, Communicator]:
-        instance = join_as_configured(self.defaults, self._ipus_per_replica)
-        self._shrinks = is_to_carry_on()  # each step asks, and reading the environment takes longer than the answer
-        return instance, own_communicator()
 
 
 @final
@@ -168,7 +162,7 @@ class ClusterResolver(Protocol):
 
 
 @final
-class WorkerCluster(ElasticMembership):
+class WorkerCluster(Membership):
     """The membership in a cluster of workers, connected over gRPC.
 
     Args:
@@ -207,6 +201,38 @@ class WorkerCluster(ElasticMembership):
         join_cluster(self._cluster, num_replicas, self._shrinks)
         refuse_other_process(self.defaults, popdist.instance())
         return popdist.instance(), own_communicator()
+
+    @property
+    @override
+    def is_chief(self) -> bool:
+        return self.instance.is_leader and popdist.is_chief()  # False everywhere once the chief has ended normally
+
+    @property
+    @override
+    def can_carry_on(self) -> bool:
+        return self._shrinks and popdist.can_carry_on()
+
+    @property
+    @override
+    def is_spare(self) -> bool:
+        return spares.is_spare()
+
+    @property
+    @override
+    def keeps_journal(self) -> bool:
+        return spares.keeps_journal()
+
+    @override
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        spares.publish(entry)
+
+    @override
+    def next_entry(self) -> bytes | None:
+        return spares.next_entry()
+
+    @override
+    def join_survivors(self) -> tuple[Instance, Communicator]:
+        return popdist.carry_on(), own_communicator()
 
 
 @final
