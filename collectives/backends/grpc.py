@@ -327,6 +327,7 @@ def _communicator_of_all(settings: Settings, node: Node, epoch: int, members: Se
     node.group = f"all@{epoch}:{'.'.join(map(str, members))}" if epoch else ALL
     communicator = _communicator(replace(settings, spins=0), node, node.group, members, epoch)
     communicator.beside = GrpcLink(node, node.group, _BESIDE, members, epoch)
+    communicator.part = communicator.subgroup  # all groups share the connections of the cluster
     return communicator
 
 
