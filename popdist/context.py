@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from popdist import rejoining
 from popdist.connecting import backend_of, check_rank, connect_default
 from popdist.environments.poprun import RESERVE_VARIABLE, SPARE_VARIABLE, num_spares
 from popdist.environments.tf_config import Cluster
@@ -139,6 +140,8 @@ def initializeBackend() -> None:
     process.instance = instance
     if process.is_default and (spares := num_spares(os.environ)):
         take_first_places(everybody, spares)
+    elif process.workers_go_on and everybody.size + (everybody.beside is not None) > 1:
+        rejoining.take_place(everybody)
     elif can_carry_on():
         process.progress.takes_role(is_spare=False)
     watch_exit()

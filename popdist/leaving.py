@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable
 
-from popdist import connecting
+from popdist import connecting, rejoining
 from popdist.environments.poprun import SHRINKS_VARIABLE
 from popdist.errors import LifeCycleError
 from popdist.failing import end_with
@@ -88,7 +88,9 @@ def connect_survivors(role: Role) -> None:
 
     while True:
         lost = [each for each in process.every_communicator if each is not process.alone]
-        everybody = connecting.connect_survivors(lost[-1])
+        latest = lost[-1] if lost else process.alone
+        assert latest is not None
+        everybody = connecting.connect_survivors(latest)
         for communicator in lost:
             communicator.abandon()
         process.communicator, process.everybody = everybody, None
@@ -128,6 +130,8 @@ def _end_with_who_is_left() -> None:
     """
     from collectives import BrokenError, ClosedError, PeerLostError
 
+    if process.workers_go_on and process.role is Role.ACTIVE:
+        rejoining.end()
     while True:
         try:
             for communicator in process.every_communicator:

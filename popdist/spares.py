@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from popdist import rejoining
 from popdist.errors import LifeCycleError
 from popdist.leaving import connect_survivors
 from popdist.process import Chief, process
@@ -33,8 +34,12 @@ def publish(entry: Callable[[], bytes]) -> None:
         entry: Function that encodes the result. It is called some time later, at the latest when the members change.
     """
     journal = process.journal
-    if journal is not None and journal.add(entry) and process.feeding is not None:
+    if journal is None or not journal.add(entry):
+        return
+    if process.feeding is not None:
         process.feeding.pass_on(journal)
+    if process.workers_go_on:
+        rejoining.feed()
 
 
 def next_entry() -> bytes | None:
@@ -65,6 +70,7 @@ def _has_to_join(journal: Journal) -> bool:
         if journal.read == len(journal.entries) and not process.is_ready:
             process.is_ready = True
             process.progress.catches_up()
+            rejoining.may_join()
         while journal.read == len(journal.entries):
             if process.is_chosen:
                 return True
@@ -75,7 +81,7 @@ def _has_to_join(journal: Journal) -> bool:
 
 def has_news() -> bool:
     """Look for new entries, for a change of the members, and for the end of the job."""
-    from collectives import PeerLostError
+    from collectives import ClosedError, PeerLostError
 
     fed, journal = process.fed, process.journal
     assert journal is not None
@@ -84,10 +90,13 @@ def has_news() -> bool:
     try:
         if fed.take(journal):
             return True
+        if not (process.progress.is_released or rejoining.has_joined()):
+            return False
     except PeerLostError:
+        if rejoining.is_waiting():
+            raise
+    try:
         connect_survivors(Role.SPARE)
-        return True
-    if process.progress.is_released:
-        connect_survivors(Role.SPARE)
-        return True
-    return False
+    except ClosedError:  # all others have just finished
+        raise SystemExit(0) from None
+    return True

@@ -42,7 +42,7 @@ class MpiJob(Membership):
     @property
     @override
     def can_carry_on(self) -> bool:
-        return self._shrinks and popdist.can_carry_on()  # under poprun --on-failure shrink
+        return self._shrinks and popdist.can_carry_on()
 
     @property
     @override
@@ -200,7 +200,7 @@ class WorkerCluster(Membership):
         num_replicas = positive("num_local_replicas", each) * len(self._cluster.addresses)
         join_cluster(self._cluster, num_replicas, self._shrinks)
         refuse_other_process(self.defaults, popdist.instance())
-        return popdist.instance(), popdist.communicator()
+        return popdist.instance(), own_communicator()
 
     @property
     @override
@@ -212,9 +212,27 @@ class WorkerCluster(Membership):
     def can_carry_on(self) -> bool:
         return self._shrinks and popdist.can_carry_on()
 
+    @property
+    @override
+    def is_spare(self) -> bool:
+        return spares.is_spare()
+
+    @property
+    @override
+    def keeps_journal(self) -> bool:
+        return spares.keeps_journal()
+
+    @override
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        spares.publish(entry)
+
+    @override
+    def next_entry(self) -> bytes | None:
+        return spares.next_entry()
+
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
-        return popdist.carry_on(), popdist.communicator()
+        return popdist.carry_on(), own_communicator()
 
 
 @final

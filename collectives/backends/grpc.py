@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from typing_extensions import override
 from collectives.communicator import Communicator
 from collectives.errors import CollectiveError, PeerLostError
 from collectives.factory import RankGroup, Settings, assemble
+from collectives.instruments import Instruments
 from collectives.network.addresses import Address
 from collectives.network.lanes import SMALL_BYTES, CopiedMessage, Fetched, Inbox, Outbox, Received, Sent
 from collectives.network.node import Node
+from collectives.network.recovery import Recovery
 from collectives.network.security import Security
 from collectives.network.wire import MESSAGE_BYTES
 from collectives.point_to_point.link import EXCHANGE, Fetch, Link, Mail, Sizes, Transfer
@@ -29,7 +32,11 @@ SIZES = Sizes(
     gathered_bytes=1 << 16,
 )
 
+logger = logging.getLogger(__name__)
+
 ALL = "all"
+_BESIDE = 2  # the channel of messages outside of collectives
+_WAITING = -1  # the membership of a worker that waits to join
 _PAIR = 2
 _COPIED = CopiedMessage()
 
@@ -45,12 +52,13 @@ class GrpcLink(Link):
     Args:
         node: This worker.
         group: Name of the group, the same on all its members.
-        channel: Number of the channel, 0 or 1.
+        channel: Number of the channel: 0 and 1 of collectives, 2 of other messages.
         members: Ranks of the group's members in the cluster, in the group's order.
         epoch: Number of the membership to which the group belongs.
 
     Attributes:
         node: This worker.
+        members: Ranks of the group's members in the cluster, in the group's order.
         epoch: Number of the membership to which the group belongs.
     """
 
@@ -62,7 +70,7 @@ class GrpcLink(Link):
         self.epoch = epoch
         self._group = group
         self._channel = f"{group}/{channel}"
-        self._members = members
+        self.members = members
         self._outboxes: dict[tuple[int, int], Outbox] = {}
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         self._complaints = [partial(self._complain, source) for source in range(self.size)]
@@ -123,19 +131,19 @@ class GrpcLink(Link):
     def _outbox(self, to: int, lane: int) -> Outbox:
         outbox = self._outboxes.get((to, lane))
         if outbox is None:
-            outbox = self.node.outbox(self._members[to], f"{self._channel}/{lane}", self.epoch)
+            outbox = self.node.outbox(self.members[to], f"{self._channel}/{lane}", self.epoch)
             self._outboxes[to, lane] = outbox
         return outbox
 
     def _inbox(self, source: int, lane: int) -> Inbox:
         inbox = self._inboxes.get((source, lane))
         if inbox is None:
-            inbox = self.node.inbox(self._members[source], f"{self._channel}/{lane}")
+            inbox = self.node.inbox(self.members[source], f"{self._channel}/{lane}")
             self._inboxes[source, lane] = inbox
         return inbox
 
     def _complain(self, source: int, why: str) -> None:
-        self.node.lose(self.node.peers[self._members[source]], why)
+        self.node.lose(self.node.peers[self.members[source]], why)
 
     @override
     def end(self, is_complete: bool) -> None:
@@ -198,7 +206,91 @@ def connect(
         description = ", ".join(filter(None, [description, "going on without lost workers"]))
     node = Node(parsed, full_names, rank, description, security, settings.limits, shrinks)
     node.join()
-    return _communicator_of_all(settings, node, 0, range(len(parsed)))
+    recovery = node.recovery
+    if recovery is None or recovery.agreement.is_member:
+        return _communicator_of_all(settings, node, 0, range(len(parsed)))
+    logger.warning(
+        "%s was started again; it joins %s", node.names[rank], recovery.named(recovery.agreement.view.members)
+    )
+    import collectives  # which loads backends by their names
+
+    alone = collectives.connect("single", replace(settings, progress=Instruments()))
+    alone.beside = _journal_link(node, min(recovery.agreement.view.alive), rank, _WAITING)
+    return alone
+
+
+# ---- workers that were started again
+
+
+def is_waiting(communicator: Communicator) -> bool:
+    """Return whether this is the communicator of a worker that was started again, and waits to join the others.
+
+    Such a communicator has only this rank. Its `beside` is a link with rank 0, the worker that brings it up.
+    """
+    link = communicator.beside
+    return isinstance(link, GrpcLink) and link.epoch == _WAITING
+
+
+def may_join(communicator: Communicator) -> None:
+    """Tell the others that this waiting worker may join at any time."""
+    recovery = _recovery_of(communicator)
+    recovery.is_ready = True
+    _link_of(communicator).node.tell_change()
+
+
+def has_joined(communicator: Communicator) -> bool:
+    """Return whether the others have let this waiting worker join; then call `connect_survivors`.
+
+    Raises:
+        PeerLostError: The worker that brings it up is gone.
+    """
+    link = _link_of(communicator)
+    if _recovery_of(communicator).agreement.is_member:
+        return True
+    source = link.node.peers[link.members[0]]
+    if source.is_lost or source.has_left:
+        raise PeerLostError(f"{source.name} is gone, which brought this worker up; start this worker again")
+    return False
+
+
+def is_revoked(communicator: Communicator) -> bool:
+    """Return whether the members change, so that calls of this communicator fail if they have to wait."""
+    return bool(_recovery_of(communicator).agreement.why_revoked(_link_of(communicator).epoch))
+
+
+def joiner_of(communicator: Communicator) -> Link | None:
+    """Return a link with the worker that waits to join, as rank 1; the same one each time.
+
+    Returns:
+        None if nobody waits, or if another worker brings it up.
+    """
+    node, peer = _link_of(communicator).node, _recovery_of(communicator).joiner
+    if peer is None:
+        return None
+    if peer.journal is None:
+        peer.journal = _journal_link(node, node.rank, peer.rank, node.epoch)
+    link: Link = peer.journal
+    return link
+
+
+def _journal_link(node: Node, source: int, to: int, epoch: int) -> GrpcLink:
+    return GrpcLink(node, f"journal.{source}.{to}", 0, [source, to], epoch)
+
+
+def _link_of(communicator: Communicator) -> GrpcLink:
+    link = communicator.link if isinstance(communicator.link, GrpcLink) else communicator.beside
+    assert isinstance(link, GrpcLink)
+    return link
+
+
+def _recovery_of(communicator: Communicator) -> Recovery:
+    recovery = _link_of(communicator).node.recovery
+    if recovery is None:
+        raise PeerLostError("these workers were not connected to go on after a loss; connect all with shrinks=True")
+    return recovery
+
+
+# ---- survivors
 
 
 def connect_survivors(settings: Settings, lost: Communicator) -> Communicator:
@@ -216,11 +308,8 @@ def connect_survivors(settings: Settings, lost: Communicator) -> Communicator:
         ClosedError: All workers have finished.
         CollectiveTimeoutError: Some worker has not agreed within `timeout_s`.
     """
-    link = lost.link
-    assert isinstance(link, GrpcLink)
-    node, recovery = link.node, link.node.recovery
-    if recovery is None:
-        raise PeerLostError("these workers were not connected to go on after a loss; connect all with shrinks=True")
+    link, recovery = _link_of(lost), _recovery_of(lost)
+    node = link.node
     settings.progress.waiting_for([peer for peer in node.peers if peer not in node.losses])
     try:
         view = recovery.survive(link.epoch)
@@ -236,7 +325,10 @@ def _communicator_of_all(settings: Settings, node: Node, epoch: int, members: Se
     """Return a communicator of all workers of a membership; closing it leaves the cluster."""
     node.may_reconnect = False
     node.group = f"all@{epoch}:{'.'.join(map(str, members))}" if epoch else ALL
-    return _communicator(replace(settings, spins=0), node, node.group, members, epoch)
+    communicator = _communicator(replace(settings, spins=0), node, node.group, members, epoch)
+    communicator.beside = GrpcLink(node, node.group, _BESIDE, members, epoch)
+    communicator.part = communicator.subgroup  # all groups share the connections of the cluster
+    return communicator
 
 
 def _communicator(settings: Settings, node: Node, group: str, members: Sequence[int], epoch: int) -> Communicator:

@@ -106,6 +106,8 @@ class Admission:
 
     def _check_place(self, hello: Hello, context: grpc.ServicerContext) -> None:
         peer, name = self._node.peers[hello.source], f"rank {hello.source}"
+        if hello.lane == CONTROL:
+            peer = self._node.seat(hello.source)
         holder = peer.runner.title if peer.runner else ""
         if hello.lane == CONTROL:
             peer.claim.greet(hello.incarnation, name, holder)
@@ -115,7 +117,8 @@ class Admission:
         if not (peer.claim.is_held_by(hello.incarnation) and is_same(hello.heard, peer.drawn)):
             raise taken(name, holder)
         if hello.epoch < self._node.epoch:
-            raise Refusal(f"it comes from membership {hello.epoch}, but this is {self._node.epoch}", is_final=False)
+            why = f"it comes from membership {hello.epoch}, but this is {self._node.epoch}"
+            raise Refusal(why, is_final=False, is_usual=True)
         if hello.lane in peer.incoming:
             raise Refusal(f"{name} has begun that lane already")
         self._check_lane(peer, hello.lane)
@@ -145,7 +148,7 @@ class Admission:
     def _refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> None:
         """Report the reason on both sides, and abort the stream; does not return."""
         line = f"{self._node.names[self._node.rank]} refused {context.peer()}: {refusal.reason}"
-        self.log(refusal.reason, line)
+        logger.debug("%s", line) if refusal.is_usual else self.log(refusal.reason, line)
         context.set_trailing_metadata(((wire.REFUSAL, "1"),))
         context.abort(wire.REFUSED if refusal.is_final else wire.NOT_YET, refusal.reason)
 

@@ -99,10 +99,12 @@ class Refusal(Exception):
     Attributes:
         reason: Reason in words, for both sides.
         is_final: Whether asking again soon is useless.
+        is_usual: Whether it belongs to a change of the members, so that no user needs to know.
     """
 
     reason: str
     is_final: bool = True
+    is_usual: bool = False
 
 
 def digest_cluster(addresses: Sequence[str], description: str) -> str:

@@ -35,7 +35,7 @@ class PeerWatch:
     def _watch(self) -> None:
         while not self._node.clock.wait(self._node.is_leaving, BEAT_S):
             for peer in self._node.peers.values():
-                is_there = not (peer.has_left or peer.is_lost)
+                is_there = peer.endpoint is not None and not (peer.has_left or peer.is_lost)
                 if peer.is_silent and is_there and peer.is_being_probed.acquire(blocking=False):
                     name = f"collectives-probe-{peer.rank}"
                     threading.Thread(target=self._probe, args=(peer,), name=name, daemon=True).start()

@@ -61,7 +61,7 @@ class Meeting:
         next_news = started + _FIRST_NEWS_S
         limit_s = node.limits.connect_timeout_s
         with node.changed:
-            while missing := [peer for peer in node.peers.values() if not peer.is_connected]:
+            while missing := [peer for peer in node.awaited if not peer.is_connected]:
                 if self._refusal is not None:
                     raise self._refusal
                 now = node.clock.now_s()
@@ -76,7 +76,13 @@ class Meeting:
             node.is_met = True
 
     def _is_decided(self) -> bool:
-        return self._refusal is not None or all(peer.is_connected for peer in self._node.peers.values())
+        return self._refusal is not None or all(peer.is_connected for peer in self._node.awaited)
+
+    def call_back(self, peer: Peer) -> None:
+        """Call a worker that was started again and has said hello, until it answers or is gone."""
+        while not (peer.has_welcomed or peer.is_lost or self._node.is_leaving.is_set()):
+            self._try_once(peer)
+            self._node.clock.wait(self._over, _PAUSE_S)
 
     def _call(self, peer: Peer) -> None:
         while not self._over.is_set():
@@ -134,6 +140,8 @@ class Meeting:
             # A worker without a token sends no proof. A worker with another token would have refused our hello.
             self._refused(peer, "the process there does not know our job token", is_worker=not proof)
             return
+        if view := welcome.get(wire.VIEW):
+            node.take_view(str(view))
         node.take_answer(peer, digest, call)
         node.watch_control(peer)
 

@@ -18,7 +18,7 @@ from collectives.network import wire
 from collectives.network.addresses import describe_os_error
 from collectives.network.admission import Admission, channel_of
 from collectives.network.claims import digest_incarnation
-from collectives.network.hello import CONTROL, PROTOCOL, Hello
+from collectives.network.hello import CONTROL, PROTOCOL, Hello, Refusal
 from collectives.network.identity import other_users
 from collectives.network.lanes import Bell, Inbox, Outbox
 from collectives.network.liveness import BEAT_S, PeerWatch
@@ -297,6 +297,9 @@ class Node(Worker):
                 peer.is_here = peer.claim.is_held_by(incarnation)
                 peer.hear()
                 self.changed.notify_all()
+            if self.is_met:
+                caller = threading.Thread(target=Meeting(self).call_back, args=(peer,), daemon=True)
+                caller.start()
             for beat in beats:
                 if not peer.claim.is_held_by(incarnation):
                     break  # the process was sent away
@@ -358,6 +361,28 @@ class Node(Worker):
         if call.code() not in (grpc.StatusCode.OK, wire.NOT_YET):  # not yet: it has gone on to the next membership
             self.lose(peer, f"its connection broke ({foreign(call.details() or '')})")
 
+    @override
+    def seat(self, rank: int) -> Peer:
+        peer = self.peers[rank]
+        if self.recovery is not None and self.is_met and peer.is_lost and self.recovery.is_free(rank):
+            if (other := self.recovery.joiner) is not None and other.rank != rank:
+                raise Refusal(f"{other.name} joins just now; one worker joins at a time", is_final=False)
+            peer = self.peers[rank] = Peer(rank, peer.name, peer.address, self.clock)
+            self.losses = {other: why for other, why in self.losses.items() if other != rank}
+        return peer
+
+    @property
+    @override
+    def awaited(self) -> list[Peer]:
+        members = self.peers if self.recovery is None else self.recovery.agreement.view.members
+        return [peer for peer in self.peers.values() if peer.rank in members]
+
+    @override
+    def take_view(self, view: str) -> None:
+        if self.recovery is not None and not self.is_met:
+            with self.changed:
+                self.recovery.be_invited(view.encode())
+
     def watch_control(self, peer: Peer) -> None:
         """Detect the end of the control stream to a worker."""
         assert peer.control is not None
@@ -392,7 +417,9 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no ty
         peer = node.peers[hello.source]
         digest = digest_incarnation(peer.drawn)
         proof = node.security.prove(f"{digest} welcomes {hello.incarnation}")
-        answer = partial(context.send_initial_metadata, ((wire.WELCOME, digest), (wire.PROOF, proof)))
+        view = node.recovery.beat() if node.recovery is not None and node.is_met else b""
+        words = ((wire.WELCOME, digest), (wire.PROOF, proof), *(((wire.VIEW, view.decode()),) if view else ()))
+        answer = partial(context.send_initial_metadata, words)
         node.listen_to(peer, hello.incarnation, beats, answer)
         return b""
 

@@ -14,6 +14,7 @@ from collectives.network.addresses import Address, Endpoint
 from collectives.network.claims import Claim
 from collectives.network.identity import Runner
 from collectives.network.lanes import Outbox
+from collectives.point_to_point.link import Link
 
 SILENCE_S = 2.0  # several times the interval of beats
 
@@ -38,6 +39,7 @@ class Peer:
         channel: Connection to it.
         incoming: Lanes on which it has begun to send.
         heard_at: Time of the last sign of it, in seconds of the clock.
+        journal: Link over which it gets the journal while it waits to join.
         has_news: Event that is set when this worker has something to tell it before the next beat.
         farewell: Reason that it gave when it left.
         has_left: Whether it has left in order.
@@ -62,6 +64,7 @@ class Peer:
     outboxes: dict[str, tuple[Outbox, grpc.Future]] = field(default_factory=dict)
     incoming: set[str] = field(default_factory=set)
     heard_at: float = field(init=False)
+    journal: Link | None = None
     has_news: threading.Event = field(default_factory=threading.Event, repr=False)
     farewell: str = ""
     has_left: bool = False

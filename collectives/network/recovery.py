@@ -13,6 +13,8 @@ from collectives.network.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+READY = b"ready"  # the beat of a worker that was started again and may join
+
 _LAST_NEWS_S = 1.0  # a worker whose part is too small waits this long for news that others have taken it along
 _LOOK_EVERY_S = 0.5
 
@@ -27,16 +29,20 @@ class Recovery:
 
     Attributes:
         agreement: Agreement with the other workers; guarded by `node.changed`.
+        is_ready: Whether this worker, which was started again, may join at any time.
     """
 
     def __init__(self, node: Worker) -> None:
         self.agreement = Agreement(node.rank, range(len(node.names)))
         self._node = node
+        self.is_ready = False
         self._reported: set[int] = set()
 
     def beat(self) -> bytes:
         """Return the next beat to the other workers: the view of this worker, unless nothing has happened yet."""
         view = self.agreement.view
+        if not self.agreement.is_member:
+            return READY if self.is_ready and all(peer.is_connected for peer in self._node.awaited) else b""
         return view.encode() if view.epoch or view.is_changing else b""
 
     def lose(self, peer: Peer, why: str) -> None:
@@ -44,11 +50,42 @@ class Recovery:
         self.agreement.lose(peer.rank, why, self._node.losses[peer.rank])
         self.note()
 
+    def is_free(self, rank: int) -> bool:
+        """Return whether the members have gone on without this worker, so that it may be started again."""
+        return self.agreement.is_member and rank not in self.agreement.view.next_members
+
+    @property
+    def joiner(self) -> Peer | None:
+        """The worker that was started again and waits to join, if this worker is the one that brings it up."""
+        agreement, peers = self.agreement, self._node.peers
+        if not agreement.is_member or self._node.rank != min(agreement.view.alive):
+            return None
+        return next((each for rank, each in peers.items() if self.is_free(rank) and each.is_connected), None)
+
+    def be_invited(self, beat: bytes) -> None:
+        """Wait to join workers that work already; the caller holds the lock.
+
+        Raises:
+            ValueError: The beat is not a view.
+        """
+        said = View.decode(beat)
+        if self.agreement.is_member or said.epoch > self.agreement.view.epoch:
+            self.agreement.invite(said)
+            self._reported = set(said.survived)
+            self.note()
+
     def hear(self, peer: Peer, beat: bytes) -> None:
         """Compare the view of another worker with our own, and give up the workers that it has given up."""
+        node, agreement = self._node, self.agreement
+        if beat == READY and peer.is_connected:
+            with node.changed:
+                view = agreement.view
+                agreement.admit(peer.rank)
+                self.note()
+            if agreement.view is not view:
+                node.tell_change()
         if not beat.startswith(VIEW):
             return
-        node, agreement = self._node, self.agreement
         try:
             said = View.decode(beat)
         except ValueError as error:
@@ -100,10 +137,14 @@ class Recovery:
     def _report(self, view: View) -> None:
         """Warn of each worker that was lost since the last report."""
         new = [rank for rank in view.survived if rank not in self._reported]
-        self._reported.update(new)
+        joined = self._reported & view.members
+        self._reported = self._reported.difference(joined).union(new)
         verb = "goes" if len(view.members) == 1 else "go"
         for rank in new:
-            logger.warning("%s; %s %s on without it", self._node.losses[rank], self.named(view.members), verb)
+            why = f"{self._node.names[rank]} is lost: {view.survived[rank]}"
+            logger.warning("%s; %s %s on without it", why, self.named(view.members), verb)
+        for rank in sorted(joined - {self._node.rank}):
+            logger.warning("%s has joined again", self._node.names[rank])
 
     def _has_news_since(self, view: View) -> bool:
         return self.agreement.view is not view or bool(self.agreement.excluded) or self._have_finished()
@@ -127,7 +168,7 @@ class Recovery:
 
     def _why_too_few(self) -> str:
         view = self.agreement.view
-        losses = "; ".join(self._node.losses[rank] for rank in view.lost)
+        losses = "; ".join(f"{self._node.names[rank]} is lost: {why}" for rank, why in view.lost.items())
         return (
             f"{losses}. {self.named(view.alive)} cannot go on: {len(view.alive)} of {len(view.members)} workers are "
             f"left, and only more than half of them go on, or half with {self._node.names[min(view.members)]}; "

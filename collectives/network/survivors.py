@@ -10,6 +10,7 @@ from collectives.calls import foreign
 
 VIEW = b"view "
 CHANGED = "the workers connect anew"
+JOINED = "a worker that was started again joins"
 _LONGEST_REASON = 300
 
 
@@ -23,6 +24,8 @@ class View:
         lost: The members that the worker has given up, each with the reason.
         is_changing: Whether the worker no longer works in that membership, and waits for the next one.
         survived: All workers that earlier memberships have lost, each with the reason.
+        joining: Workers that belong to the next membership as well; None if nobody has proposed any.
+        voters: The members that were there before others joined, until all have entered this membership; else None.
     """
 
     epoch: int
@@ -30,6 +33,13 @@ class View:
     lost: Mapping[int, str] = field(default_factory=dict)
     is_changing: bool = False
     survived: Mapping[int, str] = field(default_factory=dict)
+    joining: frozenset[int] | None = None
+    voters: frozenset[int] | None = None
+
+    @property
+    def next_members(self) -> frozenset[int]:
+        """The members of the next membership, as far as the worker knows."""
+        return self.alive | (self.joining or frozenset())
 
     @property
     def alive(self) -> frozenset[int]:
@@ -39,7 +49,9 @@ class View:
     def encode(self) -> bytes:
         """Encode the view as a beat."""
         lost, survived = ({str(rank): why for rank, why in of.items()} for of in (self.lost, self.survived))
-        return VIEW + json.dumps([self.epoch, sorted(self.members), lost, self.is_changing, survived]).encode()
+        others = [None if ranks is None else sorted(ranks) for ranks in (self.joining, self.voters)]
+        values = [self.epoch, sorted(self.members), lost, self.is_changing, survived, *others]
+        return VIEW + json.dumps(values).encode()
 
     @classmethod
     def decode(cls, beat: bytes) -> View:
@@ -49,11 +61,14 @@ class View:
             ValueError: The beat is not a view.
         """
         try:
-            epoch, members, lost, is_changing, survived = json.loads(beat.removeprefix(VIEW))
-            view = cls(epoch, frozenset(members), _reasons(lost), is_changing, _reasons(survived))
+            epoch, members, lost, is_changing, survived, *others = json.loads(beat.removeprefix(VIEW))
+            joining, voters = [None if ranks is None else frozenset(ranks) for ranks in others]
+            reasons = (_reasons(lost), is_changing, _reasons(survived))
+            view = cls(epoch, frozenset(members), *reasons, joining, voters)
         except (TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no view: {error}") from error
-        are_numbers = all(type(number) is int for number in (epoch, *view.members))
+        numbers = (epoch, *view.members, *(joining or ()), *(voters or ()))
+        are_numbers = all(type(number) is int for number in numbers)
         if not are_numbers or type(is_changing) is not bool or not view.lost.keys() <= view.members:
             raise ValueError("no view: its values have wrong types, or do not fit together")
         return view
@@ -108,7 +123,15 @@ class Agreement:
     @property
     def may_go_on(self) -> bool:
         """Whether the members that this worker has not given up are enough to go on."""
-        return may_go_on(self.view.alive, self.view.members)
+        view = self.view
+        return may_go_on(view.alive, view.members) and (
+            view.voters is None or may_go_on(view.alive & view.voters, view.voters)
+        )
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this worker belongs to the present membership; not while it waits to join."""
+        return self.rank in self.view.members
 
     @property
     def awaited(self) -> list[int]:
@@ -125,10 +148,25 @@ class Agreement:
             reason: The same in a sentence that names the worker, for errors of this worker.
         """
         view = self.view
-        if rank in view.alive and rank != self.rank:
+        if not self.is_member or rank == self.rank:
+            return
+        if rank in view.alive:
             self.view = replace(view, lost={**view.lost, rank: why}, is_changing=True)
             self._revoked.setdefault(view.epoch, reason)
-            self._settle()
+        elif view.joining is not None:
+            self.view = replace(view, joining=view.joining - {rank})
+        self._settle()
+
+    def invite(self, said: View) -> None:
+        """Wait to join a membership, as a worker that was started again."""
+        self.view = replace(said, joining=None)
+
+    def admit(self, rank: int) -> None:
+        """Let another worker join the next membership, if this member has to decide that: the lowest one."""
+        view = self.view
+        if self.is_member and view.joining is None and not view.is_changing and self.rank == min(view.alive):
+            self.view = replace(view, joining=frozenset({rank}))
+            self.change(JOINED)
 
     def change(self, reason: str) -> None:
         """Wish for a new membership, whether or not a member is lost."""
@@ -146,6 +184,9 @@ class Agreement:
         """
         if source not in self.view.alive or self.excluded:
             return {}
+        if not self.is_member:
+            self._observe(said)
+            return {}
         if said.epoch > self.view.epoch:
             self._follow(said)
         if said.epoch != self.view.epoch or self.excluded:
@@ -154,18 +195,36 @@ class Agreement:
             self._exclude(said.lost[self.rank])
             return {}
         self._said[source] = said
+        self._note_others(said)
         also_lost = {rank: why for rank, why in said.lost.items() if rank in self.view.alive}
         if said.is_changing and not also_lost:
-            self.change(CHANGED)
+            self.change(JOINED if said.joining else CHANGED)
         self._settle()
         return also_lost
+
+    def _observe(self, said: View) -> None:
+        """Follow the members as a worker that waits to join; enter if it has become a member."""
+        if said.epoch > self.view.epoch:
+            self.view = replace(said, joining=None, is_changing=bool(said.lost) and self.rank in said.members)
+            self._said = {}
+
+    def _note_others(self, said: View) -> None:
+        """Take over who joins, and note whether all members have entered this membership."""
+        view = self.view
+        if said.joining is not None:
+            joining = said.joining if view.joining is None else view.joining & said.joining
+            view = replace(view, joining=joining)
+        if view.voters is not None and self._said.keys() >= view.members - {self.rank}:
+            view = replace(view, voters=None)
+        if view != self.view:
+            self.view = view
 
     def _follow(self, said: View) -> None:
         """Enter the epoch of a worker that has found all members of it agreed, this worker among them."""
         if self.rank not in said.members or said.epoch != self.view.epoch + 1:
             self._exclude(said.survived.get(self.rank, "they have agreed without it"))
         else:
-            self._enter(said.members)
+            self._enter(said.members, said.voters)
 
     def _exclude(self, why: str) -> None:
         self.excluded = why
@@ -173,18 +232,21 @@ class Agreement:
 
     def _agrees(self, rank: int) -> bool:
         said = self._said.get(rank)
-        return said is not None and said.is_changing and said.alive == self.view.alive
+        if said is None or not said.is_changing:
+            return False
+        return (said.alive, said.joining or None) == (self.view.alive, self.view.joining or None)
 
     def _settle(self) -> None:
         if self.view.is_changing and self.may_go_on and not self.awaited:
-            self._enter(self.view.alive)
+            self._enter(self.view.next_members, self.view.alive if self.view.joining else None)
 
-    def _enter(self, members: frozenset[int]) -> None:
+    def _enter(self, members: frozenset[int], voters: frozenset[int] | None) -> None:
         """Begin the next epoch. Members that this worker has given up meanwhile stay so."""
         before = self.view
         gone = {rank: why for rank, why in before.lost.items() if rank not in members}
         lost = {rank: why for rank, why in before.lost.items() if rank in members}
-        self.view = View(before.epoch + 1, members, lost, bool(lost), {**before.survived, **gone})
+        survived = {rank: why for rank, why in {**before.survived, **gone}.items() if rank not in members}
+        self.view = View(before.epoch + 1, members, lost, bool(lost), survived, None, voters)
         self._said = {}
         if lost:
             self._revoked[self.view.epoch] = self._revoked.get(before.epoch, CHANGED)

@@ -24,6 +24,7 @@ MESSAGE_BYTES = 1 << 21
 SERVICE = "/popdist.Collectives/"
 CONTROL_METHOD, LANE_METHOD = f"{SERVICE}Control", f"{SERVICE}Lane"
 HELLO, PROOF, WELCOME = "popdist-hello", "popdist-proof", "popdist-welcome"
+VIEW = "popdist-view"
 
 REFUSAL = "popdist-refusal"
 """Metadata that marks a worker's refusal; other servers use the same status codes, but not this key."""

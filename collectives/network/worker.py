@@ -83,6 +83,19 @@ class Worker(ABC):
         """Open the control stream to another worker, which sends beats from now on."""
 
     @abstractmethod
+    def seat(self, rank: int) -> Peer:
+        """Return the other worker with this rank; a new one if its process was lost and has been started again."""
+
+    @property
+    @abstractmethod
+    def awaited(self) -> list[Peer]:
+        """The workers that this one has to meet before it can work."""
+
+    @abstractmethod
+    def take_view(self, view: str) -> None:
+        """Note the view of a worker that works already, so that this one has to join."""
+
+    @abstractmethod
     def take_answer(self, peer: Peer, digest: str, control: grpc.Future) -> None:
         """Note the welcome of the worker at the address of `peer`; send away a different process with its name."""
 

@@ -281,15 +281,25 @@ class Progress(ABC):
 
 @final
 class NoProgress(Progress):
-    """A process without a supervisor; all notes are dropped."""
+    """A process without a supervisor; all notes are dropped.
+
+    Args:
+        is_change_due: Function that returns whether the members change, as `is_resize_due` tells.
+    """
 
     is_supervised = False
     is_released = False
-    is_resize_due = False
     wanted = 0
     may_be_active = True
     wish = 0
     is_to_begin = True
+
+    def __init__(self, is_change_due: Callable[[], bool] = lambda: False) -> None:
+        self._is_change_due = is_change_due
+
+    @property
+    def is_resize_due(self) -> bool:
+        return self._is_change_due()
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,8 +18,8 @@ from mpi_jobs import in_a_job
 from watching import watched
 from workers import Job, Worker, disposed_of, last_line, port_addresses, running
 
-from collectives import ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
-from collectives.backends.grpc import GrpcLink, connect_survivors
+from collectives import BrokenError, ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
+from collectives.backends.grpc import GrpcLink, connect_survivors, has_joined, is_revoked, is_waiting, may_join
 from collectives.calls import Call
 from collectives.instruments import Instruments
 from collectives.network.wire import DaemonThreads
@@ -29,13 +30,15 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Events:
-    """An instrument that counts the calls and waits of a worker after `begin`, and ends the worker at one of them.
+    """An instrument that counts the events of calls of a worker after `begin`, and ends the worker at one of them.
 
     Args:
         number: The number of the event, from 0; None to lose nobody.
     """
 
     def __init__(self, number: int | None) -> None:
+        self.is_to_strike = number is not None
+        self.seen = 0
         self._left = number
         self._counts = False
         self.has_struck = False
@@ -52,10 +55,11 @@ class Events:
     def operation_ends(self) -> None:
         self._note()
 
-    def waiting_for(self, instances: Sequence[int]) -> None:
+    def data_moves(self, nbytes: int) -> None:
         self._note()
 
     def _note(self) -> None:
+        self.seen += self._counts
         if self._counts and self._left is not None:
             self._left -= 1
             if self._left < 0:
@@ -87,12 +91,14 @@ def node_of(communicator: Communicator) -> Any:
     return communicator.link.node
 
 
-def lose(communicator: Communicator) -> PeerLostError:
-    """Reduce until another worker is lost, and return the error."""
+def lose(communicator: Communicator) -> CollectiveError:
+    """Reduce until another worker is lost or joins, and return the error."""
     while True:
+        if communicator.size == 1 and is_revoked(communicator):
+            return PeerLostError("a worker that is alone waits for nobody")
         try:
             communicator.all_reduce(np.ones(3))
-        except PeerLostError as error:
+        except (PeerLostError, BrokenError) as error:
             return error
 
 
@@ -201,7 +207,7 @@ def test_a_worker_may_be_lost_at_any_event_of_the_recovery() -> None:
         strikes, number = events.has_struck, number + 1
         left = [0, 2, 3] if strikes else [0, 1, 2, 3]
         assert found == [left if rank in left else None for rank in range(5)]
-    assert number > 3
+    assert number > 2
 
 
 def test_losses_one_after_another() -> None:
@@ -314,6 +320,107 @@ def test_without_the_wish_nothing_is_survived() -> None:
         with pytest.raises(CollectiveError, match="shrinks"):
             connect_survivors(SETTINGS, first)
         first.abandon()
+
+
+# ---- workers that are started again
+
+
+def until_joined(communicator: Communicator) -> None:
+    """Let a worker that was started again join, and return when the others have let it."""
+    assert is_waiting(communicator)
+    may_join(communicator)
+    node = communicator.beside.node
+    with node.changed:
+        assert node.clock.wait_for(node.changed, lambda: has_joined(communicator), LIMIT_S)
+
+
+def run_again(size: int, lost: Sequence[int], events: Events | None = None) -> list[Any]:
+    """Lose some workers, start them again one after another, and return the members as each worker sees them at last.
+
+    Args:
+        size: The number of workers.
+        lost: Ranks of the workers that are lost.
+        events: Events at one of which the first of them is lost once more while it joins.
+    """
+    gates = {count: meeting_point(count) for count in (size, size - len(lost) + 1)}
+    pool = DaemonThreads()
+    is_free = threading.Event()
+
+    rest = [rank for rank in range(size) if rank not in lost]
+
+    def go_on_until(rank: int, communicator: Communicator, is_over: Callable[[list[int]], bool]) -> Communicator:
+        found: list[int] = []
+        while not is_over(found):
+            lose(communicator)
+            communicator = go_on(communicator)
+            with contextlib.suppress(PeerLostError):
+                found = left_by(rank, communicator)
+        return communicator
+
+    def survive(rank: int, communicator: Communicator) -> list[int]:
+        communicator = go_on_until(rank, communicator, lambda found: found == rest)
+        gates[size - len(lost) + 1].wait()  # nobody joins before all have gone on without the lost ones
+        is_free.set()
+        is_struck = events is not None and events.is_to_strike
+        last = rest if is_struck else list(range(size))
+        communicator = go_on_until(rank, communicator, lambda found: found == last)
+        communicator.close()
+        return last
+
+    def join(group: WorkerThreads, rank: int) -> list[int] | None:
+        communicator = group.connect(rank, shrinks=True)
+        node = communicator.beside.node
+        settings = SETTINGS
+        if events is not None:
+            settings = Settings(limits=SETTINGS.limits, progress=Instruments(events))
+        try:
+            until_joined(communicator)
+            if events is not None:
+                events.begin()
+            again = connect_survivors(settings, communicator)
+            found: list[int] = []
+            while len(found) < size:
+                with contextlib.suppress(PeerLostError):
+                    found = left_by(rank, again)
+                if len(found) < size:
+                    lose(again)
+                    again = go_on(again)
+            if events is not None:
+                events.end()
+            again.close()
+        except Lost:
+            node.leave()
+            return None
+        return found
+
+    def one(group: WorkerThreads, rank: int) -> Any:
+        communicator = group.connect(rank, shrinks=True)
+        communicator.barrier()
+        gates[size].wait()
+        if rank not in lost:
+            return survive(rank, communicator)
+        node_of(communicator).leave()
+        if rank == lost[0]:
+            gates[size - len(lost) + 1].wait()
+        return join(group, rank) if is_free.wait(LIMIT_S) else None
+
+    with socket_addresses(size) as addresses:
+        group = WorkerThreads(addresses)
+        futures = [pool.submit(one, group, rank) for rank in range(size)]
+        return [future.result(LIMIT_S) for future in futures]
+
+
+@pytest.mark.parametrize(("size", "lost"), [(2, [1]), (3, [0]), (3, [1]), (5, [1, 3])])
+def test_lost_workers_that_are_started_again_join(size: int, lost: list[int]) -> None:
+    assert run_again(size, lost) == [list(range(size))] * size
+
+
+def test_a_worker_that_joins_may_be_lost_at_any_event() -> None:
+    counted = Events(None)
+    assert run_again(3, [1], counted) == [[0, 1, 2]] * 3
+    assert counted.seen == 3
+    for number in range(counted.seen):
+        assert run_again(3, [1], Events(number)) == [[0, 2], None, [0, 2]]
 
 
 # ---- processes

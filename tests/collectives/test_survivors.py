@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -28,6 +28,7 @@ class Network:
 
     def __init__(self, size: int, choose: random.Random) -> None:
         self.choose = choose
+        self._size = size
         self.workers = {rank: Agreement(rank, range(size)) for rank in range(size)}
         self.entered: dict[tuple[int, frozenset[int]], set[int]] = defaultdict(set)
         self._links: dict[tuple[int, int], deque[bytes]] = {
@@ -50,6 +51,25 @@ class Network:
         for way in ((one, other), (other, one)):
             if self.choose.random() < 0.5:
                 self._links[way].clear()
+
+    def restart(self, rank: int) -> bool:
+        """Start a worker again if all others have gone on without it; return whether it may ask to join."""
+        members = [each for each in self.workers.values() if each.is_member and not each.excluded]
+        is_free = all(rank not in each.view.next_members and each.view.epoch for each in members)
+        if rank in self.workers or not members or not is_free or any(rank in notice[:2] for notice in self._notices):
+            return False
+        for way, waiting in self._links.items():
+            if rank in way:
+                waiting.clear()
+        worker = self.workers[rank] = Agreement(rank, range(self._size))
+        worker.invite(self.choose.choice(members).view)
+        self._told.pop(rank, None)
+        return True
+
+    def ask(self, rank: int) -> None:
+        """Let every member hear that a worker is ready to join."""
+        for each in self.workers.values():
+            each.admit(rank)
 
     # ---- steps
 
@@ -86,12 +106,12 @@ class Network:
     def _speak(self) -> None:
         for rank, worker in self.workers.items():
             view = worker.view
-            if self._told.get(rank) != view and (view.epoch or view.is_changing):
+            if worker.is_member and self._told.get(rank) != view and (view.epoch or view.is_changing):
                 self._told[rank] = view
                 for other in self.workers:
                     if other != rank and (rank, other) not in self._unplugged():
                         self._links[rank, other].append(view.encode())
-            if view.epoch and not worker.excluded:
+            if view.epoch and worker.is_member and not worker.excluded:
                 self.entered[view.epoch, view.members].add(rank)
 
     def _unplugged(self) -> set[tuple[int, int]]:
@@ -102,16 +122,19 @@ class Network:
     def assert_one_group(self) -> None:
         """Assert that at most one membership of each epoch was ever complete, so that it could compute."""
         complete = [(epoch, members) for (epoch, members), by in self.entered.items() if by == members]
-        for (epoch, members), (other_epoch, others) in combinations(complete, 2):
-            assert epoch != other_epoch, complete
-            assert members <= others if epoch > other_epoch else others <= members, complete
+        assert len({epoch for epoch, _ in complete}) == len(complete), complete
+
+    def growth(self) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """Return each pair of complete memberships that follow each other."""
+        complete = sorted((epoch, members) for (epoch, members), by in self.entered.items() if by == members)
+        return [(before, after) for (_, before), (_, after) in pairwise(complete)]
 
     def groups(self) -> set[frozenset[int]]:
         """Return the memberships in which workers go on at last."""
         return {
             worker.view.members
             for worker in self.workers.values()
-            if not worker.excluded and not worker.view.is_changing
+            if worker.is_member and not worker.excluded and not worker.view.is_changing
         }
 
 
@@ -188,6 +211,50 @@ def test_whatever_is_lost_or_cut_no_two_groups_go_on() -> None:
     assert went_on > SCHEDULES // 4
 
 
+def test_a_worker_that_is_started_again_joins() -> None:
+    for seed in range(SCHEDULES // 10):
+        network = Network(3, random.Random(seed))
+        network.kill(1)
+        network.settle()
+        assert network.restart(1)
+        network.ask(1)
+        network.settle()
+        assert network.groups() == {frozenset(range(3))}
+        assert {worker.view.epoch for worker in network.workers.values()} == {2}
+        assert all(worker.view.voters is None for worker in network.workers.values())
+
+
+def test_whatever_happens_while_workers_join_no_two_groups_go_on() -> None:
+    """Workers are lost, cut off, started again and lost once more, in any order."""
+    joined = 0
+    for seed in range(SCHEDULES):
+        choose = random.Random(seed)
+        size = choose.choice([3, 4, 5])
+        network = Network(size, choose)
+        for _ in range(2 * FAULTS_AT_MOST):
+            running = sorted(network.workers)
+            kind = choose.choice(["kill", "cut", "restart", "restart", "ask"])
+            if kind == "cut" and len(running) > 1:
+                network.cut(*choose.sample(running, 2))
+            elif kind == "kill" and len(running) > 1:
+                network.kill(choose.choice(running))
+            elif kind == "restart":
+                network.restart(choose.randrange(size))
+            elif kind == "ask":
+                for rank, worker in list(network.workers.items()):
+                    if not worker.is_member:
+                        network.ask(rank)
+            network._speak()
+            for _ in range(choose.randrange(40)):
+                if events := network.possible():
+                    network.happen(*choose.choice(events))
+        network.settle()
+        groups = network.groups()
+        assert len(groups) <= 1
+        joined += any(before < after for before, after in network.growth())
+    assert joined > SCHEDULES // 20
+
+
 def test_half_of_a_cut_network_goes_on_and_the_other_half_does_not() -> None:
     for seed in range(SCHEDULES // 10):
         network = Network(4, random.Random(seed))
@@ -230,15 +297,15 @@ def test_a_wish_without_a_loss_begins_a_new_epoch_with_the_same_members() -> Non
     [
         b"view ",
         b"view 7",
-        b"view [1, [0], {}]",
-        b'view ["1", [0], {}, false, {}]',
-        b'view [1, ["0"], {}, false, {}]',
-        b'view [1, [0], {"1": "x"}, false, {}]',
-        b'view [1, [0], {"a": "x"}, false, {}]',
-        b"view [1, [0], {}, false, 1]",
-        b"view [1, [0], {}, 3, {}]",
-        b"view [1, [0], [], false, {}]",
-        b"view [true, [0], {}, false, {}]",
+        b"view [1, [0], {}, null, null]",
+        b'view ["1", [0], {}, false, {}, null, null]',
+        b'view [1, ["0"], {}, false, {}, null, null]',
+        b'view [1, [0], {"1": "x"}, false, {}, null, null]',
+        b'view [1, [0], {"a": "x"}, false, {}, null, null]',
+        b"view [1, [0], {}, false, 1, null, null]",
+        b"view [1, [0], {}, 3, {}, null, null]",
+        b"view [1, [0], [], false, {}, null, null]",
+        b"view [true, [0], {}, false, {}, null, null]",
         b"view " + b"[" * 100_000,
     ],
 )

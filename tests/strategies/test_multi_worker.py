@@ -316,6 +316,32 @@ def test_the_others_go_on_without_lost_workers_to_the_bits_of_one_process(tasks,
 @pytest.mark.job
 @pytest.mark.complete
 @pytest.mark.cores(2)
+@pytest.mark.parametrize(("tasks", "victim", "variables"), [(3, 0, "on_device"), (2, 1, "on_host")])
+def test_a_worker_that_is_started_again_joins_and_no_bit_changes(tasks, victim, variables):
+    """The worker is killed once more on its way, and started a third time: that does not disturb the others."""
+    steps = 400
+    command = [*OURS[:2], "surviving-workers", "joining", variables, 1, steps]
+    with socket_addresses(tasks) as addresses, disposed_of() as workers:
+        cluster = Cluster(addresses)
+        workers += [cluster.start(rank, *command) for rank in range(tasks)]
+        workers[victim].wait_for(f"step {program.SAYS_SO_AT_STEP}", limit_s=END_LIMIT_S)
+        workers[victim].kill()
+        others = [worker for worker in workers if worker is not workers[victim]]
+        for worker in others:
+            worker.wait_for(f"worker {victim} at {addresses[victim]} is lost", limit_s=END_LIMIT_S)
+        for is_last in (False, True):
+            again = cluster.start(victim, *command)
+            workers.append(again)
+            again.wait_for(f"worker {victim} at {addresses[victim]} was started again; it joins", limit_s=END_LIMIT_S)
+            again.kill() if not is_last else None
+        assert results_of([*others, again]) == [[steps, fingerprint_alone(tasks, steps), tasks]] * tasks
+        for worker in others:
+            worker.wait_for(f"worker {victim} at {addresses[victim]} has joined again")
+
+
+@pytest.mark.job
+@pytest.mark.complete
+@pytest.mark.cores(2)
 def test_the_second_of_two_workers_ends_without_the_first_and_says_why():
     with socket_addresses(2) as addresses:
         command = [*OURS[:2], "surviving-workers", "steps", "on_device", 1, 12, 0]

@@ -9,12 +9,14 @@ steps [STEPS [RANK]]
                    train for STEPS, or without STEPS until an error, and print the last step; the instance RANK waits
                    for a line on standard input after the step that all instances announce
 beside             make the strategy of Horovod again and another one, and use them in turn
+joining STEPS      train for STEPS, with pauses until a lost instance has joined again
 digits STEPS FILE  train the models of the main job; the first instance writes their variables into FILE
 """
 
 import itertools
 import json
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ ROWS = np.arange(50, dtype=np.int32)
 POINTS = np.random.default_rng(0).standard_normal((96, 3)).astype(np.float32)
 STEPS = 12
 SAYS_SO_AT_STEP = 5
+PAUSE_S = 0.1
 
 
 # ---- tests of the original for two instances with one replica each; t is the index of this instance
@@ -278,6 +281,19 @@ def steps(strategy, last="0", waiting=""):
     return [state.step, strategies.fingerprint(state.variables)]
 
 
+def joining(strategy, last):
+    """Train to a step, slowly until a lost instance was started again and has joined."""
+    (trainer, state), count, has_shrunk = begin(strategy), strategy.num_instances, strategy.replicas.is_spare
+    for batch in itertools.islice(batches(strategy), int(last)):
+        state, _ = trainer.step(state, batch)
+        if state.step == SAYS_SO_AT_STEP:
+            print(f"step {state.step}", flush=True)
+        has_shrunk = has_shrunk or strategy.num_instances < count
+        if state.step >= SAYS_SO_AT_STEP and not (has_shrunk and strategy.num_instances == count):
+            time.sleep(PAUSE_S)
+    return [state.step, strategies.fingerprint(state.variables), strategy.num_instances]
+
+
 def digits(strategy, steps, file):
     """Return the fingerprint of each model of the main job, and the number of collectives of its last step."""
     found, arrays = {}, {}
@@ -328,7 +344,7 @@ def horovod(variables_on_host, local_replicas):
 
 
 MAKES = {"multi-worker": multi_worker, "surviving-workers": surviving_workers, "horovod": horovod}
-TASKS = {each.__name__: each for each in (rows, everything, beside, steps, digits)}
+TASKS = {each.__name__: each for each in (rows, everything, beside, steps, joining, digits)}
 
 
 def main(strategy, tasks, places, local_replicas, *arguments):
