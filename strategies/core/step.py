@@ -133,7 +133,7 @@ class StepLoop(Generic[State, Pending]):
         self.carrier = Carrier(members, engine, rules.own_part)
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._is_kept = members.journal.is_kept
-        self._recorded = Recorded("step", self._packed, self._replayed)
+        self._recorded = Recorded("step", self._packed, self._replayed) if self._is_kept else None
         self._before: State | None = None  # the state with which the last step has begun
 
     # ---- one step
@@ -183,6 +183,7 @@ class StepLoop(Generic[State, Pending]):
             self._rehearse(batch)
             self._members.instruments.step_begins(state.step)
         self._before = state
+        assert self._recorded is not None
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None
         return done

@@ -391,7 +391,8 @@ class DistributedDataset:
 
 
 def _is_of(batch: Batch, given: Batch) -> bool:
-    return batch is given or (isinstance(given, Masked) and batch is given.values)
+    is_masked_here = isinstance(batch, Masked) and batch.values is given
+    return batch is given or is_masked_here or (isinstance(given, Masked) and batch is given.values)
 
 
 def _refuse_values() -> None:

@@ -104,7 +104,8 @@ def test_faults_of_the_complete_tier_have_every_kind_in_every_phase():
     chance = random.Random(int(seed))
     cases = [soak.draw(chance) for _ in range(int(count))]
     faults = [fault for case in cases for fault in case.faults]
-    assert {kind for kind, *_ in faults} == set(soak.STATUS)
-    assert {phase for *_, phase in faults} == set(soak.PHASES)
-    assert {case.mode for case in cases} == {"stop", "shrink"}
+    assert {fault.kind for fault in faults} == set(soak.STATUS)
+    assert {fault.phase for fault in faults} >= set(soak.PHASES)
+    assert {case.mode for case in cases} == {"stop", "shrink", "replace"}
+    assert {event.is_resize for case in cases for event in case.outside} == {True, False}
     assert any(len(case.faults) > 1 for case in cases)

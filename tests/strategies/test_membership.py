@@ -90,7 +90,7 @@ def test_after_a_loss_survivors_attempt_the_call_once_more(lost, caplog):
     assert found == [(15, calls, [0, 1, 2]), (15, calls, [3, 4, 5])]
     messages = [record.message for record in caplog.records if record.name == "strategies.core.survival"]
     assert len(messages) == 2
-    assert all(message.startswith("an instance is lost: ") for message in messages)
+    assert all(message.startswith("the instances change: ") for message in messages)
 
 
 @pytest.mark.parametrize("result", [7, 0, ()])
