@@ -128,12 +128,15 @@ def test_the_survivors_go_on_in_the_same_order(size: int, lost: list[int]) -> No
         if rank in lost:
             raise Lost
         assert f"rank {lost[0]} at" in str(lose(communicator)) or len(lost) > 1
-        again = go_on(communicator)
-        found = left_by(rank, again)
-        while len(found) > size - len(lost):  # the others were not lost in the same moment
-            lose(again)
-            again = go_on(again)
-            found = left_by(rank, again)
+        again, found = go_on(communicator), list(range(size))
+        while len(found) > size - len(lost):  # the others are not lost in the same moment
+            try:
+                found = left_by(rank, again)
+                if len(found) > size - len(lost):
+                    lose(again)
+                    again = go_on(again)
+            except PeerLostError:
+                again = go_on(again)
         again.close()
         return found, again.rank
 
