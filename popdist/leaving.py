@@ -86,6 +86,7 @@ def connect_survivors(role: Role) -> None:
     """
     import collectives
 
+    process.progress.changes()
     while True:
         lost = [each for each in process.every_communicator if each is not process.alone]
         latest = lost[-1] if lost else process.alone
@@ -130,6 +131,7 @@ def _end_with_who_is_left() -> None:
     """
     from collectives import BrokenError, ClosedError, PeerLostError
 
+    process.progress.leaving()
     if process.workers_go_on and process.role is Role.ACTIVE:
         rejoining.end()
     while True:
@@ -147,8 +149,8 @@ def _end_with_who_is_left() -> None:
         else:
             if process.chief is Chief.AT_WORK:
                 process.chief = Chief.DONE
-            if not process.progress.is_released or process.progress.is_resize_due:
-                break  # all have come to the end, so that nobody fulfils a late wish for other instances
+            if not process.progress.is_released:
+                break
         try:
             connect_survivors(Role.LEAVING)
         except ClosedError:  # all others have ended in order, and this instance has only missed their last messages
