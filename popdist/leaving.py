@@ -94,7 +94,9 @@ def connect_survivors(role: Role) -> None:
         everybody = connecting.connect_survivors(latest)
         for communicator in lost:
             communicator.abandon()
-        process.communicator, process.everybody = everybody, None
+        process.everybody = everybody
+        if role is not Role.SPARE:  # the program of a spare may be using its own one in another thread
+            process.communicator = everybody
         try:
             take_places(everybody, role)
         except (collectives.PeerLostError, collectives.BrokenError):
@@ -109,6 +111,10 @@ def connect_survivors(role: Role) -> None:
 
 def disconnect() -> None:
     """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
+    with (
+        process.looking
+    ):  # a change of the members may be under way in the thread of `popdist.reserve`, which then ends
+        process.is_ready = True
     if can_carry_on():
         _end_with_who_is_left()
         return
