@@ -111,9 +111,7 @@ def connect_survivors(role: Role) -> None:
 
 def disconnect() -> None:
     """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
-    with (
-        process.looking
-    ):  # a change of the members may be under way in the thread of `popdist.reserve`, which then ends
+    with process.looking:  # the thread of `popdist.reserve` may be in a change of the members; then it ends
         process.is_ready = True
     if can_carry_on():
         _end_with_who_is_left()
