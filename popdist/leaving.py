@@ -86,6 +86,7 @@ def connect_survivors(role: Role) -> None:
     """
     import collectives
 
+    process.progress.changes()
     while True:
         lost = [each for each in process.every_communicator if each is not process.alone]
         latest = lost[-1] if lost else process.alone
@@ -93,7 +94,9 @@ def connect_survivors(role: Role) -> None:
         everybody = connecting.connect_survivors(latest)
         for communicator in lost:
             communicator.abandon()
-        process.communicator, process.everybody = everybody, None
+        process.everybody = everybody
+        if role is not Role.SPARE:  # the program of a spare may be using its own one in another thread
+            process.communicator = everybody
         try:
             take_places(everybody, role)
         except (collectives.PeerLostError, collectives.BrokenError):
@@ -108,6 +111,8 @@ def connect_survivors(role: Role) -> None:
 
 def disconnect() -> None:
     """Wait until all instances disconnect, then disconnect; see `finalizeBackend`."""
+    with process.looking:  # the thread of `popdist.reserve` may be in a change of the members; then it ends
+        process.is_ready = True
     if can_carry_on():
         _end_with_who_is_left()
         return
@@ -130,6 +135,7 @@ def _end_with_who_is_left() -> None:
     """
     from collectives import BrokenError, ClosedError, PeerLostError
 
+    process.progress.leaving()
     if process.workers_go_on and process.role is Role.ACTIVE:
         rejoining.end()
     while True:
@@ -147,8 +153,8 @@ def _end_with_who_is_left() -> None:
         else:
             if process.chief is Chief.AT_WORK:
                 process.chief = Chief.DONE
-            if not process.progress.is_released or process.progress.is_resize_due:
-                break  # all have come to the end, so that nobody fulfils a late wish for other instances
+            if not process.progress.is_released:
+                break
         try:
             connect_survivors(Role.LEAVING)
         except ClosedError:  # all others have ended in order, and this instance has only missed their last messages

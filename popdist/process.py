@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from popdist.environments.detection import detect_instance
@@ -52,6 +53,7 @@ class Process:
     alone: Communicator | None = None  # the communicator of a spare, which takes part in no work of the others
     role: Role = Role.ACTIVE
     is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
+    looking: Lock = field(default_factory=Lock)  # held by the thread of a spare that looks for news
     is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
     target: int = 0  # the wanted number of active instances
     journal: KeptJournal | None = None  # the results of operations, if the job has spares

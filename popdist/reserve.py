@@ -15,7 +15,7 @@ import time
 from popdist.failing import end_with
 from popdist.process import process
 from popdist.records.progress import Role
-from popdist.spares import has_news, looking
+from popdist.spares import has_news
 from popdist.standby import SLEEP_S
 
 LONG_SLEEP_S = 2 * SLEEP_S
@@ -45,7 +45,7 @@ def _attend() -> None:
     """Take part in changes of the members until the program does so itself."""
     try:
         while True:
-            with looking:
+            with process.looking:
                 if process.is_ready:
                     return
                 has_news()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -12,9 +11,6 @@ from popdist.leaving import connect_survivors
 from popdist.process import Chief, process
 from popdist.records.progress import Role
 from popdist.standby import SLEEP_S, KeptJournal
-
-looking = threading.Lock()
-"""Held by the thread that looks for news: the program's, or that of `popdist.reserve`."""
 
 
 def is_spare() -> bool:
@@ -58,25 +54,25 @@ def next_entry() -> bytes | None:
     journal = process.journal
     if journal is None or not is_spare():
         raise LifeCycleError("only a spare reads the journal of the other instances")
-    if journal.read == len(journal.entries) and _has_to_join(journal):
-        return None
-    journal.read += 1
-    return journal.entries[journal.read - 1]
+    with process.looking:
+        if _has_to_join(journal):
+            return None
+        journal.read += 1
+        return journal.entries[journal.read - 1]
 
 
 def _has_to_join(journal: KeptJournal) -> bool:
     """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
-    with looking:
-        if journal.read == len(journal.entries) and not process.is_ready:
-            process.is_ready = True
-            process.progress.catches_up()
-            rejoining.may_join()
-        while journal.read == len(journal.entries):
-            if process.is_chosen:
-                return True
-            if not has_news():
-                time.sleep(SLEEP_S)
-        return False
+    if journal.read == len(journal.entries) and not process.is_ready:
+        process.is_ready = True
+        process.progress.catches_up()
+        rejoining.may_join()
+    while journal.read == len(journal.entries):
+        if process.is_chosen:
+            return True
+        if not has_news():
+            time.sleep(SLEEP_S)
+    return False
 
 
 def has_news() -> bool:

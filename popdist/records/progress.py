@@ -35,7 +35,7 @@ _LABEL_BYTES = PAGE_BYTES - _LABEL_OFFSET
 (_MAGIC, _OWNER, _STATE, _STEP, _NUMBER, _SINCE_NS, _LABEL_LENGTH, _WAITING_COUNT, _RELEASED, _GRACE_MS) = range(10)
 _SUPERVISOR, _HEEDED, _PHASE = 10, 11, 12
 (_STEPS, _SAMPLES, _TIMED_STEPS, _TIMED_SAMPLES, _FROM_NS, _TO_NS, _WAITED_NS, _HAS_LOSS, _LOSS) = range(13, 22)
-_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY = 22, 23, 24, 25, 26
+_ROLE, _WANTED, _CONSIDERED, _BEGUN, _READY, _CHANGING, _CALLED = range(22, 29)
 _WAITING = 32
 _WAITING_MOST = _LABEL_OFFSET // 8 - _WAITING
 
@@ -80,6 +80,7 @@ class Role(IntEnum):
 
 _STATES, _ROLES = frozenset(map(int, State)), frozenset(map(int, Role))
 _RUNNING, _IN_COLLECTIVE = State.RUNNING.value, State.IN_COLLECTIVE.value
+_LEAVING_STATES = frozenset((State.LEAVING.value, State.LEAVING_INSIDE.value))
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 _DOUBLE = struct.Struct("=d")
 _now_ns = time.monotonic_ns
@@ -136,6 +137,7 @@ class ProgressRecord:
         wanted: Wish of poprun in the page.
         considered: Number of the last wish that the instance has considered in a membership change; 0: none.
         is_ready: Whether a spare has come to the place in the program at which the active instances are.
+        is_changing: Whether the process waits for the others in a change of the members.
         fault: Reason why the page is invalid, or "".
     """
 
@@ -153,6 +155,7 @@ class ProgressRecord:
     wanted: Wanted = Wanted()
     considered: int = 0
     is_ready: bool = False
+    is_changing: bool = False
     fault: str = ""
 
     @property
@@ -198,7 +201,11 @@ class Progress(ABC):
     @property
     @abstractmethod
     def is_released(self) -> bool:
-        """Whether the supervisor has found that waiting for the others is useless."""
+        """Whether the supervisor has found that waiting for the others is useless.
+
+        A process at its end heeds a wish only when poprun calls it, because another one has begun the change: others
+        may have agreed on the end already, and would never come to the change.
+        """
 
     @property
     @abstractmethod
@@ -223,6 +230,10 @@ class Progress(ABC):
     @abstractmethod
     def wish(self) -> int:
         """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
+
+    @abstractmethod
+    def changes(self) -> None:
+        """Note that a change of the members begins, in which this process waits for all others."""
 
     @abstractmethod
     def takes_role(self, is_spare: bool, wish: int = 0) -> None:
@@ -300,6 +311,8 @@ class NoProgress(Progress):
     @property
     def is_resize_due(self) -> bool:
         return self._is_change_due()
+
+    def changes(self) -> None: ...
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
 
@@ -461,7 +474,19 @@ class ProgressPage(Progress):
         released = self._words[_RELEASED]
         if released > self._lost:
             self._words[_HEEDED] = released
-        return released > self._lost or (not self._is_changing and self.is_resize_due)
+            return True
+        if self._is_changing:
+            return False
+        return self._is_called if self._words[_STATE] in _LEAVING_STATES else self.is_resize_due or self._is_called
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether another process has begun the change for a wish that this one has not considered."""
+        called = self._words[_CALLED]
+        return called != 0 and called != self._words[_CONSIDERED]
+
+    def changes(self) -> None:
+        self._words[_CHANGING] = 1
 
     def carry_on(self, lost: int) -> None:
         self._lost, self._is_changing = lost, True
@@ -491,6 +516,7 @@ class ProgressPage(Progress):
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None:
         self._is_changing = False
+        self._words[_CHANGING] = 0
         if wish:
             self._words[_CONSIDERED] = wish
         if wish and wish == self.wish:
@@ -579,6 +605,7 @@ def parse_progress(page: bytes) -> ProgressRecord:
         wanted=unpack_wanted(words[_WANTED]),
         considered=words[_CONSIDERED],
         is_ready=bool(words[_READY]),
+        is_changing=bool(words[_CHANGING]),
     )
 
 

@@ -49,6 +49,7 @@ PAGE_BYTES = 4096
 NEW_PAGE = b"POPRUN3\0" + bytes(PAGE_BYTES - 8)
 OWNER_OFFSET, SINCE_OFFSET, RELEASED_OFFSET, SUPERVISOR_OFFSET, WANTED_OFFSET = 8, 40, 64, 80, 184
 BEGUN_OFFSET = 200
+CALLED_OFFSET = 224
 
 STACK_BYTES = 1 << 16
 _NEVER = float("inf")
@@ -230,6 +231,8 @@ class Guard:
                 os.pwrite(self._page, (wanted | (wanted ^ 0xFFFFFFFF) << 32).to_bytes(8, "little"), WANTED_OFFSET)
             elif kind == wire.BEGIN and self._page >= 0:
                 os.pwrite(self._page, (1).to_bytes(8, "little"), BEGUN_OFFSET)
+            elif kind == wire.CALL and self._page >= 0:
+                os.pwrite(self._page, wire.unpack_number(content).to_bytes(8, "little"), CALLED_OFFSET)
             elif kind == wire.STDIN:
                 self._feed.put(content)
             elif kind == wire.EXAMINE:

@@ -67,6 +67,9 @@ WANT_ACTIVE = 70
 BEGIN = 71
 """poprun: begin the program of a reserve."""
 
+CALL = 72
+"""poprun: take part in the change of the members that another process has begun, for the wish of this number."""
+
 MOST_OF_STRANGERS = 1 << 10
 """The most bytes of a message before the sender has proved that it belongs to the job; a HELLO is shorter."""
 MOST_BYTES = 1 << 26

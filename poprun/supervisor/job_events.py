@@ -164,6 +164,8 @@ class Command(Enum):
     """Write the wish about the active instances into the progress page; the number is the packed wish."""
     BEGIN = wire.BEGIN
     """Begin the program of a reserve."""
+    CALL = wire.CALL
+    """Take part in the change of the members that another process has begun; the number is that of the wish."""
     PASS_ON = wire.SIGNAL
     """Send the program a signal; the number is the signal's."""
     STOP = wire.STOP

@@ -58,6 +58,7 @@ class Resizing:
         self._stages: list[ResizeWish] = []
         self._wish = ResizeWish(0, frozenset())
         self._told: set[int] = set()
+        self._called: set[int] = set()
         self._left_hosts: frozenset[str] = frozenset()
         self._is_complete = False
         self._asked: ResizeAsked | None = None
@@ -110,6 +111,8 @@ class Resizing:
     def look(self) -> list[Action]:
         """Continue the change as far as the processes' progress records allow."""
         there = self._there()
+        if self._is_complete and self.is_under_way and (calls := self._call()):
+            return calls
         if not there or not self._number:
             return []
         if any(each.index not in self._told for each in there):  # it has connected, or joined, after the others
@@ -126,6 +129,20 @@ class Resizing:
         self.is_under_way = False
         return self._conclude(there)
 
+    def _call(self) -> list[Action]:
+        """Call the processes that wait at their end to a change that others have begun; those would wait for ever."""
+        here = [each for each in self._members.facts if each.ending is None and not each.is_given_up]
+        if not any(each.record.is_changing for each in here):
+            return []
+        called = [
+            each.index
+            for each in here
+            if each.record.is_leaving and not each.record.is_changing and each.record.considered != self._number
+        ]
+        calls = [AgentOrder(Command.CALL, index, self._number) for index in called if index not in self._called]
+        self._called.update(called)
+        return list(calls)
+
     def _there(self) -> list[Facts]:
         """Return the processes that take part in a change: all that are connected, and have not finished."""
         return [
@@ -140,6 +157,7 @@ class Resizing:
     def _begin(self) -> list[Action]:
         self.is_under_way, self._is_complete = True, False
         self._number = number_after(self._number)
+        self._called.clear()
         self._wish = self._stages.pop(0)
         return self._tell(self._there())
 

@@ -38,7 +38,7 @@ BEGIN_S = 1000.0
 ANSWER_S = 0.01
 """The time that agents and mpirun take to obey an order, unless the script sets another one."""
 
-ASK, EXAMINE, RELEASE, WANT_ACTIVE, BEGIN, PASS_ON, STOP = Command
+ASK, EXAMINE, RELEASE, WANT_ACTIVE, BEGIN, CALL, PASS_ON, STOP = Command
 TOLD, ORPHANED, EXAMINED, CLOSED, NOTICED, LOST = InstanceChange
 STOP_LISTENING, SEND_TO_MPIRUN, SHOW_HIDDEN_ERRORS, SHOW_COMPLAINT = DeedKind
 
@@ -160,6 +160,10 @@ class Script:
     def note(self, at_s: float, index: int, record: ProgressRecord) -> None:
         """Replace an instance's progress record at `at_s`."""
         self.at(at_s, lambda: setattr(self.instances[index], "record", record))
+
+    def change_record(self, index: int, **changes: Any) -> None:
+        """Change the progress record of an instance."""
+        self.instances[index].record = replace(self.instances[index].record, **changes)
 
     def take_roles(self, at_s: float, roles: str) -> None:
         """Give instances their roles at `at_s`, after a change that has considered the latest wish.

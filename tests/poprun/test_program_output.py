@@ -7,7 +7,14 @@ import signal
 
 import pytest
 
-from poprun.agent.guard import NEW_PAGE, PROGRESS_VARIABLE, RELEASED_OFFSET, SUPERVISOR_OFFSET, WANTED_OFFSET
+from poprun.agent.guard import (
+    CALLED_OFFSET,
+    NEW_PAGE,
+    PROGRESS_VARIABLE,
+    RELEASED_OFFSET,
+    SUPERVISOR_OFFSET,
+    WANTED_OFFSET,
+)
 from poprun.agent.guard_machine import CUT_SIGNAL
 from poprun.agent.program_output import (
     AT_ONCE,
@@ -161,6 +168,41 @@ def test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_conside
     assert not page.is_resize_due
     page.needs_all()
     assert (page.is_resize_due, record().role) == (False, Role.FIXED)
+    os.close(descriptor)
+
+
+def test_an_instance_at_its_end_heeds_a_wish_only_when_it_is_called_to_the_change_that_another_one_has_begun():
+    from popdist.records.progress import ProgressPage, parse_progress
+    from popdist.records.wanted import Wanted
+
+    descriptor = os.memfd_create("progress")
+    os.write(descriptor, NEW_PAGE)
+    page = ProgressPage(descriptor)
+
+    def write(word, offset):
+        os.pwrite(descriptor, word.to_bytes(8, "little"), offset)
+
+    def is_changing():
+        return parse_progress(os.pread(descriptor, len(NEW_PAGE), 0)).is_changing
+
+    low = Wanted(1, 3, is_complete=True).pack()
+    write((low ^ 0xFFFFFFFF) << 32 | low, WANTED_OFFSET)
+    assert page.is_released
+    page.leaving()
+    assert not page.is_released
+    write(1, CALLED_OFFSET)
+    assert page.is_released
+    page.changes()
+    assert is_changing()
+    page.carry_on(0)
+    assert not page.is_released
+    assert page.wanted == 3
+    page.takes_role(is_spare=False, wish=page.wish)
+    assert not is_changing()
+    page.leaving()
+    assert not page.is_released  # the call belongs to the change that is over
+    write(1, RELEASED_OFFSET)
+    assert page.is_released
     os.close(descriptor)
 
 

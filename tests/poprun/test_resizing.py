@@ -6,8 +6,9 @@ import re
 import signal
 
 import pytest
-from job_scripts import NOTICED, PASS_ON, WANT_ACTIVE, Script, killed, leaving, running
+from job_scripts import CALL, NOTICED, PASS_ON, WANT_ACTIVE, Script, killed, leaving, running
 
+from popdist.records.progress import Role
 from popdist.records.wanted import MOST_INSTANCES, MOST_NUMBER, Wanted, number_after
 from poprun.cli.log import Level
 from poprun.errors import UsageError
@@ -81,6 +82,20 @@ def test_the_second_of_two_quick_requests_takes_the_place_of_the_first():
     script.take_roles(2.0, "tss")
     script.run(3.0)
     assert answers(script) == [(7, False, "another resize has taken its place"), (8, True, "2 -> 1 instance")]
+
+
+def test_a_process_at_its_end_is_called_to_a_change_that_another_one_has_begun():
+    script = job("tts")
+    script.ask_resize(1.0, 7, 3)
+    script.note(1.05, 1, leaving(role=Role.ACTIVE))  # before it has the wish as complete
+    script.run(2.0)
+    assert script.all_of(CALL) == []
+    script.at(2.0, lambda: script.change_record(2, is_changing=True))
+    script.run(3.0)
+    assert [(each.instance, each.number) for each in script.all_of(CALL)] == [(1, 1)]
+    script.at(3.0, lambda: script.change_record(0, is_changing=True))
+    script.run(4.0)
+    assert len(script.all_of(CALL)) == 1
 
 
 def test_a_request_for_the_present_number_changes_nothing():
