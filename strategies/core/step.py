@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,10 @@ from strategies.typing import Batch, Gradients, Tree
 
 if TYPE_CHECKING:
     from strategies.train_state import TrainState
+
+
+_Done: TypeAlias = tuple[State, Metrics] | NonFiniteGradientError
+_TOLD = "the metrics of the last step"
 
 
 class StepWatcher(Protocol):
@@ -185,9 +189,20 @@ class StepLoop(Generic[State, Pending]):
         self._before = state
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None
+        if isinstance(done, NonFiniteGradientError):
+            raise done
         return done
 
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        """Make one update; gradients that are not finite complete the operation too, on all instances."""
+        try:
+            return self._updated(state, batch)
+        except NonFiniteGradientError as error:
+            can_share = self._members.can_carry_on
+            self._members.done_so_far.complete(partial(self._share_refusal, str(error)) if can_share else None)
+            raise
+
+    def _updated(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         self._keep(state)
         members, surroundings = self._members, self._surroundings()
         local = surroundings.local
@@ -217,8 +232,8 @@ class StepLoop(Generic[State, Pending]):
 
     # ---- with spares
 
-    def _carried(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make one update whose state can be handed over."""
+    def _carried(self, state: State, batch: Batch) -> _Done[State]:
+        """Make one update whose state can be handed over; return the error of gradients that are not finite."""
         carrier, journal = self.carrier, self._members.journal
         given, renewed = self._renewed
         carrier.note(state)
@@ -228,23 +243,32 @@ class StepLoop(Generic[State, Pending]):
         except BecameSpareError:
             self._renewed = batch, carrier.batch
             raise
+        except NonFiniteGradientError as error:
+            self._renewed = None, None
+            return error
         finally:
             carrier.batch = None
         self._renewed = None, None
         carrier.note(state)
         return state, metrics
 
-    def _packed(self, done: tuple[State, Metrics]) -> Callable[[], object]:
+    def _packed(self, done: _Done[State]) -> Callable[[], object]:
+        if isinstance(done, NonFiniteGradientError):
+            return partial(str, str(done))
         state, metrics = done
         names, means = metrics.names, metrics.means
         if isinstance(means, np.ndarray):
             means = means[: len(names)].copy()  # without the values behind them
         return partial(_told, state.step, names, means, self.notice.is_agreed)
 
-    def _replayed(self, told: tuple[int, tuple[str, ...], np.ndarray, bool]) -> tuple[State, Metrics]:
+    def _replayed(self, told: str | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
         """Return the result of a step of the others."""
-        step, names, means, is_agreed = told
         assert self._before is not None
+        if isinstance(told, str):
+            self.carrier.note(self._before)
+            self._members.done_so_far.share = partial(self._share_refusal, told)
+            return NonFiniteGradientError(told)
+        step, names, means, is_agreed = told
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
         self.carrier.note(self._before)
@@ -305,6 +329,7 @@ class StepLoop(Generic[State, Pending]):
             return self.carrier.unread(state, step)
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
+        self.carrier.first = local
         part = self._rules.own_part
         if part and not self._engine.has_copies():
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
@@ -312,6 +337,7 @@ class StepLoop(Generic[State, Pending]):
         else:
             state = together(self._members, begun, share or self._share, local, recorded)
         self.carrier.note(state)
+        self.carrier.first = None
         self._keep(state)
         return state
 
@@ -324,19 +350,27 @@ class StepLoop(Generic[State, Pending]):
 
         If others have completed the step and this instance has not, take over their result.
         """
+        refusal: NonFiniteGradientError | None = None
 
         def catch_up() -> tuple[State, Metrics] | None:
-            nonlocal state, batch
+            nonlocal state, batch, refusal
             meeting = meet(self._members)
             state = self.carrier.read(state)
             if not meeting.is_late and not meeting.is_past:
                 batch = self.carrier.batch = self._members.replicas_batch(batch)
                 return None
-            self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
+            try:
+                self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
+            except NonFiniteGradientError as error:  # raised below: before, parts are cut anew on all instances
+                refusal, self._latest = error, state
+                return state, Metrics((), np.zeros(0, np.float32))
             assert self.metrics is not None
             return self._latest, self.metrics
 
-        return repeated(self._members, loss, lambda: self._checked(self._surroundings(), state, batch), catch_up)
+        done = repeated(self._members, loss, lambda: self._checked(self._surroundings(), state, batch), catch_up)
+        if refusal is not None:
+            raise refusal
+        return done
 
     def _fit_latest(self) -> None:
         """Cut parts of the latest state anew after a change of the instances. Collective."""
@@ -344,15 +378,25 @@ class StepLoop(Generic[State, Pending]):
             self._latest = self._engine.fitted(self._latest)
 
     def _share(self, state: State, root: int) -> State:
-        """Return the state of rank `root`, and take over its metrics and notice. Collective."""
+        """Return the state of rank `root`, and take over its metrics and notice. Collective.
+
+        Raises:
+            NonFiniteGradientError: The step of that rank has raised it.
+        """
         own, state = self.metrics, self.carrier.read(state)
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
-        told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
+        told = json.loads(broadcast_text(self._members.communicator, text, root, _TOLD))
+        if isinstance(told, str):
+            raise NonFiniteGradientError(told)
         state = self._engine.share(state, root)  # last, so that a failure changes nothing
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))
         return state
+
+    def _share_refusal(self, text: str, root: int) -> None:
+        """Tell instances that lack the result of a step that its gradients were not finite. Collective."""
+        broadcast_text(self._members.communicator, json.dumps(text), root, _TOLD)
 
     def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
         """Note that the only replica has made several steps in one program.
