@@ -21,7 +21,7 @@ from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
-from strategies.errors import NonFiniteGradientError
+from strategies.errors import NonFiniteGradientError, SpareError
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
@@ -83,18 +83,22 @@ class _Surroundings:
         communicator: The connection of the instances; another one means other instances.
         instruments: The instruments attached to this instance.
         local: The number of local replicas.
-        is_spare: Whether this instance is a spare.
     """
 
     communicator: Communicator
     instruments: Instruments
     local: int
-    is_spare: bool
 
     @classmethod
     def of(cls, members: Members) -> _Surroundings:
-        """Return the facts about the present instances."""
-        return cls(members.communicator, members.instruments, len(members.local_replicas), members.is_spare)
+        """Return the facts about the present instances.
+
+        Raises:
+            SpareError: This instance is a spare, and would make a step that belongs to the active instances.
+        """
+        if members.is_spare and not members.journal.is_joining:
+            raise SpareError("this spare would make a step of the training, which only active instances make")
+        return cls(members.communicator, members.instruments, len(members.local_replicas))
 
 
 class StepLoop(Generic[State, Pending]):

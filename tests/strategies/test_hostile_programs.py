@@ -10,11 +10,12 @@ import optax
 import pytest
 from losing import OnMessage
 from standby_instances import run_with_spares
-from surviving_instances import run_instances
+from surviving_instances import Threads, run_instances
 
 import strategies
 from collectives import ThreadHub
-from strategies import NonFiniteGradientError, StrategyError
+from popdist.errors import LifeCycleError
+from strategies import NonFiniteGradientError, SpareError, StrategyError
 
 REPLICAS = 6
 
@@ -121,6 +122,33 @@ def test_batches_of_unknown_replicas_are_refused_after_a_loss(program, phase, sp
     """The loss strikes in another operation, which survives."""
     with pytest.raises(StrategyError, match="may be for the replicas that this instance had before"):
         of_all(program, [f"kill:instance=0,step=2,phase={phase}"], spares)
+
+
+# ---- places
+
+
+def training(strategy):
+    trainer, state = begun(strategy)
+    for batch in strategy.distribute_dataset({"x": rows()}, 2).epoch(0):
+        state, _ = trainer.step(state, batch)
+
+
+def test_an_instance_that_would_drive_wrong_replicas_ends(monkeypatch):
+    right = Threads.join_survivors
+    monkeypatch.setattr(Threads, "join_survivors", lambda self: (self.instance, right(self)[1]))
+    with pytest.raises(LifeCycleError, match="instance 1 of 2, but rank 0 of 1"):
+        run_instances(2, REPLICAS, training, ["kill:instance=0,step=2"])
+
+
+def forgetting_the_journal(strategy):
+    with strategy.replicas.journal.inside():
+        training(strategy)
+
+
+def test_a_spare_makes_no_step_of_the_training():
+    *_, spare = run_with_spares(2, 1, REPLICAS, forgetting_the_journal)
+    assert isinstance(spare, SpareError)
+    assert "only active instances make" in str(spare)
 
 
 # ---- errors that the program catches

@@ -20,6 +20,7 @@ from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.environments.poprun import process_index
+from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
@@ -360,17 +361,29 @@ class Replicas:
         The number of replicas stays; each instance drives other replicas than before, and reads their data.
 
         Raises:
-            LifeCycleError: The job cannot go on.
+            LifeCycleError: The job cannot go on; or this instance has another number, or counts other instances, than
+                its communicator.
         """
         self.journal.flush()
         is_claimed = False
         while not is_claimed:
             self._membership.carry_on()  # an error here is final
             self._spread += 1
+            self._insist_on_place()
             is_claimed = self._claim_again()
         self.has_carried_on = self.has_unknown_batches = True
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
+
+    def _insist_on_place(self) -> None:
+        """Raise if this instance would drive other replicas than those of its rank."""
+        instance, communicator = self.instance, self.communicator
+        own, place = (instance.index, instance.count), (communicator.rank, communicator.size)
+        if not self.is_spare and own != place:
+            raise LifeCycleError(
+                f"after a change of the instances this one is instance {own[0]} of {own[1]}, but rank {place[0]} of "
+                f"{place[1]}, so it would drive wrong replicas; this is a fault of PopDist: please report it"
+            )
 
     def _claim_again(self) -> bool:
         """Claim devices; return False if another instance was lost during the choice of the exchange."""
