@@ -12,7 +12,7 @@ from popdist.errors import LifeCycleError
 from popdist.process import Chief, process
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import Role
-from popdist.standby import SLEEP_S, Fed, Feeding, Journal, Standing, choose
+from popdist.standby import SLEEP_S, Fed, Feeding, KeptJournal, Standing, choose
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ def take_first_places(everybody: Communicator, num_spares: int) -> None:
     """
     assert process.instance is not None
     count = everybody.size - num_spares
-    process.everybody, process.journal = everybody, Journal()
+    process.everybody, process.journal = everybody, KeptJournal()
     process.role = Role.ACTIVE if everybody.rank < count else Role.SPARE
     spares = dict.fromkeys(range(count, everybody.size), 0)
     if process.role is Role.ACTIVE:

@@ -17,7 +17,7 @@ from popdist.records.faults import FaultInjector, due_faults
 from popdist.records.metric_words import PROMETHEUS, words_in
 from popdist.records.progress import NoProgress, Progress, ProgressPage, Role
 from popdist.records.watched import Waits
-from popdist.standby import Fed, Feeding, Journal
+from popdist.standby import Fed, Feeding, KeptJournal
 from popdist.timeline.asked import TimelineOptions
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Process:
     is_ready: bool = True  # whether this process may become active; not while a reserve catches up with the others
     is_chosen: bool = False  # whether this spare is connected with the active instances, and has not joined them yet
     target: int = 0  # the wanted number of active instances
-    journal: Journal | None = None  # the results of operations, if the job has spares
+    journal: KeptJournal | None = None  # the results of operations, if the job has spares
     feeding: Feeding | None = None  # on the instance that passes the journal on
     fed: Fed | None = None  # on a spare
     chief: Chief = Chief.AT_WORK

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from popdist.process import process
 from popdist.records.progress import NoProgress, Role
-from popdist.standby import Fed, Feeding, Journal
+from popdist.standby import Fed, Feeding, KeptJournal
 
 if TYPE_CHECKING:
     from collectives import Communicator
@@ -21,7 +21,7 @@ _feeding: tuple[Link, Feeding] | None = None
 
 def take_place(communicator: Communicator) -> None:
     """Keep a journal, and become a spare if this worker was started again while the others work."""
-    process.journal, process.progress = Journal(), NoProgress(_is_change_due)
+    process.journal, process.progress = KeptJournal(), NoProgress(_is_change_due)
     if not _grpc().is_waiting(communicator):
         return
     assert process.instance is not None

@@ -11,7 +11,7 @@ from popdist.errors import LifeCycleError
 from popdist.leaving import connect_survivors
 from popdist.process import Chief, process
 from popdist.records.progress import Role
-from popdist.standby import SLEEP_S, Journal
+from popdist.standby import SLEEP_S, KeptJournal
 
 looking = threading.Lock()
 """Held by the thread that looks for news: the program's, or that of `popdist.reserve`."""
@@ -64,7 +64,7 @@ def next_entry() -> bytes | None:
     return journal.entries[journal.read - 1]
 
 
-def _has_to_join(journal: Journal) -> bool:
+def _has_to_join(journal: KeptJournal) -> bool:
     """Sleep until the journal has another entry; return whether this spare has been chosen instead."""
     with looking:
         if journal.read == len(journal.entries) and not process.is_ready:

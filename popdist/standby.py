@@ -147,7 +147,7 @@ def separated(data: bytes) -> list[bytes]:
 
 
 @dataclass
-class Journal:
+class KeptJournal:
     """The results of all operations so far, and where this process is among them.
 
     Attributes:
@@ -200,7 +200,7 @@ class Feeding:
         self._known = known
         self._transfers: dict[int, list[Transfer]] = {rank: [] for rank in known}
 
-    def pass_on(self, journal: Journal) -> None:
+    def pass_on(self, journal: KeptJournal) -> None:
         """Send new entries to every spare, without waiting. A spare that is lost gets nothing more."""
         journal.encode()
         for rank, known in list(self._known.items()):
@@ -214,7 +214,7 @@ class Feeding:
         """Pass nothing more on to some ranks, which have become active."""
         self._known = {rank: known for rank, known in self._known.items() if rank not in ranks}
 
-    def end(self, journal: Journal) -> None:
+    def end(self, journal: KeptJournal) -> None:
         """Tell every spare that the job ends."""
         self.pass_on(journal)
         for rank in list(self._known):
@@ -259,7 +259,7 @@ class Fed:
         self._body: np.ndarray | None = None
         self._transfer = self._receive_header()
 
-    def take(self, journal: Journal) -> bool:
+    def take(self, journal: KeptJournal) -> bool:
         """Add the entries that have come to the journal; return whether there was news.
 
         Raises:

@@ -59,7 +59,7 @@ class Holding:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldArrays:
     """The arrays that an instance has of a state besides those that all instances have.
 
     Attributes:

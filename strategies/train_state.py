@@ -12,7 +12,7 @@ from strategies.loss_scaling import LossScale
 from strategies.typing import Leaf, OptimizerState, Tree, Variables
 
 if TYPE_CHECKING:
-    from strategies.holding import Held
+    from strategies.holding import HeldArrays
 
 trees.register_dataclass(LossScale, data_fields=["scale", "good_steps", "skipped"], meta_fields=[])
 
@@ -45,7 +45,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     residuals: Tree = None
     model_state: Tree = None
-    held: Held | None = None
+    held: HeldArrays | None = None
 
     def __post_init__(self) -> None:
         _alive[id(self)] = self

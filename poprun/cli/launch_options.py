@@ -202,7 +202,7 @@ class LaunchOptions(ABC):
         BOOLEAN,
         "start new instances in the places of lost ones, at most --max-restarts; they join between two steps",
         without_effect=STOPS,
-        see="surviving.md#growing-back",
+        see="growing_back.md",
     )
     max_restarts: int = failure(
         3, NUMBER, "largest number of restarts, and of new instances", at_least=0, without_effect=STOPS

@@ -23,7 +23,7 @@ NOBODY = 0
 
 
 @dataclass(frozen=True)
-class Stage:
+class ResizeWish:
     """A wish about the active instances.
 
     Attributes:
@@ -55,8 +55,8 @@ class Resizing:
         self._least = least
         self._most = most
         self._number = 0
-        self._stages: list[Stage] = []
-        self._wish = Stage(0, frozenset())
+        self._stages: list[ResizeWish] = []
+        self._wish = ResizeWish(0, frozenset())
         self._told: set[int] = set()
         self._left_hosts: frozenset[str] = frozenset()
         self._is_complete = False
@@ -77,7 +77,7 @@ class Resizing:
         self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted
         barred = frozenset(each.index for each in there if each.host in left_hosts)
         if not self.is_under_way and wanted == len(active) and not any(each.index in barred for each in active):
-            return self._bar_spares(asked, Stage(wanted, barred))
+            return self._bar_spares(asked, ResizeWish(wanted, barred))
         actions = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
         self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
         return [*actions, *self._begin()]
@@ -93,7 +93,7 @@ class Resizing:
             return first.answer.text, []
         return "", [first, *rest]
 
-    def _bar_spares(self, asked: ResizeAsked, wish: Stage) -> list[Action]:
+    def _bar_spares(self, asked: ResizeAsked, wish: ResizeWish) -> list[Action]:
         """Tell a wish that the active instances fulfil already; it only says which spares may join later."""
         self._number = number_after(self._number)
         self._wish = wish
@@ -104,7 +104,7 @@ class Resizing:
         """Begin a change that poprun itself wants."""
         there = self._there()
         self._before = sum(each.record.role is Role.ACTIVE for each in there)
-        self._stages = [Stage(wanted, frozenset(each.index for each in there if each.host in self._left_hosts))]
+        self._stages = [ResizeWish(wanted, frozenset(each.index for each in there if each.host in self._left_hosts))]
         return self._begin()
 
     def look(self) -> list[Action]:
@@ -193,7 +193,7 @@ class Resizing:
         return ""
 
 
-def stages(wanted: int, active: Sequence[Facts], barred: Collection[int], most: int = 0) -> list[Stage]:
+def stages(wanted: int, active: Sequence[Facts], barred: Collection[int], most: int = 0) -> list[ResizeWish]:
     """Return the wishes that lead to the wanted instances.
 
     Only an active instance can give the variables to those that join. If all active instances are barred, one of them
@@ -205,10 +205,10 @@ def stages(wanted: int, active: Sequence[Facts], barred: Collection[int], most: 
         barred: The indices of the processes that must not be active in the end.
         most: The largest possible number of active instances; 0 if unknown.
     """
-    last = Stage(wanted, frozenset(barred))
+    last = ResizeWish(wanted, frozenset(barred))
     if any(each.index not in barred for each in active):
         return [last]
-    return [Stage(min(wanted + 1, most or wanted + 1), last.barred - {active[0].index}), last]
+    return [ResizeWish(min(wanted + 1, most or wanted + 1), last.barred - {active[0].index}), last]
 
 
 def _hosts_after(asked: ResizeAsked, left: frozenset[str], there: Sequence[Facts]) -> frozenset[str]:

@@ -14,7 +14,7 @@ from poprun.trace.recordings import InstanceRecording
 
 
 @dataclass(frozen=True)
-class Membership:
+class InstancePeriod:
     """The time between two changes of the members, as an instance has recorded it.
 
     Attributes:
@@ -46,25 +46,25 @@ class Period:
 
     number: int
     steps: Sequence[int]
-    active: Mapping[int, Membership]
+    active: Mapping[int, InstancePeriod]
 
 
-def memberships_of(recording: InstanceRecording) -> list[Membership]:
+def memberships_of(recording: InstanceRecording) -> list[InstancePeriod]:
     """Return the memberships of an instance, from its begin to its end."""
     events = recording.events
     places = np.flatnonzero(events["kind"] == EventKind.RENUMBERED).tolist()
     begins, ends = [0, *(place + 1 for place in places)], [*places, len(events)]
-    found = [Membership(0, recording.instance, 0 if recording.is_spare else recording.instances, slice(0, ends[0]))]
+    found = [InstancePeriod(0, recording.instance, 0 if recording.is_spare else recording.instances, slice(0, ends[0]))]
     for occurrence, place in enumerate(places, start=1):
         index, number_of_active = divmod(int(events["value"][place]), 1 << 32)
         number = int(events["track"][place]) or occurrence  # a recording of an earlier version has no number
-        found.append(Membership(number, index, number_of_active, slice(begins[occurrence], ends[occurrence])))
+        found.append(InstancePeriod(number, index, number_of_active, slice(begins[occurrence], ends[occurrence])))
     return found
 
 
 def periods_of(recordings: Sequence[InstanceRecording]) -> list[Period]:
     """Return the periods of an attempt at a job in which steps were completed."""
-    found: dict[int, dict[int, Membership]] = {}
+    found: dict[int, dict[int, InstancePeriod]] = {}
     steps: dict[int, set[int]] = {}
     for recording in recordings:
         for each in memberships_of(recording):

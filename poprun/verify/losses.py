@@ -29,7 +29,7 @@ def obstacle_to_losses(record: Record) -> str:
 
 
 @dataclass(frozen=True)
-class Period:
+class StepsAlike:
     """Consecutive steps in which the same instances drove the same replicas.
 
     Attributes:
@@ -43,24 +43,24 @@ class Period:
     carried: Mapping[int, range]
 
 
-def periods_of(record: Record, replicas: int) -> list[Period]:
+def periods_of(record: Record, replicas: int) -> list[StepsAlike]:
     """Return the periods of a run.
 
     If an instance has the result of a step from another one, its record lacks the step. Such a step counts for the
     period before it.
     """
-    found: list[Period] = []
+    found: list[StepsAlike] = []
     for place, step in record.steps.items():
         is_complete = sum(map(len, step.carried.values())) == replicas
         if found and (found[-1].carried == step.carried or not is_complete):
-            found[-1] = Period(found[-1].first, place, found[-1].carried)
+            found[-1] = StepsAlike(found[-1].first, place, found[-1].carried)
         else:
-            found.append(Period(place, place, step.carried))
+            found.append(StepsAlike(place, place, step.carried))
     return found
 
 
 @dataclass(frozen=True)
-class Course:
+class LossCourse:
     """The course of a run with faults: who was lost, who joined, and who drove which replicas.
 
     Attributes:
@@ -77,7 +77,7 @@ class Course:
     joined: Mapping[int, StepPlace]
     spared: tuple[int, ...]
     asleep: int
-    periods: Sequence[Period]
+    periods: Sequence[StepsAlike]
 
     @property
     def is_as_asked(self) -> bool:
@@ -109,7 +109,7 @@ class Course:
         return f"{'instance' if index < self.instances else 'spare'} {index}"
 
 
-def course_of(record: Record, run: Run) -> Course:
+def course_of(record: Record, run: Run) -> LossCourse:
     """Return the course of a run with faults."""
     places = list(record.steps)
     made = {
@@ -123,4 +123,4 @@ def course_of(record: Record, run: Run) -> Course:
     joined = {each: places[numbers[0]] for each, numbers in made.items() if each >= run.instances}
     spared = tuple(each for each, end in ends.items() if end == len(places))
     asleep = max(min(len(lost), run.spares) - len(joined), 0)
-    return Course(run.instances, lost, joined, spared, asleep, periods_of(record, run.replicas))
+    return LossCourse(run.instances, lost, joined, spared, asleep, periods_of(record, run.replicas))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from poprun.cli.wording import count, draw_rows
 from poprun.verify.comparison import STEPS, Distance, RunDifference
-from poprun.verify.losses import Course
+from poprun.verify.losses import LossCourse
 from poprun.verify.records import BATCH, FINGERPRINT, GRADIENTS, START, UPDATE, Record, name_place
 from poprun.verify.running import Run
 
@@ -44,7 +44,7 @@ class RunOutcome:
     exit_status: int = 0
     difference: RunDifference | None = None
     metrics: RunDifference | None = None
-    course: Course | None = None
+    course: LossCourse | None = None
 
     @property
     def is_well(self) -> bool:

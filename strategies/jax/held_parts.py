@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from strategies.exchange.copies import Rows
-from strategies.holding import Held, bytes_of
+from strategies.holding import HeldArrays, bytes_of
 from strategies.jax.gradients.model_state import PER_REPLICA
 from strategies.jax.options import StepOptions
 from strategies.jax.preparation import StepPrograms
@@ -52,7 +52,7 @@ class HeldParts:
         holding, own = self._replicas.holding, self._own(state)
         rows = [self._rows(leaf, len(holding.own))[:1] for leaf in own]
         one = np.concatenate([np.zeros((1, 0), np.uint8), *rows], axis=1)
-        return replace(state, held=Held(holding, own, np.repeat(one, len(holding.kept), axis=0)))
+        return replace(state, held=HeldArrays(holding, own, np.repeat(one, len(holding.kept), axis=0)))
 
     def copied(self, state: TrainState) -> TrainState:
         """Return the state with copies of the present arrays of single replicas. Collective if there are new ones."""
@@ -61,13 +61,13 @@ class HeldParts:
             return state
         holding = held.holding
         if not holding.distance:
-            return replace(state, held=Held(holding, own, held.copies))
+            return replace(state, held=HeldArrays(holding, own, held.copies))
         rows = [self._rows(leaf, len(holding.own)) for leaf in own]
         message = np.zeros((holding.slots, sum(each.shape[1] for each in rows)), np.uint8)
         np.concatenate(rows, axis=1, out=message[: len(holding.own)])
         name = "copies of arrays of single replicas"
         received = self._replicas.communicator.shift(message, distance=holding.distance, name=name)
-        return replace(state, held=Held(holding, own, received[: len(holding.kept)]))
+        return replace(state, held=HeldArrays(holding, own, received[: len(holding.kept)]))
 
     def _own(self, state: TrainState) -> tuple[Leaf, ...]:
         """Return the arrays that have the local replicas along their first axis."""
@@ -109,7 +109,7 @@ class HeldParts:
         self._newest = None if newest is state else (weakref.ref(state), newest)
         return newest
 
-    def _cut_anew(self, state: TrainState, held: Held, is_joining: bool) -> TrainState:
+    def _cut_anew(self, state: TrainState, held: HeldArrays, is_joining: bool) -> TrainState:
         replicas, had, present = self._replicas, held.holding, self._replicas.holding
         rows = Rows(replicas.communicator, replicas.num_replicas_in_sync, None if is_joining else had, state.step)
         optimizer_state = self._programs.update_of(state.variables).cut_anew(state.optimizer_state, rows, had)
@@ -126,7 +126,7 @@ class HeldParts:
             copies.append(kept)
         residuals, model_state = self._put(state, own)
         after = replace(state, optimizer_state=optimizer_state, residuals=residuals, model_state=model_state)
-        return replace(after, held=Held(present, self._own(after), np.concatenate(copies, axis=1)))
+        return replace(after, held=HeldArrays(present, self._own(after), np.concatenate(copies, axis=1)))
 
     def _put(self, state: TrainState, own: Sequence[np.ndarray]) -> tuple[list[Leaf] | None, object]:
         """Return the residuals and the model state with other arrays of single replicas, on the devices."""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.holding import Held
+from strategies.holding import HeldArrays
 from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
@@ -77,7 +77,7 @@ class TrainFunction:
         self._skipped: Number = 0
         self._then: tuple[Values, TrainState] | None = None  # the restored state, if training resumes within an epoch
         self._parts: list[Array] | None = None  # this instance's parts of the optimizer state
-        self._held: Held | None = None  # the replicas that these parts belong to, if others have copies of them
+        self._held: HeldArrays | None = None  # the replicas that these parts belong to, if others have copies of them
 
     def unite(self) -> None:
         """Give Keras the whole optimizer state. Collective if instances hold parts of it."""

@@ -56,8 +56,8 @@ IN_DEVICE_STEPS = (
     Fault(
         name="the model state on the device changes despite a non-finite gradient",
         path="strategies/jax/on_device/step.py",
-        old="            model_state = chosen(self.is_finite, model_state, state.model_state)\n",
-        new="",
+        old="return chosen(self.is_finite, after, state.model_state)",
+        new="return after",
         caught_by=f"{_STEPS}::test_a_model_state_stays_if_a_gradient_is_not_finite",
     ),
     Fault(

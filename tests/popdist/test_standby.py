@@ -15,7 +15,7 @@ from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.process import process
 from popdist.records.progress import Role
-from popdist.standby import BLOCK, Entries, Fed, Feeding, Journal, Standing, choose
+from popdist.standby import BLOCK, Entries, Fed, Feeding, KeptJournal, Standing, choose
 
 A, L, S = Role.ACTIVE, Role.LEAVING, Role.SPARE
 
@@ -68,9 +68,9 @@ def test_every_choice_is_of_different_processes_and_as_large_as_possible(count: 
 def fed_over_threads(sent: list[list[bytes]], known: int = 0) -> tuple[list[bytes], bool]:
     """Return what rank 1 has got of the pieces that rank 0 has passed on, and whether it knows of the end."""
     hub = ThreadHub(2)
-    journal = Journal()
+    journal = KeptJournal()
     feeder, spare = (collectives.load_backend("thread").ThreadLink(hub, rank, 2) for rank in (0, 1))
-    got = Journal()
+    got = KeptJournal()
     for entry in [entry for entries in sent for entry in entries][:known]:
         got.entries.append(entry)
     feeding, fed = Feeding(feeder, {1: known}), Fed(spare, 0)
@@ -106,7 +106,7 @@ def test_a_long_journal_is_compressed_and_read_in_any_order() -> None:
 
 
 def test_entries_are_encoded_in_their_order_and_once() -> None:
-    journal, asked = Journal(), []
+    journal, asked = KeptJournal(), []
 
     def entry(number: int) -> bytes:
         asked.append(number)
@@ -122,7 +122,7 @@ def test_entries_are_encoded_in_their_order_and_once() -> None:
 
 
 def test_the_other_spares_are_fed_although_one_is_lost() -> None:
-    hub, journal, got = ThreadHub(3), Journal(), Journal()
+    hub, journal, got = ThreadHub(3), KeptJournal(), KeptJournal()
 
     def lose(source: int, to: int) -> None:
         if to == 1:
@@ -166,7 +166,7 @@ def test_a_spare_takes_part_in_no_collective_of_the_instances(monkeypatch: pytes
 
 
 def test_a_second_transport_is_refused_in_a_job_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "journal", Journal())
+    monkeypatch.setattr(process, "journal", KeptJournal())
     monkeypatch.setattr(process, "communicator", collectives.connect("single", Settings()))
     monkeypatch.setattr(process, "instance", Instance(0, 1, 1, 0, 1, 0))
     with pytest.raises(LifeCycleError, match="start the job without --spares"):
