@@ -198,15 +198,6 @@ class StepLoop(Generic[State, Pending]):
         return done
 
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make one update; gradients that are not finite complete the operation too, on all instances."""
-        try:
-            return self._updated(state, batch)
-        except NonFiniteGradientError as error:
-            can_share = self._members.can_carry_on
-            self._members.done_so_far.complete(partial(self._share_refusal, str(error)) if can_share else None)
-            raise
-
-    def _updated(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         self._keep(state)
         members, surroundings = self._members, self._surroundings()
         local = surroundings.local
@@ -218,16 +209,22 @@ class StepLoop(Generic[State, Pending]):
         if is_flipped:
             state = self._rules.flipped(state)
         try:
-            if members.journal.is_joining:
-                raise JoinsNowError
-            if members.progress.is_released and members.can_carry_on:
-                raise PeerLostError("poprun wants other active instances, or a process is lost for which none waits")
-            state, metrics = self._checked(surroundings, state, batch)
-        except LOSSES as loss:
-            if self._rules.own_part and not self._engine.has_copies(state):
-                raise
-            state, metrics = self._repeated(loss, state, batch)
-            surroundings = self._surroundings()
+            try:
+                if members.journal.is_joining:
+                    raise JoinsNowError
+                if members.progress.is_released and members.can_carry_on:
+                    raise PeerLostError(
+                        "poprun wants other active instances, or a process is lost for which none waits"
+                    )
+                state, metrics = self._checked(surroundings, state, batch)
+            except LOSSES as loss:
+                if self._rules.own_part and not self._engine.has_copies(state):
+                    raise
+                state, metrics = self._repeated(loss, state, batch)
+                surroundings = self._surroundings()
+        except NonFiniteGradientError as error:  # on all instances: it completes the operation as new variables do
+            members.done_so_far.complete(partial(self._share_refusal, str(error)) if members.can_carry_on else None)
+            raise
         tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
         self._keep(state)
         can_share = members.can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))

@@ -311,7 +311,7 @@ IN_STRATEGIES = (
     Fault(
         name="an error of a step that the program catches leaves others a step behind",
         path="strategies/core/step.py",
-        old="self._members.done_so_far.complete(partial(self._share_refusal",
+        old="members.done_so_far.complete(partial(self._share_refusal",
         new="partial(print, partial(self._share_refusal",
         caught_by="tests/strategies/test_hostile_programs.py::test_an_error_that_some_instances_have_caught_reaches_the_others",
     ),
