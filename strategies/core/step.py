@@ -298,7 +298,8 @@ class StepLoop(Generic[State, Pending]):
         programs, every = self._members.running_programs, self._rules.digest_every
         programs.begin()
         with programs.ending():
-            state = self._engine.fitted(state)
+            if self._rules.own_part:
+                state = self._engine.fitted(state)
             if every and state.step and not state.step % every:
                 state = self._compared(state)
             return self._one_step(surroundings.instruments, state, batch)
