@@ -259,6 +259,7 @@ class Strategy(ABC):
             LifeCycleError: If the job cannot go on.
         """
         self.replicas.carry_on()
+        self.replicas.has_unknown_batches = False  # the program knows of the change
 
     # ---- values
 
@@ -536,6 +537,7 @@ class Strategy(ABC):
             communicator=self.replicas.communicator,
             instruments=self.instruments,
             is_spare=lambda: self.replicas.is_spare,
+            is_read_again=self.can_carry_on,
         )
         self.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
         return dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
@@ -32,6 +32,7 @@ class Carrier(Generic[State, Pending]):
 
     Attributes:
         batch: The batch of the step that is being made; None outside of steps.
+        first: Function that returns a state with the shapes of the first one, while the training starts.
     """
 
     def __init__(self, members: Members, engine: Engine[State, Pending], own_part: str | None) -> None:
@@ -41,6 +42,7 @@ class Carrier(Generic[State, Pending]):
         self._latest: State | None = None
         self._version = 0
         self.batch: Batch = None
+        self.first: Callable[[], State] | None = None
         if members.journal.is_kept:
             members.journal.carriers.append(self)
 
@@ -84,15 +86,16 @@ class Carrier(Generic[State, Pending]):
         return f"every instance has a part of the state that no other has ({self._own_part})"
 
     def hand_over(self, source: int, joins: bool) -> None:
-        """Take over the state of rank `source` if this instance joins. Collective.
+        """Take over the state of rank `source`, which has one, if this instance joins. Collective.
 
         Args:
             source: The rank whose state is handed over.
             joins: Whether this instance joins.
         """
-        if self._latest is None:
-            return
-        if joins:
+        if self._latest is None:  # this instance is late by the start of the training
+            assert self.first is not None
+            self._engine.hand_over(self.first(), source, joins)
+        elif joins:
             self._engine.resolve(self._latest, self._engine.hand_over(self._latest, source, joins))
         else:
             self._engine.hand_over(self.read(self._latest), source, joins)
@@ -118,9 +121,10 @@ def hand_over_all(members: Members, source: int) -> None:
     """
     journal = members.journal
     joins = journal.is_joining
-    _compare_facts(members, source)
-    for carrier in journal.carriers:
-        carrier.hand_over(source, joins)
+    told = _compare_facts(members, source)
+    for carrier, facts in zip(journal.carriers, told[1::2], strict=False):
+        if facts["step"] is not None:
+            carrier.hand_over(source, joins)
     _compare_digests(members, source)
     journal.is_joining = False
 
@@ -129,18 +133,20 @@ def _facts_of(members: Members) -> dict[str, object]:
     return {"number of trainers": len(members.journal.carriers), "number of operations": members.done_so_far.entries}
 
 
-def _compare_facts(members: Members, source: int) -> None:
-    """Raise on a joining instance whose trainers or data sets are not where those of the source are. Collective."""
+def _compare_facts(members: Members, source: int) -> list[dict[str, object]]:
+    """Return the facts of the source; raise on a joining instance that does not fit them. Collective."""
     journal = members.journal
     own = [_facts_of(members), *[fact for carrier in journal.carriers for fact in carrier.facts]]
     text = broadcast_text(members.communicator, json.dumps(own), source, "facts of the training")
+    told: list[dict[str, object]] = json.loads(text)
     if not journal.is_joining:
-        return
-    for number, (theirs, here) in enumerate(zip(json.loads(text), json.loads(json.dumps(own)), strict=False)):
+        return told
+    for number, (theirs, here) in enumerate(zip(told, json.loads(json.dumps(own)), strict=False)):
         if found := difference(theirs, here, only_common=number > 0 and number % 2 == 0):
             raise SpareError(f"this spare cannot take the place of a lost instance: {found}")
     if obstacle := next((each.obstacle for each in journal.carriers if each.obstacle), ""):
         raise SpareError(f"this spare cannot take the place of a lost instance: {obstacle}")
+    return told
 
 
 def _compare_digests(members: Members, source: int) -> None:

@@ -109,6 +109,7 @@ class Evaluator(Generic[State, Pending]):
         return self._pass(task, state, self._rows(dataset))
 
     def _rows(self, dataset: Iterable[Batch]) -> EveryRow:
+        self._members.refuse_unknown(dataset)
         return self._every_row(dataset, self._members.communicator, len(self._members.local_replicas))
 
     def _pass(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -122,3 +122,10 @@ class Members(Protocol):
 
     def up_to_date(self, batch: Batch) -> Batch:
         """Return the batch, or the same step's batch for the present replicas if an instance was lost meanwhile."""
+
+    def refuse_unknown(self, batches: Iterable[Batch]) -> None:
+        """Refuse batches without a data set of a strategy after instances were lost or have joined.
+
+        Raises:
+            StrategyError: Nobody knows for which replicas the batches are.
+        """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,12 +21,16 @@ from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
-from strategies.errors import NonFiniteGradientError
+from strategies.errors import NonFiniteGradientError, SpareError
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
 if TYPE_CHECKING:
     from strategies.train_state import TrainState
+
+
+_Done: TypeAlias = tuple[State, Metrics] | NonFiniteGradientError
+_TOLD = "the metrics of the last step"
 
 
 class StepWatcher(Protocol):
@@ -79,18 +83,22 @@ class _Surroundings:
         communicator: The connection of the instances; another one means other instances.
         instruments: The instruments attached to this instance.
         local: The number of local replicas.
-        is_spare: Whether this instance is a spare.
     """
 
     communicator: Communicator
     instruments: Instruments
     local: int
-    is_spare: bool
 
     @classmethod
     def of(cls, members: Members) -> _Surroundings:
-        """Return the facts about the present instances."""
-        return cls(members.communicator, members.instruments, len(members.local_replicas), members.is_spare)
+        """Return the facts about the present instances.
+
+        Raises:
+            SpareError: This instance is a spare, and would make a step that belongs to the active instances.
+        """
+        if members.is_spare and not members.journal.is_joining:
+            raise SpareError("this spare would make a step of the training, which only active instances make")
+        return cls(members.communicator, members.instruments, len(members.local_replicas))
 
 
 class StepLoop(Generic[State, Pending]):
@@ -186,6 +194,8 @@ class StepLoop(Generic[State, Pending]):
         assert self._recorded is not None
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None
+        if isinstance(done, NonFiniteGradientError):
+            raise done
         return done
 
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -200,16 +210,22 @@ class StepLoop(Generic[State, Pending]):
         if is_flipped:
             state = self._rules.flipped(state)
         try:
-            if members.journal.is_joining:
-                raise JoinsNowError
-            if members.progress.is_released and members.can_carry_on:
-                raise PeerLostError("poprun wants other active instances, or a process is lost for which none waits")
-            state, metrics = self._checked(surroundings, state, batch)
-        except LOSSES as loss:
-            if self._rules.own_part and not self._engine.has_copies(state):
-                raise
-            state, metrics = self._repeated(loss, state, batch)
-            surroundings = self._surroundings()
+            try:
+                if members.journal.is_joining:
+                    raise JoinsNowError
+                if members.progress.is_released and members.can_carry_on:
+                    raise PeerLostError(
+                        "poprun wants other active instances, or a process is lost for which none waits"
+                    )
+                state, metrics = self._checked(surroundings, state, batch)
+            except LOSSES as loss:
+                if self._rules.own_part and not self._engine.has_copies(state):
+                    raise
+                state, metrics = self._repeated(loss, state, batch)
+                surroundings = self._surroundings()
+        except NonFiniteGradientError as error:  # on all instances: it completes the operation as new variables do
+            members.done_so_far.complete(partial(self._share_refusal, str(error)) if members.can_carry_on else None)
+            raise
         tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
         self._keep(state)
         can_share = members.can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
@@ -218,8 +234,8 @@ class StepLoop(Generic[State, Pending]):
 
     # ---- with spares
 
-    def _carried(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        """Make one update whose state can be handed over."""
+    def _carried(self, state: State, batch: Batch) -> _Done[State]:
+        """Make one update whose state can be handed over; return the error of gradients that are not finite."""
         carrier, journal = self.carrier, self._members.journal
         given, renewed = self._renewed
         carrier.note(state)
@@ -229,23 +245,32 @@ class StepLoop(Generic[State, Pending]):
         except BecameSpareError:
             self._renewed = batch, carrier.batch
             raise
+        except NonFiniteGradientError as error:
+            self._renewed = None, None
+            return error
         finally:
             carrier.batch = None
         self._renewed = None, None
         carrier.note(state)
         return state, metrics
 
-    def _packed(self, done: tuple[State, Metrics]) -> Callable[[], object]:
+    def _packed(self, done: _Done[State]) -> Callable[[], object]:
+        if isinstance(done, NonFiniteGradientError):
+            return partial(str, str(done))
         state, metrics = done
         names, means = metrics.names, metrics.means
         if isinstance(means, np.ndarray):
             means = means[: len(names)].copy()  # without the values behind them
         return partial(_told, state.step, names, means, self.notice.is_agreed)
 
-    def _replayed(self, told: tuple[int, tuple[str, ...], np.ndarray, bool]) -> tuple[State, Metrics]:
+    def _replayed(self, told: str | tuple[int, tuple[str, ...], np.ndarray, bool]) -> _Done[State]:
         """Return the result of a step of the others."""
-        step, names, means, is_agreed = told
         assert self._before is not None
+        if isinstance(told, str):
+            self.carrier.note(self._before)
+            self._members.done_so_far.share = partial(self._share_refusal, told)
+            return NonFiniteGradientError(told)
+        step, names, means, is_agreed = told
         metrics = self.metrics = Metrics(names, means)
         self.notice.agree(float(is_agreed))
         self.carrier.note(self._before)
@@ -274,7 +299,8 @@ class StepLoop(Generic[State, Pending]):
         programs, every = self._members.running_programs, self._rules.digest_every
         programs.begin()
         with programs.ending():
-            state = self._engine.fitted(state)
+            if self._rules.own_part:
+                state = self._engine.fitted(state)
             if every and state.step and not state.step % every:
                 state = self._compared(state)
             return self._one_step(surroundings.instruments, state, batch)
@@ -306,6 +332,7 @@ class StepLoop(Generic[State, Pending]):
             return self.carrier.unread(state, step)
 
         recorded = Recorded[State]("start of a training", lambda state: partial(int, state.step), replayed)
+        self.carrier.first = local
         part = self._rules.own_part
         if part and not self._engine.has_copies():
             warn_of_loss(self._members, f"every instance has a part of the state that no other has ({part})")
@@ -313,6 +340,7 @@ class StepLoop(Generic[State, Pending]):
         else:
             state = together(self._members, begun, share or self._share, local, recorded)
         self.carrier.note(state)
+        self.carrier.first = None
         self._keep(state)
         return state
 
@@ -325,19 +353,27 @@ class StepLoop(Generic[State, Pending]):
 
         If others have completed the step and this instance has not, take over their result.
         """
+        refusal: NonFiniteGradientError | None = None
 
         def catch_up() -> tuple[State, Metrics] | None:
-            nonlocal state, batch
+            nonlocal state, batch, refusal
             meeting = meet(self._members)
             state = self.carrier.read(state)
             if not meeting.is_late and not meeting.is_past:
                 batch = self.carrier.batch = self._members.replicas_batch(batch)
                 return None
-            self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
+            try:
+                self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()
+            except NonFiniteGradientError as error:  # raised below: before, parts are cut anew on all instances
+                refusal, self._latest = error, state
+                return state, Metrics((), np.zeros(0, np.float32))
             assert self.metrics is not None
             return self._latest, self.metrics
 
-        return repeated(self._members, loss, lambda: self._checked(self._surroundings(), state, batch), catch_up)
+        done = repeated(self._members, loss, lambda: self._checked(self._surroundings(), state, batch), catch_up)
+        if refusal is not None:
+            raise refusal
+        return done
 
     def _fit_latest(self) -> None:
         """Cut parts of the latest state anew after a change of the instances. Collective."""
@@ -345,15 +381,25 @@ class StepLoop(Generic[State, Pending]):
             self._latest = self._engine.fitted(self._latest)
 
     def _share(self, state: State, root: int) -> State:
-        """Return the state of rank `root`, and take over its metrics and notice. Collective."""
+        """Return the state of rank `root`, and take over its metrics and notice. Collective.
+
+        Raises:
+            NonFiniteGradientError: The step of that rank has raised it.
+        """
         own, state = self.metrics, self.carrier.read(state)
         text = json.dumps(None if own is None else [own.names, np.asarray(own.means).tolist(), self.notice.is_agreed])
-        told = json.loads(broadcast_text(self._members.communicator, text, root, "the metrics of the last step"))
+        told = json.loads(broadcast_text(self._members.communicator, text, root, _TOLD))
+        if isinstance(told, str):
+            raise NonFiniteGradientError(told)
         state = self._engine.share(state, root)  # last, so that a failure changes nothing
         if told is not None:
             self.metrics = Metrics(tuple(told[0]), np.array(told[1], np.float32))
             self.notice.agree(float(told[2]))
         return state
+
+    def _share_refusal(self, text: str, root: int) -> None:
+        """Tell instances that lack the result of a step that its gradients were not finite. Collective."""
+        broadcast_text(self._members.communicator, json.dumps(text), root, _TOLD)
 
     def take_over(self, state: State, batches: Sequence[Batch], metrics: Metrics, tails: UnreadArray) -> None:
         """Note that the only replica has made several steps in one program.

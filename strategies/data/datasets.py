@@ -31,7 +31,7 @@ from strategies.data.sources import (
 )
 from strategies.errors import SpareError, StrategyError
 from strategies.placeholders import unread
-from strategies.typing import Batch, Data
+from strategies.typing import Batch, Data, Leaf
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class DistributedDataset:
         communicator: Connection of the instances; None for a single instance.
         instruments: Instruments that observe the wait for each batch.
         is_spare: Function that returns whether this instance is a spare. Then batches have no values, but the first.
+        is_read_again: Whether the last batch may have to be read again, for other replicas.
 
     Attributes:
         num_read_ahead: Number of batches that are prepared before they are taken.
@@ -112,6 +113,7 @@ class DistributedDataset:
         communicator: Communicator | None = None,
         instruments: Instruments | None = None,
         is_spare: Callable[[], bool] = lambda: False,
+        is_read_again: bool = False,
     ) -> None:
         self._layout = Layout(batch_size, total_replicas, local_replicas, remainder, gradient_accumulation_count)
         require_switches(shuffle=shuffle)
@@ -128,6 +130,8 @@ class DistributedDataset:
         self._source = open_source(source, self._layout, seed=seed, shuffle=shuffle)
         self._last: Batch = None
         self._earlier: list[Batch] = []  # the batches of the same step for earlier replicas
+        self._is_read_again = is_read_again
+        self._contents: list[tuple[Leaf, object]] = []  # of the batches above, to see whether the program changes them
         self.is_last_outdated = False
         self._consumed = (0, 0)
         self._resume: tuple[int, int] | None = None
@@ -276,8 +280,16 @@ class DistributedDataset:
         self._source = open_source(self._given, self._layout, seed=self._seed, shuffle=self._shuffle)
 
     def has_given(self, batch: Batch) -> bool:
-        """Return whether this is a batch of the last step, with or without its mask."""
-        return self._last is not None and any(_is_of(batch, given) for given in (self._last, *self._earlier))
+        """Return whether this is a batch of the last step, with or without its mask, as it was given.
+
+        A batch whose arrays the program has changed or replaced is another one: reading it again would undo this.
+        """
+        if self._last is None or not any(_is_of(batch, given) for given in (self._last, *self._earlier)):
+            return False
+        given = iter(self._contents)  # in the order of the leaves
+        return not self._is_read_again or all(
+            any(leaf is one and version == _version(one) for one, version in given) for leaf in trees.leaves(batch)
+        )
 
     def read_again(self, batch: Batch = None) -> Batch:
         """Return the batch of the last step for the present local replicas.
@@ -289,7 +301,11 @@ class DistributedDataset:
         if self.is_last_outdated:
             self._earlier.append(self._last)
             self._last, self.is_last_outdated = self.with_values(), False
+            self._note_contents()
         return self._last.values if is_bare else self._last
+
+    def _note_contents(self) -> None:
+        self._contents += [(leaf, _version(leaf)) for leaf in trees.leaves(self._last)]
 
     def with_values(self) -> Batch:
         """Return the batch of the last step, read again; `has_given` does not know it."""
@@ -327,12 +343,15 @@ class DistributedDataset:
         source = None
         while source is not self._source:  # redistribute has replaced the source
             source = self._source
-            start = self._consumed[1]
             batches = self._unread(epoch, start) if self._is_spare() else self._placed(epoch, start)
             try:
                 for step, batch in enumerate(self._waited_for(self._agreed(batches, epoch, start)), start + 1):
                     self._consumed, self._last, self.is_last_outdated = (epoch, step), batch, False
                     self._earlier.clear()
+                    self._contents.clear()
+                    if self._is_read_again:
+                        self._note_contents()
+                    start = step  # not that of another iterator, which `_consumed` may be
                     yield batch
                     if source is not self._source:
                         break
@@ -388,6 +407,11 @@ class DistributedDataset:
     def _moved(self, batch: Batch) -> Batch:
         """Return the batch on the devices."""
         return self._place(converted(self._transfer_dtype, batch))
+
+
+def _version(leaf: Leaf) -> object:
+    """Return the number of changes of a tensor of PyTorch in place; the other arrays of batches do not change."""
+    return getattr(leaf, "_version", None)
 
 
 def _is_of(batch: Batch, given: Batch) -> bool:

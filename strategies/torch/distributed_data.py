@@ -60,6 +60,7 @@ def distribute_dataset(
         communicator=strategy.replicas.communicator,
         instruments=strategy.instruments,
         is_spare=lambda: strategy.replicas.is_spare,
+        is_read_again=strategy.can_carry_on,
     )
     strategy.replicas.adopt(dataset, gradient_accumulation_count * batch_size)
     return dataset

@@ -287,4 +287,32 @@ IN_STRATEGIES = (
         new="return told, {}",
         caught_by="tests/strategies/test_replaying.py::test_a_spare_that_reads_other_data_is_refused",
     ),
+    Fault(
+        name="an instance drives the replicas of another one after a loss",
+        path="strategies/jax/replicas/replicas.py",
+        old="if not self.is_spare and own != place:",
+        new="if False:",
+        caught_by="tests/strategies/test_hostile_programs.py::test_an_instance_that_would_drive_wrong_replicas_ends",
+    ),
+    Fault(
+        name="a spare makes a step of the training",
+        path="strategies/core/step.py",
+        old="if members.is_spare and not members.journal.is_joining:",
+        new="if False:",
+        caught_by="tests/strategies/test_hostile_programs.py::test_a_spare_makes_no_step_of_the_training",
+    ),
+    Fault(
+        name="a batch that the program has changed is read again without the change",
+        path="strategies/data/datasets.py",
+        old="return not self._is_read_again or all(",
+        new="return True or all(",
+        caught_by="tests/strategies/test_hostile_programs.py::test_a_batch_that_the_program_has_changed_is_not_read_again_without_the_change",
+    ),
+    Fault(
+        name="an error of a step that the program catches leaves others a step behind",
+        path="strategies/core/step.py",
+        old="members.done_so_far.complete(partial(self._share_refusal",
+        new="partial(print, partial(self._share_refusal",
+        caught_by="tests/strategies/test_hostile_programs.py::test_an_error_that_some_instances_have_caught_reaches_the_others",
+    ),
 )

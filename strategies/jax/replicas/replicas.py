@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -20,6 +20,7 @@ from collectives.buffers import refuse_masked
 from collectives.instruments import Instruments
 from collectives.reduction import normalise_op
 from popdist.environments.poprun import process_index
+from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from popdist.records.faults import FaultInjector
 from popdist.records.progress import NoProgress, Progress
@@ -39,7 +40,7 @@ from strategies.jax.programs.determinism import use_deterministic_operations
 from strategies.jax.programs.program import DeviceProgram, HeldState
 from strategies.jax.programs.xla_pitfalls import insist_on_right_sums, refuse_cut_integers
 from strategies.jax.replicas.accelerators import exchange_of, expected_platform
-from strategies.jax.replicas.dealing import Dealing
+from strategies.jax.replicas.dealing import Dealing, replication_of
 from strategies.jax.replicas.devices import (
     DeviceGrid,
     ReplicaDevices,
@@ -64,6 +65,12 @@ if TYPE_CHECKING:
 Same = TypeVar("Same")
 
 logger = logging.getLogger(__name__)
+
+
+UNKNOWN_BATCH = (
+    "an instance was lost or has joined, and this batch does not come from strategy.distribute_dataset, so it may be "
+    "for the replicas that this instance had before; use the batches of strategy.distribute_dataset as they are"
+)
 
 
 class _NoPrograms:
@@ -98,6 +105,8 @@ class Replicas:
         done_so_far: Progress of this instance, for the survivors of a loss.
         journal: Results of the operations, for spares.
         has_carried_on: Whether instances were lost or have joined.
+        has_unknown_batches: Whether this happened in an operation, so that the program may still make batches for the
+            replicas of before.
         progress: Connection to the supervisor of this instance.
         faults: Faults that the user has planned for this instance.
         variables_on_host: Whether variables and optimizer state live in host memory.
@@ -131,7 +140,7 @@ class Replicas:
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
         self._spread = 0  # how often the replicas have been spread over other instances
-        self.has_carried_on = False
+        self.has_carried_on = self.has_unknown_batches = False
         self._finding = threading.RLock()
         instance = membership.instance
         # The place of the variables, which stay there when this instance takes over replicas of another one.
@@ -352,17 +361,29 @@ class Replicas:
         The number of replicas stays; each instance drives other replicas than before, and reads their data.
 
         Raises:
-            LifeCycleError: The job cannot go on.
+            LifeCycleError: The job cannot go on; or this instance has another number, or counts other instances, than
+                its communicator.
         """
         self.journal.flush()
         is_claimed = False
         while not is_claimed:
             self._membership.carry_on()  # an error here is final
             self._spread += 1
+            self._insist_on_place()
             is_claimed = self._claim_again()
-        self.has_carried_on = True
+        self.has_carried_on = self.has_unknown_batches = True
         for dataset in self._datasets:
             dataset.redistribute(self.local_replicas)
+
+    def _insist_on_place(self) -> None:
+        """Raise if this instance would drive other replicas than those of its rank."""
+        instance, communicator = self.instance, self.communicator
+        own, place = (instance.index, instance.count), (communicator.rank, communicator.size)
+        if not self.is_spare and own != place:
+            raise LifeCycleError(
+                f"after a change of the instances this one is instance {own[0]} of {own[1]}, but rank {place[0]} of "
+                f"{place[1]}, so it would drive wrong replicas; this is a fault of PopDist: please report it"
+            )
 
     def _claim_again(self) -> bool:
         """Claim devices; return False if another instance was lost during the choice of the exchange."""
@@ -398,9 +419,29 @@ class Replicas:
         )
 
     def up_to_date(self, batch: Batch) -> Batch:
-        """Return the batch, or the batch of the same step for the present replicas if an instance was lost since."""
-        dataset = self.dataset_of(batch) if self.has_carried_on else None
-        return batch if dataset is None else dataset.read_again(batch)
+        """Return the batch, or the batch of the same step for the present replicas if an instance was lost since.
+
+        Raises:
+            StrategyError: An instance was lost or has joined, and nobody knows for which replicas the batch is.
+        """
+        if not self.has_carried_on:
+            return batch
+        dataset = self.dataset_of(batch)
+        if dataset is not None:
+            return dataset.read_again(batch)
+        self.dealing.refuse_others(batch)
+        if self.has_unknown_batches and any(replication_of(leaf) is None for leaf in trees.leaves(batch)):
+            raise StrategyError(UNKNOWN_BATCH)
+        return batch
+
+    def refuse_unknown(self, batches: Iterable[Batch]) -> None:
+        """Refuse batches without a data set of a strategy after instances were lost or have joined.
+
+        Raises:
+            StrategyError: Nobody knows for which replicas the batches are.
+        """
+        if self.has_unknown_batches and not isinstance(batches, DistributedDataset):
+            raise StrategyError(UNKNOWN_BATCH)
 
     def real_batch(self, batch: Batch) -> Batch:
         """Return the batch with values, on a spare whose data sets give batches without values."""
