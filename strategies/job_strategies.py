@@ -55,6 +55,10 @@ class MpiJob(Membership):
         return spares.keeps_journal()
 
     @override
+    def may_change(self, is_so: bool) -> None:
+        popdist.progress().heeds_wishes(is_so)
+
+    @override
     def publish(self, entry: Callable[[], bytes]) -> None:
         spares.publish(entry)
 

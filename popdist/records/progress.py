@@ -232,6 +232,10 @@ class Progress(ABC):
         """The number of the wish that `wanted` has read last, if it is complete; 0: no wish."""
 
     @abstractmethod
+    def heeds_wishes(self, is_so: bool) -> None:
+        """Note whether waits may end for a wish of poprun: this process is in an operation that can be repeated."""
+
+    @abstractmethod
     def changes(self) -> None:
         """Note that a change of the members begins, in which this process waits for all others."""
 
@@ -312,6 +316,8 @@ class NoProgress(Progress):
     def is_resize_due(self) -> bool:
         return self._is_change_due()
 
+    def heeds_wishes(self, is_so: bool) -> None: ...
+
     def changes(self) -> None: ...
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None: ...
@@ -344,6 +350,7 @@ class ProgressPage(Progress):
         "_begun_ns",
         "_call",
         "_considered_word",
+        "_heeds",
         "_is_changing",
         "_label_at",
         "_losses",
@@ -370,6 +377,7 @@ class ProgressPage(Progress):
         self._begun_ns = self._waited_ns = self._lost = self._outer = 0
         self._wanted_word = self._considered_word = 0
         self._wanted = Wanted()
+        self._heeds = False
         self._is_changing = False  # a change of the members is under way, and considers the wish
         self._words[_OWNER] = os.getpid()
         self._words[_STATE] = State.RUNNING.value
@@ -477,13 +485,17 @@ class ProgressPage(Progress):
             return True
         if self._is_changing:
             return False
-        return self._is_called if self._words[_STATE] in _LEAVING_STATES else self.is_resize_due or self._is_called
+        heeds = self._heeds or self._words[_ROLE] == Role.SPARE
+        return self._is_called or (heeds and self._words[_STATE] not in _LEAVING_STATES and self.is_resize_due)
 
     @property
     def _is_called(self) -> bool:
         """Whether another process has begun the change for a wish that this one has not considered."""
         called = self._words[_CALLED]
         return called != 0 and called != self._words[_CONSIDERED]
+
+    def heeds_wishes(self, is_so: bool) -> None:
+        self._heeds = is_so
 
     def changes(self) -> None:
         self._words[_CHANGING] = 1

@@ -78,6 +78,9 @@ class JournalMember(Protocol):
     def keeps_journal(self) -> bool:
         """Whether other instances may join later."""
 
+    def may_change(self, is_so: bool) -> None:
+        """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
+
     def publish(self, entry: Callable[[], bytes]) -> None:
         """Keep the encoded result of an operation for spares."""
 
@@ -220,6 +223,7 @@ class Journal:
                         "take its place"
                     )
             self._is_inside = True  # without a context manager, because each step comes here
+            self._member.may_change(survives)
             try:
                 done = body()
             except BecameSpareError:
@@ -230,6 +234,7 @@ class Journal:
                 raise
             finally:
                 self._is_inside = False
+                self._member.may_change(False)
             self.record(recorded.kind, recorded.pack(done))
             return done
 

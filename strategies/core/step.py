@@ -213,7 +213,7 @@ class StepLoop(Generic[State, Pending]):
             try:
                 if members.journal.is_joining:
                     raise JoinsNowError
-                if members.progress.is_released and members.can_carry_on:
+                if (members.progress.is_released or members.progress.is_resize_due) and members.can_carry_on:
                     raise PeerLostError(
                         "poprun wants other active instances, or a process is lost for which none waits"
                     )

@@ -150,6 +150,11 @@ def test_an_instance_acts_on_a_wish_once_it_is_complete_and_until_it_has_conside
     assert (page.is_resize_due, record().wanted) == (False, Wanted())
     want(Wanted(1, 3, is_barred=True, is_complete=True))
     assert page.is_resize_due
+    assert not page.is_released  # the program may wait in a collective of its own, which nobody repeats
+    page.heeds_wishes(True)
+    assert page.is_released
+    page.heeds_wishes(False)
+    assert not page.is_released
     assert page.wanted == 3
     want(Wanted(2, 1))
     assert not page.may_be_active
@@ -187,6 +192,7 @@ def test_an_instance_at_its_end_heeds_a_wish_only_when_it_is_called_to_the_chang
 
     low = Wanted(1, 3, is_complete=True).pack()
     write((low ^ 0xFFFFFFFF) << 32 | low, WANTED_OFFSET)
+    page.heeds_wishes(True)
     assert page.is_released
     page.leaving()
     assert not page.is_released

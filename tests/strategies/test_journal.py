@@ -31,6 +31,10 @@ class Member:
     def __init__(self, entries=None):
         self.is_spare = entries is not None
         self.entries = list(entries or ())
+        self.changes = False
+
+    def may_change(self, is_so):
+        self.changes = is_so
 
     def publish(self, entry):
         self.entries.append(entry())
@@ -237,3 +241,14 @@ def test_a_recorded_array_is_a_copy():
 
 def test_the_error_is_public():
     assert strategies.SpareError is SpareError
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_the_members_may_change_in_operations_that_can_be_repeated(survives):
+    member = Member()
+    journal, _ = journal_of(member)
+    assert journal.perform(number(), lambda: member.changes, survives=survives) is survives
+    assert not member.changes
+    with pytest.raises(KeyError):
+        journal.perform(number(), lambda: {}["nothing"], survives=survives)
+    assert not member.changes

@@ -76,6 +76,9 @@ class Membership(ABC):
         """Whether other instances may join later, so that the results of all operations are kept for them."""
         return False
 
+    def may_change(self, is_so: bool) -> None:  # noqa: B027
+        """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
+
     def publish(self, entry: Callable[[], bytes]) -> None:  # noqa: B027
         """Keep the result of an operation for instances that join later; every active instance calls this.
 
