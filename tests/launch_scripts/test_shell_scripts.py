@@ -206,7 +206,7 @@ class TestTestScript:
         assert commands[0].endswith(" --parts all")
         assert commands[1:] == [
             f"python tests/mutations --jobs {len(os.sched_getaffinity(0))}",
-            "python benchmarks/soak.py --seed 4092 --count 8",
+            "python benchmarks/soak.py --seed 9 --count 8",
             "sh tests/versions.sh",
         ]
         assert noted() == ["all"]
@@ -216,7 +216,7 @@ class TestTestScript:
         assert done.returncode == 0, done.stderr
         assert commands[0].endswith(" --parts hosts,soak")
         assert commands[1:] == [
-            "python benchmarks/soak.py --seed 4092 --count 8",
+            "python benchmarks/soak.py --seed 9 --count 8",
         ]
         assert noted() == ["hosts,soak"]
 
