@@ -112,7 +112,7 @@ class JobMachine:
         self.carriers = [Carriers(0.0, 0, self._members.carriers)]
         self._verdict: Verdict | None = None
         self._exit_status = 0
-        self._deadline_s = begin_s + across.start_timeout_s
+        self._deadline_s = self._start_deadline_s = begin_s + across.start_timeout_s
         self._next_look_s = begin_s + LOOK_S
         self._settle_limit_s = self._interrupted_at_s = self._rest_limit_s = self._tidy_limit_s = _NEVER
         self._stuck_timeout_s = across.stuck_timeout_s or _NEVER
@@ -301,7 +301,8 @@ class JobMachine:
         self.phase = JobPhase.RUNNING
         self._released = None
         self._lookout.forget(now_s)
-        self._deadline_s, self._next_look_s = _NEVER, now_s + LOOK_S
+        self._deadline_s = _NEVER if self._members.all_connected else self._start_deadline_s
+        self._next_look_s = now_s + LOOK_S
         return True
 
     def _give_up(self) -> bool:

@@ -27,7 +27,7 @@ def main(rank: int, texts: Sequence[str]) -> None:
     node = Node([Address.parse(text) for text in texts], texts, rank, "", Security(), LIMITS)
     node.join()
     members = range(len(texts))
-    links = [counted(GrpcLink(node, ALL, channel, members)) for channel in (0, 1)]
+    links = [counted(GrpcLink(node, ALL, channel, members, epoch=0)) for channel in (0, 1)]
     group = RankGroup(rank, texts, members, lambda awaited: node.lost(awaited, members))
     with assemble(Settings(limits=LIMITS, spins=0), group, (links[0], links[1]), False, no_subgroup) as communicator:
         buffer = np.ones(BUFFER_BYTES // 4, np.float32)

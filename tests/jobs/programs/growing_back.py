@@ -28,6 +28,7 @@ def end_here():
 def await_new_instance(count):
     """Wait until the members change: a new instance joins, or one is lost on its way."""
     give_up_s = time.monotonic() + LIMIT_S
+    progress().heeds_wishes(True)
     while popdist.instance().count < count and not progress().is_released:
         assert time.monotonic() < give_up_s, "no new instance has come"
         time.sleep(0.01)
