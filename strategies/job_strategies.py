@@ -15,6 +15,7 @@ from popdist.environments.tf_config import Cluster
 from popdist.instance import Instance
 from popdist.leaving import is_to_carry_on
 from strategies.argument_checks import positive
+from strategies.core.journal import JournalMember
 from strategies.defaults import Defaults
 from strategies.exchange.choice import GRPC, HOROVOD
 from strategies.jax.replicas.membership import Membership
@@ -22,6 +23,33 @@ from strategies.launched import join_as_configured, refuse_other_process, replic
 from strategies.strategy import Strategy
 
 OnFailure = Literal["stop", "shrink"]
+
+
+@final
+class JobJournal(JournalMember):
+    """The part of this process in the journal that popdist keeps and passes on."""
+
+    @property
+    @override
+    def is_spare(self) -> bool:
+        return spares.is_spare()
+
+    @property
+    @override
+    def keeps_journal(self) -> bool:
+        return spares.keeps_journal()
+
+    @override
+    def may_change(self, is_so: bool) -> None:
+        popdist.progress().heeds_wishes(is_so)
+
+    @override
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        spares.publish(entry)
+
+    @override
+    def next_entry(self) -> bytes | None:
+        return spares.next_entry()
 
 
 @final
@@ -46,25 +74,8 @@ class MpiJob(Membership):
 
     @property
     @override
-    def is_spare(self) -> bool:
-        return spares.is_spare()
-
-    @property
-    @override
-    def keeps_journal(self) -> bool:
-        return spares.keeps_journal()
-
-    @override
-    def may_change(self, is_so: bool) -> None:
-        popdist.progress().heeds_wishes(is_so)
-
-    @override
-    def publish(self, entry: Callable[[], bytes]) -> None:
-        spares.publish(entry)
-
-    @override
-    def next_entry(self) -> bytes | None:
-        return spares.next_entry()
+    def journal_member(self) -> JournalMember:
+        return JobJournal()
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:
@@ -218,21 +229,8 @@ class WorkerCluster(Membership):
 
     @property
     @override
-    def is_spare(self) -> bool:
-        return spares.is_spare()
-
-    @property
-    @override
-    def keeps_journal(self) -> bool:
-        return spares.keeps_journal()
-
-    @override
-    def publish(self, entry: Callable[[], bytes]) -> None:
-        spares.publish(entry)
-
-    @override
-    def next_entry(self) -> bytes | None:
-        return spares.next_entry()
+    def journal_member(self) -> JournalMember:
+        return JobJournal()
 
     @override
     def join_survivors(self) -> tuple[Instance, Communicator]:

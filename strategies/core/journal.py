@@ -68,24 +68,56 @@ class InstanceProgress:
 
 
 class JournalMember(Protocol):
-    """The part of `Membership` that concerns the journal."""
+    """The part of an instance in the journal: an active one adds to it, and a spare reads it."""
 
     @property
     def is_spare(self) -> bool:
-        """Whether this instance waits to take the place of a lost one."""
+        """Whether this instance waits to take the place of a lost one, and takes no part in the training yet."""
 
     @property
     def keeps_journal(self) -> bool:
-        """Whether other instances may join later."""
+        """Whether other instances may join later, so that the results of all operations are kept for them."""
 
     def may_change(self, is_so: bool) -> None:
         """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
 
     def publish(self, entry: Callable[[], bytes]) -> None:
-        """Keep the encoded result of an operation for spares."""
+        """Keep the result of an operation for instances that join later; every active instance calls this.
+
+        Args:
+            entry: Function that encodes the result. It may be called later, when the result is complete.
+        """
 
     def next_entry(self) -> bytes | None:
-        """Return the encoded result of the next operation; None if this spare has become active."""
+        """Return the result of the next operation of the others. A spare calls this in place of the operation.
+
+        The call sleeps until the others have completed the operation.
+
+        Returns:
+            The encoded result. None if this spare has become active: then it has returned all results that the others
+            have published, and takes part in the operation after them. `Membership.join_survivors` returns its new
+            identity.
+
+        Raises:
+            SystemExit: With status 0, at the end of the job.
+        """
+
+
+class NoJournal(JournalMember):
+    """The part of an instance in a job whose instances stay the same, or of which some are lost."""
+
+    is_spare = False
+    keeps_journal = False
+
+    def may_change(self, is_so: bool) -> None:
+        """Do nothing."""
+
+    def publish(self, entry: Callable[[], bytes]) -> None:
+        """Do nothing."""
+
+    def next_entry(self) -> bytes | None:
+        """Refuse to read."""
+        raise AssertionError("an instance that is no spare reads no journal")
 
 
 class StateCarrier(Protocol):

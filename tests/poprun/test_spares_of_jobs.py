@@ -278,6 +278,17 @@ class TestSleepingSpares:
         assert (script.exit_status, script.verdict.is_of_hosts) == (137, True)
 
 
+def interrupted_while_saving():
+    """Return a job of two instances and a spare, 1 s after its start: SIGTERM has come, and saving takes 19 s."""
+    script = job(2, 1)
+    script.instances[0].record = script.instances[1].record = running(grace_s=30.0)
+    for index in (0, 1):
+        script.instances[index].after_signal = (20.0, exited(143))
+    script.run(until_s=0.5)
+    script.interrupt(1.0, signal.SIGTERM)
+    return script
+
+
 class TestSignals:
     def test_sleeping_spares_get_no_signals_of_the_user(self):
         script = job(2, 1)
@@ -287,23 +298,13 @@ class TestSignals:
         assert [each.instance for each in script.all_of(PASS_ON)] == [0, 1]
 
     def test_the_job_ends_after_sigterm_when_the_instances_have_saved(self):
-        script = job(2, 1)
-        script.instances[0].record = script.instances[1].record = running(grace_s=30.0)
-        for index in (0, 1):
-            script.instances[index].after_signal = (20.0, exited(143))
-        script.run(until_s=0.5)
-        script.interrupt(1.0, signal.SIGTERM)
+        script = interrupted_while_saving()
         script.run()
         assert (script.exit_status, script.closed_s) == (143, pytest.approx(21.0))
         assert script.said(Level.WARN) == []
 
     def test_a_spare_that_ends_does_not_shorten_the_time_to_save(self):
-        script = job(2, 1)
-        script.instances[0].record = script.instances[1].record = running(grace_s=30.0)
-        for index in (0, 1):
-            script.instances[index].after_signal = (20.0, exited(143))
-        script.run(until_s=0.5)
-        script.interrupt(1.0, signal.SIGTERM)
+        script = interrupted_while_saving()
         script.end(1.5, 2, killed(signal.SIGTERM))
         script.run()
         assert script.closed_s > 1.5 + INTERRUPT_GRACE_S + CLOSE_LIMIT_S

@@ -19,6 +19,7 @@ from collectives.backends.thread import connect_survivors
 from collectives.instruments import Instruments
 from popdist import Instance
 from popdist.records.faults import FaultInjector, InjectedError
+from strategies.core.journal import JournalMember
 from strategies.jax.replicas.membership import Membership
 
 Result = TypeVar("Result")
@@ -98,22 +99,26 @@ class StandbyThreads(Membership):
 
     @property
     @override
+    def journal_member(self) -> JournalMember:
+        return self
+
+    @property
     def is_spare(self) -> bool:
         return self._is_spare
 
     @property
-    @override
     def keeps_journal(self) -> bool:
         return True
 
-    @override
+    def may_change(self, is_so: bool) -> None:
+        """Nothing but losses changes the members here."""
+
     def publish(self, entry: Callable[[], bytes]) -> None:
         assert not self._is_spare
         self._entries.append(entry())
         if self.instance.is_leader:
             self._job.pass_on(self._entries)
 
-    @override
     def next_entry(self) -> bytes | None:
         assert self._is_spare
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, final
 
@@ -11,6 +10,7 @@ from collectives import Communicator
 from popdist.errors import LifeCycleError
 from popdist.instance import Instance
 from strategies.argument_checks import positive
+from strategies.core.journal import JournalMember, NoJournal
 from strategies.defaults import Defaults, in_force
 from strategies.exchange.choice import MPI
 
@@ -67,38 +67,9 @@ class Membership(ABC):
         return False
 
     @property
-    def is_spare(self) -> bool:
-        """Whether this instance waits to take the place of a lost one, and takes no part in the training yet."""
-        return False
-
-    @property
-    def keeps_journal(self) -> bool:
-        """Whether other instances may join later, so that the results of all operations are kept for them."""
-        return False
-
-    def may_change(self, is_so: bool) -> None:  # noqa: B027
-        """Note whether this instance is in an operation that can be repeated, so that the members may change in it."""
-
-    def publish(self, entry: Callable[[], bytes]) -> None:  # noqa: B027
-        """Keep the result of an operation for instances that join later; every active instance calls this.
-
-        Args:
-            entry: Function that encodes the result. It may be called later, when the result is complete.
-        """
-
-    def next_entry(self) -> bytes | None:
-        """Return the result of the next operation of the others. A spare calls this in place of the operation.
-
-        The call sleeps until the others have completed the operation.
-
-        Returns:
-            The encoded result. None if this spare has become active: then it has returned all results that the others
-            have published, and takes part in the operation after them. `join_survivors` returns its new identity.
-
-        Raises:
-            SystemExit: With status 0, at the end of the job.
-        """
-        raise LifeCycleError(f"{self.members} have no spares")
+    def journal_member(self) -> JournalMember:
+        """The part of this instance in the journal for instances that join later; by default there is no journal."""
+        return NoJournal()
 
     def join_survivors(self) -> tuple[Instance, Communicator]:
         """Connect with the instances that are left. Collective among them. If it raises, this object is unchanged.

@@ -131,7 +131,8 @@ class Replicas:
         self.num_replicas_in_sync = membership.instance.total_replicas
         self.adds_in_order = membership.adds_in_order
         self.done_so_far = InstanceProgress()
-        self.journal = Journal(membership, self.done_so_far)
+        self._journal_member = membership.journal_member
+        self.journal = Journal(self._journal_member, self.done_so_far)
         self.variables_on_host = variables_on_host
         self.progress = progress or NoProgress()
         attached = self.instruments.attached
@@ -299,7 +300,7 @@ class Replicas:
     @property
     def is_chief(self) -> bool:
         """Whether this instance prints and writes for all of them, see `Strategy.is_chief`."""
-        return self._membership.is_chief and not self._membership.is_spare
+        return self._membership.is_chief and not self.is_spare
 
     def on_chief(self, function: Callable[[], object]) -> None:
         """Call a function on the chief only, as `Strategy.on_chief` describes. Collective."""
@@ -346,7 +347,7 @@ class Replicas:
     @property
     def is_spare(self) -> bool:
         """Whether this instance waits to take the place of a lost one."""
-        return self._membership.is_spare
+        return self._journal_member.is_spare
 
     def wait_for_values(self) -> None:
         """Wait on a spare, outside of operations, until its placeholders have values; see `Journal.wait_for_values`."""
