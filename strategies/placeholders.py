@@ -162,11 +162,6 @@ def read(tree: Tree) -> Tree:
     return trees.unflatten(structure, [_read(leaf) for leaf in leaves])
 
 
-def has_unread(tree: Tree) -> bool:
-    """Return whether a tree has a placeholder."""
-    return any(isinstance(leaf, Placeholder) for leaf in trees.leaves(tree))
-
-
 def blank(tree: Tree) -> Tree:
     """Return a tree with zeros for values that have not come, for an instance that gets them in a collective."""
 

@@ -201,7 +201,7 @@ class StepLoop(Generic[State, Pending]):
     def _made(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         self._keep(state)
         members, surroundings = self._members, self._surroundings()
-        local = surroundings.local
+        local, can_carry_on = surroundings.local, members.can_carry_on
         batch = members.up_to_date(batch)
         if self._is_kept:
             self.carrier.batch = batch
@@ -213,7 +213,7 @@ class StepLoop(Generic[State, Pending]):
             try:
                 if members.journal.is_joining:
                     raise JoinsNowError
-                if (members.progress.is_released or members.progress.is_resize_due) and members.can_carry_on:
+                if can_carry_on and (members.progress.is_released or members.progress.is_resize_due):
                     raise PeerLostError(
                         "poprun wants other active instances, or a process is lost for which none waits"
                     )
@@ -224,11 +224,11 @@ class StepLoop(Generic[State, Pending]):
                 state, metrics = self._repeated(loss, state, batch)
                 surroundings = self._surroundings()
         except NonFiniteGradientError as error:  # on all instances: it completes the operation as new variables do
-            members.done_so_far.complete(partial(self._share_refusal, str(error)) if members.can_carry_on else None)
+            members.done_so_far.complete(partial(self._share_refusal, str(error)) if can_carry_on else None)
             raise
         tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
         self._keep(state)
-        can_share = members.can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
+        can_share = can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
         return state, metrics
 
