@@ -29,6 +29,7 @@ from strategies.torch.on_device.sums import TreeSums
 
 CPU = torch.device("cpu")
 COMPILED = Defaults(exchange="compiled")
+CONVOLUTIONS, MLP = new_module("convolutions"), new_module("mlp")
 
 
 class Waits(TorchDispatchMode):
@@ -59,8 +60,8 @@ def steps(trainer, dataset, count=5):
     return found
 
 
-def begun(strategy, name="convolutions", **options):
-    module = new_module(name)
+def begun(strategy, module, **options):
+    module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)  # others read counters of steps on the host
     trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, replica_device="cpu", **options)
     return trainer, strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
@@ -70,20 +71,20 @@ def begun(strategy, name="convolutions", **options):
 @pytest.mark.parametrize("name", ["convolutions", "embedding"])
 def test_a_step_of_one_instance_reads_nothing_until_its_metrics_are_read(name, replicas):
     """The first step reads the device once to learn which buffers have changed."""
-    trainer, dataset = begun(strategies.IPUStrategy(replicas), name)
+    trainer, dataset = begun(strategies.IPUStrategy(replicas), new_module(name))
     assert steps(trainer, dataset) == [(1, 1)] + [(0, 1)] * 4
     trainer.close()
 
 
 def test_a_step_of_one_instance_reads_one_flag_to_scale_losses():
-    trainer, dataset = begun(strategies.IPUStrategy(2), loss_scaling="dynamic")
+    trainer, dataset = begun(strategies.IPUStrategy(2), CONVOLUTIONS, loss_scaling="dynamic")
     assert steps(trainer, dataset)[1:] == [(1, 1)] * 4
     trainer.close()
 
 
 def test_a_step_of_several_instances_reads_once(on_instances):
     def function(strategy):
-        trainer, dataset = begun(strategy, "mlp", check_numerics=True)
+        trainer, dataset = begun(strategy, MLP, check_numerics=True)
         found = steps(trainer, dataset)
         trainer.close()
         return found
@@ -93,7 +94,7 @@ def test_a_step_of_several_instances_reads_once(on_instances):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_no_operator_of_a_step_waits_for_a_number(replicas):
-    trainer, dataset = begun(strategies.IPUStrategy(replicas))
+    trainer, dataset = begun(strategies.IPUStrategy(replicas), CONVOLUTIONS)
     first, second, third, *_ = dataset.epoch(0)
     trainer.step(first)
     trainer.step(second)
@@ -116,7 +117,7 @@ def test_sums_begin_as_soon_as_both_parts_are_ready():
 
 @pytest.mark.parametrize(("replicas", "sets"), [(1, 1), (2, 2), (3, 2), (4, 3)])
 def test_the_plan_of_the_memory_has_the_sums_that_are_alive(replicas, sets):
-    trainer, dataset = begun(strategies.IPUStrategy(replicas), "mlp")
+    trainer, dataset = begun(strategies.IPUStrategy(replicas), MLP)
     held = {one.what: one.nbytes for one in trainer.plan(next(dataset.epoch(0))).held}
     trainer.close()
     assert held["gradients"] // held["variables"] == sets
@@ -225,18 +226,18 @@ def loss_with_table(module, batch):
     return nn.functional.cross_entropy(module(batch["x"]) + module.table, batch["y"])
 
 
-SYNCHRONISED = nn.SyncBatchNorm.convert_sync_batchnorm(new_module("convolutions"))
+SYNCHRONISED = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(CONVOLUTIONS))
 CASES = {
     "frozen parameters": (Frozen(), loss_fn, {}),
     "synchronised statistics": (SYNCHRONISED, loss_fn, {}),
-    "clipped gradients": (new_module("mlp"), loss_fn, {"before_update": clip}),
+    "clipped gradients": (MLP, loss_fn, {"before_update": clip}),
     "a map of gradients": (
-        new_module("mlp"),
+        MLP,
         loss_fn,
         {"map_gradient": lambda gradient, _: gradient.clamp(-0.01, 0.01)},
     ),
-    "an odd loss scale": (new_module("mlp"), loss_fn, {"loss_scaling": strategies.LossScaling(initial=3.0)}),
-    "rows of groups": (new_module("mlp"), loss_with_table, {"prepare": rows_of_groups}),
+    "an odd loss scale": (MLP, loss_fn, {"loss_scaling": strategies.LossScaling(initial=3.0)}),
+    "rows of groups": (MLP, loss_with_table, {"prepare": rows_of_groups}),
 }
 
 
@@ -255,7 +256,7 @@ def test_features_have_the_bits_of_the_host(on_instances, module, loss, options)
 
 def test_layers_can_be_frozen_and_thawed(on_instances):
     def function(strategy, **options):
-        module = new_module("convolutions")
+        module = copy.deepcopy(CONVOLUTIONS)
         optimizer = torch.optim.Adam(module.parameters())
         trainer = strategies.torch.Trainer(strategy, module, loss_fn, optimizer, **options)
         dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
@@ -303,7 +304,7 @@ def test_a_replica_that_computes_something_else_is_found():
 
 def test_int8_gradients_and_a_forced_exchange_on_the_device_exclude_each_other(on_instances):
     def function(strategy):
-        trainer, dataset = begun(strategy, "mlp", gradient_transfer_dtype="int8")
+        trainer, dataset = begun(strategy, MLP, gradient_transfer_dtype="int8")
         with pytest.raises(StrategyError, match="'int8' is quantised on the host, but the exchange 'compiled' was"):
             trainer.step(next(dataset.epoch(0)))
         trainer.close()
@@ -314,7 +315,7 @@ def test_int8_gradients_and_a_forced_exchange_on_the_device_exclude_each_other(o
 
 def test_a_module_exchanges_on_the_host_on_request(on_instances):
     def function(strategy):
-        trainer, dataset = begun(strategy, "mlp")
+        trainer, dataset = begun(strategy, MLP)
         trainer.step(next(dataset.epoch(0)))
         trainer.close()
         return trainer._engine._path
@@ -372,7 +373,7 @@ def test_an_interrupted_step_leaves_no_gradients_for_the_next_one():
 
 def test_a_dropped_trainer_keeps_no_windows(on_instances):
     def function(strategy):
-        trainer, dataset = begun(strategy, "mlp")
+        trainer, dataset = begun(strategy, MLP)
         trainer.step(next(dataset.epoch(0)))
         return trainer._engine._path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import torch
@@ -98,7 +99,8 @@ MODULES = {
 
 
 def new_module(name):
-    """Make a module with the same parameters at each call; only the main thread makes modules."""
+    """Make a module with the same parameters at each call, on the main thread: all threads share one generator."""
+    assert threading.current_thread() is threading.main_thread(), "make the module before the threads, and copy it"
     torch.manual_seed(3)
     return MODULES[name]()
 
