@@ -18,7 +18,7 @@ from popdist.records.progress import Role
 from popdist.spares import has_news
 from popdist.standby import SLEEP_S
 
-LONG_SLEEP_S = 2 * SLEEP_S
+LONG_SLEEP_S = 1.5 * SLEEP_S
 """The time that a reserve sleeps between two looks for news; a job has many reserves."""
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 PASS_ON_EVERY_S = 0.25
 """The interval at which new entries of the journal travel to the spares."""
-SLEEP_S = 0.01
-"""The time that a spare sleeps between two looks for news. A look takes some 50 us."""
+SLEEP_S = 0.02
+"""The time that a spare sleeps between two looks for news. A look takes some 100 us."""
 
 BLOCK = 256
 """The number of entries that are compressed together."""
