@@ -56,6 +56,11 @@ PARTS = {
         (
             *(
                 "collectives/backends",
+                "popdist/leaving.py",
+                "popdist/places.py",
+                "popdist/reserve.py",
+                "popdist/spares.py",
+                "popdist/standby.py",
                 "poprun/__main__.py",
                 "poprun/agent",
                 "poprun/cli",

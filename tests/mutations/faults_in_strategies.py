@@ -192,8 +192,8 @@ IN_STRATEGIES = (
     Fault(
         name="instances may evaluate data sets of different lengths if no row is padded",
         path="strategies/data/datasets.py",
-        old="batch is given or (isinstance(given, Masked) and batch is given.values)",
-        new="batch is given",
+        old="            batch = batch.values  # an evaluation has added a mask\n",
+        new="            pass\n",
         caught_by="tests/strategies/test_evaluation.py::TestInstances::test_instances_agree_on_the_data_set",
     ),
     Fault(

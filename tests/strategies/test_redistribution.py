@@ -66,6 +66,14 @@ def test_a_data_set_knows_the_batch_that_it_gave_last(of_all):
     assert rows(again) == of_all[1][:2]
 
 
+def test_a_batch_without_its_mask_is_read_again_without_it(of_all):
+    dataset = dataset_of(range(1), remainder="pad")
+    batch = next(dataset.epoch(2))
+    dataset.redistribute(range(2))
+    assert dataset.has_given(batch.values)
+    assert rows(dataset.read_again(batch.values)) == of_all[0][:2]
+
+
 def test_batches_prepared_for_the_old_replicas_are_not_used(of_all):
     dataset = dataset_of(range(2), prefetch=STEPS)
     epoch = dataset.epoch(2)
