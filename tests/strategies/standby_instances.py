@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar, final
 
 import numpy as np
-from losing import LIMITS, Lost, run_members
-from surviving_instances import Hook, Job, ThreadFault
+from losing import LIMITS, run_members
+from surviving_instances import Hook, Job, ThreadFault, ending_if_lost
 from typing_extensions import override
 
 import collectives
@@ -18,7 +18,7 @@ from collectives import BrokenError, Communicator, PeerLostError, Settings, Thre
 from collectives.backends.thread import connect_survivors
 from collectives.instruments import Instruments
 from popdist import Instance
-from popdist.records.faults import FaultInjector, InjectedError
+from popdist.records.faults import FaultInjector
 from strategies.core.journal import JournalMember
 from strategies.jax.replicas.membership import Membership
 
@@ -222,10 +222,11 @@ def run_with_spares(
         injector = FaultInjector([fault for fault in due if fault.instance == rank])
         settings = Settings(mechanism=mechanism, limits=LIMITS, progress=Instruments(injector))
         try:
-            strategy = StandbyStrategy(StandbyThreads(rank, settings, job, replicas))
-            result = function(strategy)
-            assert not strategy.replicas.is_spare, "a spare has reached the end of the program"
-            strategy.communicator.close()
+            with ending_if_lost(job.hub, rank):
+                strategy = StandbyStrategy(StandbyThreads(rank, settings, job, replicas))
+                result = function(strategy)
+                assert not strategy.replicas.is_spare, "a spare has reached the end of the program"
+                strategy.communicator.close()
             job.end()
             return result
         except SystemExit as error:
@@ -233,14 +234,6 @@ def run_with_spares(
         except strategies.SpareError as error:
             job.hub.lose(rank)
             return error
-        except InjectedError:
-            raise Lost from None
-        except PeerLostError:
-            present, number = job.hub.newest(rank)
-            if present.why_lost(number):  # the hub has noticed the loss by itself
-                raise Lost from None
-            job.end()
-            raise
         except Exception:
             job.end()
             raise

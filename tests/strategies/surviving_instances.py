@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar, final
@@ -156,6 +157,20 @@ def hook(instance: int, phase: str, step: int, call: Callable[[], object]) -> Ho
     return Hook("delay", instance, phase, step, call=call)
 
 
+@contextmanager
+def ending_if_lost(hub: ThreadHub, rank: int) -> Iterator[None]:
+    """End the thread of a rank by `Lost` if a fault has struck it, or if the hub has noticed its loss by itself."""
+    try:
+        yield
+    except InjectedError:
+        raise Lost from None
+    except PeerLostError:
+        present, number = hub.newest(rank)
+        if present.why_lost(number):
+            raise Lost from None
+        raise
+
+
 def run_instances(
     count: int,
     replicas: int,
@@ -191,17 +206,11 @@ def run_instances(
         attached = [injector, *([instruments[rank]] if rank in instruments else [])]
         settings = Settings(mechanism=mechanism, limits=LIMITS, progress=Instruments(*attached))
         try:
-            strategy = SurvivingStrategy(instance, settings, job, defaults)
-            result = function(strategy)
-            strategy.communicator.close()
+            with ending_if_lost(job.hub, rank):
+                strategy = SurvivingStrategy(instance, settings, job, defaults)
+                result = function(strategy)
+                strategy.communicator.close()
             return result
-        except InjectedError:
-            raise Lost from None
-        except PeerLostError:
-            present, number = job.hub.newest(rank)
-            if present.why_lost(number):  # the hub has noticed the loss by itself
-                raise Lost from None
-            raise
         finally:
             job.settle(rank)
 
