@@ -364,12 +364,15 @@ class Node(Worker):
     @override
     def seat(self, rank: int) -> Peer:
         peer = self.peers[rank]
-        if self.recovery is not None and self.is_met and peer.is_lost and self.recovery.is_free(rank):
-            if (other := self.recovery.joiner) is not None and other.rank != rank:
-                raise Refusal(f"{other.name} joins just now; one worker joins at a time", is_final=False)
-            peer = self.peers[rank] = Peer(rank, peer.name, peer.address, self.clock)
-            self.losses = {other: why for other, why in self.losses.items() if other != rank}
-        return peer
+        if self.recovery is None or not (self.is_met and peer.is_lost):
+            return peer
+        if not self.recovery.is_free(rank):
+            raise Refusal(f"the others have not gone on without {peer.name} yet", is_final=False)
+        if (other := self.recovery.joiner) is not None and other.rank != rank:
+            raise Refusal(f"{other.name} joins just now; one worker joins at a time", is_final=False)
+        self.peers[rank] = Peer(rank, peer.name, peer.address, self.clock)
+        self.losses = {other: why for other, why in self.losses.items() if other != rank}
+        return self.peers[rank]
 
     @property
     @override

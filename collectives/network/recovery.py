@@ -52,7 +52,8 @@ class Recovery:
 
     def is_free(self, rank: int) -> bool:
         """Return whether the members have gone on without this worker, so that it may be started again."""
-        return self.agreement.is_member and rank not in self.agreement.view.next_members
+        view = self.agreement.view
+        return self.agreement.is_member and rank not in view.members | view.next_members
 
     @property
     def joiner(self) -> Peer | None:

@@ -84,7 +84,11 @@ class Worker(ABC):
 
     @abstractmethod
     def seat(self, rank: int) -> Peer:
-        """Return the other worker with this rank; a new one if its process was lost and has been started again."""
+        """Return the other worker with this rank; a new one if its process was lost and has been started again.
+
+        Raises:
+            Refusal: It was lost, and its place is not free, or not yet.
+        """
 
     @property
     @abstractmethod

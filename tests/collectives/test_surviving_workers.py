@@ -413,6 +413,22 @@ def run_again(size: int, lost: Sequence[int], events: Events | None = None) -> l
         return [future.result(LIMIT_S) for future in futures]
 
 
+def test_no_worker_is_started_again_before_the_others_have_gone_on_without_it() -> None:
+    """Otherwise its messages would serve for those of the lost worker, in a step that this one has not completed."""
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses)
+        workers = [group.join(rank, shrinks=True) for rank in range(2)]
+        first, second = [worker.result(LIMIT_S) for worker in workers]
+        node_of(first).leave()
+        with pytest.raises(CollectiveError, match="have not gone on without rank 0"):
+            group.connect(0, shrinks=True, connect_timeout_s=1.0)
+        with pytest.raises(PeerLostError):
+            second.all_reduce(np.ones(3))
+        with pytest.raises(PeerLostError, match="cannot go on"):
+            connect_survivors(SETTINGS, second)
+        second.abandon()
+
+
 @pytest.mark.parametrize(("size", "lost"), [(2, [1]), (3, [0]), (3, [1]), (5, [1, 3])])
 def test_lost_workers_that_are_started_again_join(size: int, lost: list[int]) -> None:
     assert run_again(size, lost) == [list(range(size))] * size
