@@ -61,7 +61,8 @@ class Recovery:
         agreement, peers = self.agreement, self._node.peers
         if not agreement.is_member or self._node.rank != min(agreement.view.alive):
             return None
-        return next((each for rank, each in peers.items() if self.is_free(rank) and each.is_connected), None)
+        there = [each for each in peers.values() if each.is_connected and not each.is_lost]
+        return next((each for each in there if self.is_free(each.rank)), None)
 
     def be_invited(self, beat: bytes) -> None:
         """Wait to join workers that work already; the caller holds the lock.

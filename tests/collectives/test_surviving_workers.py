@@ -19,7 +19,15 @@ from watching import watched
 from workers import Job, Worker, disposed_of, last_line, port_addresses, running
 
 from collectives import BrokenError, ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
-from collectives.backends.grpc import GrpcLink, connect_survivors, has_joined, is_revoked, is_waiting, may_join
+from collectives.backends.grpc import (
+    GrpcLink,
+    connect_survivors,
+    has_joined,
+    is_revoked,
+    is_waiting,
+    joiner_of,
+    may_join,
+)
 from collectives.calls import Call
 from collectives.instruments import Instruments
 from collectives.network.wire import DaemonThreads
@@ -411,6 +419,31 @@ def run_again(size: int, lost: Sequence[int], events: Events | None = None) -> l
         group = WorkerThreads(addresses)
         futures = [pool.submit(one, group, rank) for rank in range(size)]
         return [future.result(LIMIT_S) for future in futures]
+
+
+def survivors_of(group: WorkerThreads, lost: Sequence[int]) -> list[Communicator]:
+    """Connect workers, lose some of them, and return the communicators with which the others have gone on."""
+    pool = DaemonThreads()
+    workers = [group.join(rank, shrinks=True) for rank in range(len(group.addresses))]
+    communicators = [worker.result(LIMIT_S) for worker in workers]
+    for rank in lost:
+        node_of(communicators[rank]).leave()
+    left = [each for each in communicators if each.rank not in lost]
+    return [again.result(LIMIT_S) for again in [pool.submit(go_on, each) for each in left]]
+
+
+def test_the_second_of_two_lost_workers_may_join_alone() -> None:
+    with socket_addresses(5) as addresses:
+        group = WorkerThreads(addresses)
+        first, *others = survivors_of(group, lost=[1, 3])
+        assert joiner_of(first) is None
+        again = group.connect(3, shrinks=True, connect_timeout_s=10.0)
+        assert is_waiting(again)
+        link = joiner_of(first)
+        assert isinstance(link, GrpcLink)
+        assert link.members == [0, 3]
+        for each in (first, *others, again):
+            each.abandon()
 
 
 def test_no_worker_is_started_again_before_the_others_have_gone_on_without_it() -> None:
