@@ -164,7 +164,8 @@ class Agreement:
     def admit(self, rank: int) -> None:
         """Let another worker join the next membership, if this member has to decide that: the lowest one."""
         view = self.view
-        if self.is_member and view.joining is None and not view.is_changing and self.rank == min(view.alive):
+        decides = self.is_member and view.joining is None and not view.is_changing and self.rank == min(view.alive)
+        if decides and rank not in view.members:
             self.view = replace(view, joining=frozenset({rank}))
             self.change(JOINED)
 

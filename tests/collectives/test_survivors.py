@@ -224,6 +224,18 @@ def test_a_worker_that_is_started_again_joins() -> None:
         assert all(worker.view.voters is None for worker in network.workers.values())
 
 
+def test_a_worker_that_has_joined_does_not_join_once_more() -> None:
+    """A worker may say that it is ready before it learns that it has joined."""
+    network = Network(3, random.Random(0))
+    network.kill(1)
+    network.settle()
+    assert network.restart(1)
+    for _ in range(2):
+        network.ask(1)
+        network.settle()
+    assert {worker.view.epoch for worker in network.workers.values()} == {2}
+
+
 def test_whatever_happens_while_workers_join_no_two_groups_go_on() -> None:
     """Workers are lost, cut off, started again and lost once more, in any order."""
     joined = 0
