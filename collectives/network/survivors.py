@@ -249,5 +249,6 @@ class Agreement:
         survived = {rank: why for rank, why in {**before.survived, **gone}.items() if rank not in members}
         self.view = View(before.epoch + 1, members, lost, bool(lost), survived, None, voters)
         self._said = {}
+        why = self._revoked.setdefault(before.epoch, CHANGED)
         if lost:
-            self._revoked[self.view.epoch] = self._revoked.get(before.epoch, CHANGED)
+            self._revoked[self.view.epoch] = why

@@ -286,6 +286,15 @@ def test_a_worker_that_the_others_have_given_up_learns_of_it() -> None:
     assert other.why_revoked(0) == "the others go on without this worker (silent)"
 
 
+def test_a_worker_that_meets_the_others_during_a_change_works_in_the_next_membership_only() -> None:
+    worker = Agreement(1, range(3))
+    worker.invite(View(0, frozenset(range(3)), {2: "gone"}, True))
+    worker.hear(0, View(1, frozenset({0, 1})))
+    assert worker.view.epoch == 1
+    assert worker.why_revoked(0)
+    assert not worker.why_revoked(1)
+
+
 def test_views_of_an_earlier_epoch_change_nothing() -> None:
     worker = Agreement(0, range(3))
     worker.lose(2, "gone", "worker 2 is lost: gone")
