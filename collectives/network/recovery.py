@@ -105,8 +105,9 @@ class Recovery:
 
     def note(self) -> None:
         """Take over the result of the agreement; the caller holds the lock."""
-        node = self._node
-        node.epoch, node.survived = self.agreement.view.epoch, frozenset(self.agreement.view.survived)
+        node, view = self._node, self.agreement.view
+        node.epoch = view.epoch if self.agreement.is_member else 0
+        node.survived = frozenset(view.survived)
         node.changed.notify_all()
 
     def survive(self, epoch: int) -> View:

@@ -36,7 +36,8 @@ class Worker(ABC):
         is_met: Whether all workers have met.
         is_leaving: Event that is set when this worker leaves.
         losses: For each lost worker a sentence with the reason, in the order in which they were lost.
-        epoch: Number of the membership on which the workers have agreed last.
+        epoch: Number of the membership on which the workers have agreed last; 0 while this worker waits to join. So
+            it refuses no stream of a worker that has not heard of a later one yet.
         survived: Lost workers without which the others have gone on.
     """
 

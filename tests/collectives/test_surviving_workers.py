@@ -432,6 +432,16 @@ def survivors_of(group: WorkerThreads, lost: Sequence[int]) -> list[Communicator
     return [again.result(LIMIT_S) for again in [pool.submit(go_on, each) for each in left]]
 
 
+def link_with_joiner(communicator: Communicator) -> GrpcLink:
+    """Return the link with a worker that was started again, as soon as both are connected."""
+    node = node_of(communicator)
+    with node.changed:
+        assert node.clock.wait_for(node.changed, lambda: joiner_of(communicator) is not None, LIMIT_S)
+    link = joiner_of(communicator)
+    assert isinstance(link, GrpcLink)
+    return link
+
+
 def test_the_second_of_two_lost_workers_may_join_alone() -> None:
     with socket_addresses(5) as addresses:
         group = WorkerThreads(addresses)
@@ -439,10 +449,32 @@ def test_the_second_of_two_lost_workers_may_join_alone() -> None:
         assert joiner_of(first) is None
         again = group.connect(3, shrinks=True, connect_timeout_s=10.0)
         assert is_waiting(again)
-        link = joiner_of(first)
-        assert isinstance(link, GrpcLink)
-        assert link.members == [0, 3]
+        assert link_with_joiner(first).members == [0, 3]
         for each in (first, *others, again):
+            each.abandon()
+
+
+def test_the_journal_reaches_a_worker_that_has_heard_of_a_later_membership() -> None:
+    """The others enter a membership one after another, and the worker that waits to join may hear of it between."""
+    with socket_addresses(3) as addresses:
+        group, pool = WorkerThreads(addresses), DaemonThreads()
+        left = survivors_of(group, lost=[2])
+        again = group.connect(2, shrinks=True)
+        source, to = link_with_joiner(left[0]), again.beside
+        assert isinstance(to, GrpcLink)
+        left = [each.result(LIMIT_S) for each in [pool.submit(go_on, each) for each in left]]
+        node = to.node
+        with node.changed:
+            assert node.clock.wait_for(node.changed, lambda: node.recovery.agreement.view.epoch == 2, LIMIT_S)
+        sent, got = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+        source.send(sent, 1, lane=0)
+        transfer = to.receive(got, 0, lane=0)
+        give_up = node.clock.now_s() + 20.0
+        while not transfer.done():
+            assert node.clock.now_s() < give_up, "the journal has not come"
+            to.pause(1.0)
+        np.testing.assert_array_equal(got, sent)
+        for each in (*left, again):
             each.abandon()
 
 
