@@ -45,11 +45,13 @@ class Events:
     """
 
     def __init__(self, number: int | None) -> None:
-        self.is_to_strike = number is not None
+        self.number = number
         self.seen = 0
-        self._left = number
         self._counts = False
-        self.has_struck = False
+
+    @property
+    def has_struck(self) -> bool:
+        return self.number is not None and self.seen > self.number
 
     def begin(self) -> None:
         self._counts = True
@@ -68,11 +70,9 @@ class Events:
 
     def _note(self) -> None:
         self.seen += self._counts
-        if self._counts and self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                self._counts, self.has_struck = False, True
-                raise Lost
+        if self._counts and self.has_struck:
+            self._counts = False
+            raise Lost
 
 
 def run(size: int, member: Callable[[int, Communicator], Any], *all_events: tuple[int, Events]) -> list[Any]:
@@ -372,7 +372,7 @@ def run_again(size: int, lost: Sequence[int], events: Events | None = None) -> l
         communicator = go_on_until(rank, communicator, lambda found: found == rest)
         gates[size - len(lost) + 1].wait()  # nobody joins before all have gone on without the lost ones
         is_free.set()
-        is_struck = events is not None and events.is_to_strike
+        is_struck = events is not None and events.number is not None
         last = rest if is_struck else list(range(size))
         communicator = go_on_until(rank, communicator, lambda found: found == last)
         communicator.close()
