@@ -170,23 +170,26 @@ class Node(Worker):
     def end_lanes(self, prefix: str, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Send the remaining messages of a group's lanes, then end the lanes."""
         calls = []
-        for peer in self.peers.values():
-            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
-                outbox, call = peer.outboxes.pop(lane)
-                outbox.end()
-                calls.append((peer, call))
+        for peer, outbox, call in self._pop_outboxes(prefix):
+            outbox.end()
+            calls.append((peer, call))
         self._close_inboxes(prefix)
         self._await_end(calls, limit_s)
 
     def drop_lanes(self, prefix: str) -> None:
         """End the lanes of a group whose members have gone on without it; messages that are under way are lost."""
-        for peer in self.peers.values():
-            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
-                outbox, call = peer.outboxes.pop(lane)
-                outbox.is_dropped = True
-                outbox.end()
-                call.cancel()
+        for _, outbox, call in self._pop_outboxes(prefix):
+            outbox.is_dropped = True
+            outbox.end()
+            call.cancel()
         self._close_inboxes(prefix)
+
+    def _pop_outboxes(self, prefix: str) -> list[tuple[Peer, Outbox, grpc.Future]]:
+        return [
+            (peer, *peer.outboxes.pop(lane))
+            for peer in self.peers.values()
+            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]
+        ]
 
     def _close_inboxes(self, prefix: str) -> None:
         with self.changed:
