@@ -140,7 +140,7 @@ def initializeBackend() -> None:
     process.instance = instance
     if process.is_default and (spares := num_spares(os.environ)):
         take_first_places(everybody, spares)
-    elif process.workers_go_on and everybody.size + (everybody.beside is not None) > 1:
+    elif process.workers_go_on and everybody.beside is not None:  # not a cluster of one worker
         rejoining.take_place(everybody)
     elif can_carry_on():
         process.progress.takes_role(is_spare=False)

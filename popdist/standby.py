@@ -187,6 +187,12 @@ def _message(number: int, data: bytes) -> tuple[np.ndarray, np.ndarray]:
     return header, np.frombuffer(data, np.uint8)
 
 
+def _pieces(link: Link, body: np.ndarray) -> list[np.ndarray]:
+    """Cut a body as the link needs it: gRPC refuses messages above 2 MiB, and a new instance gets the whole journal."""
+    most = link.sizes.chunk_bytes
+    return [body[at : at + most] for at in range(0, body.size, most)]
+
+
 class Feeding:
     """The instance that passes the journal on to the spares.
 
@@ -232,10 +238,8 @@ class Feeding:
 
     def _send(self, rank: int, number: int, data: bytes) -> None:
         header, body = _message(number, data)
-        transfers = self._transfers[rank]
-        transfers.append(self._link.send(header, rank, _LANE))
-        if body.size:
-            transfers.append(self._link.send(body, rank, _LANE))
+        for message in (header, *_pieces(self._link, body)):
+            self._transfers[rank].append(self._link.send(message, rank, _LANE))
 
 
 class Fed:
@@ -257,6 +261,7 @@ class Fed:
         self._source = source
         self._header = np.zeros(2, np.int64)
         self._body: np.ndarray | None = None
+        self._missing: deque[np.ndarray] = deque()  # pieces of the body
         self._transfer = self._receive_header()
 
     def take(self, journal: KeptJournal) -> bool:
@@ -272,10 +277,11 @@ class Fed:
         if self._body is None:
             number, nbytes = self._header.tolist()
             self.is_end = number == _END
-            if nbytes:
-                self._body = np.empty(nbytes, np.uint8)
-                self._transfer = self._link.receive(self._body, self._source, _LANE)
-        else:
+            self._body = np.empty(nbytes, np.uint8)
+            self._missing.extend(_pieces(self._link, self._body))
+        if self._missing:
+            self._transfer = self._link.receive(self._missing.popleft(), self._source, _LANE)
+        elif not self.is_end:
             for entry in separated(self._body.tobytes()):
                 journal.entries.append(entry)
             self._body = None

@@ -170,23 +170,26 @@ class Node(Worker):
     def end_lanes(self, prefix: str, limit_s: float = LEAVE_LIMIT_S) -> None:
         """Send the remaining messages of a group's lanes, then end the lanes."""
         calls = []
-        for peer in self.peers.values():
-            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
-                outbox, call = peer.outboxes.pop(lane)
-                outbox.end()
-                calls.append((peer, call))
+        for peer, outbox, call in self._pop_outboxes(prefix):
+            outbox.end()
+            calls.append((peer, call))
         self._close_inboxes(prefix)
         self._await_end(calls, limit_s)
 
     def drop_lanes(self, prefix: str) -> None:
         """End the lanes of a group whose members have gone on without it; messages that are under way are lost."""
-        for peer in self.peers.values():
-            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]:
-                outbox, call = peer.outboxes.pop(lane)
-                outbox.is_dropped = True
-                outbox.end()
-                call.cancel()
+        for _, outbox, call in self._pop_outboxes(prefix):
+            outbox.is_dropped = True
+            outbox.end()
+            call.cancel()
         self._close_inboxes(prefix)
+
+    def _pop_outboxes(self, prefix: str) -> list[tuple[Peer, Outbox, grpc.Future]]:
+        return [
+            (peer, *peer.outboxes.pop(lane))
+            for peer in self.peers.values()
+            for lane in [lane for lane in peer.outboxes if lane.startswith(prefix)]
+        ]
 
     def _close_inboxes(self, prefix: str) -> None:
         with self.changed:
@@ -364,12 +367,15 @@ class Node(Worker):
     @override
     def seat(self, rank: int) -> Peer:
         peer = self.peers[rank]
-        if self.recovery is not None and self.is_met and peer.is_lost and self.recovery.is_free(rank):
-            if (other := self.recovery.joiner) is not None and other.rank != rank:
-                raise Refusal(f"{other.name} joins just now; one worker joins at a time", is_final=False)
-            peer = self.peers[rank] = Peer(rank, peer.name, peer.address, self.clock)
-            self.losses = {other: why for other, why in self.losses.items() if other != rank}
-        return peer
+        if self.recovery is None or not (self.is_met and peer.is_lost):
+            return peer
+        if not self.recovery.is_free(rank):
+            raise Refusal(f"the others have not gone on without {peer.name} yet", is_final=False)
+        if (other := self.recovery.joiner) is not None and other.rank != rank:
+            raise Refusal(f"{other.name} joins just now; one worker joins at a time", is_final=False)
+        self.peers[rank] = Peer(rank, peer.name, peer.address, self.clock)
+        self.losses = {other: why for other, why in self.losses.items() if other != rank}
+        return self.peers[rank]
 
     @property
     @override

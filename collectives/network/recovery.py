@@ -52,7 +52,8 @@ class Recovery:
 
     def is_free(self, rank: int) -> bool:
         """Return whether the members have gone on without this worker, so that it may be started again."""
-        return self.agreement.is_member and rank not in self.agreement.view.next_members
+        view = self.agreement.view
+        return self.agreement.is_member and rank not in view.members | view.next_members
 
     @property
     def joiner(self) -> Peer | None:
@@ -60,7 +61,8 @@ class Recovery:
         agreement, peers = self.agreement, self._node.peers
         if not agreement.is_member or self._node.rank != min(agreement.view.alive):
             return None
-        return next((each for rank, each in peers.items() if self.is_free(rank) and each.is_connected), None)
+        there = [each for each in peers.values() if each.is_connected and not each.is_lost]
+        return next((each for each in there if self.is_free(each.rank)), None)
 
     def be_invited(self, beat: bytes) -> None:
         """Wait to join workers that work already; the caller holds the lock.
@@ -103,8 +105,9 @@ class Recovery:
 
     def note(self) -> None:
         """Take over the result of the agreement; the caller holds the lock."""
-        node = self._node
-        node.epoch, node.survived = self.agreement.view.epoch, frozenset(self.agreement.view.survived)
+        node, view = self._node, self.agreement.view
+        node.epoch = view.epoch if self.agreement.is_member else 0
+        node.survived = frozenset(view.survived)
         node.changed.notify_all()
 
     def survive(self, epoch: int) -> View:

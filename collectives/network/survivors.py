@@ -164,7 +164,8 @@ class Agreement:
     def admit(self, rank: int) -> None:
         """Let another worker join the next membership, if this member has to decide that: the lowest one."""
         view = self.view
-        if self.is_member and view.joining is None and not view.is_changing and self.rank == min(view.alive):
+        decides = self.is_member and view.joining is None and not view.is_changing and self.rank == min(view.alive)
+        if decides and rank not in view.members:
             self.view = replace(view, joining=frozenset({rank}))
             self.change(JOINED)
 
@@ -248,5 +249,6 @@ class Agreement:
         survived = {rank: why for rank, why in {**before.survived, **gone}.items() if rank not in members}
         self.view = View(before.epoch + 1, members, lost, bool(lost), survived, None, voters)
         self._said = {}
+        why = self._revoked.setdefault(before.epoch, CHANGED)
         if lost:
-            self._revoked[self.view.epoch] = self._revoked.get(before.epoch, CHANGED)
+            self._revoked[self.view.epoch] = why

@@ -36,7 +36,8 @@ class Worker(ABC):
         is_met: Whether all workers have met.
         is_leaving: Event that is set when this worker leaves.
         losses: For each lost worker a sentence with the reason, in the order in which they were lost.
-        epoch: Number of the membership on which the workers have agreed last.
+        epoch: Number of the membership on which the workers have agreed last; 0 while this worker waits to join. So
+            it refuses no stream of a worker that has not heard of a later one yet.
         survived: Lost workers without which the others have gone on.
     """
 
@@ -84,7 +85,11 @@ class Worker(ABC):
 
     @abstractmethod
     def seat(self, rank: int) -> Peer:
-        """Return the other worker with this rank; a new one if its process was lost and has been started again."""
+        """Return the other worker with this rank; a new one if its process was lost and has been started again.
+
+        Raises:
+            Refusal: It was lost, and its place is not free, or not yet.
+        """
 
     @property
     @abstractmethod

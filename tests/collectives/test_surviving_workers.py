@@ -19,7 +19,15 @@ from watching import watched
 from workers import Job, Worker, disposed_of, last_line, port_addresses, running
 
 from collectives import BrokenError, ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
-from collectives.backends.grpc import GrpcLink, connect_survivors, has_joined, is_revoked, is_waiting, may_join
+from collectives.backends.grpc import (
+    GrpcLink,
+    connect_survivors,
+    has_joined,
+    is_revoked,
+    is_waiting,
+    joiner_of,
+    may_join,
+)
 from collectives.calls import Call
 from collectives.instruments import Instruments
 from collectives.network.wire import DaemonThreads
@@ -37,11 +45,13 @@ class Events:
     """
 
     def __init__(self, number: int | None) -> None:
-        self.is_to_strike = number is not None
+        self.number = number
         self.seen = 0
-        self._left = number
         self._counts = False
-        self.has_struck = False
+
+    @property
+    def has_struck(self) -> bool:
+        return self.number is not None and self.seen > self.number
 
     def begin(self) -> None:
         self._counts = True
@@ -60,11 +70,9 @@ class Events:
 
     def _note(self) -> None:
         self.seen += self._counts
-        if self._counts and self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                self._counts, self.has_struck = False, True
-                raise Lost
+        if self._counts and self.has_struck:
+            self._counts = False
+            raise Lost
 
 
 def run(size: int, member: Callable[[int, Communicator], Any], *all_events: tuple[int, Events]) -> list[Any]:
@@ -364,7 +372,7 @@ def run_again(size: int, lost: Sequence[int], events: Events | None = None) -> l
         communicator = go_on_until(rank, communicator, lambda found: found == rest)
         gates[size - len(lost) + 1].wait()  # nobody joins before all have gone on without the lost ones
         is_free.set()
-        is_struck = events is not None and events.is_to_strike
+        is_struck = events is not None and events.number is not None
         last = rest if is_struck else list(range(size))
         communicator = go_on_until(rank, communicator, lambda found: found == last)
         communicator.close()
@@ -411,6 +419,79 @@ def run_again(size: int, lost: Sequence[int], events: Events | None = None) -> l
         group = WorkerThreads(addresses)
         futures = [pool.submit(one, group, rank) for rank in range(size)]
         return [future.result(LIMIT_S) for future in futures]
+
+
+def survivors_of(group: WorkerThreads, lost: Sequence[int]) -> list[Communicator]:
+    """Connect workers, lose some of them, and return the communicators with which the others have gone on."""
+    pool = DaemonThreads()
+    workers = [group.join(rank, shrinks=True) for rank in range(len(group.addresses))]
+    communicators = [worker.result(LIMIT_S) for worker in workers]
+    for rank in lost:
+        node_of(communicators[rank]).leave()
+    left = [each for each in communicators if each.rank not in lost]
+    return [again.result(LIMIT_S) for again in [pool.submit(go_on, each) for each in left]]
+
+
+def link_with_joiner(communicator: Communicator) -> GrpcLink:
+    """Return the link with a worker that was started again, as soon as both are connected."""
+    node = node_of(communicator)
+    with node.changed:
+        assert node.clock.wait_for(node.changed, lambda: joiner_of(communicator) is not None, LIMIT_S)
+    link = joiner_of(communicator)
+    assert isinstance(link, GrpcLink)
+    return link
+
+
+def test_the_second_of_two_lost_workers_may_join_alone() -> None:
+    with socket_addresses(5) as addresses:
+        group = WorkerThreads(addresses)
+        first, *others = survivors_of(group, lost=[1, 3])
+        assert joiner_of(first) is None
+        again = group.connect(3, shrinks=True, connect_timeout_s=10.0)
+        assert is_waiting(again)
+        assert link_with_joiner(first).members == [0, 3]
+        for each in (first, *others, again):
+            each.abandon()
+
+
+def test_the_journal_reaches_a_worker_that_has_heard_of_a_later_membership() -> None:
+    """The others enter a membership one after another, and the worker that waits to join may hear of it between."""
+    with socket_addresses(3) as addresses:
+        group, pool = WorkerThreads(addresses), DaemonThreads()
+        left = survivors_of(group, lost=[2])
+        again = group.connect(2, shrinks=True)
+        source, to = link_with_joiner(left[0]), again.beside
+        assert isinstance(to, GrpcLink)
+        left = [each.result(LIMIT_S) for each in [pool.submit(go_on, each) for each in left]]
+        node = to.node
+        with node.changed:
+            assert node.clock.wait_for(node.changed, lambda: node.recovery.agreement.view.epoch == 2, LIMIT_S)
+        sent, got = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+        source.send(sent, 1, lane=0)
+        transfer = to.receive(got, 0, lane=0)
+        give_up = node.clock.now_s() + 20.0
+        while not transfer.done():
+            assert node.clock.now_s() < give_up, "the journal has not come"
+            to.pause(1.0)
+        np.testing.assert_array_equal(got, sent)
+        for each in (*left, again):
+            each.abandon()
+
+
+def test_no_worker_is_started_again_before_the_others_have_gone_on_without_it() -> None:
+    """Otherwise its messages would serve for those of the lost worker, in a step that this one has not completed."""
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses)
+        workers = [group.join(rank, shrinks=True) for rank in range(2)]
+        first, second = [worker.result(LIMIT_S) for worker in workers]
+        node_of(first).leave()
+        with pytest.raises(CollectiveError, match="have not gone on without rank 0"):
+            group.connect(0, shrinks=True, connect_timeout_s=1.0)
+        with pytest.raises(PeerLostError):
+            second.all_reduce(np.ones(3))
+        with pytest.raises(PeerLostError, match="cannot go on"):
+            connect_survivors(SETTINGS, second)
+        second.abandon()
 
 
 @pytest.mark.parametrize(("size", "lost"), [(2, [1]), (3, [0]), (3, [1]), (5, [1, 3])])

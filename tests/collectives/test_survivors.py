@@ -224,6 +224,18 @@ def test_a_worker_that_is_started_again_joins() -> None:
         assert all(worker.view.voters is None for worker in network.workers.values())
 
 
+def test_a_worker_that_has_joined_does_not_join_once_more() -> None:
+    """A worker may say that it is ready before it learns that it has joined."""
+    network = Network(3, random.Random(0))
+    network.kill(1)
+    network.settle()
+    assert network.restart(1)
+    for _ in range(2):
+        network.ask(1)
+        network.settle()
+    assert {worker.view.epoch for worker in network.workers.values()} == {2}
+
+
 def test_whatever_happens_while_workers_join_no_two_groups_go_on() -> None:
     """Workers are lost, cut off, started again and lost once more, in any order."""
     joined = 0
@@ -272,6 +284,15 @@ def test_a_worker_that_the_others_have_given_up_learns_of_it() -> None:
     other.hear(0, one.view)
     assert other.excluded == "silent"
     assert other.why_revoked(0) == "the others go on without this worker (silent)"
+
+
+def test_a_worker_that_meets_the_others_during_a_change_works_in_the_next_membership_only() -> None:
+    worker = Agreement(1, range(3))
+    worker.invite(View(0, frozenset(range(3)), {2: "gone"}, True))
+    worker.hear(0, View(1, frozenset({0, 1})))
+    assert worker.view.epoch == 1
+    assert worker.why_revoked(0)
+    assert not worker.why_revoked(1)
 
 
 def test_views_of_an_earlier_epoch_change_nothing() -> None:

@@ -224,4 +224,11 @@ IN_COLLECTIVES = (
         new="pass",
         caught_by="tests/collectives/test_survivors.py::test_a_worker_that_the_others_have_given_up_learns_of_it",
     ),
+    Fault(
+        name="a worker that is started again sends to those that have not gone on without it",
+        path="collectives/network/recovery.py",
+        old="rank not in view.members | view.next_members",
+        new="rank not in view.next_members",
+        caught_by="tests/collectives/test_surviving_workers.py::test_no_worker_is_started_again_before_the_others_have_gone_on_without_it",
+    ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from grpc_jobs import socket_addresses
+from grpc_threads import WorkerThreads
 
 import collectives
 import popdist
@@ -103,6 +105,28 @@ def test_a_long_journal_is_compressed_and_read_in_any_order() -> None:
         expected[number] for number in (1000, 0, BLOCK, 5 * BLOCK)
     ]
     assert sum(map(len, entries._full)) < sum(map(len, expected)) / 5
+
+
+def test_a_long_journal_passes_through_the_messages_of_grpc() -> None:
+    """gRPC takes messages of at most 2 MiB; a worker that joins late gets all entries at once."""
+    expected = [b"first", bytes(range(256)) * 20_000, b"", *(b"%060d" % number for number in range(2 * BLOCK))]
+    journal, got = KeptJournal(), KeptJournal()
+    for entry in expected:
+        journal.add(lambda entry=entry: entry)
+    with socket_addresses(2) as addresses:
+        group = WorkerThreads(addresses)
+        feeder, spare = [each.result(60) for each in [group.join(rank) for rank in range(2)]]
+        assert feeder.beside is not None
+        assert spare.beside is not None
+        feeding, fed = Feeding(feeder.beside, {1: 0}), Fed(spare.beside, 0)
+        feeding.pass_on(journal)
+        feeding.end(journal)
+        while not (fed.is_end or feeder.link.node.losses):
+            if not fed.take(got):
+                spare.beside.pause(1.0)
+        for each in (feeder, spare):
+            each.abandon()
+    assert got.entries.since(0) == expected
 
 
 def test_entries_are_encoded_in_their_order_and_once() -> None:
