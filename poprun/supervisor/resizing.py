@@ -66,22 +66,8 @@ class Resizing:
 
     def ask(self, asked: ResizeAsked) -> list[Action]:
         """Begin the change that a user wants, in place of one that is under way; or answer why it is impossible."""
-        there = self._there()
-        if obstacle := self._obstacle_of_job(there) or _unknown_hosts(asked, there):
-            return [_refuse(asked, obstacle)]
-        left_hosts = _hosts_after(asked, self._left_hosts, there)
-        free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
-        active = [each for each in there if each.record.role is Role.ACTIVE]
-        wanted = asked.request.count or min(len(active), len(free))
-        if obstacle := self._obstacle(wanted, there, free):
-            return [_refuse(asked, obstacle)]
-        self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted
-        barred = frozenset(each.index for each in there if each.host in left_hosts)
-        if not self.is_under_way and wanted == len(active) and not any(each.index in barred for each in active):
-            return self._bar_spares(asked, ResizeWish(wanted, barred))
-        actions = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
-        self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
-        return [*actions, *self._begin()]
+        obstacle, actions = self._consider(asked)
+        return [_refuse(asked, obstacle)] if obstacle else actions
 
     def is_left(self, host: str) -> bool:
         """Return whether a host is to carry no active instance."""
@@ -89,10 +75,26 @@ class Resizing:
 
     def leave(self, host: str) -> tuple[str, list[Action]]:
         """Begin to leave a host for which poprun itself got a notice; return the obstacle, or "", and the actions."""
-        first, *rest = self.ask(ResizeAsked(NOBODY, ResizeRequest(leave=(host,))))
-        if isinstance(first, Answer) and first.asker == NOBODY and not first.answer.is_done:
-            return first.answer.text, []
-        return "", [first, *rest]
+        return self._consider(ResizeAsked(NOBODY, ResizeRequest(leave=(host,))))
+
+    def _consider(self, asked: ResizeAsked) -> tuple[str, list[Action]]:
+        """Begin a change; return the obstacle, or "", and the actions."""
+        there = self._there()
+        if obstacle := self._obstacle_of_job(there) or _unknown_hosts(asked, there):
+            return obstacle, []
+        left_hosts = _hosts_after(asked, self._left_hosts, there)
+        free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
+        active = [each for each in there if each.record.role is Role.ACTIVE]
+        wanted = asked.request.count or min(len(active), len(free))
+        if obstacle := self._obstacle(wanted, there, free):
+            return obstacle, []
+        self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted
+        barred = frozenset(each.index for each in there if each.host in left_hosts)
+        if not self.is_under_way and wanted == len(active) and not any(each.index in barred for each in active):
+            return "", self._bar_spares(asked, ResizeWish(wanted, barred))
+        refusals = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
+        self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
+        return "", [*refusals, *self._begin()]
 
     def _bar_spares(self, asked: ResizeAsked, wish: ResizeWish) -> list[Action]:
         """Tell a wish that the active instances fulfil already; it only says which spares may join later."""

@@ -155,6 +155,20 @@ class TestHosts:
         script.run(3.0)
         assert script.all_of(PASS_ON) == []
 
+    def test_a_second_host_that_gets_a_notice_during_the_change_is_left_too(self):
+        script = job("ttsss", "node0 node1 node2 node3 node3")
+        script.at(1.0, InstanceChanged(0, NOTICED))
+        script.at(1.1, InstanceChanged(1, NOTICED))
+        script.run(2.0)
+        assert wishes(script)[-5:] == [(index, Wanted(2, 3, index == 1, True)) for index in range(5)]
+        script.take_roles(2.0, "tsttt")
+        script.run(3.0)
+        assert wishes(script)[-5:] == [(index, Wanted(3, 2, index < 2, True)) for index in range(5)]
+        assert script.said(Level.WARN) == [
+            f"host node{index} is about to go away; other hosts take over from it" for index in (0, 1)
+        ]
+        assert script.all_of(PASS_ON) == []
+
     def test_all_programs_save_and_leave_if_a_host_that_gets_a_notice_cannot_be_left(self):
         script = job("tts", "node0 node1 node0", least=3)
         script.at(1.0, InstanceChanged(1, NOTICED))
