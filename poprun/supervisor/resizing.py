@@ -112,14 +112,14 @@ class Resizing:
 
     def look(self) -> list[Action]:
         """Continue the change as far as the processes' progress records allow."""
-        there = self._there()
+        if not self._number:
+            return []
         if self._is_complete and self.is_under_way and (calls := self._call()):
             return calls
-        if not there or not self._number:
-            return []
-        if any(each.index not in self._told for each in there):  # it has connected, or joined, after the others
-            return self._tell([each for each in there if each.index not in self._told])
-        if not self.is_under_way:
+        there = self._there()
+        if untold := [each for each in there if each.index not in self._told]:  # connected, or joined, after the others
+            return self._tell(untold)
+        if not there or not self.is_under_way:
             return []
         if not self._is_complete:
             self._is_complete = all(each.record.wanted.number == self._number for each in there)
