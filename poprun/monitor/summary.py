@@ -12,7 +12,16 @@ from pathlib import Path
 
 from poprun.cli.log import Log, write_all
 from poprun.cli.settings import SummaryAsked
-from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
+from poprun.cli.wording import (
+    count,
+    duration_text,
+    list_ranges,
+    memory_text,
+    number_text,
+    share_text,
+    size_text,
+    without_controls,
+)
 from poprun.errors import UsageError
 from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import Attempt, Slowest, Totals, add_up, waiting_share
@@ -89,8 +98,7 @@ def _first(attempts: Sequence[Attempt], totals: Totals, duration_s: float) -> st
 
 def _describe_size(attempt: Attempt) -> str:
     there = sum(not each.is_reserve for each in attempt.facts)
-    instances = count(there - attempt.spares, "instance")
-    return f"{instances} and {count(attempt.spares, 'spare')}" if attempt.spares else instances
+    return size_text(there - attempt.spares, attempt.spares)
 
 
 def _carriers_line(attempts: Sequence[Attempt]) -> str:
