@@ -17,6 +17,7 @@ from poprun.ipc.facts import Facts
 from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 from poprun.supervisor.job_events import Action, AgentOrder, Answer, Command, ResizeAsked, Say
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.survival import choose_carriers
 
 NOBODY = 0
 """The asker of changes that poprun itself wants; connections have higher numbers."""
@@ -123,7 +124,10 @@ class Resizing:
             return []
         if not self._is_complete:
             self._is_complete = all(each.record.wanted.number == self._number for each in there)
-            return self._tell(there) if self._is_complete else []
+            if not self._is_complete:
+                return []
+            self._members.expect(choose_carriers(self._members.carriers, there, self._wish.count))
+            return self._tell(there)
         if any(each.record.considered != self._number for each in there):
             return []
         if self._stages:

@@ -75,25 +75,9 @@ class Survival:
         return actions
 
     def _choose_carriers(self, left: Sequence[Facts]) -> list[int]:
-        """Return the instances that drive the replicas after a loss, in their order; popdist chooses by the same rule.
-
-        An instance at its end takes no part. So the others may call more spares than places were lost.
-        """
-        before = self._members.carriers
-        hosts = [each.host for each in left]
-        standings = [
-            Standing(
-                role=_role_of(each),
-                number=before.index(each.index) if each.index in before else 0,
-                host=hosts.index(each.host),
-                entries=0,
-                may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
-            )
-            for each in left
-        ]
         wishes = [each.record.wanted for each in left]
         target = next((wanted.count for wanted in wishes if wanted.is_complete), self._target)
-        return [left[rank].index for rank in choose(standings, target)]
+        return choose_carriers(self._members.carriers, left, target)
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]
@@ -150,6 +134,30 @@ class Survival:
                 "the job ends"
             )
         return ""
+
+
+def choose_carriers(before: Sequence[int], left: Sequence[Facts], target: int) -> list[int]:
+    """Return the instances that drive the replicas after a change, in their order; popdist chooses by the same rule.
+
+    An instance at its end takes no part. So after a loss, the others may call more spares than places were lost.
+
+    Args:
+        before: The instances that drove the replicas before, in their order.
+        left: The instances and spares that are left, by index.
+        target: The wanted number of active instances.
+    """
+    hosts = [each.host for each in left]
+    standings = [
+        Standing(
+            role=_role_of(each),
+            number=before.index(each.index) if each.index in before else 0,
+            host=hosts.index(each.host),
+            entries=0,
+            may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
+        )
+        for each in left
+    ]
+    return [left[rank].index for rank in choose(standings, target)]
 
 
 def _role_of(each: Facts) -> Role:

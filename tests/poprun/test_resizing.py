@@ -106,6 +106,37 @@ def test_a_request_for_the_present_number_changes_nothing():
     assert not any(wanted.is_complete for _, wanted in wishes(script))
 
 
+@pytest.mark.parametrize(
+    ("hosts", "expected"), [("node0 node0 node0 node0", (0, 1, 2, 3)), ("node0 node0 node0 node1", (0, 1, 3, 2))]
+)
+def test_new_carriers_have_the_order_of_their_replicas_whichever_reports_first(hosts, expected):
+    script = job("tt--", hosts, spares=2)
+    script.take_roles(0.5, "tt-s")
+    script.take_roles(0.8, "ttss")
+    script.ask_resize(1.0, 7, 4)
+    script.run(2.0)
+    script.take_roles(2.0, "tt-t")
+    script.take_roles(2.5, "tttt")
+    script.run(3.0)
+    assert script.machine.carriers[-1].instances == expected
+
+
+def test_instances_that_come_back_to_a_host_drive_the_last_replicas():
+    script = job("ttss", "node0 node0 node1 node1")
+    script.ask_resize(1.0, 7, leave=("node0",))
+    script.run(2.0)
+    script.take_roles(2.0, "tstt")
+    script.run(3.0)
+    script.take_roles(3.0, "sstt")
+    script.run(4.0)
+    assert [each.instances for each in script.machine.carriers] == [(0, 1), (0, 2, 3), (2, 3)]
+    script.ask_resize(4.0, 8, 4, use=("node0",))
+    script.run(5.0)
+    script.take_roles(5.0, "tttt")
+    script.run(6.0)
+    assert script.machine.carriers[-1].instances == (2, 3, 0, 1)
+
+
 class TestHosts:
     def test_a_host_is_left_by_barring_its_processes(self):
         script = job("ttss", "node0 node1.org node0 node1.org")
