@@ -30,6 +30,9 @@ class JobMembers:
         count: The number of instances and spares.
         spares: The number of spares, which have the highest indices.
         reserves: The number of spares that are reserves, which have the highest indices of these.
+
+    Attributes:
+        target: The number of active instances after a change: that of the last complete wish, or of the start.
     """
 
     def __init__(self, count: int, spares: int = 0, reserves: int = 0) -> None:
@@ -38,6 +41,7 @@ class JobMembers:
             for index in range(count)
         ]
         self._carriers = self._next_carriers = tuple(range(count - spares))
+        self.target = count - spares
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()
         self._connected: dict[int, None] = {}  # in the order of their connections
@@ -185,6 +189,8 @@ class JobMembers:
             peak_memory_bytes=event.peak_memory_bytes,
             busy_at_s=now_s if event.effort != before.effort else before.busy_at_s,
         )
+        if event.record.wanted.is_complete and event.record.role is Role.ACTIVE and not event.record.is_leaving:
+            self.target = event.record.wanted.count  # popdist keeps it too, until another wish is complete
         if event.record.role not in (before.record.role, Role.UNKNOWN):
             self._note_role(event.instance, event.record.is_spare)
 

@@ -32,7 +32,6 @@ class Survival:
         self.obstacle = ""
         self._members = members
         self._least = least
-        self._target = len(members.carriers)
         self._untold: set[int] = set()  # lost spares of which the others do not know
 
     def give_up(
@@ -64,7 +63,8 @@ class Survival:
         were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
         if not failed or were_told or is_of_hosts(failed) or not self._least:
             return []
-        carriers = self._choose_carriers(left) if any(not each.is_spare for each in failed) else []
+        is_change = any(not each.is_spare for each in failed)
+        carriers = choose_carriers(self._members.carriers, left, self._members.target) if is_change else []
         called = [each for each in left if each.is_asleep and each.index in carriers]
         if not all(each.is_asleep for each in failed) and (obstacle := self._obstacle(left, len(called))):
             self.obstacle = self.obstacle or obstacle  # later failures follow from the first
@@ -73,11 +73,6 @@ class Survival:
         if carriers:
             self._members.go_on_with(carriers)
         return actions
-
-    def _choose_carriers(self, left: Sequence[Facts]) -> list[int]:
-        wishes = [each.record.wanted for each in left]
-        target = next((wanted.count for wanted in wishes if wanted.is_complete), self._target)
-        return choose_carriers(self._members.carriers, left, target)
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]

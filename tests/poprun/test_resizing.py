@@ -137,6 +137,20 @@ def test_instances_that_come_back_to_a_host_drive_the_last_replicas():
     assert script.machine.carriers[-1].instances == (2, 3, 0, 1)
 
 
+def test_a_loss_calls_as_many_spares_as_the_last_complete_wish_allows():
+    """A later wish that only bars spares does not change the number."""
+    script = job("tttts", "node0 node0 node0 node0 node1")
+    script.ask_resize(1.0, 7, 2)
+    script.run(2.0)
+    script.take_roles(2.0, "ttsss")
+    script.ask_resize(3.0, 8, leave=("node1",))
+    script.run(4.0)
+    script.end(4.0, 1, killed())
+    script.run(5.0)
+    assert script.machine.carriers[-1].instances == (0, 2)
+    assert [each.is_spare for each in script.machine.facts] == [False, False, False, True, True]
+
+
 class TestHosts:
     def test_a_host_is_left_by_barring_its_processes(self):
         script = job("ttss", "node0 node1.org node0 node1.org")
