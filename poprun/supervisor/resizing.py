@@ -86,7 +86,8 @@ class Resizing:
         left_hosts = _hosts_after(asked, self._left_hosts, there)
         free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
         active = [each for each in there if each.record.role is Role.ACTIVE]
-        wanted = asked.request.count or min(len(active), len(free))
+        coming = [self._wish, *self._stages][-1].count if self.is_under_way else len(active)
+        wanted = asked.request.count or min(coming, len(free))
         if obstacle := self._obstacle(wanted, there, free):
             return obstacle, []
         self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted

@@ -214,6 +214,21 @@ class TestHosts:
         ]
         assert script.all_of(PASS_ON) == []
 
+    @pytest.mark.parametrize(
+        ("before", "counts", "leave"), [("tttsss", (2,), ()), ("ttssss", (), ("node0",))], ids=["2 of 3", "leave"]
+    )
+    def test_a_host_is_left_with_as_many_instances_as_the_change_under_way_leads_to(self, before, counts, leave):
+        """The user wants two of three instances, or one of two stays on its host until others have joined."""
+        script = job(before, "node0 node0 node1 node1 node1 node2")
+        script.ask_resize(1.0, 7, *counts, leave=leave)
+        script.run(2.0)
+        if leave:
+            script.take_roles(2.0, "tsttss")
+        script.at(2.15, InstanceChanged(5, NOTICED))
+        script.run(3.0)
+        assert script.said(Level.WARN) == ["host node2 is about to go away; other hosts take over from it"]
+        assert {wanted.count for _, wanted in wishes(script)[-6:]} == {2}
+
     def test_all_programs_save_and_leave_if_a_host_that_gets_a_notice_cannot_be_left(self):
         script = job("tts", "node0 node1 node0", least=3)
         script.at(1.0, InstanceChanged(1, NOTICED))
