@@ -527,13 +527,13 @@ class ProgressPage(Progress):
         return self._wanted.number if self._wanted.is_complete else 0
 
     def takes_role(self, is_spare: bool, wish: int = 0) -> None:
+        self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE  # first: poprun trusts it in a considered wish
         self._is_changing = False
         self._words[_CHANGING] = 0
         if wish:
             self._words[_CONSIDERED] = wish
         if wish and wish == self.wish:
             self._considered_word = self._wanted_word
-        self._words[_ROLE] = Role.SPARE if is_spare else Role.ACTIVE
 
     @property
     def is_to_begin(self) -> bool:

@@ -90,6 +90,27 @@ def read_command_line(words: Sequence[str], options: Sequence[Option] = OPTIONS)
     return CommandLine(values, tuple(words[position:]))
 
 
+def read_mixed_words(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, Value], list[str]]:
+    """Read the words after a command such as `poprun resize`, whose options may stand between its other words.
+
+    Returns:
+        The given options, by name, and the other words.
+
+    Raises:
+        UsageError: As `read_command_line` does.
+    """
+    values: dict[str, Value] = {}
+    named: list[str] = []
+    while words:
+        line = read_command_line(words, options)
+        for option in options:
+            if option.name in line.values:
+                _store(values, option, line.values[option.name])
+        named += line.program[:1]
+        words = line.program[1:]
+    return values, named
+
+
 def find_option(written: str, options: Sequence[Option] = OPTIONS) -> Option:
     """Find the option that a word such as `--num-rep`, `-v` or `--print-topology` names.
 

@@ -14,7 +14,7 @@ from poprun.cli.launch_options import OPTIONS, LaunchOptions
 from poprun.cli.log import Level
 from poprun.cli.mpi_arguments import JobArguments
 from poprun.cli.options import NO_PARTITION, NO_SDK, NO_SERVER, NO_SPARES, OFFLINE, ONE_HOST, STOPS
-from poprun.cli.wording import count
+from poprun.cli.wording import count, size_text
 from poprun.errors import UsageError
 
 PARTITION_VARIABLE = "IPUOF_VIPU_API_PARTITION_ID"
@@ -161,8 +161,7 @@ class LaunchSettings(LaunchOptions):
         ]
         for fact in wrong:
             way_out = f"use 0 to {last}" if last else "use 0"
-            spares = f" and {count(self.spares, 'spare')}" if self.spares else ""
-            raise UsageError(f"{fact}, but the job has {count(self.num_instances, 'instance')}{spares}; {way_out}")
+            raise UsageError(f"{fact}, but the job has {size_text(self.num_instances, self.spares)}; {way_out}")
 
     def _check_mpi_args(self) -> None:
         """Refuse an option and its value in one word, as nested quotes or one entry of a TOML list make it."""

@@ -15,6 +15,11 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def size_text(instances: int, spares: int) -> str:
+    """Write the size of a job: `1 instance`, `4 instances and 2 spares`."""
+    return count(instances, "instance") + (f" and {count(spares, 'spare')}" if spares else "")
+
+
 def list_ranges(numbers: Iterable[int], separator: str = ",") -> str:
     """Write numbers in ascending order, as the kernel lists CPUs: `0-3,8`."""
     ranges: list[tuple[int, int]] = []

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from poprun.cli.settings import LaunchSettings
-from poprun.cli.wording import count
+from poprun.cli.wording import count, size_text
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, most_instances, shares_of
 from poprun.hosts.schedulers.hostfiles import KubernetesScheduler, OpenMPIHostfile
@@ -92,8 +92,7 @@ def describe_use(
         return ""
     shares = dict(zip((host.name for host in hosts), processes, strict=True))
     used = ", ".join(f"{host.name}: {shares.get(host.name, 0)} of {host.slots}" for host in allocation.hosts)
-    spares = f" and {count(settings.spares, 'spare')}" if settings.spares else ""
-    said = f"{count(instances, 'instance')}{spares} on the {count(slots, 'slot')} of {allocation.source} ({used})"
+    said = f"{size_text(instances, settings.spares)} on the {count(slots, 'slot')} of {allocation.source} ({used})"
     if len(hosts) < len(allocation.hosts):
         said += f": equal shares come before more hosts, and {instances} divide equally over {len(hosts)} at most"
     more = most_instances(settings.num_replicas, slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from poprun.cli.settings import LaunchSettings
-from poprun.cli.wording import count
+from poprun.cli.wording import count, size_text
 from poprun.errors import UsageError
 from poprun.hosts.hosts import Host, check_hosts, shares_of
 
@@ -27,9 +27,8 @@ def share_hosts(hosts: Sequence[Host], settings: LaunchSettings) -> tuple[tuple[
         room, slots = sum(spares), sum(host.slots or 0 for host in hosts)
         fewer = f"use {count(room, 'spare')} (--spares)" if room else "leave the spares out"
         raise UsageError(
-            f"the hosts have {count(slots, 'slot')}, but {count(settings.num_instances, 'instance')} and "
-            f"{count(settings.spares, 'spare')} are asked for: {fewer}, give the hosts more slots, or let spares "
-            "need none (--spares-oversubscribe yes)"
+            f"the hosts have {count(slots, 'slot')}, but {size_text(settings.num_instances, settings.spares)} are "
+            f"asked for: {fewer}, give the hosts more slots, or let spares need none (--spares-oversubscribe yes)"
         )
     return instances, spares
 

@@ -20,7 +20,8 @@ class ResizeRequest:
     """A request of the user who started the job.
 
     Attributes:
-        count: The wanted number of active instances; 0: as many as now, if the hosts allow it.
+        count: The wanted number of active instances; 0: as many as now, or as a change under way
+            leads to, if the hosts allow it.
         leave: Hosts that shall carry no active instance any more.
         use: Hosts that were left, and may carry active instances again.
     """

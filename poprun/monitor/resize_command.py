@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from poprun.cli.command_line import Value, read_command_line
+from poprun.cli.command_line import Value, read_mixed_words
 from poprun.cli.help import describe_section
 from poprun.cli.log import show
 from poprun.cli.options import Option, OptionKind
@@ -93,16 +93,7 @@ def read_words(words: Sequence[str]) -> ResizeWords | None:
     Raises:
         UsageError: If the words are no valid request.
     """
-    values: dict[str, Value] = {}
-    named: list[str] = []
-    while words:
-        line = read_command_line(words, OPTIONS)
-        for name, value in line.values.items():
-            before = values.get(name)
-            is_list = isinstance(before, tuple) and isinstance(value, tuple)
-            values[name] = (*before, *value) if is_list else value  # type: ignore[misc]
-        named += line.program[:1]
-        words = line.program[1:]
+    values, named = read_mixed_words(words, OPTIONS)
     if values.get("help"):
         return None
     leave, use = (_hosts(values, name) for name in ("leave-host", "use-host"))

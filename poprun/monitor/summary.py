@@ -12,7 +12,16 @@ from pathlib import Path
 
 from poprun.cli.log import Log, write_all
 from poprun.cli.settings import SummaryAsked
-from poprun.cli.wording import count, duration_text, list_ranges, memory_text, number_text, share_text, without_controls
+from poprun.cli.wording import (
+    count,
+    duration_text,
+    list_ranges,
+    memory_text,
+    number_text,
+    share_text,
+    size_text,
+    without_controls,
+)
 from poprun.errors import UsageError
 from poprun.ipc.facts import Facts
 from poprun.monitor.attempts import Attempt, Slowest, Totals, add_up, waiting_share
@@ -89,22 +98,22 @@ def _first(attempts: Sequence[Attempt], totals: Totals, duration_s: float) -> st
 
 def _describe_size(attempt: Attempt) -> str:
     there = sum(not each.is_reserve for each in attempt.facts)
-    instances = count(there - attempt.spares, "instance")
-    return f"{instances} and {count(attempt.spares, 'spare')}" if attempt.spares else instances
+    return size_text(there - attempt.spares, attempt.spares)
 
 
 def _carriers_line(attempts: Sequence[Attempt]) -> str:
     """Return a line about the instances that drove the replicas, if they changed in the last attempt."""
-    first, *later = attempts[-1].carriers if attempts and attempts[-1].carriers else (None,)
-    if first is None or not later:
+    carriers = attempts[-1].carriers if attempts else ()
+    if len(carriers) < 2:
         return ""
-    changes = later[-_MOST_NAMED:]
-    left_out = f"; {len(later) - len(changes)} earlier changes" if len(changes) < len(later) else ""
+    changes = carriers[1:][-_MOST_NAMED:]
+    earlier = len(carriers) - 1 - len(changes)
+    left_out = f"; {count(earlier, 'earlier change')}" if earlier else ""
     parts = [
         f"from step {each.step} ({duration_text(each.at_s)}) on instances {list_ranges(each.instances, ', ')}"
         for each in changes
     ]
-    return f"summary: replicas on instances {list_ranges(first.instances)}{left_out}; {'; '.join(parts)}"
+    return f"summary: replicas on instances {list_ranges(carriers[0].instances)}{left_out}; {'; '.join(parts)}"
 
 
 def _second(totals: Totals) -> str:

@@ -143,6 +143,7 @@ class JobMachine:
             case Tick():
                 self._around = event
                 self._decide(now_s)
+                self._note_carriers(now_s)  # not after each event: a look brings one of each instance
             case OutputPiece(instance, descriptor, data):
                 if descriptor == 2:
                     self._last_lines.take(instance, data)
@@ -160,7 +161,6 @@ class JobMachine:
                     self._actions.append(Say(Level.INFO, f"{self._members.facts[event.instance].name} has joined"))
                 elif isinstance(event, InstanceChanged) and event.change is InstanceChange.NOTICED:
                     self._take_notice(self._members.facts[event.instance].host, now_s)
-        self._note_carriers(now_s)
         actions, self._actions = self._actions, []
         return actions
 

@@ -30,6 +30,9 @@ class JobMembers:
         count: The number of instances and spares.
         spares: The number of spares, which have the highest indices.
         reserves: The number of spares that are reserves, which have the highest indices of these.
+
+    Attributes:
+        target: The number of active instances after a change: that of the last complete wish, or of the start.
     """
 
     def __init__(self, count: int, spares: int = 0, reserves: int = 0) -> None:
@@ -37,7 +40,8 @@ class JobMembers:
             Facts(index, is_spare=index >= count - spares, is_reserve=index >= count - reserves)
             for index in range(count)
         ]
-        self._carriers = tuple(range(count - spares))
+        self._carriers = self._next_carriers = tuple(range(count - spares))
+        self.target = count - spares
         self._closed: set[int] = set()
         self._asked: Counter[int] = Counter()
         self._connected: dict[int, None] = {}  # in the order of their connections
@@ -151,9 +155,13 @@ class JobMembers:
 
     def go_on_with(self, carriers: Sequence[int]) -> None:
         """Note which instances are to drive the replicas, in their order; spares among them join."""
-        self._carriers = tuple(carriers)
+        self._carriers = self._next_carriers = tuple(carriers)
         for index in carriers:
             self._update(index, is_spare=False)
+
+    def expect(self, carriers: Sequence[int]) -> None:
+        """Note which instances will drive the replicas, in their order, as soon as one reports another role."""
+        self._next_carriers = tuple(carriers)
 
     def note_told_alone(self, before_s: float) -> None:
         """Mark as lost every instance that was stopped alone; mpirun stops all of them together.
@@ -181,6 +189,8 @@ class JobMembers:
             peak_memory_bytes=event.peak_memory_bytes,
             busy_at_s=now_s if event.effort != before.effort else before.busy_at_s,
         )
+        if event.record.wanted.is_complete and event.record.role is Role.ACTIVE and not event.record.is_leaving:
+            self.target = event.record.wanted.count  # popdist keeps it too, until another wish is complete
         if event.record.role not in (before.record.role, Role.UNKNOWN):
             self._note_role(event.instance, event.record.is_spare)
 
@@ -191,8 +201,9 @@ class JobMembers:
                 if each.record.is_spare and each.ending is None and not each.is_given_up:
                     self._update(each.index, is_spare=True)
         self._update(index, is_spare=is_spare)
-        if index not in self._carriers:
-            self._carriers += (index,)
+        if not is_spare and index not in self._next_carriers:
+            self._next_carriers += (index,)
+        self._carriers = self._next_carriers
 
     def _note_loss(self, index: int, fault: str, now_s: float) -> None:
         self._connected.pop(index, None)

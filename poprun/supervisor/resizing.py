@@ -17,6 +17,7 @@ from poprun.ipc.facts import Facts
 from poprun.ipc.resizes import ResizeAnswer, ResizeRequest
 from poprun.supervisor.job_events import Action, AgentOrder, Answer, Command, ResizeAsked, Say
 from poprun.supervisor.members import JobMembers
+from poprun.supervisor.survival import choose_carriers
 
 NOBODY = 0
 """The asker of changes that poprun itself wants; connections have higher numbers."""
@@ -66,22 +67,8 @@ class Resizing:
 
     def ask(self, asked: ResizeAsked) -> list[Action]:
         """Begin the change that a user wants, in place of one that is under way; or answer why it is impossible."""
-        there = self._there()
-        if obstacle := self._obstacle_of_job(there) or _unknown_hosts(asked, there):
-            return [_refuse(asked, obstacle)]
-        left_hosts = _hosts_after(asked, self._left_hosts, there)
-        free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
-        active = [each for each in there if each.record.role is Role.ACTIVE]
-        wanted = asked.request.count or min(len(active), len(free))
-        if obstacle := self._obstacle(wanted, there, free):
-            return [_refuse(asked, obstacle)]
-        self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted
-        barred = frozenset(each.index for each in there if each.host in left_hosts)
-        if not self.is_under_way and wanted == len(active) and not any(each.index in barred for each in active):
-            return self._bar_spares(asked, ResizeWish(wanted, barred))
-        actions = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
-        self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
-        return [*actions, *self._begin()]
+        obstacle, actions = self._consider(asked)
+        return [_refuse(asked, obstacle)] if obstacle else actions
 
     def is_left(self, host: str) -> bool:
         """Return whether a host is to carry no active instance."""
@@ -89,10 +76,27 @@ class Resizing:
 
     def leave(self, host: str) -> tuple[str, list[Action]]:
         """Begin to leave a host for which poprun itself got a notice; return the obstacle, or "", and the actions."""
-        first, *rest = self.ask(ResizeAsked(NOBODY, ResizeRequest(leave=(host,))))
-        if isinstance(first, Answer) and first.asker == NOBODY and not first.answer.is_done:
-            return first.answer.text, []
-        return "", [first, *rest]
+        return self._consider(ResizeAsked(NOBODY, ResizeRequest(leave=(host,))))
+
+    def _consider(self, asked: ResizeAsked) -> tuple[str, list[Action]]:
+        """Begin a change; return the obstacle, or "", and the actions."""
+        there = self._there()
+        if obstacle := self._obstacle_of_job(there) or _unknown_hosts(asked, there):
+            return obstacle, []
+        left_hosts = _hosts_after(asked, self._left_hosts, there)
+        free = [each for each in there if each.host not in left_hosts and (each.can_join or not each.is_spare)]
+        active = [each for each in there if each.record.role is Role.ACTIVE]
+        coming = [self._wish, *self._stages][-1].count if self.is_under_way else len(active)
+        wanted = asked.request.count or min(coming, len(free))
+        if obstacle := self._obstacle(wanted, there, free):
+            return obstacle, []
+        self._left_hosts, self._before, self.wanted = left_hosts, len(active), wanted
+        barred = frozenset(each.index for each in there if each.host in left_hosts)
+        if not self.is_under_way and wanted == len(active) and not any(each.index in barred for each in active):
+            return "", self._bar_spares(asked, ResizeWish(wanted, barred))
+        refusals = [] if self._asked is None else [_refuse(self._asked, "another resize has taken its place")]
+        self._asked, self._stages = asked, stages(wanted, active, barred, self._most)
+        return "", [*refusals, *self._begin()]
 
     def _bar_spares(self, asked: ResizeAsked, wish: ResizeWish) -> list[Action]:
         """Tell a wish that the active instances fulfil already; it only says which spares may join later."""
@@ -110,18 +114,21 @@ class Resizing:
 
     def look(self) -> list[Action]:
         """Continue the change as far as the processes' progress records allow."""
-        there = self._there()
+        if not self._number:
+            return []
         if self._is_complete and self.is_under_way and (calls := self._call()):
             return calls
-        if not there or not self._number:
-            return []
-        if any(each.index not in self._told for each in there):  # it has connected, or joined, after the others
-            return self._tell([each for each in there if each.index not in self._told])
-        if not self.is_under_way:
+        there = self._there()
+        if untold := [each for each in there if each.index not in self._told]:  # connected, or joined, after the others
+            return self._tell(untold)
+        if not there or not self.is_under_way:
             return []
         if not self._is_complete:
             self._is_complete = all(each.record.wanted.number == self._number for each in there)
-            return self._tell(there) if self._is_complete else []
+            if not self._is_complete:
+                return []
+            self._members.expect(choose_carriers(self._members.carriers, there, self._wish.count))
+            return self._tell(there)
         if any(each.record.considered != self._number for each in there):
             return []
         if self._stages:

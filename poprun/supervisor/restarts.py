@@ -11,7 +11,7 @@ from popdist.records.faults import ATTEMPT_VARIABLE
 from poprun.cli.command_line import read_fault
 from poprun.cli.log import Log
 from poprun.cli.settings import LaunchSettings
-from poprun.cli.wording import count
+from poprun.cli.wording import count, size_text
 from poprun.errors import PopRunError
 from poprun.hosts.allocation import spread
 from poprun.hosts.hosts import Host
@@ -90,7 +90,7 @@ class Restarts:
             self._log.error(f"cannot restart: {error}")
             return None
         self._log.warn(
-            f"restart {made + 1} of {settings.max_restarts}: {_describe_size(fitting)} on "
+            f"restart {made + 1} of {settings.max_restarts}: {size_text(fitting.num_instances, fitting.spares)} on "
             f"{', '.join(host.name for host in chosen)}"
         )
         return self._counted(launch)
@@ -151,11 +151,6 @@ def with_instances(settings: LaunchSettings, instances: int, spares: int = 0) ->
         only_output_from_instance=shown if shown is None or shown < processes else 0,
         instance_mpi_local_args=tuple(pair for pair in settings.instance_mpi_local_args if pair[0] < processes),
     )
-
-
-def _describe_size(settings: LaunchSettings) -> str:
-    spares = f" and {count(settings.spares, 'spare')}" if settings.spares else ""
-    return f"{count(settings.num_instances, 'instance')}{spares}"
 
 
 def _list_hosts(names: Collection[str]) -> str:

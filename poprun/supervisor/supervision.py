@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from poprun.cli.log import Level, Log, format_line
-from poprun.cli.wording import count
+from poprun.cli.wording import count, size_text
 from poprun.ipc import wire
 from poprun.ipc.facts import Facts, JobEnd
 from poprun.ipc.processes import end_descendants, heeded
@@ -294,8 +294,7 @@ def status_text(facts: Sequence[Facts], hosts: int, since_s: float) -> str:
         there = f", {started} of {len(facts)} have started" if started else ""
         spares = sum(each.is_spare and not each.is_reserve for each in facts)
         instances = sum(not each.is_spare for each in facts)
-        size = f"{count(instances, 'instance')}{' and ' + count(spares, 'spare') if spares else ''}"
-        return f"starting {size} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
+        return f"starting {size_text(instances, spares)} on {count(hosts, 'host')}{there} ({int(since_s)} s)"
     if all(each.ending is None and each.record.has_joined and not each.record.step for each in facts if each.is_needed):
         return f"no step is completed yet: the program loads data or compiles ({int(since_s)} s)"
     return ""

@@ -32,7 +32,6 @@ class Survival:
         self.obstacle = ""
         self._members = members
         self._least = least
-        self._target = len(members.carriers)
         self._untold: set[int] = set()  # lost spares of which the others do not know
 
     def give_up(
@@ -64,7 +63,8 @@ class Survival:
         were_told = any(each.ending is not None and was_told(each.ending) for each in failed)
         if not failed or were_told or is_of_hosts(failed) or not self._least:
             return []
-        carriers = self._choose_carriers(left) if any(not each.is_spare for each in failed) else []
+        is_change = any(not each.is_spare for each in failed)
+        carriers = choose_carriers(self._members.carriers, left, self._members.target) if is_change else []
         called = [each for each in left if each.is_asleep and each.index in carriers]
         if not all(each.is_asleep for each in failed) and (obstacle := self._obstacle(left, len(called))):
             self.obstacle = self.obstacle or obstacle  # later failures follow from the first
@@ -73,27 +73,6 @@ class Survival:
         if carriers:
             self._members.go_on_with(carriers)
         return actions
-
-    def _choose_carriers(self, left: Sequence[Facts]) -> list[int]:
-        """Return the instances that drive the replicas after a loss, in their order; popdist chooses by the same rule.
-
-        An instance at its end takes no part. So the others may call more spares than places were lost.
-        """
-        before = self._members.carriers
-        hosts = [each.host for each in left]
-        standings = [
-            Standing(
-                role=_role_of(each),
-                number=before.index(each.index) if each.index in before else 0,
-                host=hosts.index(each.host),
-                entries=0,
-                may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
-            )
-            for each in left
-        ]
-        wishes = [each.record.wanted for each in left]
-        target = next((wanted.count for wanted in wishes if wanted.is_complete), self._target)
-        return [left[rank].index for rank in choose(standings, target)]
 
     def _part_from(
         self, failed: Sequence[Facts], left: Sequence[Facts], called: Sequence[Facts], describe: Callable[[Facts], str]
@@ -150,6 +129,30 @@ class Survival:
                 "the job ends"
             )
         return ""
+
+
+def choose_carriers(before: Sequence[int], left: Sequence[Facts], target: int) -> list[int]:
+    """Return the instances that drive the replicas after a change, in their order; popdist chooses by the same rule.
+
+    An instance at its end takes no part. So after a loss, the others may call more spares than places were lost.
+
+    Args:
+        before: The instances that drove the replicas before, in their order.
+        left: The instances and spares that are left, by index.
+        target: The wanted number of active instances.
+    """
+    hosts = [each.host for each in left]
+    standings = [
+        Standing(
+            role=_role_of(each),
+            number=before.index(each.index) if each.index in before else 0,
+            host=hosts.index(each.host),
+            entries=0,
+            may_be_active=(each.can_join or not each.is_spare) and not each.record.wanted.is_barred,
+        )
+        for each in left
+    ]
+    return [left[rank].index for rank in choose(standings, target)]
 
 
 def _role_of(each: Facts) -> Role:

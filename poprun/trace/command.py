@@ -11,7 +11,7 @@ from pathlib import Path
 
 from popdist.records.private_files import is_being_written
 from popdist.timeline.asked import PROFILE_SUFFIX, SUFFIX, folder_beside
-from poprun.cli.command_line import Value, read_command_line
+from poprun.cli.command_line import read_mixed_words
 from poprun.cli.help import describe_section
 from poprun.cli.log import Log, show
 from poprun.cli.options import Option, OptionKind
@@ -90,13 +90,7 @@ def read_words(words: Sequence[str]) -> TimelineRequest | None:
     verb, rest = words[0], words[1:]
     if verb not in _OPTIONS:
         raise UsageError(f"poprun timeline cannot {verb!r}; use {' or '.join(_OPTIONS)}")
-    values: dict[str, Value] = {}
-    named: list[str] = []
-    while rest:
-        line = read_command_line(rest, _OPTIONS[verb])
-        values |= line.values
-        named += line.program[:1]
-        rest = line.program[1:]
+    values, named = read_mixed_words(rest, _OPTIONS[verb])
     if values.get("help"):
         return None
     if len(named) != 1:

@@ -39,12 +39,10 @@ class Period:
     """The time between two changes of the members, for all instances of a job.
 
     Attributes:
-        number: The number of changes before.
         steps: The steps that were completed.
         active: The memberships of the active instances, by the instance's index in the recording.
     """
 
-    number: int
     steps: Sequence[int]
     active: Mapping[int, InstancePeriod]
 
@@ -71,7 +69,7 @@ def periods_of(recordings: Sequence[InstanceRecording]) -> list[Period]:
             if each.count:
                 found.setdefault(each.number, {})[recording.instance] = each
                 steps.setdefault(each.number, set()).update(_steps_in(recording, each.events))
-    return [Period(number, sorted(steps[number]), found[number]) for number in sorted(found) if steps[number]]
+    return [Period(sorted(steps[number]), found[number]) for number in sorted(found) if steps[number]]
 
 
 def of_longest_period(recordings: Sequence[InstanceRecording]) -> tuple[list[InstanceRecording], list[str]]:

@@ -98,7 +98,8 @@ def prepare(asked: VerifyRequest) -> tuple[tuple[int, ...], list[Run]]:
     hosts = hosts_of(asked)
     cores = len(usable_cores()) * len(hosts)
     spreads = asked.spreads or choose_spreads(asked.replicas, cores, available_memory() if len(hosts) == 1 else None)
-    plain = plain_runs(asked, (1,) if asked.with_losses and not asked.spreads else spreads)
+    needs_several = asked.spreads or asked.inject or asked.resume or not asked.with_losses
+    plain = plain_runs(asked, spreads if needs_several else (1,))
     if asked.inject and not any(can_shrink(run) for run in plain):
         raise UsageError(
             "--inject needs a run of several instances over MPI, but the runs are "

@@ -170,14 +170,12 @@ class Script:
 
         Args:
             at_s: The time.
-            roles: A letter for each instance: `a` or `t` for active, `s` for a spare, `f` for fixed, `-` for lost.
+            roles: A letter for each instance: `t` if it trains, `s` for a spare, `f` for fixed, `-` for lost.
         """
 
         def change() -> None:
             for each, letter in zip(self.instances, roles, strict=True):
-                role = {"a": Role.ACTIVE, "t": Role.ACTIVE, "s": Role.SPARE, "f": Role.FIXED, "-": each.record.role}[
-                    letter
-                ]
+                role = {"t": Role.ACTIVE, "s": Role.SPARE, "f": Role.FIXED, "-": each.record.role}[letter]
                 each.record = replace(each.record, role=role, considered=each.record.wanted.number)
 
         self.at(at_s, change)

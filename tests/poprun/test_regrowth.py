@@ -42,8 +42,7 @@ def begun(script: Script) -> list[tuple[float, int]]:
 
 
 def be_ready(script: Script, at_s: float, index: int) -> None:
-    each = script.instances[index]
-    script.at(at_s, lambda: setattr(each, "record", replace(each.record, is_ready=True)))
+    script.at(at_s, lambda: script.change_record(index, is_ready=True))
 
 
 def wishes(script: Script) -> list[Wanted]:
@@ -51,7 +50,7 @@ def wishes(script: Script) -> list[Wanted]:
 
 
 def test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready():
-    script = job("aass", reserves=2)
+    script = job("ttss", reserves=2)
     script.end(2.0, 1, killed())
     script.run(2.5)
     assert begun(script) == []
@@ -62,7 +61,7 @@ def test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready():
     be_ready(script, 9.0, 2)
     script.run(10.0)
     assert set(wishes(script)) == {Wanted(1, 2), Wanted(1, 2, is_complete=True)}
-    script.take_roles(10.0, "a-as")
+    script.take_roles(10.0, "t-ts")
     script.run(11.0)
     assert "instance 2 on host node0 (pid 102) has joined in step 3" in script.said(Level.WARN)
     for index in (0, 2):
@@ -75,18 +74,18 @@ def test_a_new_instance_starts_after_a_pause_and_joins_when_it_is_ready():
 
 
 def test_a_spare_takes_the_place_before_a_new_instance_does():
-    script = job("aasss", reserves=2)
+    script = job("ttsss", reserves=2)
     script.end(2.0, 1, killed())
     script.run(9.0)
     assert begun(script) == []
-    script.take_roles(9.0, "a-ass")
+    script.take_roles(9.0, "t-tss")
     script.end(10.0, 2, killed())
     script.run(12.0)
     assert [index for _, index in begun(script)] == [3]
 
 
 def test_a_new_instance_that_fails_on_its_way_is_followed_by_another_after_twice_the_pause():
-    script = job("aass", reserves=2)
+    script = job("ttss", reserves=2)
     script.end(2.0, 1, killed())
     script.end(5.0, 2, exited(1))
     script.run(9.0)
@@ -99,7 +98,7 @@ def test_a_new_instance_that_fails_on_its_way_is_followed_by_another_after_twice
 
 
 def test_two_lost_instances_get_two_new_ones():
-    script = job("aaasss", reserves=3, most=3)
+    script = job("tttsss", reserves=3, most=3)
     script.end(2.0, 1, killed())
     script.end(2.1, 2, killed())
     script.run(9.0)
@@ -107,11 +106,11 @@ def test_two_lost_instances_get_two_new_ones():
 
 
 def test_a_new_instance_that_fails_after_it_has_joined_is_followed_by_another():
-    script = job("aass", reserves=2)
+    script = job("ttss", reserves=2)
     script.end(2.0, 1, killed())
     be_ready(script, 4.0, 2)
     script.run(5.0)
-    script.take_roles(5.0, "a-as")
+    script.take_roles(5.0, "t-ts")
     script.end(6.0, 2, killed())
     script.run(9.0)
     assert begun(script) == [(2.0 + PAUSE_S, 2), (6.0 + 2 * PAUSE_S, 3)]
@@ -119,7 +118,7 @@ def test_a_new_instance_that_fails_after_it_has_joined_is_followed_by_another():
 
 
 def test_an_instance_lost_while_a_new_one_is_on_its_way_gets_a_second_one():
-    script = job("aaass", reserves=2)
+    script = job("tttss", reserves=2)
     script.end(2.0, 1, killed())
     script.end(4.0, 2, killed())
     script.run(9.0)
@@ -127,17 +126,17 @@ def test_an_instance_lost_while_a_new_one_is_on_its_way_gets_a_second_one():
     be_ready(script, 9.0, 3)
     script.run(10.0)
     assert wishes(script)[-1] == Wanted(1, 2, is_complete=True)
-    script.take_roles(10.0, "a--as")
+    script.take_roles(10.0, "t--ts")
     be_ready(script, 11.0, 4)
     script.run(12.0)
     assert wishes(script)[-1] == Wanted(2, 3, is_complete=True)
 
 
 def test_no_new_instance_starts_on_a_host_that_is_left():
-    script = job("aaass", reserves=2, hosts="h0 h1 h1 h0 h1")
+    script = job("tttss", reserves=2, hosts="h0 h1 h1 h0 h1")
     script.ask_resize(1.0, 7, 2, leave=("h0",))
     script.run(2.0)
-    script.take_roles(2.0, "saass")
+    script.take_roles(2.0, "sttss")
     script.run(3.0)
     script.end(3.0, 1, killed())
     script.run(9.0)
@@ -146,19 +145,19 @@ def test_no_new_instance_starts_on_a_host_that_is_left():
 
 
 def test_no_more_instances_start_than_the_user_wants_now():
-    script = job("aaas", reserves=1)
+    script = job("ttts", reserves=1)
     script.ask_resize(1.0, 7, 2)
     script.run(2.0)
-    script.take_roles(2.0, "aass")
+    script.take_roles(2.0, "ttss")
     script.run(3.0)
     script.end(3.0, 1, killed())
-    script.take_roles(3.5, "a-as")
+    script.take_roles(3.5, "t-ts")
     script.run(9.0)
     assert begun(script) == []
 
 
 def test_no_instance_starts_while_the_job_ends():
-    script = job("aass", reserves=2)
+    script = job("ttss", reserves=2)
     script.end(2.0, 1, killed())
     script.note(2.3, 0, replace(leaving(), role=Role.ACTIVE))
     script.run(9.0)

@@ -106,6 +106,51 @@ def test_a_request_for_the_present_number_changes_nothing():
     assert not any(wanted.is_complete for _, wanted in wishes(script))
 
 
+@pytest.mark.parametrize(
+    ("hosts", "expected"), [("node0 node0 node0 node0", (0, 1, 2, 3)), ("node0 node0 node0 node1", (0, 1, 3, 2))]
+)
+def test_new_carriers_have_the_order_of_their_replicas_whichever_reports_first(hosts, expected):
+    script = job("tt--", hosts, spares=2)
+    script.take_roles(0.5, "tt-s")
+    script.take_roles(0.8, "ttss")
+    script.ask_resize(1.0, 7, 4)
+    script.run(2.0)
+    script.take_roles(2.0, "tt-t")
+    script.take_roles(2.5, "tttt")
+    script.run(3.0)
+    assert script.machine.carriers[-1].instances == expected
+
+
+def test_instances_that_come_back_to_a_host_drive_the_last_replicas():
+    script = job("ttss", "node0 node0 node1 node1")
+    script.ask_resize(1.0, 7, leave=("node0",))
+    script.run(2.0)
+    script.take_roles(2.0, "tstt")
+    script.run(3.0)
+    script.take_roles(3.0, "sstt")
+    script.run(4.0)
+    assert [each.instances for each in script.machine.carriers] == [(0, 1), (0, 2, 3), (2, 3)]
+    script.ask_resize(4.0, 8, 4, use=("node0",))
+    script.run(5.0)
+    script.take_roles(5.0, "tttt")
+    script.run(6.0)
+    assert script.machine.carriers[-1].instances == (2, 3, 0, 1)
+
+
+def test_a_loss_calls_as_many_spares_as_the_last_complete_wish_allows():
+    """A later wish that only bars spares does not change the number."""
+    script = job("tttts", "node0 node0 node0 node0 node1")
+    script.ask_resize(1.0, 7, 2)
+    script.run(2.0)
+    script.take_roles(2.0, "ttsss")
+    script.ask_resize(3.0, 8, leave=("node1",))
+    script.run(4.0)
+    script.end(4.0, 1, killed())
+    script.run(5.0)
+    assert script.machine.carriers[-1].instances == (0, 2)
+    assert [each.is_spare for each in script.machine.facts] == [False, False, False, True, True]
+
+
 class TestHosts:
     def test_a_host_is_left_by_barring_its_processes(self):
         script = job("ttss", "node0 node1.org node0 node1.org")
@@ -154,6 +199,35 @@ class TestHosts:
         script.take_roles(2.0, "tst")
         script.run(3.0)
         assert script.all_of(PASS_ON) == []
+
+    def test_a_second_host_that_gets_a_notice_during_the_change_is_left_too(self):
+        script = job("ttsss", "node0 node1 node2 node3 node3")
+        script.at(1.0, InstanceChanged(0, NOTICED))
+        script.at(1.1, InstanceChanged(1, NOTICED))
+        script.run(2.0)
+        assert wishes(script)[-5:] == [(index, Wanted(2, 3, index == 1, True)) for index in range(5)]
+        script.take_roles(2.0, "tsttt")
+        script.run(3.0)
+        assert wishes(script)[-5:] == [(index, Wanted(3, 2, index < 2, True)) for index in range(5)]
+        assert script.said(Level.WARN) == [
+            f"host node{index} is about to go away; other hosts take over from it" for index in (0, 1)
+        ]
+        assert script.all_of(PASS_ON) == []
+
+    @pytest.mark.parametrize(
+        ("before", "counts", "leave"), [("tttsss", (2,), ()), ("ttssss", (), ("node0",))], ids=["2 of 3", "leave"]
+    )
+    def test_a_host_is_left_with_as_many_instances_as_the_change_under_way_leads_to(self, before, counts, leave):
+        """The user wants two of three instances, or one of two stays on its host until others have joined."""
+        script = job(before, "node0 node0 node1 node1 node1 node2")
+        script.ask_resize(1.0, 7, *counts, leave=leave)
+        script.run(2.0)
+        if leave:
+            script.take_roles(2.0, "tsttss")
+        script.at(2.15, InstanceChanged(5, NOTICED))
+        script.run(3.0)
+        assert script.said(Level.WARN) == ["host node2 is about to go away; other hosts take over from it"]
+        assert {wanted.count for _, wanted in wishes(script)[-6:]} == {2}
 
     def test_all_programs_save_and_leave_if_a_host_that_gets_a_notice_cannot_be_left(self):
         script = job("tts", "node0 node1 node0", least=3)

@@ -360,8 +360,7 @@ class TestReplacement:
 
     def test_roles_that_instances_report_count_more_than_what_was_expected(self):
         script = job(2, 2)
-        for index in range(4):
-            script.instances[index].record = running(role=Role.SPARE if index > 1 else Role.ACTIVE)
+        script.take_roles(0.0, "ttss")
         script.run(until_s=0.5)
         script.end(1.0, 1, killed())
         script.note(1.5, 3, running(role=Role.ACTIVE))
@@ -402,8 +401,7 @@ class TestReplacement:
 
     def test_a_spare_that_is_lost_while_it_joins_is_replaced_too(self):
         script = job(2, 2)
-        for index in range(4):
-            script.instances[index].record = running(role=Role.SPARE if index > 1 else Role.ACTIVE)
+        script.take_roles(0.0, "ttss")
         script.run(until_s=0.5)
         script.end(1.0, 1, killed())
         script.end(1.05, 2, killed())
@@ -467,8 +465,7 @@ class TestReplacement:
     @pytest.mark.parametrize("second_s", [1.0, 1.1])
     def test_spares_cannot_go_on_without_any_instance(self, second_s):
         script = job(2, 2)
-        for index in range(4):
-            script.instances[index].record = running(role=Role.SPARE if index > 1 else Role.ACTIVE)
+        script.take_roles(0.0, "ttss")
         script.run(until_s=0.5)
         script.end(1.0, 0, killed())
         script.end(second_s, 1, exited(3))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from poprun.cli.command_line import CommandLine
-from poprun.verify.options import VerifyRequest
+from poprun.verify.command import prepare
+from poprun.verify.options import VerifyRequest, read_words
 from poprun.verify.running import (
     Run,
     choose_spreads,
@@ -74,6 +75,17 @@ def test_a_run_is_resumed_on_the_next_smaller_spread():
     assert resumed == Run(8, 8, resumed_on=2)
     assert str(resumed) == "8 x 1, 2 x 4 (mpi, stopped and resumed)"
     assert run_to_resume(asked(resume=True), [Run(2, 8), Run(2, 8)]) == Run(2, 8, resumed_on=2)
+
+
+@pytest.mark.parametrize("word", ["--resume", "--inject"])
+def test_beside_a_run_with_losses_others_have_several_instances_too(word):
+    words = ["--allow-run-as-root=yes", "--num-replicas=8", "--with-losses", word, "python", "train.py"]
+    request = read_words(words)
+    assert request is not None
+    spreads, plain = prepare(request)
+    assert {run.instances for run in plain} == set(spreads) != {1}
+    resumed = run_to_resume(request, plain)
+    assert resumed is None or resumed.resumed_on < resumed.instances
 
 
 class TestSettings:
