@@ -78,7 +78,7 @@ class ReplicaTurns:
             nonlocal batch
             meeting = meet(replicas)
             if meeting.is_late:
-                return self._taken_over(self._averaging.shared(None, meeting.newest))
+                return self._taken_over(self._averaging.shared(None, meeting.newest), begin)
             batch = replicas.replicas_batch(batch)
             return None
 
@@ -143,9 +143,12 @@ class ReplicaTurns:
         averaging.loop.next_step()
         return means.kept() if self._replicas.can_carry_on else means
 
-    def _taken_over(self, means: LoopMeans) -> LoopMeans:
+    def _taken_over(self, means: LoopMeans, begin: _Beginning | None) -> LoopMeans:
         """Put the means of a step that the others have completed into the module."""
         averaging = self._averaging
+        assert begin is not None
+        for parameter, gradient in begin.gradients.items():
+            parameter.grad = gradient
         for (_, parameter), gradient in zip(averaging.named, means.gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient.clone()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from losing_at_events import BEFORE, Events, run_losing
 from surviving_instances import run_instances
+from torch import nn
 from torch_modules import data, distributed, loss_fn, new_module
 
 import strategies
@@ -130,6 +131,28 @@ def late_and_newest(program):
 def test_a_late_instance_gets_the_means_as_they_were(module):
     """The program has clipped them since, where they were completed."""
     late_and_newest(functools.partial(looped, module=module))
+
+
+def test_a_late_instance_keeps_the_gradients_of_layers_that_no_replica_has_used():
+    """With `set_to_none=False` they are zeros, with which Adam changes the layer."""
+
+    class Heads(nn.ModuleList):
+        def forward(self, x, number):
+            return self[number](x.flatten(1))
+
+    module = Heads([nn.Linear(64, 5), nn.Linear(64, 5)])
+
+    def program(strategy):
+        own, model = distributed(strategy, module)
+        optimizer = torch.optim.Adam(own.parameters(), 0.01)
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(itertools.islice(dataset.epoch(0), STEPS)):
+            optimizer.zero_grad(set_to_none=False)
+            model.backward(lambda rows, number=step % 2: model(rows["x"], number).square().mean(), batch)
+            optimizer.step()
+        return strategies.fingerprint([one.detach().numpy() for one in own.parameters()])
+
+    late_and_newest(program)
 
 
 @pytest.mark.complete
