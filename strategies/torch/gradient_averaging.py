@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
 
@@ -360,7 +360,7 @@ class GradientAveraging:
         """Take the gradients that were not taken during the backward pass."""
         if self.is_alone:
             return
-        self._refuse_gradients_that_are_gone(model_pass)
+        self.refuse_gradients_that_are_gone(model_pass.came)
         exchange = self._exchange
         if exchange is None:
             return
@@ -374,9 +374,14 @@ class GradientAveraging:
             if number not in model_pass.taken:
                 self._take(model_pass, number, gradient)
 
-    def _refuse_gradients_that_are_gone(self, model_pass: ModelPass) -> None:
+    def refuse_gradients_that_are_gone(self, came: Container[int]) -> None:
+        """Raise if a parameter whose gradient came has none at the end of the backward pass.
+
+        Args:
+            came: The ids of the parameters whose gradients came.
+        """
         for name, parameter in self._watch.named:
-            if parameter.grad is None and id(parameter) in model_pass.came:
+            if parameter.grad is None and id(parameter) in came:
                 raise StrategyError(
                     f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
                     "before it was averaged; leave it in grad, and apply it after backward() has returned"

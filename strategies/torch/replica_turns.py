@@ -106,6 +106,8 @@ class ReplicaTurns:
         with averaging.loop.turn(replica), torch.enable_grad():
             total = sum(map(_backward, losses))
             came = frozenset(averaging.loop.carried)
+        if not averaging.is_alone:
+            averaging.refuse_gradients_that_are_gone(came)
         parameters = averaging.parameters
         gradients = {id(one): one.grad for one in parameters}
         slots: Sequence[Slot] = averaging.buffers.slots

@@ -302,6 +302,16 @@ class TestRefusals:
         with pytest.raises(StrategyError, match=r"bias is a frozen parameter .* model_state_aggregation"):
             model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
 
+    def test_gradients_that_a_hook_applies_before_they_are_averaged(self):
+        def apply(parameter):
+            parameter.grad = None
+
+        module = nn.Linear(2, 2)
+        model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2))
+        module.weight.register_post_accumulate_grad_hook(apply)
+        with pytest.raises(StrategyError, match="the gradient of weight is gone at the end of the backward pass"):
+            model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
+
     def test_int8(self):
         with pytest.raises(StrategyError, match="use bfloat16"):
             strategies.torch.DistributedModel(
