@@ -15,7 +15,7 @@ from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
-from strategies.torch.module_parts import Slot
+from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
@@ -30,13 +30,13 @@ class _Beginning:
 
     Attributes:
         gradients: The `grad` of each parameter.
-        slots: The values of slots, by number.
-        own: The values of slots that each replica keeps for itself, by number.
+        slots: The slots that a pass may change, with their values.
+        own: The values of slots that each replica keeps for itself, by name.
     """
 
     gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
-    slots: Mapping[int, torch.Tensor]
-    own: Mapping[int, torch.Tensor]
+    slots: Sequence[tuple[Slot, torch.Tensor]]
+    own: Mapping[str, torch.Tensor]
 
 
 class ReplicaTurns:
@@ -58,10 +58,11 @@ class ReplicaTurns:
         batch = replicas.up_to_date(batch)
         self._refuse()
         self._warn(batch)
+        known = self._averaging.known
         begin = self._beginning() if replicas.can_carry_on or len(replicas.local_replicas) > 1 else None
 
         def attempt() -> LoopMeans:
-            self._averaging.connect()
+            self._averaging.connect(known)
             replicas.dealing.refuse_others(batch)
             local = replicas.local_replicas
             parts = parts_of(tensors_of(batch), len(local) * micro_batches)
@@ -91,13 +92,11 @@ class ReplicaTurns:
         """Return copies of all that a pass changes, so that every replica, and a repetition, begins alike."""
         parameters, buffers = self._module.parameters(), self._averaging.buffers
         buffers.follow_shown()
-        slots = enumerate(buffers.slots)
-        kept = {n: slot.tensor.detach().clone() for n, slot in slots if self._is_kept(slot)}
-        own = {number: one.clone() for number, one in buffers.own.items()}
+        written = buffers.written
+        slots = [slot for slot in slots_of(self._module) if not slot.is_parameter or slot.name in written]
+        kept = [(slot, slot.tensor.detach().clone()) for slot in slots]
+        own = {buffers.slots[number].name: one.clone() for number, one in buffers.own.items()}
         return _Beginning({one: _copy(one.grad) for one in parameters}, kept, own)
-
-    def _is_kept(self, slot: Slot) -> bool:
-        return not slot.is_parameter or slot.name in self._averaging.buffers.written
 
     def _turn(self, replica: int, losses: Sequence[Callable[[], torch.Tensor]], begin: _Beginning | None) -> Turn:
         averaging = self._averaging
@@ -110,12 +109,13 @@ class ReplicaTurns:
             averaging.refuse_gradients_that_are_gone(came)
         parameters = averaging.parameters
         gradients = {id(one): one.grad for one in parameters}
-        slots: Sequence[Slot] = averaging.buffers.slots
+        slots: Mapping[str, Slot] = {}
         if begin is not None:
+            averaging.refuse_new_parts()
             self._refuse_writes()
             for one in parameters:
                 one.grad = None
-            slots = [self._copied(number, slot) for number, slot in enumerate(slots)]
+            slots = {slot.name: slot.copied() for slot, _ in begin.slots}
         return Turn(total, gradients, came, slots)
 
     def _begin(self, replica: int, begin: _Beginning) -> None:
@@ -124,17 +124,11 @@ class ReplicaTurns:
         for parameter, gradient in begin.gradients.items():
             parameter.grad = _copy(gradient)
         with torch.no_grad():
-            for number, one in begin.own.items():
-                buffers.own[number].copy_(one)
-            for number, value in begin.slots.items():
-                own = begin.own.get(number)
-                buffers.slots[number].put(value if own is None else own[replica])
-
-    def _copied(self, number: int, slot: Slot) -> Slot:
-        """Return a slot with a copy of the tensor, if the next replica may change the tensor."""
-        if not self._is_kept(slot):
-            return slot
-        return Slot(slot.name, {slot.key: slot.tensor.detach().clone()}, slot.key, slot.is_parameter)
+            for number, one in buffers.own.items():
+                one.copy_(begin.own.get(buffers.slots[number].name, one))
+            for slot, value in begin.slots:
+                own = begin.own.get(slot.name)
+                slot.put(value if own is None else own[replica])
 
     def _averaged(self, turns: Sequence[Turn]) -> LoopMeans:
         """Average the results of all turns. Afterwards the module has the means."""

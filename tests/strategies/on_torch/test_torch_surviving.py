@@ -112,6 +112,30 @@ def test_a_loop_survives_a_loss_at_every_event_of_a_step(module, count, lost, st
     check_every_event(functools.partial(looped, module=module), count, lost, step, mechanism)
 
 
+@pytest.mark.complete
+@pytest.mark.parametrize(("lost", "mechanism"), [(1, "ring"), (0, "ring"), (2, "window")])
+def test_a_loop_survives_a_loss_in_a_step_in_which_its_layers_change(lost, mechanism):
+    module = new_module("convolutions")
+    module.first.requires_grad_(False)
+    head = nn.Sequential(nn.Linear(36, 5), nn.BatchNorm1d(5))
+
+    def program(strategy):
+        own, model = distributed(strategy, module)
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(itertools.islice(dataset.epoch(0), STEPS)):
+            if step == 1:
+                own.first.requires_grad_(True)
+                own.last = copy.deepcopy(head)
+            own.zero_grad()
+            model.backward(lambda rows: loss_fn(model, rows)[0], batch)
+            with torch.no_grad():
+                for one in own.parameters():
+                    one -= one.grad * 0.1 if one.requires_grad else 0
+        return strategies.fingerprint([one.detach().numpy() for one in own.state_dict().values()])
+
+    check_every_event(program, 3, lost, 1, mechanism)
+
+
 def late_and_newest(program):
     """Return the events in the recovery of instance 0, the message at which instance 2 was lost, and the result.
 
