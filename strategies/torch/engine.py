@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +24,7 @@ from strategies.errors import NonFiniteGradientError, StrategyError
 from strategies.exchange.flat import not_made, private_memory
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
-from strategies.jax.comparing.agreement import terms_of
+from strategies.jax.comparing.agreement import digest_of_programs, terms_of
 from strategies.jax.comparing.digest import host_arrays
 from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.replicas.replicas import Replicas
@@ -243,8 +241,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
             insist_on_agreement(replicas, terms)
             if replicas.journal.is_kept:
-                text = json.dumps([self._options.terms, programs], default=str)
-                self._agreed[f"program for batch {shapes}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+                self._agreed |= digest_of_programs(self._options.terms, shapes, programs)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
