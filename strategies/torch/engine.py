@@ -135,7 +135,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._first_step: int | None = None  # the first step with these copies of the module
         self._has_warned = False  # whether it has warned that a lost instance ends the job
         self._unread = UnreadTraining(training.module, training.optimizer)
-        self._wait: Callable[[], None] = lambda: None
         self._shapes: TrainState | None = None  # a snapshot whose shapes those of a spare have
         self._snapshot: TrainState | None = None  # the last one of a spare
         self._agreed: dict[str, str] = {}  # what an instance that joins has to agree with
@@ -485,7 +484,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             if self._local is not None:  # this instance was active
                 self._unread.forget()
             self.close()
-            self._wait = wait
             self._unread.hide(wait)
         state.step = step
         state.replaced()
@@ -535,7 +533,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if self._shapes is None:
             with self._unread.shown():
                 self._shapes = state.state()
-        self._snapshot = replace(unread(self._shapes, self._wait), step=state.step)
+        self._snapshot = replace(unread(self._shapes, self._unread.wait), step=state.step)
         return self._snapshot
 
     @override
