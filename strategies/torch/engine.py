@@ -20,7 +20,7 @@ from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
-from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.errors import NonFiniteGradientError, SpareError, StrategyError
 from strategies.exchange.flat import not_made, private_memory
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
@@ -159,6 +159,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """The outputs of the last step, by local replica and micro-batch."""
         if self._unread.is_hidden:
             self._unread.wait_for_values()
+            raise SpareError("this instance was a spare in the last step, so it has no outputs of it; use metrics")
         fetched = self._training.memory_of_replicas.fetched
         return [] if self._local is None else [fetched(run.outputs) for run in self._local.runs]
 
@@ -481,9 +482,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def unread(self, state: TorchTraining, step: int, wait: Callable[[], None]) -> TorchTraining:
         """Hide the values of the module and of its optimizer, and count the step; return the same state."""
         if not self._unread.is_hidden:
-            if self._local is not None:  # this instance was active
-                self._unread.forget()
             self.close()
+            self._local = None
+            if self._first_step is not None:  # this instance was active
+                self._unread.forget()
             self._unread.hide(wait)
         state.step = step
         state.replaced()

@@ -157,6 +157,22 @@ def test_a_spare_that_waits_for_values_gets_them_if_it_becomes_active(module):
     assert found == [expected, None, expected]
 
 
+def test_a_spare_has_no_outputs_of_an_earlier_step_when_it_becomes_active(module):
+    def program(strategy):
+        own = copy.deepcopy(module)
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.01))
+        for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
+            trainer.step(batch)
+            if number == 1:
+                assert trainer.outputs
+        return True
+
+    zero, one, spare = run_with_spares(2, 1, REPLICAS, program, ["kill:instance=1,step=2,phase=forward"])
+    assert (zero, one) == (True, None)
+    assert isinstance(spare, SpareError)
+    assert "was a spare in the last step" in str(spare)
+
+
 READS = {
     "a parameter": lambda trainer, batch: trainer.module.last.weight.sum(),
     "a buffer": lambda trainer, batch: trainer.module.norm.running_mean.tolist(),
