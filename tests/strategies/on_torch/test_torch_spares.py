@@ -47,11 +47,6 @@ def train(strategy, module):
 
 
 @pytest.fixture(scope="module")
-def module():
-    return new_module("convolutions")
-
-
-@pytest.fixture(scope="module")
 def alone(module):
     return train(strategies.IPUStrategy(REPLICAS), module)
 

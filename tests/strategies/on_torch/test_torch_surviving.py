@@ -48,11 +48,6 @@ def take(dataset, epoch, trainer):
 
 
 @pytest.fixture(scope="module")
-def module():
-    return new_module("convolutions")
-
-
-@pytest.fixture(scope="module")
 def alone(module):
     """Return the result of one instance without a loss."""
     return train(strategies.IPUStrategy(REPLICAS), module)
