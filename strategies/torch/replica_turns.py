@@ -56,13 +56,14 @@ class ReplicaTurns:
         """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
         replicas = self._replicas
         batch = replicas.up_to_date(batch)
-        self._refuse()
+        self._refuse_passes_before()
         self._warn(batch)
         known = self._averaging.known
         begin = self._beginning() if replicas.can_carry_on or len(replicas.local_replicas) > 1 else None
 
         def attempt() -> LoopMeans:
             self._averaging.connect(known)
+            self._refuse_sync_layers()
             replicas.dealing.refuse_others(batch)
             local = replicas.local_replicas
             parts = parts_of(tensors_of(batch), len(local) * micro_batches)
@@ -154,13 +155,16 @@ class ReplicaTurns:
 
     # ---- what is refused
 
-    def _refuse(self) -> None:
-        loop, local = self._averaging.loop, len(self._replicas.local_replicas)
+    def _refuse_passes_before(self) -> None:
+        loop = self._averaging.loop
         if not loop.syncs or loop.carried:
             raise StrategyError(
                 "model.backward computes a whole step of each replica, and backward passes inside no_sync cannot be a "
                 "part of it; use model.backward(loss_fn, batch, micro_batches=2)"
             )
+
+    def _refuse_sync_layers(self) -> None:
+        local = len(self._replicas.local_replicas)
         if local > 1 and (layers := sync_layers_of(self._module)):
             raise StrategyError(
                 f"SyncBatchNorm {next(iter(layers))!r} needs all replicas at the same time, but the {local} replicas "

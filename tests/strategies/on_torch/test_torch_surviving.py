@@ -22,6 +22,7 @@ from torch_modules import data, distributed, loss_fn, new_module
 import strategies
 import strategies.torch
 from collectives import PeerLostError
+from strategies import StrategyError
 
 REPLICAS = 6
 STEPS = 4
@@ -182,6 +183,12 @@ def test_a_loop_survives_a_second_loss_during_the_recovery(module):
         second = Events(0, 1, later, in_recovery=True)
         found = run_losing(3, REPLICAS, program, "ring", Events(2, 1, number), second)
         assert found == [None, expected, None], seen[later]
+
+
+def test_a_loop_with_sync_batch_norm_ends_with_a_lost_instance_at_once(module):
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module))
+    with pytest.raises(StrategyError, match=r"SyncBatchNorm 'norm' needs all replicas at the same time"):
+        run_instances(2, 2, functools.partial(looped, module=synchronised), ["kill:instance=1,step=1,phase=all_reduce"])
 
 
 def test_a_loop_reports_that_it_ends_with_a_lost_instance(module, caplog):
