@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +19,7 @@ from strategies.exchange.choice import asked_exchange
 from strategies.exchange.means import Allocate, Bucket, Means
 from strategies.exchange.on_device import AUTO, DevicePath
 from strategies.exchange.shards import Shards
-from strategies.jax.comparing.agreement import lines_of, terms_of
+from strategies.jax.comparing.agreement import digest_of_programs, lines_of, terms_of
 from strategies.jax.comparing.exactness import OfReplicas, have_same_gradients, is_so_everywhere
 from strategies.jax.gradients.arguments import Trainable, check_takes_state
 from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
@@ -35,7 +33,7 @@ from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.on_device.update import FlatUpdate
 from strategies.jax.options import StepOptions
 from strategies.jax.programs.captures import Reads
-from strategies.jax.programs.compilation import explain_recompilation, shapes_by_name
+from strategies.jax.programs.compilation import explain_recompilation
 from strategies.jax.programs.program import key_of, shapes_of
 from strategies.jax.programs.recomputation import recomputing
 from strategies.jax.programs.xla_pitfalls import refuse_cut_integers
@@ -501,17 +499,11 @@ class StepPrograms:
             options = {**self._options.terms, "step": state.step}
             terms = terms_of(options, dataset, shapes.batch, programs, state.optimizer_state)
             insist_on_agreement(self._replicas, terms)
-            self._note_agreement(shapes, programs)
+            if self._replicas.journal.is_kept:
+                self.agreed |= digest_of_programs(self._options.terms, shapes.batch, programs)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(self._replicas, lost_with_an_instance(plan.program.has_feeds, dataset))
-
-    def _note_agreement(self, shapes: ReplicaShapes, programs: Mapping[str, Sequence[str]]) -> None:
-        """Note what an instance that joins has to agree with, before anybody waits for it."""
-        if self._replicas.journal.is_kept:
-            batch = ", ".join(f"{name} {shape}" for name, shape in shapes_by_name(shapes.batch).items())
-            text = json.dumps([{name: str(value) for name, value in self._options.terms.items()}, programs])
-            self.agreed[f"digest of the programs for batch{batch}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _log_effective_batch(self, of_one: Any) -> None:
         leaves = jax.tree.leaves(of_one)

@@ -138,7 +138,8 @@ class DistributedModel(torch.nn.Module):
 
         Raises:
             StrategyError: Inside `no_sync` or after a pass in it. If an instance has several replicas and the module
-                has a SyncBatchNorm. If a gradient exists on some replicas only.
+                has a SyncBatchNorm. If a gradient exists on some replicas only, or is gone after the pass. If a forward
+                pass changes the parts of the module, and other replicas, or a repetition, begin after it.
             TypeError: If the loss is no scalar tensor.
             ValueError: If the batch cannot be divided evenly among the local replicas.
         """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +20,11 @@ from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.core.survival import lost_with_an_instance, warn_of_loss
 from strategies.data.sources import Masked
-from strategies.errors import NonFiniteGradientError, StrategyError
+from strategies.errors import NonFiniteGradientError, SpareError, StrategyError
 from strategies.exchange.flat import not_made, private_memory
 from strategies.exchange.means import Bucket
 from strategies.exchange.on_device import DevicePath
-from strategies.jax.comparing.agreement import terms_of
+from strategies.jax.comparing.agreement import digest_of_programs, terms_of
 from strategies.jax.comparing.digest import host_arrays
 from strategies.jax.memory.plan import MemoryPlan
 from strategies.jax.replicas.replicas import Replicas
@@ -137,7 +135,6 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         self._first_step: int | None = None  # the first step with these copies of the module
         self._has_warned = False  # whether it has warned that a lost instance ends the job
         self._unread = UnreadTraining(training.module, training.optimizer)
-        self._wait: Callable[[], None] = lambda: None
         self._shapes: TrainState | None = None  # a snapshot whose shapes those of a spare have
         self._snapshot: TrainState | None = None  # the last one of a spare
         self._agreed: dict[str, str] = {}  # what an instance that joins has to agree with
@@ -162,6 +159,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """The outputs of the last step, by local replica and micro-batch."""
         if self._unread.is_hidden:
             self._unread.wait_for_values()
+            raise SpareError("this instance was a spare in the last step, so it has no outputs of it; use metrics")
         fetched = self._training.memory_of_replicas.fetched
         return [] if self._local is None else [fetched(run.outputs) for run in self._local.runs]
 
@@ -243,8 +241,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
             terms = terms_of(options, dataset, shapes, programs, numbers_of_groups(training.optimizer))
             insist_on_agreement(replicas, terms)
             if replicas.journal.is_kept:
-                text = json.dumps([self._options.terms, programs], default=str)
-                self._agreed[f"program for batch {shapes}"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+                self._agreed |= digest_of_programs(self._options.terms, shapes, programs)
         if not self._has_warned:
             self._has_warned = True
             warn_of_loss(replicas, lost_with_an_instance(False, dataset))
@@ -485,10 +482,10 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     def unread(self, state: TorchTraining, step: int, wait: Callable[[], None]) -> TorchTraining:
         """Hide the values of the module and of its optimizer, and count the step; return the same state."""
         if not self._unread.is_hidden:
-            if self._local is not None:  # this instance was active
-                self._unread.forget()
             self.close()
-            self._wait = wait
+            self._local = None
+            if self._first_step is not None:  # this instance was active
+                self._unread.forget()
             self._unread.hide(wait)
         state.step = step
         state.replaced()
@@ -538,7 +535,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if self._shapes is None:
             with self._unread.shown():
                 self._shapes = state.state()
-        self._snapshot = replace(unread(self._shapes, self._wait), step=state.step)
+        self._snapshot = replace(unread(self._shapes, self._unread.wait), step=state.step)
         return self._snapshot
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from functools import partial
 
@@ -63,6 +63,7 @@ class GradientAveraging:
     Attributes:
         buffers: The buffers on which replicas agree.
         is_alone: Whether there is one replica, whose gradients are the means.
+        known: The ids of the parameters that have the same values on all instances.
         named: The parameters of the plan, with their names.
         seat: The replica's place among all, for layers that wait for other replicas.
     """
@@ -85,7 +86,7 @@ class GradientAveraging:
         self._nodes: dict[str, Node] = {}  # autograd's nodes that add to gradients of parameters
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._numbers: dict[int, int] = {}
-        self._known: set[int] = set()  # the parameters that have the same values on all instances
+        self.known: set[int] = set()
         self._exchange: LoopExchange | None = None
         self._leaves_early = False  # whether gradients are exchanged while backward passes run
         own, count = replicas.local_replicas.start, replicas.num_replicas_in_sync
@@ -103,11 +104,22 @@ class GradientAveraging:
 
     # ---- collective calls outside of backward passes
 
-    def connect(self) -> None:
-        """Connect with the instances that are left, if some were lost since the last call. Collective if so."""
+    def connect(self, known: set[int]) -> None:
+        """Connect with the instances that are left, if some were lost since the last call. Collective if so.
+
+        Args:
+            known: The value of `known` before this step, the same on all instances.
+        """
         if self._communicator is not self._replicas.communicator:
+            self.known = known
+            if self._exchange is not None:
+                self.follow()
+                self._look_again()
             if self._title:
+                is_behind = self._is_behind  # then new parts of the module are still to be compared
+                self._follow_module()
                 self._make_plan()
+                self._is_behind = is_behind
             self._meet_the_others()
 
     def start(self) -> None:
@@ -137,6 +149,7 @@ class GradientAveraging:
         """Take over the parameters and buffers of the instance `root`. Collective."""
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         take_over(named, received_tensors(named, self._replicas.communicator, root))
+        self.known = {id(one) for _, one in self._watch.named}
         self._keep_masters({})
         self._writes_before = self._watch.writes
 
@@ -148,6 +161,13 @@ class GradientAveraging:
     def _plan_anew(self) -> None:
         """Make a plan for the parameters that are trained now. Collective."""
         refuse_modules(self._module)
+        self._follow_module()
+        new = [one for _, one in self._trained if id(one) not in self._numbers]
+        self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self.known)])
+        self._make_plan()
+
+    def _follow_module(self) -> None:
+        """Find the parameters and buffers that the module has now."""
         self._watch.look()
         self._add_hooks()
         known = {slot.name for slot in self.buffers.slots}
@@ -155,9 +175,6 @@ class GradientAveraging:
         self._keep_masters(self._masters)
         slots = enumerate(self.buffers.slots)
         self.buffers.moving |= {number for number, slot in slots if slot.name not in known and not slot.is_parameter}
-        new = [one for _, one in self._trained if id(one) not in self._numbers]
-        self._insist_on_agreement([*new, *(one for _, one in self._watch.named if id(one) not in self._known)])
-        self._make_plan()
 
     @property
     def device(self) -> torch.device:
@@ -182,7 +199,7 @@ class GradientAveraging:
         seed, dtype, steps = self._options.seed, self._options.transfer.dtype, self._options.verify_steps
         options = {"seed": str(seed), "gradient_transfer_dtype": str(dtype), "verify_steps": str(steps)}
         insist_on_agreement(self._replicas, [options, terms, buffers])
-        self._known = {id(one) for _, one in self._watch.named}
+        self.known = {id(one) for _, one in self._watch.named}
 
     def _make_plan(self) -> None:
         self._entitle()
@@ -328,6 +345,14 @@ class GradientAveraging:
                 "make that of a lost one (model.backward(loss_fn, batch) can)",
             )
 
+    def refuse_new_parts(self) -> None:
+        """Raise if the forward passes of one of several turns have changed the parts of the module."""
+        if self._watch.has_other_parts:
+            raise StrategyError(
+                "a forward pass has added, removed or replaced a part of the module, so other replicas would begin "
+                "with another module; call the module once before the training, or change it between steps"
+            )
+
     def _look_again(self) -> None:
         """Compare the module with the plan, and record whether a new plan is needed."""
         if self._watch.has_other_parts:
@@ -360,7 +385,7 @@ class GradientAveraging:
         """Take the gradients that were not taken during the backward pass."""
         if self.is_alone:
             return
-        self._refuse_gradients_that_are_gone(model_pass)
+        self.refuse_gradients_that_are_gone(model_pass.came)
         exchange = self._exchange
         if exchange is None:
             return
@@ -374,9 +399,14 @@ class GradientAveraging:
             if number not in model_pass.taken:
                 self._take(model_pass, number, gradient)
 
-    def _refuse_gradients_that_are_gone(self, model_pass: ModelPass) -> None:
+    def refuse_gradients_that_are_gone(self, came: Container[int]) -> None:
+        """Raise if a parameter whose gradient came has none at the end of the backward pass.
+
+        Args:
+            came: The ids of the parameters whose gradients came.
+        """
         for name, parameter in self._watch.named:
-            if parameter.grad is None and id(parameter) in model_pass.came:
+            if parameter.grad is None and id(parameter) in came:
                 raise StrategyError(
                     f"the gradient of {name} is gone at the end of the backward pass, as if a hook had applied it "
                     "before it was averaged; leave it in grad, and apply it after backward() has returned"
@@ -469,7 +499,7 @@ class GradientAveraging:
         while (tail := self._exchanged(turns)).metrics[1]:
             self._plan_anew()
         of_each = [turn.of(self.named) for turn in turns]
-        values = self._apply(tail, of_each, [turn.slots for turn in turns])
+        values = self._apply(tail, of_each, [turn.slots_in_order(self.buffers.slots) for turn in turns])
         return LoopMeans(float(tail.metrics[2]), of_each[0], values)
 
     def _exchanged(self, turns: Sequence[Turn]) -> Tail:
@@ -481,7 +511,8 @@ class GradientAveraging:
             exchange.take_all(gradients, place)
         for bucket in range(len(exchange.plan.members) - 1):
             exchange.reduce(bucket)
-        told = [self._told(turn.of(self.named), turn.slots, loss=turn.loss) for turn in turns]
+        slots = self.buffers.slots
+        told = [self._told(turn.of(self.named), turn.slots_in_order(slots), loss=turn.loss) for turn in turns]
         return exchange.finish(told)
 
     def shared(self, means: LoopMeans | None, root: int) -> LoopMeans:

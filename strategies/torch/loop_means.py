@@ -27,13 +27,18 @@ class Turn:
         loss: The loss.
         gradients: The `grad` of each parameter, by the parameter's id.
         came: The ids of the parameters to which this pass has added gradients.
-        slots: Buffers and frozen parameters after the pass.
+        slots: Copies of buffers and frozen parameters after the pass, by name; those that no other replica changes are
+            missing.
     """
 
     loss: float
     gradients: Mapping[int, torch.Tensor | None]
     came: frozenset[int]
-    slots: Sequence[Slot]
+    slots: Mapping[str, Slot]
+
+    def slots_in_order(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Return the copies in the order of the module's slots; a slot without a copy stands for itself."""
+        return [self.slots.get(slot.name, slot) for slot in slots]
 
     def of(self, named: Named) -> list[torch.Tensor | None]:
         """Return the gradients of these parameters, None for parameters without one."""

@@ -38,6 +38,10 @@ class Slot(NamedTuple):
         assert tensor is not None
         return tensor
 
+    def copied(self) -> Slot:
+        """Return a slot outside of the module, with a copy of the tensor."""
+        return self._replace(holder={self.key: self.tensor.detach().clone()})
+
     def put(self, value: torch.Tensor) -> None:
         """Copy a value into the tensor, or into a new tensor if the shapes differ. Autograd must be off."""
         tensor = self.tensor

@@ -15,7 +15,7 @@ from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
-from strategies.torch.module_parts import Slot
+from strategies.torch.module_parts import Slot, slots_of
 from strategies.torch.sync_batch_norm import sync_layers_of
 from strategies.torch.tensors import parts_of, tensors_of
 from strategies.typing import Batch
@@ -30,13 +30,13 @@ class _Beginning:
 
     Attributes:
         gradients: The `grad` of each parameter.
-        slots: The values of slots, by number.
-        own: The values of slots that each replica keeps for itself, by number.
+        slots: The slots that a pass may change, with their values.
+        own: The values of slots that each replica keeps for itself, by name.
     """
 
     gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]
-    slots: Mapping[int, torch.Tensor]
-    own: Mapping[int, torch.Tensor]
+    slots: Sequence[tuple[Slot, torch.Tensor]]
+    own: Mapping[str, torch.Tensor]
 
 
 class ReplicaTurns:
@@ -56,12 +56,14 @@ class ReplicaTurns:
         """Let every local replica compute, and average the gradients; see `DistributedModel.backward`. Collective."""
         replicas = self._replicas
         batch = replicas.up_to_date(batch)
-        self._refuse()
+        self._refuse_passes_before()
         self._warn(batch)
+        known = self._averaging.known
         begin = self._beginning() if replicas.can_carry_on or len(replicas.local_replicas) > 1 else None
 
         def attempt() -> LoopMeans:
-            self._averaging.connect()
+            self._averaging.connect(known)
+            self._refuse_sync_layers()
             replicas.dealing.refuse_others(batch)
             local = replicas.local_replicas
             parts = parts_of(tensors_of(batch), len(local) * micro_batches)
@@ -78,7 +80,7 @@ class ReplicaTurns:
             nonlocal batch
             meeting = meet(replicas)
             if meeting.is_late:
-                return self._taken_over(self._averaging.shared(None, meeting.newest))
+                return self._taken_over(self._averaging.shared(None, meeting.newest), begin)
             batch = replicas.replicas_batch(batch)
             return None
 
@@ -91,13 +93,11 @@ class ReplicaTurns:
         """Return copies of all that a pass changes, so that every replica, and a repetition, begins alike."""
         parameters, buffers = self._module.parameters(), self._averaging.buffers
         buffers.follow_shown()
-        slots = enumerate(buffers.slots)
-        kept = {n: slot.tensor.detach().clone() for n, slot in slots if self._is_kept(slot)}
-        own = {number: one.clone() for number, one in buffers.own.items()}
+        written = buffers.written
+        slots = [slot for slot in slots_of(self._module) if not slot.is_parameter or slot.name in written]
+        kept = [(slot, slot.tensor.detach().clone()) for slot in slots]
+        own = {buffers.slots[number].name: one.clone() for number, one in buffers.own.items()}
         return _Beginning({one: _copy(one.grad) for one in parameters}, kept, own)
-
-    def _is_kept(self, slot: Slot) -> bool:
-        return not slot.is_parameter or slot.name in self._averaging.buffers.written
 
     def _turn(self, replica: int, losses: Sequence[Callable[[], torch.Tensor]], begin: _Beginning | None) -> Turn:
         averaging = self._averaging
@@ -106,14 +106,17 @@ class ReplicaTurns:
         with averaging.loop.turn(replica), torch.enable_grad():
             total = sum(map(_backward, losses))
             came = frozenset(averaging.loop.carried)
+        if not averaging.is_alone:
+            averaging.refuse_gradients_that_are_gone(came)
         parameters = averaging.parameters
         gradients = {id(one): one.grad for one in parameters}
-        slots: Sequence[Slot] = averaging.buffers.slots
+        slots: Mapping[str, Slot] = {}
         if begin is not None:
+            averaging.refuse_new_parts()
             self._refuse_writes()
             for one in parameters:
                 one.grad = None
-            slots = [self._copied(number, slot) for number, slot in enumerate(slots)]
+            slots = {slot.name: slot.copied() for slot, _ in begin.slots}
         return Turn(total, gradients, came, slots)
 
     def _begin(self, replica: int, begin: _Beginning) -> None:
@@ -122,17 +125,11 @@ class ReplicaTurns:
         for parameter, gradient in begin.gradients.items():
             parameter.grad = _copy(gradient)
         with torch.no_grad():
-            for number, one in begin.own.items():
-                buffers.own[number].copy_(one)
-            for number, value in begin.slots.items():
-                own = begin.own.get(number)
-                buffers.slots[number].put(value if own is None else own[replica])
-
-    def _copied(self, number: int, slot: Slot) -> Slot:
-        """Return a slot with a copy of the tensor, if the next replica may change the tensor."""
-        if not self._is_kept(slot):
-            return slot
-        return Slot(slot.name, {slot.key: slot.tensor.detach().clone()}, slot.key, slot.is_parameter)
+            for number, one in buffers.own.items():
+                one.copy_(begin.own.get(buffers.slots[number].name, one))
+            for slot, value in begin.slots:
+                own = begin.own.get(slot.name)
+                slot.put(value if own is None else own[replica])
 
     def _averaged(self, turns: Sequence[Turn]) -> LoopMeans:
         """Average the results of all turns. Afterwards the module has the means."""
@@ -143,9 +140,12 @@ class ReplicaTurns:
         averaging.loop.next_step()
         return means.kept() if self._replicas.can_carry_on else means
 
-    def _taken_over(self, means: LoopMeans) -> LoopMeans:
+    def _taken_over(self, means: LoopMeans, begin: _Beginning | None) -> LoopMeans:
         """Put the means of a step that the others have completed into the module."""
         averaging = self._averaging
+        assert begin is not None
+        for parameter, gradient in begin.gradients.items():
+            parameter.grad = gradient
         for (_, parameter), gradient in zip(averaging.named, means.gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient.clone()
@@ -155,13 +155,16 @@ class ReplicaTurns:
 
     # ---- what is refused
 
-    def _refuse(self) -> None:
-        loop, local = self._averaging.loop, len(self._replicas.local_replicas)
+    def _refuse_passes_before(self) -> None:
+        loop = self._averaging.loop
         if not loop.syncs or loop.carried:
             raise StrategyError(
                 "model.backward computes a whole step of each replica, and backward passes inside no_sync cannot be a "
                 "part of it; use model.backward(loss_fn, batch, micro_batches=2)"
             )
+
+    def _refuse_sync_layers(self) -> None:
+        local = len(self._replicas.local_replicas)
         if local > 1 and (layers := sync_layers_of(self._module)):
             raise StrategyError(
                 f"SyncBatchNorm {next(iter(layers))!r} needs all replicas at the same time, but the {local} replicas "

@@ -102,12 +102,13 @@ class UnreadTraining:
 
     Attributes:
         is_hidden: Whether the values are hidden.
+        wait: The function that waits for them.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
         self.is_hidden = False
-        self._wait: Wait = lambda: None
+        self.wait: Wait = lambda: None
         self._classes: dict[type, type] = {}
         self._hidden: list[tuple[torch.Tensor, type]] = []
         self._state = optimizer.state
@@ -118,7 +119,7 @@ class UnreadTraining:
         Raises:
             SpareError: If they do not come.
         """
-        self._wait()
+        self.wait()
         if self.is_hidden:
             raise SpareError(
                 "the program reads or writes a tensor of the Trainer's module or optimizer, which a spare does not "
@@ -136,7 +137,7 @@ class UnreadTraining:
         """
         if self.is_hidden:
             return
-        self._wait = wait
+        self.wait = wait
         for parameter in self.module.parameters():
             parameter.grad = None
         tensors = {id(one): one for one in (*self.module.parameters(), *self.module.buffers())}
@@ -167,13 +168,13 @@ class UnreadTraining:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the values in this block."""
-        wait, was_hidden = self._wait, self.is_hidden
+        was_hidden = self.is_hidden
         self.show()
         try:
             yield
         finally:
             if was_hidden:
-                self.hide(wait)
+                self.hide(self.wait)
 
     def forget(self) -> None:
         """Write NaN over the values, so that no view of the program shows old ones. They must be shown."""

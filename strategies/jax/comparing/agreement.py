@@ -7,7 +7,9 @@ but it leaves out the values of arrays that they close over, and prints addresse
 from __future__ import annotations
 
 import enum
+import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,21 @@ def terms_of(
         programs,
         {f"optimizer state {name}": value for name, value in scalars_by_name(optimizer_state).items()},
     ]
+
+
+def digest_of_programs(
+    options: Mapping[str, object], batch: Batch, programs: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return a digest of what an instance that joins must have in common with the others, by the shapes of the batch.
+
+    Args:
+        options: Options by their names.
+        batch: Shapes and dtypes of one replica's batch.
+        programs: Lines of the programs, by the programs' names.
+    """
+    shapes = ", ".join(f"{name} {shape}" for name, shape in shapes_by_name(batch).items())
+    text = json.dumps([{name: str(value) for name, value in options.items()}, programs])
+    return {f"digest of the programs for batch{shapes}": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def lines_of(closed: core.ClosedJaxpr) -> list[str]:

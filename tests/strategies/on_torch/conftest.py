@@ -27,6 +27,14 @@ def closed_trainers():
     close_trainers()
 
 
+@pytest.fixture(scope="module")
+def module():
+    """Provide convolutions with batch norm and dropout, for tests that copy them."""
+    from torch_modules import new_module
+
+    return new_module("convolutions")
+
+
 @pytest.fixture
 def everywhere(on_instances):
     """Provide a function that runs another on 1, 2 and 4 instances, up to one per replica, and lists all results."""

@@ -139,6 +139,46 @@ def test_gradients_that_were_there_before_are_added_up_in_turns():
     assert float(loss) == 5
 
 
+def test_layers_may_change_between_steps_of_replicas_that_take_turns(on_instances):
+    """A layer is thawed in the second step, one with batch norm is new in the third; a frozen one moves in each."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.shift = new_module("convolutions"), nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.shift += x.mean()
+            return self.inner(x) * (1 + self.shift)
+
+    module = Shifted()
+    module.inner.first.requires_grad_(False)
+    head = nn.Sequential(nn.Linear(36, 5), nn.BatchNorm1d(5))
+
+    def run(strategy, takes_turns):
+        own, model = distributed(strategy, module, model_state_aggregation={"shift": "mean"})
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(itertools.islice(dataset.epoch(0), 4)):
+            if step == 1:
+                own.inner.first.requires_grad_(True)
+            if step == 2:
+                own.inner.last = copy.deepcopy(head)
+            own.zero_grad()
+            if takes_turns:
+                model.backward(lambda rows: loss_fn(model, rows)[0], batch)
+            else:
+                loss_fn(model, batch)[0].backward()
+            with torch.no_grad():
+                for one in own.parameters():
+                    one -= one.grad * 0.1 if one.requires_grad else 0
+        return found(own)
+
+    expected = on_instances(4, 4, lambda strategy: run(strategy, takes_turns=False))
+    for instances in (1, 2, 4):
+        assert on_instances(instances, 4, lambda strategy: run(strategy, takes_turns=True)) == expected[:instances]
+
+
 def test_micro_batches_that_are_not_synchronised_add_up(on_every_path):
     module = new_module("convolutions")
     expected = [by_trainer(module, count=2)] * REPLICAS
@@ -300,6 +340,26 @@ class TestRefusals:
         module.bias.requires_grad_(False)
         model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2))
         with pytest.raises(StrategyError, match=r"bias is a frozen parameter .* model_state_aggregation"):
+            model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
+
+    def test_forward_passes_of_several_replicas_that_change_the_module(self):
+        class Lazy(nn.Linear):
+            def forward(self, x):
+                self.register_buffer("largest", x.detach().max())
+                return super().forward(x)
+
+        model = strategies.torch.DistributedModel(Lazy(2, 2), strategies.IPUStrategy(2))
+        with pytest.raises(StrategyError, match="a forward pass has added, removed or replaced a part of the module"):
+            model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
+
+    def test_gradients_that_a_hook_applies_before_they_are_averaged(self):
+        def apply(parameter):
+            parameter.grad = None
+
+        module = nn.Linear(2, 2)
+        model = strategies.torch.DistributedModel(module, strategies.IPUStrategy(2))
+        module.weight.register_post_accumulate_grad_hook(apply)
+        with pytest.raises(StrategyError, match="the gradient of weight is gone at the end of the backward pass"):
             model.backward(lambda rows: model(rows).mean(), torch.ones(4, 2))
 
     def test_int8(self):

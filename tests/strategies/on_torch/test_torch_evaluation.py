@@ -10,7 +10,7 @@ import pytest
 import torch
 from idiom import Apply
 from torch import nn
-from torch_modules import data, loss_fn, new_module, sgd_trainer
+from torch_modules import data, loss_fn, sgd_trainer
 
 import strategies
 import strategies.torch
@@ -41,11 +41,6 @@ def evaluated(strategy, module):
     predicted = list(trainer.predict(dataset, outputs_of))
     trainer.close()
     return dict(found), found.rows, {name: np.concatenate([each[name] for each in predicted]) for name in predicted[0]}
-
-
-@pytest.fixture(scope="module")
-def module():
-    return new_module("convolutions")
 
 
 @pytest.fixture(scope="module")

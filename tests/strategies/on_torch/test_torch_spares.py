@@ -47,11 +47,6 @@ def train(strategy, module):
 
 
 @pytest.fixture(scope="module")
-def module():
-    return new_module("convolutions")
-
-
-@pytest.fixture(scope="module")
 def alone(module):
     return train(strategies.IPUStrategy(REPLICAS), module)
 
@@ -155,6 +150,22 @@ def test_a_spare_that_waits_for_values_gets_them_if_it_becomes_active(module):
     expected = program(strategies.IPUStrategy(REPLICAS))
     found = run_with_spares(2, 1, REPLICAS, program, ["kill:instance=1,step=2,phase=forward"])
     assert found == [expected, None, expected]
+
+
+def test_a_spare_has_no_outputs_of_an_earlier_step_when_it_becomes_active(module):
+    def program(strategy):
+        own = copy.deepcopy(module)
+        trainer = strategies.torch.Trainer(strategy, own, loss_fn, torch.optim.SGD(own.parameters(), 0.01))
+        for number, batch in enumerate(strategies.torch.distribute_dataset(strategy, data(), 2).epoch(0)):
+            trainer.step(batch)
+            if number == 1:
+                assert trainer.outputs
+        return True
+
+    zero, one, spare = run_with_spares(2, 1, REPLICAS, program, ["kill:instance=1,step=2,phase=forward"])
+    assert (zero, one) == (True, None)
+    assert isinstance(spare, SpareError)
+    assert "was a spare in the last step" in str(spare)
 
 
 READS = {

@@ -14,13 +14,15 @@ import jax
 import numpy as np
 import pytest
 import torch
-from losing_at_events import BEFORE, Events
+from losing_at_events import BEFORE, Events, run_losing
 from surviving_instances import run_instances
+from torch import nn
 from torch_modules import data, distributed, loss_fn, new_module
 
 import strategies
 import strategies.torch
-from collectives import PeerLostError, ThreadHub
+from collectives import PeerLostError
+from strategies import StrategyError
 
 REPLICAS = 6
 STEPS = 4
@@ -44,11 +46,6 @@ def take(dataset, epoch, trainer):
         if trainer.steps_made == STEPS:
             return
         yield batch
-
-
-@pytest.fixture(scope="module")
-def module():
-    return new_module("convolutions")
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +83,15 @@ def looped(strategy, module):
     return losses, strategies.fingerprint([one.detach().numpy() for one in module.state_dict().values()])
 
 
-def looped_with_events(count, mechanism, module, *of_instances):
-    by_rank = {events.instance: events for events in of_instances}
-
-    def function(strategy):
-        if strategy.replicas.first_index in by_rank:
-            by_rank[strategy.replicas.first_index].begin()
-        return looped(strategy, module)
-
-    def before_send(source, to):
-        if source in by_rank:
-            by_rank[source].before_send(source, to)
-
-    hub = ThreadHub(count, before_send)
-    return run_instances(count, REPLICAS, function, mechanism=mechanism, hub=hub, instruments=by_rank)
+def check_every_event(program, count, lost, step, mechanism):
+    """Check that the others go on with the same results, whenever in a step the instance is lost."""
+    expected = program(strategies.IPUStrategy(REPLICAS))
+    counted = Events(lost, step)
+    assert run_losing(count, REPLICAS, program, mechanism, counted) == [expected] * count
+    assert counted.seen
+    for number in range(len(counted.seen)):
+        found = run_losing(count, REPLICAS, program, mechanism, Events(lost, step, number))
+        assert found == [None if rank == lost else expected for rank in range(count)], counted.seen[number]
 
 
 @pytest.mark.parametrize(
@@ -113,26 +105,44 @@ def looped_with_events(count, mechanism, module, *of_instances):
     ],
 )
 def test_a_loop_survives_a_loss_at_every_event_of_a_step(module, count, lost, step, mechanism):
-    expected = looped(strategies.IPUStrategy(REPLICAS), module)
-    counted = Events(lost, step)
-    assert looped_with_events(count, mechanism, module, counted) == [expected] * count
-    assert counted.seen
-    for number in range(len(counted.seen)):
-        found = looped_with_events(count, mechanism, module, Events(lost, step, number))
-        assert found == [None if rank == lost else expected for rank in range(count)], counted.seen[number]
+    check_every_event(functools.partial(looped, module=module), count, lost, step, mechanism)
 
 
-def late_and_newest(module):
-    """Return the events in the recovery of instances 0 and 1, and the message at which instance 2 was lost.
+@pytest.mark.complete
+@pytest.mark.parametrize(("lost", "mechanism"), [(1, "ring"), (0, "ring"), (2, "window")])
+def test_a_loop_survives_a_loss_in_a_step_in_which_its_layers_change(lost, mechanism):
+    module = new_module("convolutions")
+    module.first.requires_grad_(False)
+    head = nn.Sequential(nn.Linear(36, 5), nn.BatchNorm1d(5))
+
+    def program(strategy):
+        own, model = distributed(strategy, module)
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(itertools.islice(dataset.epoch(0), STEPS)):
+            if step == 1:
+                own.first.requires_grad_(True)
+                own.last = copy.deepcopy(head)
+            own.zero_grad()
+            model.backward(lambda rows: loss_fn(model, rows)[0], batch)
+            with torch.no_grad():
+                for one in own.parameters():
+                    one -= one.grad * 0.1 if one.requires_grad else 0
+        return strategies.fingerprint([one.detach().numpy() for one in own.state_dict().values()])
+
+    check_every_event(program, 3, lost, 1, mechanism)
+
+
+def late_and_newest(program):
+    """Return the events in the recovery of instance 0, the message at which instance 2 was lost, and the result.
 
     Instance 1 is late by a step: instance 0 has completed it, and hands over the means.
     """
     first = Events(2, 1)
-    looped_with_events(3, "ring", module, first)
+    run_losing(3, REPLICAS, program, "ring", first)
     number = max(number for number, name in enumerate(first.seen) if "message" in name)
     both = [Events(instance, 1, in_recovery=True) for instance in (0, 1)]
-    found = looped_with_events(3, "ring", module, Events(2, 1, number), *both)
-    expected = looped(strategies.IPUStrategy(REPLICAS), module)
+    found = run_losing(3, REPLICAS, program, "ring", Events(2, 1, number), *both)
+    expected = program(strategies.IPUStrategy(REPLICAS))
     assert found == [expected, expected, None]
     assert any("which means there are" in name for name in both[0].seen), "nobody has been late"
     return both[0].seen, number, expected
@@ -140,16 +150,45 @@ def late_and_newest(module):
 
 def test_a_late_instance_gets_the_means_as_they_were(module):
     """The program has clipped them since, where they were completed."""
-    late_and_newest(module)
+    late_and_newest(functools.partial(looped, module=module))
+
+
+def test_a_late_instance_keeps_the_gradients_of_layers_that_no_replica_has_used():
+    """With `set_to_none=False` they are zeros, with which Adam changes the layer."""
+
+    class Heads(nn.ModuleList):
+        def forward(self, x, number):
+            return self[number](x.flatten(1))
+
+    module = Heads([nn.Linear(64, 5), nn.Linear(64, 5)])
+
+    def program(strategy):
+        own, model = distributed(strategy, module)
+        optimizer = torch.optim.Adam(own.parameters(), 0.01)
+        dataset = strategies.torch.distribute_dataset(strategy, data(), batch_size=2)
+        for step, batch in enumerate(itertools.islice(dataset.epoch(0), STEPS)):
+            optimizer.zero_grad(set_to_none=False)
+            model.backward(lambda rows, number=step % 2: model(rows["x"], number).square().mean(), batch)
+            optimizer.step()
+        return strategies.fingerprint([one.detach().numpy() for one in own.parameters()])
+
+    late_and_newest(program)
 
 
 @pytest.mark.complete
 def test_a_loop_survives_a_second_loss_during_the_recovery(module):
-    seen, number, expected = late_and_newest(module)
+    program = functools.partial(looped, module=module)
+    seen, number, expected = late_and_newest(program)
     for later in range(len(seen)):
         second = Events(0, 1, later, in_recovery=True)
-        found = looped_with_events(3, "ring", module, Events(2, 1, number), second)
+        found = run_losing(3, REPLICAS, program, "ring", Events(2, 1, number), second)
         assert found == [None, expected, None], seen[later]
+
+
+def test_a_loop_with_sync_batch_norm_ends_with_a_lost_instance_at_once(module):
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module))
+    with pytest.raises(StrategyError, match=r"SyncBatchNorm 'norm' needs all replicas at the same time"):
+        run_instances(2, 2, functools.partial(looped, module=synchronised), ["kill:instance=1,step=1,phase=all_reduce"])
 
 
 def test_a_loop_reports_that_it_ends_with_a_lost_instance(module, caplog):
