@@ -100,7 +100,7 @@ class HeldParts:
         """Return what `fitted` returns, but with copies as they are."""
         newest = state if self._newest is None or self._newest[0]() is not state else self._newest[1]
         held = newest.held
-        if held is not None and held.holding.spread != self._replicas.holding.spread:
+        if held is not None and held.holding.spread != self._replicas.spread:
             newest = self._cut_anew(newest, held, is_joining)
         return self._noted(state, newest)
 

@@ -212,7 +212,7 @@ class VariableUpdate(ABC):
     @property
     def is_outdated(self) -> bool:
         """Whether it has parts for another spread of the replicas than the present one."""
-        return self.has_parts and self._holding != self._replicas.holding
+        return self.has_parts and self._holding.spread != self._replicas.spread
 
     def wait(self) -> None:
         """Wait until the last update has read its mean gradients."""
