@@ -357,8 +357,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return self._parted.completed()
 
     @override
-    def fitted(self, state: TrainState, is_joining: bool = False) -> TrainState:
-        return self._parts.fitted(state, is_joining)
+    def fitted(self, state: TrainState) -> TrainState:
+        return self._parts.fitted(state)
 
     @override
     def digest(self, state: TrainState) -> dict[str, np.ndarray]:
