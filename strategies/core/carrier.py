@@ -11,7 +11,6 @@ import numpy as np
 from strategies.core.agreement import broadcast_text
 from strategies.core.digest import digest_of_arrays
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.journal import difference
 from strategies.errors import SpareError
 from strategies.typing import Batch
 
@@ -142,7 +141,7 @@ def _compare_facts(members: Members, source: int) -> list[dict[str, object]]:
     if not journal.is_joining:
         return told
     for number, (theirs, here) in enumerate(zip(told, json.loads(json.dumps(own)), strict=False)):
-        if found := difference(theirs, here, only_common=number > 0 and number % 2 == 0):
+        if found := _difference(theirs, here, only_common=number > 0 and number % 2 == 0):
             raise SpareError(f"this spare cannot take the place of a lost instance: {found}")
     if obstacle := next((each.obstacle for each in journal.carriers if each.obstacle), ""):
         raise SpareError(f"this spare cannot take the place of a lost instance: {obstacle}")
@@ -160,3 +159,19 @@ def _compare_digests(members: Members, source: int) -> None:
             f"the variables have other bits here than on rank {source}, which has handed them over; check the memory "
             "and the network of this host"
         )
+
+
+def _difference(theirs: Mapping[str, object], own: Mapping[str, object], only_common: bool = False) -> str:
+    """Describe the first fact in which two instances differ; "" if there is none.
+
+    Args:
+        theirs: The facts of the other instance.
+        own: The facts of this instance.
+        only_common: Whether to compare only facts that both have.
+    """
+    names = theirs.keys() & own.keys() if only_common else theirs.keys() | own.keys()
+    for name in sorted(names):
+        there, here = theirs.get(name, "missing"), own.get(name, "missing")
+        if there != here:
+            return f"its {name} is {here}, but on the active instances it is {there}"
+    return ""
