@@ -442,7 +442,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
-        state = replace(self._parts.cut(state), held=None)
+        state = self._parts.cut(state)
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,
