@@ -201,31 +201,39 @@ class StepLoop(Generic[State, Pending]):
         local, can_carry_on = surroundings.local, members.can_carry_on
         batch = members.up_to_date(batch)
         surroundings.instruments.step_begins(state.step)
-        is_flipped = members.faults.is_armed and not members.journal.is_joining and members.faults.take_flip()
-        if is_flipped:
+        if members.faults.is_armed and not members.journal.is_joining and members.faults.take_flip():
             state = self._rules.flipped(state)
         try:
-            try:
-                if members.journal.is_joining:
-                    raise JoinsNowError
-                if can_carry_on and (members.progress.is_released or members.progress.is_resize_due):
-                    raise PeerLostError(
-                        "poprun wants other active instances, or a process is lost for which none waits"
-                    )
-                state, metrics = self._checked(surroundings, state, batch)
-            except LOSSES as loss:
-                if self._rules.own_part and not self._engine.has_copies(state):
-                    raise
-                state, metrics = self._repeated(loss, state, batch)
-                surroundings = self._surroundings()
+            state, metrics = self._survived(surroundings, state, batch, can_carry_on)
         except NonFiniteGradientError as error:  # on all instances: it completes the operation as new variables do
             members.done_so_far.complete(partial(self._share_refusal, str(error)) if can_carry_on else None)
             raise
-        tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
+        instruments = self._surroundings().instruments
+        tell_end(members, instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
         self._keep(state)
-        can_share = can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
+        can_share = can_carry_on and self._outlives_instances(state)
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
         return state, metrics
+
+    def _survived(
+        self, surroundings: _Surroundings, state: State, batch: Batch, can_carry_on: bool
+    ) -> tuple[State, Metrics]:
+        """Make a step; if the members change before or meanwhile, repeat it with the new ones."""
+        members = self._members
+        try:
+            if members.journal.is_joining:
+                raise JoinsNowError
+            if can_carry_on and (members.progress.is_released or members.progress.is_resize_due):
+                raise PeerLostError("poprun wants other active instances, or a process is lost for which none waits")
+            return self._checked(surroundings, state, batch)
+        except LOSSES as loss:
+            if not self._outlives_instances(state):
+                raise
+            return self._repeated(loss, state, batch)
+
+    def _outlives_instances(self, state: State) -> bool:
+        """Return whether the other instances have the whole state if one is lost."""
+        return not self._rules.own_part or self._engine.has_copies(state)
 
     # ---- with spares
 
