@@ -213,12 +213,14 @@ class Checkpoints:
 
     def _restored(self, state: TrainState, other_replicas: bool) -> _Restored:
         """Return the facts of the newest checkpoint, and its state; None and `state` without one. Collective."""
-        arrays = self._arrays_of(state)
+        whole = self._trainer.whole(state)
+        arrays = _named_arrays(whole)
         training, saved = self._read(arrays, other_replicas)
         if training is None:
             return None, state
         received = {name: self._received(name, leaf, saved[name]) for name, leaf in arrays.items()}
-        return training, _with_arrays(state, received, training.step)
+        restored = _with_arrays(state, received, training.step)
+        return training, replace(restored, held=whole.held)  # the new parts are for the present replicas
 
     def save(
         self,

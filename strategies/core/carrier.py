@@ -11,7 +11,6 @@ import numpy as np
 from strategies.core.agreement import broadcast_text
 from strategies.core.digest import digest_of_arrays
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.journal import difference
 from strategies.errors import SpareError
 from strategies.typing import Batch
 
@@ -122,7 +121,7 @@ def hand_over_all(members: Members, source: int) -> None:
     journal = members.journal
     joins = journal.is_joining
     told = _compare_facts(members, source)
-    for carrier, facts in zip(journal.carriers, told[1::2], strict=False):
+    for carrier, facts in zip(journal.carriers, told, strict=False):
         if facts["step"] is not None:
             carrier.hand_over(source, joins)
     _compare_digests(members, source)
@@ -134,19 +133,20 @@ def _facts_of(members: Members) -> dict[str, object]:
 
 
 def _compare_facts(members: Members, source: int) -> list[dict[str, object]]:
-    """Return the facts of the source; raise on a joining instance that does not fit them. Collective."""
+    """Return the facts of each carrier of the source; raise on a joining instance that does not fit. Collective."""
     journal = members.journal
-    own = [_facts_of(members), *[fact for carrier in journal.carriers for fact in carrier.facts]]
+    own = [(_facts_of(members), {}), *[carrier.facts for carrier in journal.carriers]]
     text = broadcast_text(members.communicator, json.dumps(own), source, "facts of the training")
-    told: list[dict[str, object]] = json.loads(text)
+    told: list[tuple[dict[str, object], dict[str, object]]] = json.loads(text)
+    of_carriers = [facts for facts, _ in told[1:]]
     if not journal.is_joining:
-        return told
-    for number, (theirs, here) in enumerate(zip(told, json.loads(json.dumps(own)), strict=False)):
-        if found := difference(theirs, here, only_common=number > 0 and number % 2 == 0):
+        return of_carriers
+    for (theirs, some_of_theirs), (here, some_here) in zip(told, json.loads(json.dumps(own)), strict=False):
+        if found := _difference(theirs, here) or _difference(some_of_theirs, some_here, only_common=True):
             raise SpareError(f"this spare cannot take the place of a lost instance: {found}")
     if obstacle := next((each.obstacle for each in journal.carriers if each.obstacle), ""):
         raise SpareError(f"this spare cannot take the place of a lost instance: {obstacle}")
-    return told
+    return of_carriers
 
 
 def _compare_digests(members: Members, source: int) -> None:
@@ -160,3 +160,19 @@ def _compare_digests(members: Members, source: int) -> None:
             f"the variables have other bits here than on rank {source}, which has handed them over; check the memory "
             "and the network of this host"
         )
+
+
+def _difference(theirs: Mapping[str, object], own: Mapping[str, object], only_common: bool = False) -> str:
+    """Describe the first fact in which two instances differ; "" if there is none.
+
+    Args:
+        theirs: The facts of the other instance.
+        own: The facts of this instance.
+        only_common: Whether to compare only facts that both have.
+    """
+    names = theirs.keys() & own.keys() if only_common else theirs.keys() | own.keys()
+    for name in sorted(names):
+        there, here = theirs.get(name, "missing"), own.get(name, "missing")
+        if there != here:
+            return f"its {name} is {here}, but on the active instances it is {there}"
+    return ""

@@ -185,12 +185,11 @@ class Engine(ABC, Generic[State, Pending]):
         """
         raise AssertionError("no instance uses up parts of the state before the step is complete")
 
-    def fitted(self, state: State, is_joining: bool = False) -> State:
+    def fitted(self, state: State) -> State:
         """Return the state with parts for the present replicas. Collective once after each change of the instances.
 
         Args:
             state: The state, of the same step on all instances.
-            is_joining: Whether this instance has only shapes and dtypes of its parts.
 
         Raises:
             LostPartError: On all instances, if a part was lost with its copy.

@@ -376,19 +376,3 @@ class Journal:
         except BecameSpareError:  # before it had joined
             self.is_joining = False
             self.wait_for_values(join)
-
-
-def difference(theirs: Mapping[str, object], own: Mapping[str, object], only_common: bool = False) -> str:
-    """Describe the first fact in which two instances differ; "" if there is none.
-
-    Args:
-        theirs: The facts of the other instance.
-        own: The facts of this instance.
-        only_common: Whether to compare only facts that both have.
-    """
-    names = theirs.keys() & own.keys() if only_common else theirs.keys() | own.keys()
-    for name in sorted(names):
-        there, here = theirs.get(name, "missing"), own.get(name, "missing")
-        if there != here:
-            return f"its {name} is {here}, but on the active instances it is {there}"
-    return ""

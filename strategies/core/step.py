@@ -17,7 +17,7 @@ from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
 from strategies.core.engine import Engine, Pending, State
-from strategies.core.journal import BecameSpareError, JoinsNowError, Recorded
+from strategies.core.journal import JoinsNowError, Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
@@ -137,11 +137,9 @@ class StepLoop(Generic[State, Pending]):
         self._latest: State | None = None  # kept if the job can go on after a loss
         if rules.own_part and engine.has_copies():
             members.done_so_far.at_change.append(self._fit_latest)
-        self._renewed: tuple[Batch | None, Batch | None] = (None, None)  # of a step in which this became a spare
         self.carrier = Carrier(members, engine, rules.own_part)
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
-        self._is_kept = members.journal.is_kept
-        self._recorded = Recorded("step", self._packed, self._replayed) if self._is_kept else None
+        self._recorded = Recorded("step", self._packed, self._replayed) if members.journal.is_kept else None
         self._before: State | None = None  # the state with which the last step has begun
 
     # ---- one step
@@ -184,14 +182,13 @@ class StepLoop(Generic[State, Pending]):
         Returns:
             The new state, and the metrics as means over all replicas.
         """
-        if not self._is_kept:
+        if self._recorded is None:
             return self._made(state, batch)
         journal = self._members.journal
         if journal.replays:
             self._rehearse(batch)
             self._members.instruments.step_begins(state.step)
         self._before = state
-        assert self._recorded is not None
         done = journal.perform(self._recorded, partial(self._carried, state, batch))
         self._before = None
         if isinstance(done, NonFiniteGradientError):
@@ -203,54 +200,54 @@ class StepLoop(Generic[State, Pending]):
         members, surroundings = self._members, self._surroundings()
         local, can_carry_on = surroundings.local, members.can_carry_on
         batch = members.up_to_date(batch)
-        if self._is_kept:
-            self.carrier.batch = batch
         surroundings.instruments.step_begins(state.step)
-        is_flipped = members.faults.is_armed and not members.journal.is_joining and members.faults.take_flip()
-        if is_flipped:
+        if members.faults.is_armed and not members.journal.is_joining and members.faults.take_flip():
             state = self._rules.flipped(state)
         try:
-            try:
-                if members.journal.is_joining:
-                    raise JoinsNowError
-                if can_carry_on and (members.progress.is_released or members.progress.is_resize_due):
-                    raise PeerLostError(
-                        "poprun wants other active instances, or a process is lost for which none waits"
-                    )
-                state, metrics = self._checked(surroundings, state, batch)
-            except LOSSES as loss:
-                if self._rules.own_part and not self._engine.has_copies(state):
-                    raise
-                state, metrics = self._repeated(loss, state, batch)
-                surroundings = self._surroundings()
+            state, metrics = self._survived(surroundings, state, batch, can_carry_on)
         except NonFiniteGradientError as error:  # on all instances: it completes the operation as new variables do
             members.done_so_far.complete(partial(self._share_refusal, str(error)) if can_carry_on else None)
             raise
-        tell_end(members, surroundings.instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
+        instruments = self._surroundings().instruments
+        tell_end(members, instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
         self._keep(state)
-        can_share = can_carry_on and (not self._rules.own_part or self._engine.has_copies(state))
+        can_share = can_carry_on and self._outlives_instances(state)
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
         return state, metrics
+
+    def _survived(
+        self, surroundings: _Surroundings, state: State, batch: Batch, can_carry_on: bool
+    ) -> tuple[State, Metrics]:
+        """Make a step; if the members change before or meanwhile, repeat it with the new ones."""
+        members = self._members
+        try:
+            if members.journal.is_joining:
+                raise JoinsNowError
+            if can_carry_on and (members.progress.is_released or members.progress.is_resize_due):
+                raise PeerLostError("poprun wants other active instances, or a process is lost for which none waits")
+            return self._checked(surroundings, state, batch)
+        except LOSSES as loss:
+            if not self._outlives_instances(state):
+                raise
+            return self._repeated(loss, state, batch)
+
+    def _outlives_instances(self, state: State) -> bool:
+        """Return whether the other instances have the whole state if one is lost."""
+        return not self._rules.own_part or self._engine.has_copies(state)
 
     # ---- with spares
 
     def _carried(self, state: State, batch: Batch) -> _Done[State]:
         """Make one update whose state can be handed over; return the error of gradients that are not finite."""
         carrier, journal = self.carrier, self._members.journal
-        given, renewed = self._renewed
         carrier.note(state)
-        carrier.batch = renewed if given is batch else batch
+        carrier.batch = batch
         try:
-            state, metrics = self._made(state if journal.is_joining else carrier.read(state), carrier.batch)
-        except BecameSpareError:
-            self._renewed = batch, carrier.batch
-            raise
+            state, metrics = self._made(state if journal.is_joining else carrier.read(state), batch)
         except NonFiniteGradientError as error:
-            self._renewed = None, None
             return error
         finally:
             carrier.batch = None
-        self._renewed = None, None
         carrier.note(state)
         return state, metrics
 
@@ -360,7 +357,7 @@ class StepLoop(Generic[State, Pending]):
             meeting = meet(self._members)
             state = self.carrier.read(state)
             if not meeting.is_late and not meeting.is_past:
-                batch = self.carrier.batch = self._members.replicas_batch(batch)
+                batch = self._members.replicas_batch(batch)
                 return None
             try:
                 self._latest = self._share(state, meeting.newest) if meeting.is_late else self._engine.completed()

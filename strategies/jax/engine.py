@@ -125,9 +125,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._replicas = replicas
         self._programs = programs
         self._options = options
-        is_looked_at = replicas.faults.is_armed or is_recorded
+        is_looked_at = replicas.faults.is_armed or is_recorded or replicas.journal.is_kept
         is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
-        is_looked_at = is_looked_at or replicas.journal.is_kept
         self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
@@ -357,8 +356,8 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         return self._parted.completed()
 
     @override
-    def fitted(self, state: TrainState, is_joining: bool = False) -> TrainState:
-        return self._parts.fitted(state, is_joining)
+    def fitted(self, state: TrainState) -> TrainState:
+        return self._parts.fitted(state)
 
     @override
     def digest(self, state: TrainState) -> dict[str, np.ndarray]:
@@ -399,7 +398,6 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self.share(state, 0)  # places arrays as `hand_over` does, for which the update is compiled
         try:
             if self._programs.is_independent(state, batch):
-                state = self.share(state, 0)  # committed to its device like a state that is handed over; see `_placed`
                 pending = self.begin(state, batch, False)
                 for bucket, contributions in pending.buckets:
                     pending.exchange.reduce(bucket, contributions)
@@ -442,7 +440,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
 
     def whole(self, state: TrainState) -> TrainState:
         """Return the state with a `PartOfArray` for each array that this instance holds only in part."""
-        state = replace(self._parts.cut(state), held=None)
+        state = self._parts.cut(state)
         of_all = rows_of_replicas(self._replicas)
         return replace(
             state,

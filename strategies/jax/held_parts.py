@@ -81,7 +81,7 @@ class HeldParts:
 
     # ---- another spread of the replicas
 
-    def fitted(self, state: TrainState, is_joining: bool = False) -> TrainState:
+    def fitted(self, state: TrainState) -> TrainState:
         """Return the state with the parts of the replicas that this instance drives now, and copies of these parts.
 
         Collective if instances have been lost or have joined since the parts were cut, or if the program has replaced
@@ -89,19 +89,18 @@ class HeldParts:
 
         Args:
             state: State of the same step on all instances.
-            is_joining: Whether the values of this instance's parts are not valid: only their shapes and dtypes are.
 
         Raises:
             LostPartError: On all instances, if a part was lost with its copy.
         """
-        return self._noted(state, self.copied(self.cut(state, is_joining)))
+        return self._noted(state, self.copied(self.cut(state)))
 
-    def cut(self, state: TrainState, is_joining: bool = False) -> TrainState:
+    def cut(self, state: TrainState) -> TrainState:
         """Return what `fitted` returns, but with copies as they are."""
         newest = state if self._newest is None or self._newest[0]() is not state else self._newest[1]
         held = newest.held
-        if held is not None and held.holding.spread != self._replicas.holding.spread:
-            newest = self._cut_anew(newest, held, is_joining)
+        if held is not None and held.holding.spread != self._replicas.spread:
+            newest = self._cut_anew(newest, held)
         return self._noted(state, newest)
 
     def _noted(self, state: TrainState, newest: TrainState) -> TrainState:
@@ -109,14 +108,14 @@ class HeldParts:
         self._newest = None if newest is state else (weakref.ref(state), newest)
         return newest
 
-    def _cut_anew(self, state: TrainState, held: HeldArrays, is_joining: bool) -> TrainState:
+    def _cut_anew(self, state: TrainState, held: HeldArrays) -> TrainState:
         replicas, had, present = self._replicas, held.holding, self._replicas.holding
-        rows = Rows(replicas.communicator, replicas.num_replicas_in_sync, None if is_joining else had, state.step)
+        rows = Rows(replicas.communicator, replicas.num_replicas_in_sync, had, state.step)
         optimizer_state = self._programs.update_of(state.variables).cut_anew(state.optimizer_state, rows, had)
         before = self._own(state)
         if not held.is_of(before):  # the copies are of other arrays, which the program has replaced
-            none = None if is_joining else replace(had, kept=range(0))
-            rows = Rows(replicas.communicator, replicas.num_replicas_in_sync, none, state.step)
+            only_own = replace(had, kept=range(0))
+            rows = Rows(replicas.communicator, replicas.num_replicas_in_sync, only_own, state.step)
         own, copies = [], [np.zeros((len(present.kept), 0), np.uint8)]
         widths = [leaf.nbytes // len(had.own) for leaf in before]
         for number, (leaf, start) in enumerate(zip(before, accumulate(widths, initial=0), strict=False)):

@@ -153,6 +153,17 @@ def test_an_active_instance_becomes_a_spare_and_active_again(phase):
     check(run_with_spares(3, 0, REPLICAS, train, hooks, job=job), train, instances=3)
 
 
+def test_an_instance_becomes_a_spare_and_active_again_in_one_step_whose_batch_it_has_read_again():
+    """In the same step an instance was lost before, so the batch that the program gave is for other replicas."""
+    job = StandbyJob(ThreadHub(3), num_active=3)
+
+    def lose():
+        raise Lost
+
+    hooks = [hook(2, "all_reduce", 2, lose), *(hook(0, "all_reduce", 2, resizing(job, number)) for number in (3, 1, 2))]
+    check(run_with_spares(3, 0, REPLICAS, train, hooks, job=job), train, lost=[2])
+
+
 def test_a_spare_that_was_active_sleeps_to_the_end():
     job = StandbyJob(ThreadHub(3), num_active=3)
     hooks = [hook(0, "all_reduce", 2, resizing(job, 2))]

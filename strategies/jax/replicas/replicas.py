@@ -104,6 +104,7 @@ class Replicas:
         adds_in_order: Whether sums over replicas have the same bits however the replicas are spread.
         done_so_far: Progress of this instance, for the survivors of a loss.
         journal: Results of the operations, for spares.
+        spread: How often the replicas have been spread over other instances.
         has_carried_on: Whether instances were lost or have joined.
         has_unknown_batches: Whether this happened in an operation, so that the program may still make batches for the
             replicas of before.
@@ -140,7 +141,7 @@ class Replicas:
         self._add_cross_replica_reductions = add_cross_replica_reductions
         self._datasets: WeakSet[DistributedDataset] = WeakSet()
         self._batch_sizes: set[int] = set()
-        self._spread = 0  # how often the replicas have been spread over other instances
+        self.spread = 0
         self.has_carried_on = self.has_unknown_batches = False
         self._finding = threading.RLock()
         instance = membership.instance
@@ -294,8 +295,8 @@ class Replicas:
         hosts = self.communicator.hosts if self.can_carry_on else ()
         own, number = self.local_replicas, self.num_replicas_in_sync
         if len(hosts) > 1:
-            return Holding.of(self.instance_index, hosts, number, self._spread)
-        return Holding(own, range(0), -(-number // self.num_instances), self._spread)
+            return Holding.of(self.instance_index, hosts, number, self.spread)
+        return Holding(own, range(0), -(-number // self.num_instances), self.spread)
 
     @property
     def is_chief(self) -> bool:
@@ -369,7 +370,7 @@ class Replicas:
         is_claimed = False
         while not is_claimed:
             self._membership.carry_on()  # an error here is final
-            self._spread += 1
+            self.spread += 1
             self._insist_on_place()
             is_claimed = self._claim_again()
         self.has_carried_on = self.has_unknown_batches = True

@@ -50,16 +50,15 @@ def take(shards: Shards, leaf: jax.Array, first: jax.Array) -> jax.Array:
     return (jnp.concatenate(blocks) if len(blocks) > 1 else blocks[0]).reshape(shards.shape(leaf))
 
 
-def replica_rows(array: Leaf, holding: Holding | None) -> Find:
+def replica_rows(array: Leaf, holding: Holding) -> Find:
     """Return a function that finds replicas' rows, as bytes, in an array of parts of equal size; see `Holding.place`.
 
     Args:
         array: Parts for `holding`, in `slots` places for each of its blocks.
-        holding: Replicas whose parts they are; None without any.
+        holding: Replicas whose parts they are.
     """
 
     def find(replicas: range) -> np.ndarray:
-        assert holding is not None
         rows = bytes_of(on_host(array), len(holding.starts) * holding.slots)
         first = holding.place(replicas.start)
         return rows[first : first + len(replicas)]
@@ -145,13 +144,13 @@ class ShardedTree:
         """Return an instance's parts of whole arrays, as `take` does; traceable."""
         return trees.map(lambda leaf, is_cut: take(self.shards, leaf, first) if is_cut else leaf, tree, self.is_cut)
 
-    def cut_anew(self, tree: Tree, rows: Rows, had: Holding | None) -> Tree:
+    def cut_anew(self, tree: Tree, rows: Rows, had: Holding) -> Tree:
         """Return this instance's parts, and copies, of arrays that are cut for an earlier spread. Collective.
 
         Args:
-            tree: Parts for that spread; shapes and dtypes are enough if `had` is None.
+            tree: Parts for that spread.
             rows: Source of parts.
-            had: Holding of this instance in that spread; None if it had nothing.
+            had: Holding of this instance in that spread.
         """
         numbers = itertools.count()
 
@@ -161,7 +160,7 @@ class ShardedTree:
 
         return trees.map(cut, tree, self.shapes, self.is_cut)
 
-    def _cut_anew(self, leaf: Leaf, whole: Leaf, rows: Rows, had: Holding | None, name: str) -> jax.Array:
+    def _cut_anew(self, leaf: Leaf, whole: Leaf, rows: Rows, had: Holding, name: str) -> jax.Array:
         shards, holding, dtype = self.shards, self.replicas.holding, np.dtype(whole.dtype)
         width = shards.part(whole) * dtype.itemsize
         placed = np.zeros((shards.blocks, shards.local, width), np.uint8)

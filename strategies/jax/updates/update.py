@@ -188,13 +188,13 @@ class VariableUpdate(ABC):
             return self._placed(lambda: optimizer_state)
         return self._placed(self._compiled(self._state_shards.take), optimizer_state, self.first)
 
-    def cut_anew(self, optimizer_state: OptimizerState, rows: Rows, had: Holding | None) -> OptimizerState:
+    def cut_anew(self, optimizer_state: OptimizerState, rows: Rows, had: Holding) -> OptimizerState:
         """Return this instance's part, and copies, for the present spread of the replicas. Collective.
 
         Args:
-            optimizer_state: Parts for an earlier spread; shapes and dtypes are enough if `had` is None.
+            optimizer_state: Parts for an earlier spread.
             rows: Source of parts.
-            had: Holding of this instance in that spread; None if it had nothing.
+            had: Holding of this instance in that spread.
         """
         if self._state_shards is None:
             return optimizer_state
@@ -212,7 +212,7 @@ class VariableUpdate(ABC):
     @property
     def is_outdated(self) -> bool:
         """Whether it has parts for another spread of the replicas than the present one."""
-        return self.has_parts and self._holding != self._replicas.holding
+        return self.has_parts and self._holding.spread != self._replicas.spread
 
     def wait(self) -> None:
         """Wait until the last update has read its mean gradients."""

@@ -164,25 +164,40 @@ def test_parts_are_cut_anew_after_a_loss_between_steps():
     check(run_losing(4, REPLICAS, function, "window", Events(1, 0, number)), "all", 1)
 
 
-def test_a_restored_state_is_copied_again_before_its_first_step(tmp_path):
+def restore_and_train(strategy, folder, case, saves=False):
+    """Restore a checkpoint after a duty of the chief, and train to the end, or to the first step to save it."""
+    trainer, dataset = trainer_of(strategy, case), dataset_of(strategy, case)
+    state = first_state(trainer, case)
+    with Checkpoints(folder, trainer, dataset) as checkpoints:
+        strategy.instruments.step_begins(0)
+        strategy.on_chief(lambda: None)
+        state = checkpoints.restore(state)
+        for batch in dataset.epoch(0):
+            state, _ = trainer.step(state, batch)
+            if saves and state.step == 1:
+                checkpoints.save(state)
+                checkpoints.wait()
+                return None
+    return bits_of(trainer, state)
+
+
+def restored(folder, case, count, fault):
+    """Return the bits of each instance, given the first step of two instances and a fault of some that restore it."""
     pytest.importorskip("orbax.checkpoint")
-
-    def function(strategy, saves=False):
-        trainer, dataset = trainer_of(strategy, "int8"), dataset_of(strategy, "int8")
-        state = first_state(trainer, "int8")
-        with Checkpoints(tmp_path, trainer, dataset) as checkpoints:
-            state = checkpoints.restore(state)
-            for batch in dataset.epoch(0):
-                state, _ = trainer.step(state, batch)
-                if saves and state.step == 1:
-                    checkpoints.save(state)
-                    checkpoints.wait()
-                    return None
-        return bits_of(trainer, state)
-
+    function = functools.partial(restore_and_train, folder=folder, case=case)
     run_instances(2, REPLICAS, functools.partial(function, saves=True))
-    found = run_instances(4, REPLICAS, function, ["kill:instance=2,step=1,phase=all_reduce"])
+    return run_instances(count, REPLICAS, function, [fault])
+
+
+def test_a_restored_state_is_copied_again_before_its_first_step(tmp_path):
+    found = restored(tmp_path, "int8", 4, "kill:instance=2,step=1,phase=all_reduce")
     assert found == [alone("int8")[2], alone("int8")[2], None, alone("int8")[2]]
+
+
+@pytest.mark.parametrize(("case", "count", "lost"), [("sharded", 2, 0), ("all", 4, 1)])
+def test_a_state_that_is_restored_after_a_loss_has_the_parts_of_the_present_replicas(tmp_path, case, count, lost):
+    found = restored(tmp_path, case, count, f"kill:instance={lost},step=0,phase=barrier")
+    assert found == [None if instance == lost else alone(case)[2] for instance in range(count)]
 
 
 def test_no_copies_are_made_in_a_job_that_ends_after_a_loss():
