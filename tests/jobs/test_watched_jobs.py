@@ -52,7 +52,8 @@ def summary_of(file: Path, finished: Finished, status: int = 0) -> dict[str, Any
 
 def test_the_summary_has_steps_and_waiting_times(tmp_path):
     file = tmp_path / "job.json"
-    delays = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in range(5, 15)]
+    # Longer than the waits below: the other instance may be late itself, and then waits for less than the delay.
+    delays = [f"--inject=delay:instance=1,step={step},seconds=0.06" for step in range(5, 15)]
     job = start("--summary", f"json:{file}", *delays, *two(STEPS), environ={"POPDIST_VERIFY_RECORD": ""})
     read = summary_of(file, job.finish())
     assert (read["steps"], read["samples"], read["failure"], read["faults_survived"]) == (20, 320, None, [])
