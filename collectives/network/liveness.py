@@ -37,8 +37,15 @@ class PeerWatch:
             for peer in self._node.peers.values():
                 is_there = peer.endpoint is not None and not (peer.has_left or peer.is_lost)
                 if peer.is_silent and is_there and peer.is_being_probed.acquire(blocking=False):
-                    name = f"collectives-probe-{peer.rank}"
-                    threading.Thread(target=self._probe, args=(peer,), name=name, daemon=True).start()
+                    self._start_probe(peer)
+
+    def _start_probe(self, peer: Peer) -> None:
+        """Start the thread that probes a silent worker; if no thread can start, the next look tries again."""
+        name = f"collectives-probe-{peer.rank}"
+        try:
+            threading.Thread(target=self._probe, args=(peer,), name=name, daemon=True).start()
+        except RuntimeError:  # the system's limit is reached, or the interpreter ends
+            peer.is_being_probed.release()
 
     def _probe(self, peer: Peer) -> None:
         """Try connections until the worker is heard again or is known to be lost.

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from grpc_jobs import end_of, socket_addresses, start_worker
-from grpc_threads import WorkerThreads
+from grpc_threads import LIMIT_S, WorkerThreads
 
 import collectives
 from collectives import Communicator, Settings, run_on_threads
 from collectives.backends.single import SingleTransport
 from collectives.backends.thread import ThreadHub, ThreadLink
+from collectives.clock import FakeClock
 from collectives.factory import RankGroup
 from collectives.named import NamedQueue
 from collectives.network.wire import DaemonThreads
@@ -69,6 +70,31 @@ def test_unused_workers_close_without_new_threads(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(threading.Thread, "start", refuse)
         list(pool.map(Communicator.close, communicators))
         monkeypatch.undo()
+
+
+def test_the_watch_goes_on_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe of a silent worker that cannot start once must not end the watch."""
+    tried, has_tried_again = [], threading.Event()
+
+    def refuse_probes(thread: threading.Thread) -> None:
+        if thread.name == "collectives-probe-1":
+            tried.append(thread)
+            if len(tried) > 1:
+                has_tried_again.set()
+        refuse(thread)
+
+    clock = FakeClock(tick_s=0.001)
+    with socket_addresses(2) as addresses:
+        workers = WorkerThreads(addresses)
+        joining = [workers.join(0, connect_timeout_s=1e6, clock=clock), workers.join(1)]
+        communicators = [each.result(LIMIT_S) for each in joining]
+        monkeypatch.setattr(threading.Thread, "start", refuse_probes)
+        clock.tick_s = 1.0  # the beats of the other worker are rarer now than this worker expects
+        assert has_tried_again.wait(LIMIT_S)
+        clock.tick_s = 0.0
+        monkeypatch.undo()
+        for each in communicators:
+            each.abandon()
 
 
 def test_serving_goes_on_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
