@@ -239,7 +239,7 @@ def test_workers_with_certificates_of_one_authority_meet(authority: Authority, r
             addresses = port_addresses(2, host)
         group = WorkerThreads(addresses, Security.from_environ(files.environ))
         group.assert_end_well([group.join(rank) for rank in range(2)])
-    assert warnings.texts == []
+    assert [text for text in warnings.texts if " has waited " not in text] == []  # the machine may be busy
 
 
 def test_a_token_and_certificates_may_be_combined(right: Files) -> None:
@@ -253,7 +253,7 @@ def test_processes_with_a_token_and_certificates_meet(right: Files) -> None:
     environ = {**right.environ, TOKEN: RIGHT_TOKEN}
     with running(Job(port_addresses(3), environ=environ), "rounds") as workers:
         assert_end_well(workers)
-        assert not workers[0].containing("WARNING")
+        assert not workers[0].containing("WARNING", without=" has waited ")
 
 
 # ---- wrong workers while a right one waits
@@ -286,11 +286,11 @@ class Waiting:
         self._assert_refuses(reason, reason, **changes)
 
     def _assert_refuses(self, here: str, there: str, **changes: Any) -> None:
-        clock = FakeClock(SLOW_TICK_S)
+        clock = FakeClock(SLOWEST_TICK_S if there else SLOW_TICK_S)
         second = self.group.join(1, clock=clock, **changes)
         if there:
             self.warnings.wait_for(1, f"rank 0 at {self.address}", there)
-            clock.advance(REFUSED_STAYS_S)
+            clock.tick_s = SLOW_TICK_S
         with pytest.raises((PeerRefusedError, SecurityError)) as caught:
             second.result(LIMIT_S)
         error = str(caught.value)
@@ -303,7 +303,8 @@ class Waiting:
 
 SLOW_TICK_S = 0.001
 """With these ticks, the second for which a refused worker stays takes a fifth of a second."""
-REFUSED_STAYS_S = 1.0
+SLOWEST_TICK_S = 1e-5
+"""With these ticks, a refused worker stays until the first worker has called it, on a busy machine, too."""
 LONG_S = 1e6
 
 
