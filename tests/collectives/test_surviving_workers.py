@@ -18,7 +18,16 @@ from mpi_jobs import in_a_job
 from watching import watched
 from workers import Job, Worker, disposed_of, last_line, port_addresses, running
 
-from collectives import BrokenError, ClosedError, CollectiveError, Communicator, Limits, PeerLostError, Settings
+from collectives import (
+    BrokenError,
+    ClosedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    Communicator,
+    Limits,
+    PeerLostError,
+    Settings,
+)
 from collectives.backends.grpc import (
     GrpcLink,
     connect_survivors,
@@ -29,10 +38,12 @@ from collectives.backends.grpc import (
     may_join,
 )
 from collectives.calls import Call
+from collectives.clock import FakeClock
 from collectives.instruments import Instruments
 from collectives.network.wire import DaemonThreads
 
 SETTINGS = Settings(limits=Limits(timeout_s=LIMIT_S))
+LONG_S = 1e6
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -447,7 +458,7 @@ def test_the_second_of_two_lost_workers_may_join_alone() -> None:
         group = WorkerThreads(addresses)
         first, *others = survivors_of(group, lost=[1, 3])
         assert joiner_of(first) is None
-        again = group.connect(3, shrinks=True, connect_timeout_s=10.0)
+        again = group.connect(3, shrinks=True)
         assert is_waiting(again)
         assert link_with_joiner(first).members == [0, 3]
         for each in (first, *others, again):
@@ -485,8 +496,13 @@ def test_no_worker_is_started_again_before_the_others_have_gone_on_without_it() 
         workers = [group.join(rank, shrinks=True) for rank in range(2)]
         first, second = [worker.result(LIMIT_S) for worker in workers]
         node_of(first).leave()
-        with pytest.raises(CollectiveError, match="have not gone on without rank 0"):
-            group.connect(0, shrinks=True, connect_timeout_s=1.0)
+        clock = FakeClock(tick_s=0.01)
+        with watched() as warnings:
+            again = group.join(0, shrinks=True, connect_timeout_s=LONG_S, clock=clock)
+            warnings.wait_for(1, "have not gone on without rank 0")
+        clock.advance(2 * LONG_S)
+        with pytest.raises(CollectiveTimeoutError):
+            again.result(LIMIT_S)
         with pytest.raises(PeerLostError):
             second.all_reduce(np.ones(3))
         with pytest.raises(PeerLostError, match="cannot go on"):
