@@ -154,7 +154,8 @@ def examine(asked: DoctorRequest, environ: Mapping[str, str]) -> DoctorReport:
     network, reason = _find_network(good, here, asked)
     wanted = HostNeeds(here, sys.executable, dict.fromkeys(hosts, 0), network)
     findings += [*reason, *findings_of({host: facts[host] for host in hosts}, wanted)]
-    measured, links = measure(_addresses(good, network), [each.name for each in good.values()], sys.executable, ssh)
+    names = [each.name for each in good.values()]
+    measured, links = measure(_addresses(good, network), names, sys.executable, ssh, limit_from(environ))
     findings += [
         *check_load(good),
         *check_sums(good, environ),

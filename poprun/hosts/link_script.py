@@ -165,17 +165,24 @@ def _serve_one(connection: socket.socket) -> None:
 
 
 def _receive_for(connection: socket.socket) -> tuple[int, float]:
-    """Count the bytes and seconds from the end of the warm-up to the end of the duration; later bytes do not count."""
+    """Count the bytes and seconds from the end of the warm-up to the end of the duration; later bytes do not count.
+
+    If this process pauses until the end of the duration, count from the beginning.
+    """
     (duration_s,) = struct.unpack("!d", connection.recv(8, socket.MSG_WAITALL))
     buffer = bytearray(_BLOCK_BYTES)
     began_s = last_s = time.perf_counter()
-    total, first_s = 0, 0.0
+    total, early, first_s = 0, 0, 0.0
     while last_s < began_s + duration_s and (count := connection.recv_into(buffer)):
         last_s = time.perf_counter()
         if first_s:
             total += count
-        elif last_s - began_s >= _WARM_UP * duration_s:
+            continue
+        early += count
+        if last_s - began_s >= _WARM_UP * duration_s:
             first_s = last_s
+    if not total:
+        total, first_s = early, began_s
     return total, max(last_s - first_s, 1e-9)
 
 

@@ -44,10 +44,12 @@ class LinkHelper:
         host: The host, as the user wrote it; this machine needs no ssh.
         python: Path of the interpreter on the host.
         ssh: The words of ssh before the host.
+        limit_s: Time limit of an answer, if a command has no other one.
     """
 
-    def __init__(self, host: str, python: str, ssh: Sequence[str]) -> None:
+    def __init__(self, host: str, python: str, ssh: Sequence[str], limit_s: float = _ANSWER_LIMIT_S) -> None:
         self.host = host
+        self._limit_s = limit_s
         program = f"{_SCRIPT.read_text()}\n\nserve({_LIFE_LIMIT_S})\n".encode()
         command = program_words(python, program)
         self._process = subprocess.Popen(
@@ -79,13 +81,14 @@ class LinkHelper:
         self._process.stdout.close()
         self._process.stderr.close()
 
-    def ask(self, do: str, limit_s: float = _ANSWER_LIMIT_S, **arguments: object) -> LinkAnswer:
+    def ask(self, do: str, limit_s: float | None = None, **arguments: object) -> LinkAnswer:
         """Run a command of `link_script.py` on the host, and return the answer.
 
         Raises:
             HelperError: The helper gave no answer within the limit, or ended.
         """
         self._tell(json.dumps({"do": do, **arguments}).encode() + b"\n")
+        limit_s = self._limit_s if limit_s is None else limit_s
         deadline_s = time.monotonic() + limit_s
         while True:
             line = self._read_line(deadline_s, limit_s).decode(errors="replace")
@@ -168,7 +171,11 @@ class HostMeasurements:
 
 
 def measure(
-    addresses: Mapping[str, str], names: Sequence[str], python: str, ssh: Sequence[str]
+    addresses: Mapping[str, str],
+    names: Sequence[str],
+    python: str,
+    ssh: Sequence[str],
+    limit_s: float = _ANSWER_LIMIT_S,
 ) -> tuple[list[HostMeasurements], list[MeasuredLink]]:
     """Measure each host, then the links of the ring through all hosts in this order.
 
@@ -177,9 +184,11 @@ def measure(
         names: Names to look up on every host.
         python: Path of the interpreter, the same on every host.
         ssh: The words of ssh before the host.
+        limit_s: Seconds after which a host that does not answer is a fault; at least 5.
     """
     with ExitStack() as stack:
-        helpers = [stack.enter_context(LinkHelper(host, python, ssh)) for host in addresses]
+        limit_s = max(limit_s, _ANSWER_LIMIT_S)
+        helpers = [stack.enter_context(LinkHelper(host, python, ssh, limit_s)) for host in addresses]
         with ThreadPoolExecutor(max(1, len(helpers))) as pool:
             found = list(pool.map(lambda helper: _look_around(helper, names), helpers))
         working = [helper for helper, each in zip(helpers, found, strict=True) if not each.fault]
@@ -297,7 +306,7 @@ def _measure_ring(helpers: Sequence[LinkHelper], addresses: Mapping[str, str]) -
     return [found[link] for link in ring]
 
 
-def _listen(helper: LinkHelper, address: str, limit_s: float = _ANSWER_LIMIT_S) -> int:
+def _listen(helper: LinkHelper, address: str, limit_s: float | None = None) -> int:
     with suppress(HelperError):
         return int(helper.ask("listen", limit_s, address=address).get("port", 0))
     return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import sys
 from dataclasses import replace
 
@@ -24,6 +26,7 @@ from poprun.doctor import (
     read_words,
 )
 from poprun.errors import UsageError
+from poprun.hosts import link_script
 from poprun.hosts.host_checks import Finding
 from poprun.hosts.host_facts import Interface
 from poprun.hosts.links import (
@@ -190,12 +193,23 @@ def test_advice_is_not_a_fault():
 
 
 def test_two_helpers_measure_the_link_between_them():
-    measured, links = measure({"a": "127.0.0.1", "b": "127.0.0.1"}, ["localhost"], sys.executable, LOCAL)
+    measured, links = measure({"a": "127.0.0.1", "b": "127.0.0.1"}, ["localhost"], sys.executable, LOCAL, 60.0)
     assert [(each.host, each.fault) for each in measured] == [("a", ""), ("b", "")]
     assert all("127.0.0.1" in (each.addresses or {})["localhost"] for each in measured)
     assert all(abs(each.clock.offset_s) <= each.clock.uncertainty_s + 0.01 for each in measured)
     assert [(link.source, link.target, link.fault) for link in links] == [("a", "b", ""), ("b", "a", "")]
     assert all(link.round_trip_s > 0 and link.bytes_per_s > 0 for link in links)
+
+
+def test_a_receiver_that_pauses_for_the_whole_measurement_counts_what_has_come():
+    """A busy host is no fault of its link."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(struct.pack("!d", 1e-9) + bytes(100))
+        assert link_script._receive_for(ours)[0] == 100
+        theirs.sendall(struct.pack("!d", 1.0))
+        theirs.shutdown(socket.SHUT_WR)
+        assert link_script._receive_for(ours)[0] == 0
 
 
 def test_hosts_that_reach_each_other_are_not_blocked():
@@ -204,7 +218,7 @@ def test_hosts_that_reach_each_other_are_not_blocked():
 
 
 def test_a_link_to_an_unused_address_is_a_fault():
-    _, links = measure({"a": "127.0.0.1", "b": "192.0.2.1"}, [], sys.executable, LOCAL)
+    _, links = measure({"a": "127.0.0.1", "b": "192.0.2.1"}, [], sys.executable, LOCAL, 60.0)
     assert "b cannot listen at 192.0.2.1" in {link.fault for link in links}
 
 
