@@ -182,7 +182,7 @@ class Watch:
         # Asked again after `ready`: a lost rank's last message may have arrived in between.
         if self.lost(missing()) and not ready() and (lost := self.lost(missing())):
             raise PeerLostError(f"{lost}; {self._facts(self.clock.now_s() - started, missing())}")
-        if self.cancelled or self.instruments.is_released:
+        if (self.cancelled or self.instruments.is_released) and not ready():
             raise PeerLostError(f"{self._facts(self.clock.now_s() - started, missing())}: the wait was abandoned")
 
     def note(self, missing: Sequence[int]) -> None:

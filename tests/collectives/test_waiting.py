@@ -212,6 +212,18 @@ def test_a_wait_that_a_supervisor_releases_ends(time: Time) -> None:
     assert time.pauses == 4
 
 
+def test_a_message_sent_before_a_release_still_arrives(time: Time) -> None:
+    """The message comes between the look at the messages and the look at the supervisor."""
+    notes, looks = Notes(time), []
+    time.at[4] = [lambda: setattr(notes, "is_released", True)]
+
+    def ready() -> bool:
+        looks.append(time.pauses)
+        return looks.count(4) == 2
+
+    watch_of(time, notes).wait(ready, lambda: [1])
+
+
 def test_awaited_instances_are_recorded_again_during_the_wait(time: Time) -> None:
     notes = Notes(time)
     watch_of(time, notes).wait(lambda: time.pauses == 4, lambda: [1, 2] if time.pauses < 3 else [2])

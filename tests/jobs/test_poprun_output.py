@@ -164,18 +164,17 @@ def test_a_full_disk_costs_a_warning_but_not_the_job(tmp_path):
     assert "No space left on device; the job goes on" in warning
 
 
-def test_a_late_reader_gets_all_output():
-    marker = uuid.uuid4().hex
-    program = "print('x' * 1_000_000); print('end')"
+def test_a_late_reader_gets_all_output(tmp_path):
+    marker, begun = uuid.uuid4().hex, tmp_path / "begun"
+    program = f"open({str(begun)!r}, 'x').close(); print('x' * 1_000_000); print('end')"
     process = subprocess.Popen(
         [sys.executable, "-m", "poprun", sys.executable, "-c", program],
         env=os.environ | ROOT_ALLOWED | {MARKER: marker},
         stdout=subprocess.PIPE,
     )
-    for has_come in (lambda left: len(left) > 2, lambda left: left.keys() == {process.pid}):  # only poprun is left
-        while not has_come(leftovers(marker)):
-            assert process.poll() is None
-            time.sleep(0.02)
+    while not begun.exists() or leftovers(marker).keys() != {process.pid}:  # until only poprun is left
+        assert process.poll() is None
+        time.sleep(0.02)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output) == (
         0,

@@ -95,7 +95,8 @@ def test_an_endless_thread_does_not_keep_a_failed_instance_alive(event, status, 
 ENDS_EARLY = """\
 import os, signal, sys
 import numpy as np
-import popdist
+import popdist, popdist.failing
+popdist.failing.CAUSE_FIRST_S = {patience_s}
 popdist.init()
 popdist.synchronize()
 if popdist.getInstanceIndex() == 1:
@@ -106,7 +107,8 @@ popdist.allreduce(np.ones(3))
 
 def test_the_message_of_the_failed_instance_is_not_buried_under_consequences():
     """The others could only say that the instance has ended. (Only `raise` does not reveal the failure.)"""
-    program = ENDS_EARLY.format(event="raise SystemExit('this needs an extra: pip install it')")
+    event = "raise SystemExit('this needs an extra: pip install it')"
+    program = ENDS_EARLY.format(event=event, patience_s=60)  # enough for a busy machine
     words = ("--num-instances", "3", "--num-replicas", "3", sys.executable, "-c", program)
     finished = start(*words).finish()
     assert finished.status == 1
@@ -125,7 +127,7 @@ def test_consequences_are_shown_when_the_failed_instance_stays_alive():
     except Exception:
         signal.pause()
 """
-    finished = start(*two(ENDS_EARLY.format(event=event))).finish()
+    finished = start(*two(ENDS_EARLY.format(event=event, patience_s=3))).finish()
     assert finished.status == 1
     assert "LayoutMismatchError: " in finished.stderr
     assert "see why rank 1 came to the end" in finished.stderr

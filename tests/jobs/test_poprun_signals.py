@@ -87,13 +87,20 @@ def test_a_second_signal_ends_programs_without_waiting():
     assert finished.status in (130, 143)  # the kernel delivers them in any order
 
 
-def test_a_program_can_use_the_signal_to_save_and_end():
+def test_a_program_can_use_the_signal_to_save_and_end(tmp_path):
+    """Each instance waits for the other one to save, because the end of one shortens the other's time."""
     program = (
         "import os, signal\n"
+        "from popdist.records.progress import ProgressPage\n"
+        "ProgressPage.from_environ(os.environ).grace(60)\n"
+        "rank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+        f"saved = [f'{tmp_path}/{{each}}' for each in range(2)]\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
-        "print('ready', os.environ['OMPI_COMM_WORLD_RANK'], flush=True)\n"
+        "print('ready', rank, flush=True)\n"
         "signal.sigwait([signal.SIGTERM])\n"
         "print('saved', flush=True)\n"
+        "open(saved[rank], 'x').close()\n"
+        "while not all(map(os.path.exists, saved)): pass\n"
     )
     job = start_two(program)
     job.process.terminate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from poprun_jobs import start
 from strict_trace import read_strictly
 
 from popdist.timeline.asked import folder_beside
+from popdist.timeline.gauges import CORE_WAIT
 from poprun.trace.merging import put_together, to_be_judged
 from poprun.trace.recordings import read_recordings
 from poprun.trace.report.findings import Cause
@@ -36,6 +38,13 @@ for step in range(30):
 LOST = 22
 SLOW = range(2, LOST)
 """Steps that take instance 1 50 ms longer."""
+IN_TURN = """\
+    if communicator.rank == 0:
+        os.write(turns, b".")
+    else:
+        os.read(turns, 1)
+"""
+"""Lets instance 1 come to the barrier of a step after instance 0, on a busy machine too."""
 UNTIL_RECORDED = f"""\
     if step == {LOST} - 1 and communicator.rank == 1:
         import pathlib, sys, numpy as np
@@ -106,7 +115,10 @@ def test_a_slow_instance_is_named_and_recorded_until_its_loss(tmp_path: Path) ->
     faults = [f"--inject=delay:instance=1,step={step},seconds=0.05" for step in SLOW]
     faults.append(f"--inject=kill:instance=1,step={LOST}")
     parts = trace.with_name("trace.json.gz.parts")
-    program = [sys.executable, "-c", PROGRAM + UNTIL_RECORDED, str(parts)]
+    os.mkfifo(turns := tmp_path / "turns")
+    before, exchange, after = PROGRAM.partition('    with instruments.during["exchange"]:\n')
+    begin = f"import os\nturns = os.open({str(turns)!r}, os.O_RDWR)\n"
+    program = [sys.executable, "-c", begin + before + IN_TURN + exchange + after + UNTIL_RECORDED, str(parts)]
     finished = start("-n=2", f"--timeline={trace}", *faults, *program, environ={"POPRUN_LOG_LEVEL": "INFO"}).finish()
     assert finished.status == 128 + 9, finished.stderr
     assert "instance 1 (" in finished.stderr
@@ -117,6 +129,7 @@ def test_a_slow_instance_is_named_and_recorded_until_its_loss(tmp_path: Path) ->
     job = put_together(read_recordings(parts))
     for spans in job.spans:
         assert set(range(LOST)) <= set(np.unique(spans.of(Sort.STEP)["step"]).tolist())
+        spans.measured.pop(CORE_WAIT, None)  # on a busy machine the verdict may be the load of the host
     culprit = judge(job).culprit
     assert culprit is not None
     assert (culprit.instance, culprit.cause) == (1, Cause.REST)

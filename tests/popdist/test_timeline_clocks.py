@@ -8,10 +8,12 @@ import time
 import numpy as np
 import pytest
 
+from popdist.timeline import meeting
 from popdist.timeline.clocks import DRIFT, Alignment, Exchange
 from popdist.timeline.meeting import CARD_BYTES, Answering, Asking, Card, answers, asks, own_addresses, this_clock
 
 SECOND = 10**9
+LIMIT_S = 60.0
 
 
 class SkewedClock:
@@ -85,13 +87,15 @@ def test_no_difference_is_known_without_an_exchange():
 
 
 class TestMessages:
-    def test_messages_measure_the_offset_within_the_reported_uncertainty(self):
+    def test_messages_measure_the_offset_within_the_reported_uncertainty(self, monkeypatch):
+        monkeypatch.setattr(meeting, "_ANSWER_LIMIT_S", LIMIT_S)
         ahead = 5 * SECOND
         answering = Answering(lambda: time.monotonic_ns() + ahead)
         answering.start()
         asking = Asking(Card("there", "host", answering.token, answering.port, ("127.0.0.1",)))
         asking.start()
         asking.close()
+        asking._thread.join(LIMIT_S)  # `close` waits for 5 s
         answering.close()
         answering.close()
         alignment = Alignment.of(list(asking.exchanges))
@@ -108,7 +112,7 @@ class TestMessages:
             mine.settimeout(0.01)
             assert not asking._exchange(mine, "127.0.0.1")
             known = Asking(Card("there", "host", answering.token, answering.port, ("127.0.0.1",)))
-            mine.settimeout(5)
+            mine.settimeout(LIMIT_S)
             assert known._exchange(mine, "127.0.0.1")
         answering.close()
 

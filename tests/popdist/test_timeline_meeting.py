@@ -10,6 +10,7 @@ import pytest
 from collectives.backends.thread import run_on_threads
 from collectives.calls import Call
 from popdist import Instance
+from popdist.timeline import meeting
 from popdist.timeline.asked import TimelineOptions
 from popdist.timeline.attaching import Timeline
 from popdist.timeline.meeting import HostClock
@@ -17,6 +18,7 @@ from poprun.trace.merging import put_together
 from poprun.trace.recordings import read_recordings
 
 SECOND = 10**9
+LIMIT_S = 60.0
 AHEAD_NS = {0: 0, 1: 0, 2: 5 * SECOND, 3: -400 * SECOND}
 """Instances 0 and 1 are on one host, 2 and 3 on others."""
 CALL = Call("barrier", "meeting")
@@ -42,6 +44,9 @@ def record(folder):
             recorder.data_moves(0)
             recorder.operation_ends()
             recorder.step_ends(1, 0.0)
+        if timeline._asking is not None:
+            timeline._asking.close()
+            timeline._asking._thread.join(LIMIT_S)  # `close` waits for 5 s
         communicator.barrier(name="all have asked")
         timeline.close()
 
@@ -50,8 +55,11 @@ def record(folder):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
+    """Record with a limit for answers that a busy machine keeps, too."""
     folder = tmp_path_factory.mktemp("recordings")
-    record(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_ANSWER_LIMIT_S", LIMIT_S)
+        record(folder)
     return put_together(read_recordings(folder))
 
 

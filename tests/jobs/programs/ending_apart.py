@@ -1,6 +1,8 @@
 """Program whose instances end one after another while one of them is killed.
 
-usage: ending_apart.py waiting|chief|at-work
+usage: ending_apart.py waiting|chief|at-work FOLDER
+
+Instance 0 is killed only after all others have passed the barrier; each of them then puts a file into the folder.
 
 waiting: instance 1 is killed while it waits at its end for instance 0.
 chief:   instance 0 is killed while the others wait at their end.
@@ -14,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -24,10 +27,15 @@ from popdist import context
 POLL_S = 0.01
 
 
-def main(case: str) -> None:
+def main(case: str, folder: Path) -> None:
     popdist.init()
     popdist.synchronize()
-    CASES[case](popdist.getInstanceIndex())
+    instance, others = popdist.getInstanceIndex(), popdist.getNumInstances() - 1
+    if instance:
+        (folder / str(instance)).touch()
+    else:
+        until(lambda: len(list(folder.iterdir())) == others)
+    CASES[case](instance)
 
 
 def killed_waiting(instance: int) -> None:
@@ -81,4 +89,4 @@ def until(is_so) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], Path(sys.argv[2]))
