@@ -1,10 +1,11 @@
 """Connection of JAX's processes: before JAX starts, or an error names the instance that came too late."""
 
+import os
 import re
 
 import jax
 import pytest
-from poprun_jobs import run, two
+from poprun_jobs import LIMIT_S, run, start, two
 
 from popdist.xla import own_autotuning_setting
 from strategies.jax.replicas.processes import (
@@ -56,6 +57,8 @@ trainer = strategies.Trainer(strategy, loss, optax.sgd(0.1))
 state = trainer.init({"w": np.ones(5, np.float32)})
 for step in range(100):
     if step == 3 and strategy.instance_index == 0:
+        print(f"collective {strategy.communicator.calls_made + 1} is next", flush=True)
+        open(sys.argv[1]).close()  # returns when the test opens the pipe for writing
         END
     state, metrics = trainer.step(state, np.ones((1, 5), np.float32))
 """
@@ -74,8 +77,17 @@ for step in range(100):
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"instance 0 .* was killed by SIGKILL"),
     ],
 )
-def test_the_end_of_the_coordinator_is_reported_like_that_of_any_instance(end, status, first):
-    finished = run(*two(HEAD + TRAIN.replace("END", end)))
+def test_the_end_of_the_coordinator_is_reported_like_that_of_any_instance(end, status, first, tmp_path):
+    """The coordinator ends when instance 1 has reported that it waits in the collective of the same step."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    job = start(*two(HEAD + TRAIN.replace("END", end)), str(pipe), environ={"POPDIST_STALL_WARNING_S": "0.2"})
+    job.wait_for(" is next\n")
+    [number] = re.findall(r"collective (\d+) is next", job.streams[0].text)
+    waits = job.streams[1].wait_for(f"(collective {number})".encode(), LIMIT_S)
+    pipe.write_text("")
+    finished = job.finish()
+    assert waits, finished.stderr
     assert finished.status == status, finished.stderr
     assert re.match(first, finished.own_lines[0]), finished.own_text
     assert "instance 1 was in collective" in finished.own_text
