@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -127,7 +128,7 @@ def test_two_instances_add_arriving_gradients_and_send_the_means_back(tmp_path: 
         means.reduce(bucket, given)
         expected = [result.tobytes() for result in bucket.results]
         communicator.barrier()
-        arrays = [[jnp.array(array) for array in of_buffer] for of_buffer in given]
+        arrays = jax.block_until_ready([[jnp.array(array) for array in of_buffer] for of_buffer in given])
         for is_shared in (False, True):
             if is_shared:
                 copies.share(communicator, [1, 1])

@@ -141,13 +141,14 @@ class TestMemory:
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8])
     def test_a_view_is_made_again_only_if_the_buffer_has_moved(self, dtype):
         views = HostViews()
-        buckets = [(jnp.arange(64, dtype=dtype),)]
+        buckets = [(jax.block_until_ready(jnp.arange(64, dtype=dtype)),)]
         [first] = views.of(buckets, 0)
         [again] = views.of(buckets, 0)
         assert again is first
         assert first.dtype == dtype
         assert not first.flags.writeable
-        buckets[0] = (jnp.arange(64, 128, dtype=dtype),)  # its memory is another one: the old buffer lives in `kept`
+        # Its memory is another one: the old buffer lives in `kept`.
+        buckets[0] = (jax.block_until_ready(jnp.arange(64, 128, dtype=dtype)),)
         [moved] = views.of(buckets, 0)
         assert moved is not first
         assert np.array_equal(moved, np.arange(64, 128).astype(dtype))
