@@ -85,6 +85,15 @@ if TYPE_CHECKING:
     from strategies.errors import (
         StrategyError as StrategyError,
     )
+    from strategies.errors import (
+        UnappliedStepError as UnappliedStepError,
+    )
+    from strategies.errors import (
+        WeightError as WeightError,
+    )
+    from strategies.errors import (
+        ZeroWeightError as ZeroWeightError,
+    )
     from strategies.ipu import IPUStrategy as IPUStrategy
     from strategies.jax.comparing.digest import fingerprint as fingerprint
     from strategies.jax.evaluation.mean import Mean as Mean
@@ -195,6 +204,9 @@ _PLACES = {
     "SyncOnReadVariable": "strategies.jax.replicas.variables",
     "TrainState": "strategies.train_state",
     "Trainer": "strategies.trainer",
+    "UnappliedStepError": "strategies.errors",
+    "WeightError": "strategies.errors",
+    "ZeroWeightError": "strategies.errors",
     "capture_upstream_gradients": "strategies.jax.programs.gradient_capture",
     "casting": "strategies.data.casts",
     "clip_by_global_norm": "strategies.jax.updates.arithmetic",

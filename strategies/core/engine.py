@@ -82,6 +82,7 @@ class Arrived:
         is_finite: Whether the step may be applied; True if gradients are not checked. If there is a `scale_after`, it
             may be an unread scalar on a device.
         gradients: Returns the mean gradients, and how they are cut into shards, for records.
+        is_weighted: Whether any weight of a loss is above 0; if not, the step is not applied, and the scale stays.
         scale_after: Returns the scale of the next loss, given an unread `is_finite`; see `LossScaling.after`.
     """
 
@@ -90,6 +91,7 @@ class Arrived:
     notice: float
     is_finite: bool | UnreadArray
     gradients: Callable[[], tuple[Gradients, Tree]]
+    is_weighted: bool = True
     scale_after: Callable[[LossScaling, LossScale, UnreadArray], LossScale] = LossScaling.after
 
 
@@ -130,11 +132,12 @@ class Engine(ABC, Generic[State, Pending]):
 
         Raises:
             NonFiniteGradientError: If gradients are checked, and one is not finite.
+            WeightError: If losses have weights, and their sum has no mean; see `is_weighted`.
         """
 
     @abstractmethod
     def update(self, pending: Pending, scale: LossScale | None) -> State:
-        """Return the state after the step. If the gradients are not finite, only the step and the scale change.
+        """Return the state after the step. If it may not be applied, only the step and the scale change.
 
         Args:
             pending: The step, whose exchange has arrived.

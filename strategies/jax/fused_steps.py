@@ -22,7 +22,7 @@ import numpy as np
 from strategies.core.metrics import UnreadArray
 from strategies.jax.comparing.exactness import are_same, probe_of
 from strategies.jax.gradients.model_state import ALIKE, FIRST, MEAN, SUM
-from strategies.jax.gradients.replica_program import STEP, ReplicaProgram, with_loss
+from strategies.jax.gradients.replica_program import STEP, ReplicaProgram
 from strategies.jax.on_device.step import DeviceStep
 from strategies.jax.preparation import PreparedStep, StepPrograms, control_of
 from strategies.jax.programs.program import jit
@@ -212,7 +212,7 @@ class FusedSteps:
         means = jax.tree.unflatten(jax.tree.structure(trained), others[:count])
         kept = program.unpack_kept(others[end:])[1]
         new = {**self._arrived(model_state, others[count:end]), FIRST: kept[FIRST], ALIKE: kept[ALIKE]}
-        *learned, _ = self._update.traced(trained, optimizer_state, means, with_loss(control, tail))
+        *learned, _ = self._update.traced(trained, optimizer_state, means, program.with_means(control, tail))
         return tuple(learned), rule.put(model_state, new), results
 
     def _arrived(self, model_state: Tree, means: Sequence[jax.Array]) -> Mapping[str, Sequence[jax.Array]]:

@@ -416,6 +416,8 @@ class StepPrograms:
 
     def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
         if self._options.pipeline is not None:
+            if program.is_weighted:
+                raise ValueError("the loss function gives weights, which pipelines do not know; leave pipeline out")
             return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program, shapes))
         return self._in_one_program(program, shapes, streams=False)
 
@@ -493,7 +495,8 @@ class StepPrograms:
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
             means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
-            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control_of(state))
+            control = plan.program.with_means(control_of(state), np.zeros(plan.program.tail_size, np.float32))
+            update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control)
             lines = [line for program in update.values() for line in lines_of(program.jaxpr)]
             programs = {"the loss function": plan.lines, "the update": lines}
             options = {**self._options.terms, "step": state.step}

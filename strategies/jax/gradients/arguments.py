@@ -175,6 +175,21 @@ def metric_names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(metrics)
 
 
+def check_weight(weight: Any) -> None:
+    """Check the weight of an `Outcome`, as a shape.
+
+    Raises:
+        TypeError: It is not a real scalar.
+    """
+    if not isinstance(weight, jax.ShapeDtypeStruct):
+        raise TypeError(f"the weight of the loss is a {type(weight).__name__}; it must be a scalar, or None")
+    if weight.shape != () or jnp.issubdtype(weight.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"the weight of the loss is {weight.dtype}{list(weight.shape)}; it must be a real scalar: take jnp.sum of "
+            "the weights of rows or tokens"
+        )
+
+
 def _is_array(leaf: Leaf) -> bool:
     if isinstance(leaf, _NUMBERS):
         return True
@@ -192,7 +207,7 @@ def _is_array(leaf: Leaf) -> bool:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["loss", "metrics", "model_state", "outputs"],
+    data_fields=["loss", "metrics", "model_state", "outputs", "weight"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -205,12 +220,17 @@ class Outcome:
         model_state: Values that change with every batch and are not trained, such as moving means; None without any.
         outputs: Outputs of the model for each row: arrays whose first axis is the rows of the batch; or None. Training
             does not compute them.
+        weight: Finite scalar of at least 0 that the loss and metrics count with, such as the number of tokens of the
+            batch; float32, so counts up to 2**24 are exact. Gradients, loss and metrics are then weighted means over
+            all replicas and micro-batches: `sum(weight * value) / sum(weight)`. A weight of 0 leaves the values out,
+            even if they are NaN. None: all count the same.
     """
 
     loss: jax.Array
     metrics: Mapping[str, ArrayLike] = field(default_factory=dict)
     model_state: Tree = None
     outputs: Tree = None
+    weight: ArrayLike | None = None
 
     @classmethod
     def of(cls, returned: Tree) -> Outcome:

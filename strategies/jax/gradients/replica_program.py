@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from strategies.core.options import GradientAccumulationReductionMethod
+from strategies.core.weights import weighted_means
 from strategies.exchange.int8 import Int8Layout, encode
 from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
-from strategies.jax.gradients.arguments import Outcome, Trainable, metric_names, naming_missing_keys
+from strategies.jax.gradients.arguments import Outcome, Trainable, check_weight, metric_names, naming_missing_keys
 from strategies.jax.gradients.leaving import XLA
 from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.jax.replicas.replica_context import replica_context
@@ -24,7 +26,7 @@ from strategies.jax.replicas.replicas import Replicas
 from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)
-STEP, NOTICE, LOSS_SCALE, LOSS = range(4)  # positions in the control words of a step
+STEP, NOTICE, LOSS_SCALE, LOSS, WEIGHT = range(5)  # positions in the control words of a step
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
@@ -47,28 +49,19 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
 def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
     """Return the inputs of a step besides state and batch: int32 [4]; the last two are bits of float32 numbers.
 
-    The mean loss is 0 until it is known; `with_loss` puts it in.
+    The mean loss is 0 until it is known; `ReplicaProgram.with_means` puts it in, and the mean weight behind it.
     """
     return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
-
-
-def with_loss(control: Leaf, tail: Leaf) -> Leaf:
-    """Return the control words with the mean loss of all replicas, for the update.
-
-    Args:
-        control: Control words of `control_words`, on the host or traced.
-        tail: Mean tail, on the host or traced.
-    """
-    if isinstance(control, np.ndarray):
-        words = control.copy()
-        words[LOSS] = np.float32(tail[0]).view(np.int32)
-        return words
-    return control.at[LOSS].set(jax.lax.bitcast_convert_type(tail[0], jnp.int32))
 
 
 def loss_of(control: jax.Array) -> jax.Array:
     """Return the mean loss in the control words, a float32 scalar; traceable."""
     return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
+
+
+def weight_of(control: jax.Array) -> jax.Array | None:
+    """Return the mean weight in the control words, a float32 scalar; None if losses have no weights; traceable."""
+    return jax.lax.bitcast_convert_type(control[WEIGHT], jnp.float32) if control.shape[0] > WEIGHT else None
 
 
 @dataclass(frozen=True)
@@ -120,11 +113,23 @@ class ReplicaShapes:
     model_state: Tree = None
 
 
+def _travelling(weight: ArrayLike | None) -> jax.Array:
+    """Return a weight as it travels, see `strategies.core.weights.travelling`; traceable."""
+    number = jnp.asarray(weight, jnp.float32)
+    return jax.lax.stop_gradient(jnp.where((number >= 0) & jnp.isfinite(number), number, jnp.nan))
+
+
+def _weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return values times a weight; zeros if the weight is 0, even of values that are not finite; traceable."""
+    return jnp.where(weight > 0, values * weight.astype(values.dtype), 0)
+
+
 class ReplicaProgram:
     """The gradient function of a trainer, for variables and batches of certain shapes.
 
-    Its tail is float32: the loss, the metrics and the notice. With loss scaling, one more value says whether a gradient
-    is not finite. With `check_numerics`, one more value for each variable and replica says this.
+    Its tail is float32: the loss, the metrics, the weight if losses have weights, and the notice. With loss scaling,
+    one more value says whether a gradient is not finite. With `check_numerics`, one more value for each variable and
+    replica says this. If losses have weights, gradients, loss and metrics are multiplied by them.
 
     Args:
         replicas: Replicas that run it.
@@ -140,6 +145,7 @@ class ReplicaProgram:
 
     Attributes:
         names: Names of the metrics; the first is "loss".
+        is_weighted: Whether the loss function gives weights.
         trainable: Choice of the trained variables.
         rule: Rule by which replicas agree on the model state.
         accumulation: Accumulation of micro-batches.
@@ -154,8 +160,9 @@ class ReplicaProgram:
             has no collectives and no feeds; known after tracing.
 
     Raises:
-        TypeError: The loss or a metric is not a scalar, or the new model state is not like the old one.
-        ValueError: The batch cannot be divided into micro-batches, or lacks a key that the loss function reads.
+        TypeError: The loss, a metric or the weight is not a scalar, or the new model state is not like the old one.
+        ValueError: The batch cannot be divided into micro-batches, or lacks a key that the loss function reads; or
+            gradients that are multiplied by weights would travel or be added as float16, which overflows.
     """
 
     def __init__(
@@ -193,7 +200,9 @@ class ReplicaProgram:
         self.is_independent = True
         self.has_feeds = False
         self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
-        self.names = self._metric_names(shapes)
+        self.names, self.is_weighted = self._metric_names(shapes)
+        if self.is_weighted:
+            self._refuse_float16(transfer)
 
     @property
     def means(self) -> list[jax.ShapeDtypeStruct]:
@@ -214,14 +223,24 @@ class ReplicaProgram:
         return self.finite_place + self._precision.scales_loss + self.flags
 
     @property
+    def num_values(self) -> int:
+        """The number of values of a micro-batch: the loss, the metrics, and the weight if losses have weights."""
+        return len(self.names) + self.is_weighted
+
+    @property
+    def weight_place(self) -> int:
+        """The place of the weight in the tail, if losses have weights."""
+        return len(self.names)
+
+    @property
     def notice_place(self) -> int:
         """The place of the notice in the tail."""
-        return len(self.names)
+        return self.num_values
 
     @property
     def finite_place(self) -> int:
         """The place in the tail of the flag for gradients that are not finite, with loss scaling."""
-        return len(self.names) + 1
+        return self.num_values + 1
 
     def __call__(
         self,
@@ -290,6 +309,35 @@ class ReplicaProgram:
             total = self._replicas.num_replicas_in_sync
             tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
         return jnp.concatenate(tail)
+
+    def weighted(self, tail: Leaf) -> Leaf:
+        """Return the mean tail with weighted means of the loss and the metrics.
+
+        Args:
+            tail: Mean tail of all replicas, on the host or traced.
+        """
+        if not self.is_weighted:
+            return tail
+        weight = tail[self.weight_place]
+        if isinstance(tail, np.ndarray):
+            means = weighted_means(tail[: self.weight_place], float(weight))
+            return np.concatenate([means, tail[self.weight_place :]])
+        return tail.at[: self.weight_place].divide(weight)
+
+    def with_means(self, control: Leaf, tail: Leaf) -> Leaf:
+        """Return the control words with the mean loss of all replicas, and the mean weight if any, for the update.
+
+        Args:
+            control: Control words of `control_words`, on the host or traced.
+            tail: Mean tail that `weighted` has returned, on the host or traced.
+        """
+        means = [tail[:1]]
+        if self.is_weighted:
+            means.append(tail[self.weight_place : self.weight_place + 1])
+        if isinstance(control, np.ndarray):
+            return np.concatenate([control[:LOSS], *(mean.view(np.int32) for mean in means)])
+        words = (jax.lax.bitcast_convert_type(mean, jnp.int32) for mean in means)
+        return jnp.concatenate([control[:LOSS], *words])
 
     def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
@@ -376,21 +424,24 @@ class ReplicaProgram:
     ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
         trained = self.trainable.pick(variables)
 
-        def of_micro_batch(part: Batch, key: jax.Array, model_state: Tree) -> tuple[jax.Array, list[jax.Array], Tree]:
+        def of_micro_batch(
+            part: Batch, key: jax.Array, model_state: Tree
+        ) -> tuple[jax.Array, Sequence[jax.Array], Tree]:
             def loss(trained: Variables) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
                 every = self.trainable.put(variables, trained)
                 value, values, outcome = self._computed(every, part, key, control, model_state)
                 return value, (values, jax.tree.map(jnp.asarray, outcome.model_state))
 
             (_, (values, after)), tree = jax.value_and_grad(loss, has_aux=True)(trained)
-            return values, self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control), after
+            gradients = self._mapped(jax.tree.leaves(tree), jax.tree.leaves(trained), control)
+            return values, self._times_weight(gradients, values), after
 
         settings = self.accumulation
         if settings.count > 1:
             pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
             return accumulate(
-                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, len(self.names)
+                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, self.num_values
             )
         values, leaves, after = of_micro_batch(batch, key, model_state)
         return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
@@ -407,6 +458,16 @@ class ReplicaProgram:
         new = mapped(function, plain, variables, self.needs_flags)
         return [(one * scale).astype(gradient.dtype) for one, gradient in zip(new, gradients, strict=True)]
 
+    def _times_weight(self, gradients: Sequence[jax.Array], values: jax.Array) -> Sequence[jax.Array]:
+        """Multiply the gradients of a micro-batch by its weight, the last of the values."""
+        if not self.is_weighted:
+            return gradients
+        weight = values[self.weight_place]
+        # Behind barriers, one for each gradient: XLA computes it as without a weight, and it can leave early.
+        apart = [jax.lax.optimization_barrier(gradient) for gradient in gradients]
+        wide = [each.astype(jnp.promote_types(each.dtype, jnp.float32)) for each in apart]
+        return [_weighted(each, weight) for each in wide]
+
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
@@ -418,14 +479,17 @@ class ReplicaProgram:
         outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
+        if self.is_weighted:
+            weight = _travelling(outcome.weight)
+            values = jnp.append(_weighted(values, weight), weight)
         if self._precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values, outcome
 
     # ---- shapes
 
-    def _metric_names(self, given: ReplicaShapes) -> tuple[str, ...]:
-        """Return the names of the loss and metrics; check that all are scalars, and check the model state."""
+    def _metric_names(self, given: ReplicaShapes) -> tuple[tuple[str, ...], bool]:
+        """Return the names of the loss and metrics, and whether there is a weight; check them and the model state."""
         micro_batch = self.micro_batch_of(given.batch)
         with naming_missing_keys(given.variables, given.batch):
             shapes = jax.eval_shape(self._loss_of_one, given.variables, micro_batch, np.int32(0), given.model_state)
@@ -442,7 +506,22 @@ class ReplicaProgram:
                 f"the loss is {loss.dtype}{list(loss.shape)}; it must be a floating-point scalar: take jnp.mean of it"
             )
         self.rule.check_returned(given.model_state, outcome.model_state)
-        return ("loss", *metric_names(metrics))
+        if outcome.weight is not None:
+            check_weight(outcome.weight)
+        return ("loss", *metric_names(metrics)), outcome.weight is not None
+
+    def _refuse_float16(self, transfer: GradientTransfer) -> None:
+        """Raise if gradients that are multiplied by weights, such as numbers of tokens, pass through float16."""
+        if np.dtype(np.float16) in (np.dtype(dtype) for dtype in self.gradient_dtypes):
+            raise ValueError(
+                "the loss function gives weights, but gradients are kept as float16, which overflows when they are "
+                "multiplied by large weights; use gradient_accumulation_dtype='float32', or no weights"
+            )
+        if not transfer.is_quantised and any(transfer.dtype_of(dtype) == np.float16 for dtype in self.gradient_dtypes):
+            raise ValueError(
+                "the loss function gives weights, but gradients travel as float16, which overflows when they are "
+                "multiplied by large weights; use gradient_transfer_dtype='bfloat16', or no weights"
+            )
 
     def _loss_of_one(self, variables: Variables, batch: Batch, index: jax.Array, model_state: Tree) -> Tree:
         """Return the results of the loss function for one micro-batch, as arrays."""

@@ -51,7 +51,8 @@ class MemoryPlanner:
         programs = [ProgramMemory.of(name, each, local) for name, each in plan.executables(replicas.grid).items()]
         leaves = program.means if program.quantised else memory.means[: program.num_gradients]
         means = jax.tree.unflatten(jax.tree.structure(trained), leaves)
-        traced = update.programs(trained, state.optimizer_state, means, control_of(state))
+        control = program.with_means(control_of(state), np.zeros(program.tail_size, np.float32))
+        traced = update.programs(trained, state.optimizer_state, means, control)
         programs += [ProgramMemory.of(name, each.lower().compile(), 1) for name, each in traced.items()]
         whole = JaxEngine(replicas, steps, options, is_recorded=True).whole(state)
         gradients = sum(each.size * each.dtype.itemsize for bucket in buckets for each in bucket.layout.buffers)

@@ -61,6 +61,7 @@ class DevicePending:
         means: Buffers with the means.
         tail: Values that travelled behind the gradients.
         is_finite: Whether the step may be applied; with loss scaling a scalar on the device.
+        is_weighted: Whether losses have a weight above 0, or no weights; if not, the step is not applied.
     """
 
     step: DeviceStep
@@ -72,6 +73,7 @@ class DevicePending:
     means: Sequence[jax.Array] = field(default_factory=tuple)
     tail: Leaf = None
     is_finite: Leaf = True
+    is_weighted: bool = True
 
     @classmethod
     def begun(
@@ -124,7 +126,7 @@ class DevicePending:
         self.is_finite = True
         if self.state.loss_scale is not None:
             self.is_finite = self.tail[program.finite_place] == 0
-        return Arrived(program.names, self.tail, self.notice, self.is_finite, self._gradients, scale_after)
+        return Arrived(program.names, self.tail, self.notice, self.is_finite, self._gradients, scale_after=scale_after)
 
     def _gradients(self) -> tuple[Gradients, None]:
         return self.step.flat.unpacked(self.means, self.control)[0], None
