@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+import strategies.trees as trees
+from strategies.core.distributions import Layers, layer_names
 from strategies.core.metrics import UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
 from strategies.errors import SpareError
@@ -202,6 +204,32 @@ class Engine(ABC, Generic[State, Pending]):
     @abstractmethod
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
         """Return the arrays that must have the same bits on all instances, by name; views if possible."""
+
+    # ---- for sinks of metrics
+
+    def layers(self, state: State, pending: Pending, arrived: Arrived) -> Layers:
+        """Return the trained variables of a step and their mean gradients, before `update`.
+
+        Args:
+            state: The state before the step.
+            pending: The step, whose exchange has arrived.
+            arrived: The results of the exchange.
+        """
+        gradients, shards = arrived.gradients()
+        paths, variables = zip(*trees.leaves_with_path(self.snapshot(state).variables), strict=True)
+        return Layers(layer_names([*map(trees.keystr, paths)]), variables, trees.leaves(gradients), shards=shards)
+
+    def learning_rates(self, state: State, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        """Return a function that reads the learning rates of steps by name; None if they are not known.
+
+        The function waits for them. Its argument is how many of the steps came later; it may know only those of the
+        last step, and then returns nothing for the others.
+
+        Args:
+            state: The state after the steps, which the next step may use up.
+            steps: Number of steps that one program has made.
+        """
+        return None
 
     # ---- spares; an engine without these methods works in jobs without spares
 
