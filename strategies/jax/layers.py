@@ -73,8 +73,8 @@ class JaxLayers:
         divisor: UnreadArray = 1.0
         if state.loss_scale is not None and self._options.of_update.unscales:
             divisor = state.loss_scale.scale
-        if program.is_weighted:
-            divisor = divisor * float(np.asarray(tail)[program.weight_place])
+        if program.places.is_weighted:
+            divisor = divisor * float(np.asarray(tail)[program.places.weight])
         return divisor
 
     def device_norms(self, leaves: Sequence[Leaf]) -> jax.Array:

@@ -20,8 +20,8 @@ class JsonLines(Sink):
     """A file with one JSON object per line: "step", "time", and the numbers by their names.
 
     JSON has no NaN and no infinity: they are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. All
-    other numbers have enough digits for `float` to read the same number. A distribution is an object of its numbers, the
-    edges of its bins, and their counts.
+    other numbers have enough digits for `float` to read the same number. A distribution is an object with its numbers,
+    the edges of its bins, and their counts.
     """
 
     way_out = "make room there, or name another file"
@@ -56,9 +56,8 @@ class JsonLines(Sink):
 def line_of(row: Row) -> str:
     """Return a row as a line of JSON."""
     of_all = {name: _object_of(each) for name, each in row.distributions.items()}
-    return (
-        json.dumps({STEP: row.step, TIME: row.time_s, **of_all, **_plain_numbers(row.values)}, allow_nan=False) + "\n"
-    )
+    said = {STEP: row.step, TIME: row.time_s, **_plain_numbers(row.values), **of_all}
+    return json.dumps(said, allow_nan=False) + "\n"
 
 
 def _object_of(distribution: Distribution) -> dict[str, object]:

@@ -56,9 +56,7 @@ def device_norms(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
 def learning_rates_of(optimizer: torch.optim.Optimizer) -> Mapping[str, float]:
     """Return the learning rate of an optimizer's only group, or of each group by its name or number."""
     groups = optimizer.param_groups
-    names = (
-        [LEARNING_RATE]
-        if len(groups) == 1
-        else [f"{LEARNING_RATE}/{group.get(_NAME, n)}" for n, group in enumerate(groups)]
-    )
+    names = [LEARNING_RATE]
+    if len(groups) > 1:
+        names = [f"{LEARNING_RATE}/{group.get(_NAME, number)}" for number, group in enumerate(groups)]
     return {name: float(group[_LR]) for name, group in zip(names, groups, strict=True) if _LR in group}

@@ -159,10 +159,13 @@ def _computed(rates: Sequence[Rate], picked: Sequence[Leaf], steps: int) -> list
         if rate.schedule is None:
             values.append(jnp.reshape(leaf, (1,)).astype(jnp.float32))
             continue
-        schedule = rate.schedule
         counts = jnp.maximum(leaf - jnp.arange(steps, 0, -1, dtype=leaf.dtype), 0)  # those of before each update
-        values.append(jax.lax.map(lambda count: jnp.asarray(schedule(count), jnp.float32).reshape(()), counts))
+        values.append(jax.lax.map(partial(_scheduled, rate.schedule), counts))
     return values
+
+
+def _scheduled(schedule: Callable[[Leaf], Leaf], count: jax.Array) -> jax.Array:
+    return jnp.asarray(schedule(count), jnp.float32).reshape(())
 
 
 def _read(names: Sequence[str], values: Sequence[jax.Array], later: int) -> Mapping[str, float]:
