@@ -58,7 +58,7 @@ def open(
     before = replicas.distributions
     if settings.are_on and before not in (None, settings):
         raise ValueError(
-            f"the strategy takes {before.words} already, and cannot take {settings.words}; "  # type: ignore[union-attr]
+            f"the strategy takes {before.words} already, and cannot take {settings.words}; "
             "ask for the same, or only once"
         )
     found = open_sinks(sinks, replicas.job, os.environ)

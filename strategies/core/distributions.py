@@ -132,7 +132,8 @@ def _distributions(layers: Layers) -> dict[str, Distribution]:
 
 def _divided(array: np.ndarray, divisor: float) -> np.ndarray:
     dtype = array.dtype if array.dtype == np.float64 else np.float32
-    return array.astype(dtype) / np.asarray(divisor, dtype)
+    quotient: np.ndarray = array.astype(dtype) / np.asarray(divisor, dtype)
+    return quotient
 
 
 def _norms(layers: Layers, members: Members) -> Callable[[int], Mapping[str, float]]:
@@ -168,7 +169,7 @@ def _norms_of(
             sums[number] = squares_of_shards(layers.on_host(leaf).reshape(-1), replicas)
     if len(cut):
         assert layers.shards is not None
-        own = [_own_squares(leaves[number], layers.variables[number], layers.shards) for number in cut]
+        own = [_own_squares(leaves[number], layers.variables[number], layers.shards) for number in cut.tolist()]
         sums[cut] = _of_all_replicas(np.array(own), members)
     return np.sqrt(sums.sum(axis=1))
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-import strategies.trees as trees
-from strategies.core.distributions import Layers, layer_names
+from strategies.core.distributions import Layers
 from strategies.core.metrics import UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
-from strategies.errors import SpareError
+from strategies.errors import SpareError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Batch, Gradients, Leaf, Tree
@@ -205,7 +204,7 @@ class Engine(ABC, Generic[State, Pending]):
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
         """Return the arrays that must have the same bits on all instances, by name; views if possible."""
 
-    # ---- for sinks of metrics
+    # ---- for sinks of metrics; an engine without these methods works without norms, histograms and learning rates
 
     def layers(self, state: State, pending: Pending, arrived: Arrived) -> Layers:
         """Return the trained variables of a step and their mean gradients, before `update`.
@@ -215,9 +214,7 @@ class Engine(ABC, Generic[State, Pending]):
             pending: The step, whose exchange has arrived.
             arrived: The results of the exchange.
         """
-        gradients, shards = arrived.gradients()
-        paths, variables = zip(*trees.leaves_with_path(self.snapshot(state).variables), strict=True)
-        return Layers(layer_names([*map(trees.keystr, paths)]), variables, trees.leaves(gradients), shards=shards)
+        raise StrategyError(f"{type(self).__name__} does not show its layers; ask for no norms and no histograms")
 
     def learning_rates(self, state: State, steps: int) -> Callable[[int], Mapping[str, float]] | None:
         """Return a function that reads the learning rates of steps by name; None if they are not known.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ import numpy as np
 import optax
 
 from strategies.jax.programs.program import jit
-from strategies.jax.updates.optimizers import AnyOptimizer, Rate, StepOptimizer
+from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer, Rate, StepOptimizer
 from strategies.typing import Leaf, OptimizerState
 
 LEARNING_RATE = "learning_rate"
+Path: TypeAlias = tuple[Any, ...]
+Schedule: TypeAlias = Callable[[Leaf], Leaf]
 _MOST_OBJECTS = 10_000
 """The most objects in which schedules are looked for."""
 _UPDATE = "scale_by_schedule.<locals>.update_fn"
@@ -52,14 +54,18 @@ class LearningRates:
         leaves, structure = jax.tree.flatten(state)
         if self._structure is None or structure != self._structure:
             self._structure = structure
-            of_step = isinstance(self._optimizer, StepOptimizer)
-            self._rates = self._optimizer.rates if of_step else rates_of(self._optimizer, state)  # type: ignore[union-attr,arg-type]
+            self._rates = self._found(state)
             self._program = jit(partial(_computed, tuple(self._rates)), static_argnums=1)
         if not self._rates:
             return None
         # Copies, because the next update uses the state up.
         values = self._program([_in_reach(leaves[rate.leaf]) for rate in self._rates], steps)
         return partial(_read, [rate.name for rate in self._rates], values)
+
+    def _found(self, state: OptimizerState) -> Sequence[Rate]:
+        if isinstance(self._optimizer, StepOptimizer):
+            return self._optimizer.rates
+        return [] if isinstance(self._optimizer, MapGradientOptimizer) else rates_of(self._optimizer, state)
 
 
 def rates_of(optimizer: optax.GradientTransformation, state: OptimizerState) -> Sequence[Rate]:
@@ -68,14 +74,11 @@ def rates_of(optimizer: optax.GradientTransformation, state: OptimizerState) -> 
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, _KNOWN))
     counts = [path for path, node in nodes if isinstance(node, optax.ScaleByScheduleState)]
     schedules = list(_schedules_in(optimizer.update))
-    found: list[tuple[Any, str, Callable[[Leaf], Leaf] | None]] = []
+    found: list[tuple[Path, Path, Schedule | None]] = []
     if len(counts) == len(schedules):
         count = jax.tree_util.GetAttrKey("count")
-        found = [
-            (path, (*path, count), schedule)
-            for path, schedule in zip(counts, schedules, strict=True)
-            if schedule is not None
-        ]
+        pairs = zip(counts, schedules, strict=True)
+        found = [(path, (*path, count), schedule) for path, schedule in pairs if schedule is not None]
     inside = (jax.tree_util.GetAttrKey("hyperparams"), jax.tree_util.DictKey(LEARNING_RATE))
     found += [(path, (*path, *inside), None) for path, node in nodes if isinstance(node, _INJECTED)]
     known = [(path, places[leaf], schedule) for path, leaf, schedule in found if leaf in places]
@@ -83,7 +86,7 @@ def rates_of(optimizer: optax.GradientTransformation, state: OptimizerState) -> 
     return [Rate(name, place, schedule) for name, (_, place, schedule) in zip(names, known, strict=True)]
 
 
-def _names(paths: Sequence[Any]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """Return "learning_rate", or for several rates one name each, with the label of `optax.partition` if it has one."""
     if len(paths) == 1:
         return [LEARNING_RATE]
@@ -92,7 +95,7 @@ def _names(paths: Sequence[Any]) -> list[str]:
     return [f"{LEARNING_RATE}/{label if are_different else number}" for number, label in enumerate(labels)]
 
 
-def _schedules_in(update: object) -> Iterator[Callable[[Leaf], Leaf] | None]:
+def _schedules_in(update: object) -> Iterator[Schedule | None]:
     """Yield the learning rate's schedule of each `optax.scale_by_schedule` in an update, in the order of their states.
 
     None stands for another schedule, which is not known to be a learning rate. optax has no other way to its schedules
@@ -106,11 +109,17 @@ def _schedules_in(update: object) -> Iterator[Callable[[Leaf], Leaf] | None]:
             continue
         seen.add(id(found))
         if isinstance(found, FunctionType) and found.__qualname__ == _UPDATE:
-            schedule = _held_by(found).get("step_size_fn")
-            is_rate = isinstance(schedule, FunctionType) and schedule.__qualname__ == _OF_RATE
-            yield _held_by(schedule).get(LEARNING_RATE) if is_rate else None  # type: ignore[arg-type]
+            yield _rate_in(_held_by(found).get("step_size_fn"))
             continue
         waiting.extend(reversed(list(_parts_of(found))))
+
+
+def _rate_in(schedule: Any) -> Schedule | None:
+    """Return the learning rate's schedule in a schedule of `optax.scale_by_learning_rate`; None in any other one."""
+    if not isinstance(schedule, FunctionType) or schedule.__qualname__ != _OF_RATE:
+        return None
+    found: Any = _held_by(schedule).get(LEARNING_RATE)
+    return found if callable(found) else None
 
 
 def _parts_of(found: object) -> Iterable[object]:
@@ -164,7 +173,7 @@ def _computed(rates: Sequence[Rate], picked: Sequence[Leaf], steps: int) -> list
     return values
 
 
-def _scheduled(schedule: Callable[[Leaf], Leaf], count: jax.Array) -> jax.Array:
+def _scheduled(schedule: Schedule, count: jax.Array) -> jax.Array:
     return jnp.asarray(schedule(count), jnp.float32).reshape(())
 
 
