@@ -75,7 +75,7 @@ def test_values_are_those_of_the_weights_before_the_step_and_of_the_mean_gradien
             assert norms[f"{kind}_norm/{own}"] == pytest.approx(np.linalg.norm(array), rel=close)
             counts, _, least, *_, most, _, _, _ = distributions[f"{kind}s/{own}"]
             assert sum(counts) == array.size
-            assert [least, most] == pytest.approx([array.min(), array.max()], abs=close * np.abs(array).max())
+            assert [least, most] == pytest.approx([array.min(), array.max()], abs=close * float(np.abs(array).max()))
         whole = np.sqrt(sum(np.square(array).sum() for array in of_all.values()))
         assert norms[f"{kind}_norm"] == pytest.approx(whole, rel=close)
     assert len(norms) == 6
