@@ -1,4 +1,4 @@
-"""How often norms and histograms of weights and gradients are taken; loads no library."""
+"""How often norms and histograms of weights and gradients are taken, and their names; loads no library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ NORMS_VARIABLE = "POPDIST_NORMS_EVERY"
 """Number of steps between two looks at the norms of weights and gradients, or 0 for none: `--norms-every`."""
 HISTOGRAMS_VARIABLE = "POPDIST_HISTOGRAMS_EVERY"
 """Number of steps between two histograms of weights and gradients, or 0 for none: `--histograms-every`."""
+
+LOSS, GRADIENT_NORM, WEIGHT_NORM, LEARNING_RATE = "loss", "gradient_norm", "weight_norm", "learning_rate"
+"""The names of metrics; the norm of a layer is called `gradient_norm/LAYER`, and rates may be `learning_rate/GROUP`."""
 
 
 @dataclass(frozen=True)

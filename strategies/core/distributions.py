@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from popdist.instance import replica_blocks
-from popdist.records.distribution_settings import DistributionSettings
+from popdist.records.distribution_settings import GRADIENT_NORM, WEIGHT_NORM, DistributionSettings
 from strategies.core.members import Members
 from strategies.core.metrics import UnreadArray
 from strategies.exchange.shards import Shards
 from strategies.sinks.distribution import Distribution
 from strategies.typing import Leaf
 
-GRADIENT_NORM, WEIGHT_NORM = "gradient_norm", "weight_norm"
-"""The names of the norms of all layers together, and the first part of the names of each layer's norms."""
 _GRADIENTS, _WEIGHTS = "gradients", "weights"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")
 _CHUNK = 1 << 15

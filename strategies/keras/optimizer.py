@@ -14,7 +14,7 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 from typing_extensions import override
 
-from strategies.jax.updates.learning_rates import LEARNING_RATE
+from popdist.records.distribution_settings import LEARNING_RATE
 from strategies.jax.updates.optimizers import Arithmetic, Known, Rate, StepOptimizer
 from strategies.keras.patches import hold_place
 from strategies.keras.protocols import Array, Values

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from popdist.records.distribution_settings import LEARNING_RATE
 from strategies.core.distributions import Layers, layer_names
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import PartOfArray
@@ -16,7 +17,6 @@ from strategies.torch.training import TorchTraining
 from strategies.trees import ShapeOfArray
 from strategies.typing import Leaf
 
-LEARNING_RATE = "learning_rate"
 _LR, _NAME = "lr", "name"
 
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from popdist.records.distribution_settings import LEARNING_RATE
 from strategies.jax.programs.program import jit
 from strategies.jax.updates.optimizers import AnyOptimizer, MapGradientOptimizer, Rate, StepOptimizer
 from strategies.typing import Leaf, OptimizerState
 
-LEARNING_RATE = "learning_rate"
 Path: TypeAlias = tuple[Any, ...]
 Schedule: TypeAlias = Callable[[Leaf], Leaf]
 _MOST_OBJECTS = 10_000
