@@ -110,17 +110,19 @@ def _draw_steps(verdict: TimelineReport) -> str:
 def _draw_training(verdict: TimelineReport) -> str:
     """Draw the duration of each step, and below it what the training told, all over the same time."""
     table, curves = verdict.table, whole(verdict.curves)
+    first = int(np.flatnonzero(table.is_settled)[0])
     end_s = (table.end_ns.max(axis=0) - table.begin_ns.min()) / 1e9
     lasted_ms = table.lasted_ns.max(axis=0) / 1e6
-    most = float(lasted_ms[table.is_settled].max())
-    known = _finite(curves)
-    across = Across("s", 0.0, max(float(end_s[-1]), *(float(x.max(initial=0)) for x, _ in known.values())))
-    pictures = [draw_curves({"duration of a step": (end_s, lasted_ms)}, "ms", across, most)]
-    rates = {title_of(name): curve for name, curve in known.items() if name.startswith(LEARNING_RATE)}
-    pictures += [
-        draw_curves({title_of(n): curve}, "", across) for n, curve in known.items() if title_of(n) not in rates
-    ]
-    return "".join(map(_wide, [*pictures, draw_curves(rates, "", across)]))
+    begin_s = float(end_s[first] - lasted_ms[first] / 1e3)
+    numbers = {title_of(name): _finite(curve, begin_s) for name, curve in curves.items()}
+    across = Across("s", begin_s, max(float(x.max(initial=end_s[-1])) for x, _ in numbers.values()))
+    of_steps = {"duration of a step": (end_s[first:], lasted_ms[first:])}
+    pictures = [draw_curves(of_steps, "ms", across, float(lasted_ms[table.is_settled].max()))]
+    rates = {title: curve for title, curve in numbers.items() if title.startswith(title_of(LEARNING_RATE))}
+    pictures += [draw_curves({title: curve}, "", across) for title, curve in numbers.items() if title not in rates]
+    pictures.append(draw_curves(rates, "", across))
+    said = f"All over the time since the first step began, from step {table.steps[first]} on."
+    return f"<p>{said}</p>{''.join(map(_wide, pictures))}"
 
 
 def _draw_layers(verdict: TimelineReport) -> str:
@@ -128,13 +130,14 @@ def _draw_layers(verdict: TimelineReport) -> str:
     chosen = {layer: verdict.curves[f"{GRADIENT_NORM}/{layer}"] for layer in layers_in(verdict.curves)[:_MOST_LAYERS]}
     drawn = {layer: (curve.steps.astype(np.float64), curve.values) for layer, curve in chosen.items()}
     finite = {layer: (x[np.isfinite(y)], y[np.isfinite(y)]) for layer, (x, y) in drawn.items()}
-    return f"<p>The gradient norms of the layers that have grown most.</p>{_wide(draw_curves(finite, '', 'step'))}"
+    said = "The gradient norms of the layers with the largest growth over their median."
+    return f"<p>{said}</p>{_wide(draw_curves(finite, '', 'step'))}"
 
 
-def _finite(curves: Mapping[str, Curve]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the times and the numbers of curves, without numbers that are not finite."""
-    chosen = {name: np.isfinite(curve.values) for name, curve in curves.items()}
-    return {name: (curve.time_s[chosen[name]], curve.values[chosen[name]]) for name, curve in curves.items()}
+def _finite(curve: Curve, begin_s: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the times and the numbers of a curve from a time on, without numbers that are not finite."""
+    chosen = np.isfinite(curve.values) & (curve.time_s >= begin_s)
+    return curve.time_s[chosen], curve.values[chosen]
 
 
 def _draw_paths(verdict: TimelineReport) -> list[str]:
@@ -253,13 +256,13 @@ def draw_curves(
         across = Across(across, *(float(f([f(x) for x, _ in known.values()])) for f in (min, max)))
     left, right = across.least, across.most
     low = min(0.0, *(float(y.min()) for _, y in known.values()))
-    top = (max(float(y.max()) for _, y in known.values()) if most is None else most) or 1.0
+    top = max(0.0, *(float(y.max()) for _, y in known.values())) if most is None else most
+    top = top if top > low else 1.0
     parts = _keys([(f"key{number % len(COLOURS)}", name) for number, name in enumerate(known)])
     bottom = _ROW + _CURVE_HEIGHT
     parts.append(f'<path class="axis" d="M{_LEFT / 2:.0f} {_ROW}V{bottom}H{_WIDTH}"/>')
-    parts.append(
-        f'<text x="0" y="{_ROW + 12}">{top:.3g} {escape(unit)}</text><text x="0" y="{bottom}">{low:.3g}</text>'
-    )
+    parts.append(f'<text x="0" y="{_ROW + 12}">{top:.3g} {escape(unit)}</text>')
+    parts.append(f'<text x="0" y="{bottom}">{low:.3g}</text>')
     parts.append(f'<text x="{_LEFT / 2:.0f}" y="{bottom + 18}">{left:.4g}</text>')
     parts.append(f'<text x="{_WIDTH}" y="{bottom + 18}" text-anchor="end">{escape(across.name)} {right:.4g}</text>')
     for number, (x, y) in enumerate(known.values()):
