@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,13 +11,11 @@ from strategies.argument_checks import refuse_name_of_loss
 from strategies.core.outcome import Outcome
 from strategies.core.weights import travelling
 from strategies.errors import StrategyError
-from strategies.torch.threads import ThreadValue
+from strategies.torch.threads import Being, ThreadValue
 from strategies.typing import Number, Tree
 
 WEIGHT = "weight of the loss"
 """The last name of the values that travel behind gradients, if losses have weights."""
-
-T = TypeVar("T")
 
 _stated = ThreadValue[list[object] | None](None)
 
@@ -45,10 +42,9 @@ def is_asked_for() -> bool:
     return _stated.now is not None
 
 
-def stated_by(function: Callable[[], T], weights: list[object]) -> T:
-    """Call a function, and append the weights that it states in this thread."""
-    with _stated.being(weights):
-        return function()
+def states_to(weights: list[object]) -> Being[list[object] | None]:
+    """Return a context in which weights that are stated in this thread are appended to a list."""
+    return _stated.being(weights)
 
 
 def one_of(weights: list[object], way_out: str) -> object:
@@ -70,7 +66,8 @@ def outcome_of(function: Callable[[], Tree]) -> Outcome:
         StrategyError: If the function has stated several weights.
     """
     stated: list[object] = []
-    returned = stated_by(function, stated)
+    with states_to(stated):
+        returned = function()
     if isinstance(returned, Outcome):
         found = returned
     else:
