@@ -35,7 +35,8 @@ def checked_zero_weight(option: object) -> str:
 
 def travelling(weight: float) -> np.float32:
     """Return the weight as it travels: NaN for a negative weight, so that no sum of weights hides it."""
-    number = np.float32(weight)
+    with np.errstate(over="ignore"):
+        number = np.float32(weight)
     return number if number >= 0 and np.isfinite(number) else np.float32(np.nan)
 
 
