@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,7 +13,6 @@ import numpy as np
 
 from collectives import Communicator, PeerLostError
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instruments
-from strategies import errors
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
@@ -22,7 +21,7 @@ from strategies.core.journal import JoinsNowError, Recorded
 from strategies.core.members import Members
 from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
-from strategies.errors import SpareError, UnappliedStepError
+from strategies.errors import NonFiniteGradientError, SpareError, UnappliedStepError, WeightError, ZeroWeightError
 from strategies.loss_scaling import LossScaling
 from strategies.typing import Batch, Gradients, Tree
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 
 
 _Done: TypeAlias = tuple[State, Metrics] | UnappliedStepError
+_UNAPPLIED: Mapping[str, type[UnappliedStepError]] = {
+    kind.__name__: kind for kind in (NonFiniteGradientError, WeightError, ZeroWeightError)
+}
 _TOLD = "the metrics of the last step"
 
 
@@ -96,8 +98,7 @@ class _Unapplied:
     @property
     def error(self) -> UnappliedStepError:
         """The error."""
-        found: UnappliedStepError = getattr(errors, self.kind)(self.text)
-        return found
+        return _UNAPPLIED.get(self.kind, UnappliedStepError)(self.text)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ the means of all three in the order of the tree, and the quotient of two means i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
 from strategies.argument_checks import wrong_type
 from strategies.errors import WeightError, ZeroWeightError
+from strategies.typing import Number
 
 ERROR, SKIP = "error", "skip"
 """The values of the option `zero_weight`."""
@@ -63,6 +65,22 @@ def is_weighted(weight: float, step: int, zero_weight: str) -> bool:
             "applied: leave such batches out, or use zero_weight='skip'"
         )
     return weight != 0
+
+
+def check_weights_of_rows(sums: Iterable[Number]) -> None:
+    """Check the weights of an evaluation's rows.
+
+    Args:
+        sums: Sums of the weights of all rows, after `travelling`.
+
+    Raises:
+        WeightError: If a weight is negative or not finite.
+    """
+    if not all(math.isfinite(each) for each in sums):
+        raise WeightError(
+            "the weight of a row is negative or not finite in an evaluation; return a weight that is finite and at "
+            "least 0, such as the number of tokens"
+        )
 
 
 def weighted_means(means: np.ndarray, weight: float) -> np.ndarray:

@@ -145,14 +145,14 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
             return self._begun_on_device(step, state, batch, notice)
-        may_fuse = self.may_fuse and not step.program.is_weighted
+        may_fuse = self.may_fuse and not step.program.places.is_weighted
         made = self._fused.made(step, state, [batch], self._in_parts) if may_fuse else None
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
         return self._begun(step, state, batch, control_of(state, notice))
 
     def _begun_on_device(self, step: DeviceStep, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
-        if self.may_fuse and not self._replicas.devices.is_cpu and not step.program.is_weighted:
+        if self.may_fuse and not self._replicas.devices.is_cpu and not step.program.places.is_weighted:
             made = self._fused.on_device(step, state, batch)
             if made is not None:
                 return FusedPending(step.program.names, made[1], notice, made[0])
@@ -182,29 +182,29 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         self._raise_if_feeds_differ()
         if state.residuals is not None or state.model_state is not None:
             pending.kept = self._kept(step, state)
-        tail = pending.tail = program.weighted(step.tail.copy())
+        tail = pending.tail = program.places.weighted(step.tail.copy())
         is_weighted = self._is_weighted(program, state, tail)
         if self._options.check_numerics:
-            self._raise_if_not_finite(state, tail[-program.flags :])
-        is_finite = self._options.scaling is None or bool(tail[program.finite_place] == 0)
+            self._raise_if_not_finite(state, tail[-program.places.flags :])
+        is_finite = self._options.scaling is None or bool(tail[program.places.finite] == 0)
         pending.is_applied = is_weighted and is_finite
-        notice = float(tail[program.notice_place])
+        notice = float(tail[program.places.notice])
         return Arrived(program.names, tail, notice, is_finite, lambda: self._means(pending), is_weighted)
 
     def _arrived_on_device(self, pending: DevicePending) -> Arrived:
         arrived, program = pending.arrived(), pending.step.program
-        if program.is_weighted:  # only weights and check_numerics wait for every step
+        if program.places.is_weighted:  # only weights and check_numerics wait for every step
             pending.is_weighted = self._is_weighted(program, pending.state, np.asarray(arrived.tail))
             arrived = replace(arrived, is_weighted=pending.is_weighted)
         if self._options.check_numerics:
-            self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-program.flags :])
+            self._raise_if_not_finite(pending.state, np.asarray(arrived.tail)[-program.places.flags :])
         return arrived
 
     def _is_weighted(self, program: ReplicaProgram, state: TrainState, tail: np.ndarray) -> bool:
         """Return whether losses have a weight above 0, or no weights; raise if they have no mean."""
-        if not program.is_weighted:
+        if not program.places.is_weighted:
             return True
-        return is_weighted(float(tail[program.weight_place]), state.step, self._options.zero_weight)
+        return is_weighted(float(tail[program.places.weight]), state.step, self._options.zero_weight)
 
     def _means(self, pending: JaxPending) -> tuple[Gradients, Shards | None]:
         return pending.step.means, pending.step.update.mean_shards
@@ -220,13 +220,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             return replace(state, step=state.step + 1, loss_scale=scale)
         trainable = step.program.trainable
         if state.held is not None:
-            control = step.program.with_means(pending.control, pending.tail)
+            control = step.program.places.with_means(pending.control, pending.tail)
             return self._parted_update(step, state, step.arrived_means, control, scale, pending.kept)
         trained, optimizer_state = step.update.apply(
             trainable.pick(state.variables),
             state.optimizer_state,
             step.arrived_means,
-            step.program.with_means(pending.control, pending.tail),
+            step.program.places.with_means(pending.control, pending.tail),
         )
         variables = trainable.put(state.variables, trained)
         return TrainState(variables, optimizer_state, state.step + 1, scale, *pending.kept)
@@ -310,7 +310,9 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         if len(batches) == 1:
             return None
         step, *others = [self._programs.prepare(state, batch) for batch in batches]
-        if isinstance(step, DeviceStep) or step.program.is_weighted or any(other is not step for other in others):
+        if isinstance(step, DeviceStep) or any(other is not step for other in others):
+            return None
+        if step.program.places.is_weighted:  # a step without weight has to end them
             return None
         self._replicas.instruments.step_begins(state.step)
         state = self._programs.unchanging(state)

@@ -26,7 +26,8 @@ from strategies.jax.gradients.computation import ReplicaGradients, ReplicaPlan
 from strategies.jax.gradients.copies import copies_for
 from strategies.jax.gradients.gradient_programs import JaxGradientPlan
 from strategies.jax.gradients.model_state import PER_REPLICA
-from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes, control_words
+from strategies.jax.gradients.replica_program import ReplicaProgram, ReplicaShapes
+from strategies.jax.gradients.tail import control_words
 from strategies.jax.on_device.gradients import DeviceGradients
 from strategies.jax.on_device.paths import path_for
 from strategies.jax.on_device.step import DeviceStep
@@ -416,8 +417,6 @@ class StepPrograms:
 
     def _planned(self, program: ReplicaProgram, shapes: ReplicaShapes) -> ReplicaPlan:
         if self._options.pipeline is not None:
-            if program.is_weighted:
-                raise ValueError("the loss function gives weights, which pipelines do not know; leave pipeline out")
             return self._options.pipeline.plan(self._replicas, program, shapes, self._mean_shards(program, shapes))
         return self._in_one_program(program, shapes, streams=False)
 
@@ -495,7 +494,7 @@ class StepPrograms:
         if self._is_compared:
             trained = plan.program.trainable.pick(state.variables)
             means = jax.tree.unflatten(jax.tree.structure(trained), plan.program.means)
-            control = plan.program.with_means(control_of(state), np.zeros(plan.program.tail_size, np.float32))
+            control = control_of_update(plan.program, state)
             update = self.update_of(state.variables).programs(trained, state.optimizer_state, means, control)
             lines = [line for program in update.values() for line in lines_of(program.jaxpr)]
             programs = {"the loss function": plan.lines, "the update": lines}
@@ -540,3 +539,9 @@ def control_of(state: TrainState, notice: bool = False) -> np.ndarray:
     """Return the control words of a step that begins with this state."""
     scale = 1.0 if state.loss_scale is None else float(state.loss_scale.scale)
     return control_words(state.step, notice, scale)
+
+
+def control_of_update(program: ReplicaProgram, state: TrainState) -> np.ndarray:
+    """Return control words with the shape of those that an update gets, for programs that are not run."""
+    words: np.ndarray = program.places.with_means(control_of(state), np.zeros(program.places.size, np.float32))
+    return words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import strategies.trees as trees
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.outcome import Outcome
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
+from strategies.core.weights import check_weights_of_rows
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
 from strategies.jax.comparing.agreement import terms_of
@@ -64,6 +65,10 @@ class MeansOfRows(EvaluationTask):
         totals = {name: weighted_value(float(value), weight) for name, value in computed.items() if name != WEIGHT}
         of_rows = np.asarray(weight, np.float64)
         return {name: Mean(np.asarray(total, np.float64), of_rows) for name, total in totals.items()}
+
+    @override
+    def check(self, merged: Mapping[str, Any]) -> None:
+        check_weights_of_rows(mean.count for mean in merged.values())
 
 
 @dataclass(frozen=True)

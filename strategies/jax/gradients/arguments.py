@@ -178,7 +178,7 @@ def check_weight(weight: Any) -> None:
     """Check the weight of an `Outcome`, as a shape.
 
     Raises:
-        TypeError: It is not a real scalar.
+        TypeError: It is not a real scalar, or of 16 bits.
     """
     if not isinstance(weight, jax.ShapeDtypeStruct):
         raise TypeError(f"the weight of the loss is a {type(weight).__name__}; it must be a scalar, or None")
@@ -186,6 +186,11 @@ def check_weight(weight: Any) -> None:
         raise TypeError(
             f"the weight of the loss is {weight.dtype}{list(weight.shape)}; it must be a real scalar: take jnp.sum of "
             "the weights of rows or tokens"
+        )
+    if jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize < 4:
+        raise TypeError(
+            f"the weight of the loss is {weight.dtype}, which rounds counts of tokens; make it with "
+            "jnp.sum(..., dtype=jnp.float32), or from integers, which compute_dtype does not cast"
         )
 
 

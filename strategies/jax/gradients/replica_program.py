@@ -11,23 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.core.outcome import Outcome
-from strategies.core.weights import weighted_means
 from strategies.exchange.int8 import Int8Layout, encode
 from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
 from strategies.jax.gradients.arguments import Trainable, check_weight, metric_names, naming_missing_keys
 from strategies.jax.gradients.leaving import XLA
 from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
+from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, TailLayout, times_weight, travelling
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
-from strategies.typing import AccumulationDtype, Batch, Leaf, LossFunction, MapGradient, Tree, Variables
+from strategies.typing import AccumulationDtype, Batch, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)
-STEP, NOTICE, LOSS_SCALE, LOSS, WEIGHT = range(5)  # positions in the control words of a step
 
 
 def float_dtype(name: str, dtype: Any) -> np.dtype | None:
@@ -45,24 +43,6 @@ def float_dtype(name: str, dtype: Any) -> np.dtype | None:
     if not is_float(found):
         raise ValueError(f"{name} is {dtype!r}; use None, 'bfloat16', 'float16' or another floating-point dtype")
     return found
-
-
-def control_words(step: int, notice: bool, loss_scale: float) -> np.ndarray:
-    """Return the inputs of a step besides state and batch: int32 [4]; the last two are bits of float32 numbers.
-
-    The mean loss is 0 until it is known; `ReplicaProgram.with_means` puts it in, and the mean weight behind it.
-    """
-    return np.array([step, notice, np.float32(loss_scale).view(np.int32), 0], np.int32)
-
-
-def loss_of(control: jax.Array) -> jax.Array:
-    """Return the mean loss in the control words, a float32 scalar; traceable."""
-    return jax.lax.bitcast_convert_type(control[LOSS], jnp.float32)
-
-
-def weight_of(control: jax.Array) -> jax.Array | None:
-    """Return the mean weight in the control words, a float32 scalar; None if losses have no weights; traceable."""
-    return jax.lax.bitcast_convert_type(control[WEIGHT], jnp.float32) if control.shape[0] > WEIGHT else None
 
 
 @dataclass(frozen=True)
@@ -114,23 +94,11 @@ class ReplicaShapes:
     model_state: Tree = None
 
 
-def _travelling(weight: ArrayLike | None) -> jax.Array:
-    """Return a weight as it travels, see `strategies.core.weights.travelling`; traceable."""
-    number = jnp.asarray(weight, jnp.float32)
-    return jax.lax.stop_gradient(jnp.where((number >= 0) & jnp.isfinite(number), number, jnp.nan))
-
-
-def _weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return values times a weight; zeros if the weight is 0, even of values that are not finite; traceable."""
-    return jnp.where(weight > 0, values * weight.astype(values.dtype), 0)
-
-
 class ReplicaProgram:
     """The gradient function of a trainer, for variables and batches of certain shapes.
 
-    Its tail is float32: the loss, the metrics, the weight if losses have weights, and the notice. With loss scaling,
-    one more value says whether a gradient is not finite. With `check_numerics`, one more value for each variable and
-    replica says this. If losses have weights, gradients, loss and metrics are multiplied by them.
+    Its tail is as `TailLayout` says. If the loss function gives weights, gradients, loss and metrics are multiplied by
+    them. With `check_numerics`, there is one flag for each variable and replica.
 
     Args:
         replicas: Replicas that run it.
@@ -146,16 +114,16 @@ class ReplicaProgram:
 
     Attributes:
         names: Names of the metrics; the first is "loss".
-        is_weighted: Whether the loss function gives weights.
+        places: Places of the values in the tail.
         trainable: Choice of the trained variables.
         rule: Rule by which replicas agree on the model state.
         accumulation: Accumulation of micro-batches.
+        precision: Dtypes of the computation.
         gradient_dtypes: Dtypes in which gradients are accumulated and applied, for each trained variable.
         results: Shapes and dtypes of the averaged values that leave the replica, besides the tail: the gradients or
             their payload, then the averaged and added leaves of the model state.
         num_gradients: Number of results that are gradients or their payload.
         quantised: Layout of the gradients in the payload; None if they are not quantised.
-        flags: Number of values at the end of the tail that say which gradients are not finite.
         has_feeds: Whether the loss function has feeds; known after tracing.
         is_independent: Whether the traced program may run on other instances and replicas, because the loss function
             has no collectives and no feeds; known after tracing.
@@ -183,7 +151,7 @@ class ReplicaProgram:
         self._loss_fn = loss_fn
         self._seed = seed
         self.accumulation = accumulation
-        self._precision = precision
+        self.precision = precision
         self._checks_numerics = check_numerics
         self.trainable = trainable
         self.rule = rule
@@ -200,9 +168,10 @@ class ReplicaProgram:
         self.results += rule.travelling(shapes.model_state)
         self.is_independent = True
         self.has_feeds = False
-        self.flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
-        self.names, self.is_weighted = self._metric_names(shapes)
-        if self.is_weighted:
+        flags = len(self.gradient_dtypes) * replicas.num_replicas_in_sync if check_numerics else 0
+        self.names, is_weighted = self._metric_names(shapes)
+        self.places = TailLayout(self.names, is_weighted, precision.scales_loss, flags)
+        if is_weighted:
             self._refuse_float16(transfer)
 
     @property
@@ -217,31 +186,6 @@ class ReplicaProgram:
         """The number of arrays that a replica keeps for its next step."""
         residuals = 0 if self.quantised is None else len(self.quantised.shapes)
         return residuals + sum(self.rule.words.count(word) for word in KEPT)
-
-    @property
-    def tail_size(self) -> int:
-        """The number of values in the tail."""
-        return self.finite_place + self._precision.scales_loss + self.flags
-
-    @property
-    def num_values(self) -> int:
-        """The number of values of a micro-batch: the loss, the metrics, and the weight if losses have weights."""
-        return len(self.names) + self.is_weighted
-
-    @property
-    def weight_place(self) -> int:
-        """The place of the weight in the tail, if losses have weights."""
-        return len(self.names)
-
-    @property
-    def notice_place(self) -> int:
-        """The place of the notice in the tail."""
-        return self.num_values
-
-    @property
-    def finite_place(self) -> int:
-        """The place in the tail of the flag for gradients that are not finite, with loss scaling."""
-        return self.num_values + 1
 
     def __call__(
         self,
@@ -283,7 +227,7 @@ class ReplicaProgram:
     @property
     def needs_flags(self) -> bool:
         """Whether the tail has flags for gradients that are not finite."""
-        return self._precision.scales_loss or self._checks_numerics
+        return self.precision.scales_loss or self._checks_numerics
 
     @staticmethod
     def not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
@@ -302,7 +246,7 @@ class ReplicaProgram:
             is_bad: Flags of gradients that are not finite; needed only with `needs_flags`.
         """
         tail = [values, control[NOTICE, None].astype(jnp.float32)]
-        if self._precision.scales_loss:
+        if self.precision.scales_loss:
             assert is_bad is not None
             tail.append(is_bad.any()[None].astype(jnp.float32))
         if self._checks_numerics:
@@ -310,35 +254,6 @@ class ReplicaProgram:
             total = self._replicas.num_replicas_in_sync
             tail.append((is_bad[:, None] & (jnp.arange(total) == index)).astype(jnp.float32).reshape(-1))
         return jnp.concatenate(tail)
-
-    def weighted(self, tail: Leaf) -> Leaf:
-        """Return the mean tail with weighted means of the loss and the metrics.
-
-        Args:
-            tail: Mean tail of all replicas, on the host or traced.
-        """
-        if not self.is_weighted:
-            return tail
-        weight = tail[self.weight_place]
-        if isinstance(tail, np.ndarray):
-            means = weighted_means(tail[: self.weight_place], float(weight))
-            return np.concatenate([means, tail[self.weight_place :]])
-        return tail.at[: self.weight_place].divide(weight)
-
-    def with_means(self, control: Leaf, tail: Leaf) -> Leaf:
-        """Return the control words with the mean loss of all replicas, and the mean weight if any, for the update.
-
-        Args:
-            control: Control words of `control_words`, on the host or traced.
-            tail: Mean tail that `weighted` has returned, on the host or traced.
-        """
-        means = [tail[:1]]
-        if self.is_weighted:
-            means.append(tail[self.weight_place : self.weight_place + 1])
-        if isinstance(control, np.ndarray):
-            return np.concatenate([control[:LOSS], *(mean.view(np.int32) for mean in means)])
-        words = (jax.lax.bitcast_convert_type(mean, jnp.int32) for mean in means)
-        return jnp.concatenate([control[:LOSS], *words])
 
     def _key(self, index: jax.Array, control: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), control[STEP]), index)
@@ -363,6 +278,8 @@ class ReplicaProgram:
     ) -> tuple[jax.Array, jax.Array, Outcome]:
         """Return the differentiated value, the loss with the metrics, and the `Outcome` of one micro-batch; traceable.
 
+        The differentiated value is multiplied by the weight, because stages have no gradients to multiply.
+
         Args:
             variables: All variables.
             part: Micro-batch.
@@ -375,7 +292,10 @@ class ReplicaProgram:
         if self.accumulation.count > 1:
             key = jax.random.fold_in(key, number)
         with self._in_context(index):
-            return self._computed(variables, part, key, control, model_state)
+            loss, values, outcome = self._computed(variables, part, key, control, model_state)
+        if self.places.is_weighted:
+            loss = times_weight(loss, values[self.places.weight])
+        return loss, values, outcome
 
     def micro_batch_of(self, batch: Batch) -> Tree:
         """Return the shapes of one micro-batch of a replica's batch.
@@ -412,7 +332,7 @@ class ReplicaProgram:
         """Return the gradients in the form in which they leave the replica, and the new residuals."""
         if self.quantised is None:
             return [leaf.astype(result.dtype) for leaf, result in zip(leaves, self.means, strict=True)], ()
-        if self._precision.scales_loss:  # residuals must not depend on the scale, which changes
+        if self.precision.scales_loss:  # residuals must not depend on the scale, which changes
             scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
             leaves = [leaf.astype(jnp.float32) / scale for leaf in leaves]
         old = [one.reshape(shape) for one, shape in zip(residuals, self.quantised.shapes, strict=True)]
@@ -441,18 +361,19 @@ class ReplicaProgram:
         if settings.count > 1:
             pairs = zip(jax.tree.leaves(trained), self.gradient_dtypes, strict=True)
             accumulators = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in pairs]
+            values = self.places.num_values
             return accumulate(
-                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, self.num_values
+                of_micro_batch, batch, key, model_state, settings.count, settings.method, accumulators, values
             )
-        values, leaves, after = of_micro_batch(batch, key, model_state)
-        return values, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
+        own, leaves, after = of_micro_batch(batch, key, model_state)
+        return own, [leaf.astype(dtype) for leaf, dtype in zip(leaves, self.gradient_dtypes, strict=True)], after
 
     def _mapped(
         self, gradients: Sequence[jax.Array], variables: Sequence[jax.Array], control: jax.Array
     ) -> list[jax.Array]:
         """Apply `map_gradient` to the gradients of a micro-batch, after division by the loss scale."""
         function = self.accumulation.map_gradient
-        if function is None or not self._precision.scales_loss:
+        if function is None or not self.precision.scales_loss:
             return mapped(function, gradients, variables, self.needs_flags)
         scale = jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         plain = [gradient.astype(jnp.float32) / scale for gradient in gradients]
@@ -461,18 +382,16 @@ class ReplicaProgram:
 
     def _times_weight(self, gradients: Sequence[jax.Array], values: jax.Array) -> Sequence[jax.Array]:
         """Multiply the gradients of a micro-batch by its weight, the last of the values."""
-        if not self.is_weighted:
+        if not self.places.is_weighted:
             return gradients
-        weight = values[self.weight_place]
         # Behind barriers, one for each gradient: XLA computes it as without a weight, and it can leave early.
         apart = [jax.lax.optimization_barrier(gradient) for gradient in gradients]
-        wide = [each.astype(jnp.promote_types(each.dtype, jnp.float32)) for each in apart]
-        return [_weighted(each, weight) for each in wide]
+        return [times_weight(each, values[self.places.weight]) for each in apart]
 
     def _called(self, variables: Variables, batch: Batch, key: jax.Array, model_state: Tree) -> Tree:
         """Call the loss function. The model state keeps its dtypes: moving means need them."""
         own = () if self.rule.structure == _NOTHING else (model_state,)
-        return self._loss_fn(self._precision.cast(variables), self._precision.cast(batch), key, *own)
+        return self._loss_fn(self.precision.cast(variables), self.precision.cast(batch), key, *own)
 
     def _computed(
         self, variables: Variables, batch: Batch, key: jax.Array, control: jax.Array, model_state: Tree
@@ -480,10 +399,10 @@ class ReplicaProgram:
         outcome = Outcome.of(self._called(variables, batch, key, model_state))
         loss = outcome.loss
         values = jnp.asarray([loss, *(outcome.metrics[name] for name in self.names[1:])], jnp.float32)
-        if self.is_weighted:
-            weight = _travelling(outcome.weight)
-            values = jnp.append(_weighted(values, weight), weight)
-        if self._precision.scales_loss:
+        if outcome.weight is not None:
+            weight = travelling(outcome.weight)
+            values = jnp.append(times_weight(values, weight), weight)
+        if self.precision.scales_loss:
             loss = loss.astype(jnp.float32) * jax.lax.bitcast_convert_type(control[LOSS_SCALE], jnp.float32)
         return loss, values, outcome
 

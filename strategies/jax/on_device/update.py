@@ -42,7 +42,7 @@ class FlatUpdate:
         self._structure = structure
         self._scales = scales
         self._unpack = jit(self._unpacked)
-        self._tail = jit(lambda buffer: program.weighted(layout.tail_view([buffer])))
+        self._tail = jit(lambda buffer: program.places.weighted(layout.tail_view([buffer])))
         self._state = jit(lambda buffers: layout.views(buffers)[program.num_gradients :])
         self._at_once = None
         if isinstance(update, WholeStateUpdate) and not update.has_parts:
@@ -104,11 +104,11 @@ class FlatUpdate:
         return trained, state
 
     def _is_finite(self, tail: Tree) -> Tree:
-        return tail[self._program.finite_place] == 0
+        return tail[self._program.places.finite] == 0
 
     def _unpacked(self, buffers: Sequence[jax.Array], control: jax.Array) -> Unpacked:
         # Behind a barrier, as if each were an argument: if XLA fused the cut into the update, it could round otherwise.
         leaves, tail = jax.lax.optimization_barrier((self._layout.views(buffers), self._layout.tail_view(buffers)))
         means = jax.tree.unflatten(self._structure, leaves[: self._program.num_gradients])
-        control = self._program.with_means(jnp.asarray(control), self._program.weighted(tail))
+        control = self._program.places.with_means(jnp.asarray(control), self._program.places.weighted(tail))
         return means, tail, control

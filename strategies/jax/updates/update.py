@@ -18,7 +18,7 @@ from strategies.exchange.on_device import DevicePath
 from strategies.exchange.shards import Shards
 from strategies.holding import Holding
 from strategies.jax.gradients.accumulation import accumulator_dtypes
-from strategies.jax.gradients.replica_program import LOSS_SCALE, STEP, loss_of, weight_of
+from strategies.jax.gradients.tail import LOSS_SCALE, STEP, loss_of, weight_of
 from strategies.jax.programs.compilation import compiled_in_turn
 from strategies.jax.programs.program import jit, shapes_of
 from strategies.jax.replicas.replicas import Replicas
@@ -125,7 +125,7 @@ class VariableUpdate(ABC):
             prepared: Result of `prepare`.
             means: Arrays like the variables, or their parts if there are `mean_shards`. Arrays of the host are read
                 until `wait` returns.
-            control: Control words with the mean loss, see `control_words` and `ReplicaProgram.with_means`.
+            control: Control words with the mean loss, see `control_words` and `TailLayout.with_means`.
         """
 
     def finish(self, variables: Variables, updated: Updated) -> Variables:
