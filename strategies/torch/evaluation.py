@@ -15,7 +15,6 @@ import strategies.trees as trees
 from strategies.core.agreement import insist_on_agreement
 from strategies.core.outcome import Outcome
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
-from strategies.core.weights import check_weights_of_rows
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
 from strategies.jax.comparing.agreement import terms_of
@@ -67,8 +66,8 @@ class MeansOfRows(EvaluationTask):
         return {name: Mean(np.asarray(total, np.float64), of_rows) for name, total in totals.items()}
 
     @override
-    def check(self, merged: Mapping[str, Any]) -> None:
-        check_weights_of_rows(mean.count for mean in merged.values())
+    def sums_of_weights(self, merged: Mapping[str, Any]) -> Sequence[Number]:
+        return [mean.count for mean in merged.values()]
 
 
 @dataclass(frozen=True)
