@@ -267,10 +267,10 @@ class TorchReplicaRun:
         self.copy.refuse_writes(self._writes.written())
         if self._watch is not None:
             self._watch.losses([float(value[0]) for value in values])
-        total = values[0]
+        weight, total = _mean_of(weights), values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
-        self._end([value / count for value in total], turn, _mean_of(weights))
+        self._end([value / count for value in total], turn, weight)
 
     def _values_of(self, outcome: Outcome) -> list[Told]:
         """Return the loss and the metrics, times the weight if there is one, and then the weight."""
