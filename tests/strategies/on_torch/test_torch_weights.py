@@ -1,4 +1,4 @@
-"""Weighted losses of the Trainer: means over the tokens of all replicas and micro-batches, with the same bits anywhere."""
+"""Weighted losses of the Trainer: means over all tokens of replicas and micro-batches, with the same bits anywhere."""
 
 from __future__ import annotations
 
@@ -414,7 +414,7 @@ def test_instances_agree_on_weights_that_depend_on_their_data(on_instances, devi
 # ---- evaluation
 
 
-def testing_data(strategy, rows=None):
+def padded_rows(strategy, rows=None):
     rows = rows or data()
     return strategies.torch.distribute_dataset(strategy, rows, batch_size=2, shuffle=False, remainder="pad")
 
@@ -425,7 +425,7 @@ def test_an_evaluation_is_the_mean_over_all_tokens(on_instances, instances):
 
     def evaluated(strategy):
         trainer = sgd_trainer(strategy, new_model(), loss_fn)
-        return dict(trainer.evaluate(testing_data(strategy, rows)))
+        return dict(trainer.evaluate(padded_rows(strategy, rows)))
 
     with torch.no_grad():
         expected = mean_over_tokens(new_model(), rows)[0].item()
@@ -438,7 +438,7 @@ def test_an_evaluation_is_the_mean_over_all_tokens(on_instances, instances):
 def test_a_bad_weight_in_an_evaluation_is_an_error_on_all_instances(on_instances):
     def refused(strategy):
         trainer = sgd_trainer(strategy, new_model(), alike(1.0))
-        testing = testing_data(strategy)
+        testing = padded_rows(strategy)
 
         def fn(module, batch):
             is_first = bool((batch["x"][0] == data()["x"][0]).all())
