@@ -1,4 +1,4 @@
-"""Losses with weights: the mean over all tokens of all replicas and micro-batches, with the same bits for each spread."""
+"""Losses with weights: the mean over all tokens of all replicas and micro-batches, and the same bits everywhere."""
 
 import jax
 import jax.numpy as jnp
