@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,7 @@ from strategies.torch.options import TorchOptions
 from strategies.torch.outcomes import are_weighted
 from strategies.torch.parameter_writes import device_digests
 from strategies.torch.plain_pass import Comparison, expected_of
-from strategies.torch.replica_run import LossFunction, ReplicaTurn
+from strategies.torch.replica_run import LossFunction, ReplicaTurn, TorchReplicaRun
 from strategies.torch.tensors import dtype_of, host_array, parts_of, tensors_of
 from strategies.torch.threads import intra_op_threads
 from strategies.torch.training import TorchTraining
@@ -361,7 +362,7 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         if pending.is_verified:
             self._refuse_difference(pending.watch)
         plan = exchange.plan
-        tail, means, are_bad, has_weight = self._received(exchange, pending.scale)
+        tail, means, are_bad, has_weight = self._received(exchange, pending.scale, local.runs)
         if settings_differ(*tail.settings):
             insist_on_agreement(self._replicas, [settings_in_words(training.module, training.optimizer)])
         if not tail.has_gradient.any():
@@ -386,9 +387,14 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         return Arrived(names, tail.metrics, tail.notice, is_finite, gradients, has_weight)
 
     def _received(
-        self, exchange: AnyExchange, scale: float
+        self, exchange: AnyExchange, scale: float, runs: Sequence[TorchReplicaRun]
     ) -> tuple[Tail, Sequence[torch.Tensor | None], np.ndarray | None, bool]:
         """Return the results of the exchange.
+
+        Args:
+            exchange: The exchange.
+            scale: The loss scale.
+            runs: The local replicas.
 
         Returns:
             The tail, the means on the parameters' device, flags for bad means (None if not checked), and whether any
@@ -399,21 +405,32 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
         """
         checks = self._training.loss_scale is not None or self._options.check_numerics
         if isinstance(exchange, DeviceExchange):
-            divisors, has_weight = self._divisors(scale, exchange.weight())
+            divisors, has_weight = self._divisors(scale, exchange.weight(), runs)
             of_device = exchange.means(*divisors)
             tail, flags = exchange.arrived(of_device, checks)
             return tail, of_device, flags if checks else None, has_weight
         tail = exchange.tail
-        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, tail.weight)
+        divisors, has_weight = self._divisors(1.0 if exchange.plan.quantised else scale, tail.weight, runs)
         means = exchange.means(*divisors)
         are_bad = np.array([not bool(torch.isfinite(mean).all()) for mean in means]) if checks else None
         return tail, self._training.memory_of_replicas.put_means(means), are_bad, has_weight
 
-    def _divisors(self, scale: float, weight: float | None) -> tuple[list[float], bool]:
-        """Return the divisors of mean gradients, and whether any loss has a weight above 0 (True without weights)."""
+    def _divisors(
+        self, scale: float, weight: float | None, runs: Sequence[TorchReplicaRun]
+    ) -> tuple[list[float], bool]:
+        """Return the divisors of mean gradients, and whether any loss has a weight above 0 (True without weights).
+
+        Args:
+            scale: The loss scale.
+            weight: The mean weight; None without weights.
+            runs: The local replicas.
+        """
         if weight is None:
             return [scale], True
-        if is_weighted(weight, self._training.step, self._options.zero_weight):
+        who = partial(
+            replicas_where, self._replicas, [math.isnan(run.weight or 0) for run in runs], "who has a bad weight"
+        )
+        if is_weighted(weight, self._training.step, self._options.zero_weight, who):
             return [scale, weight], True
         return [scale], False
 

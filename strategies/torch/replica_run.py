@@ -107,6 +107,7 @@ class TorchReplicaRun:
         residuals: The new residuals, after the last gradient was taken.
         outputs: For each micro-batch, the loss function's third result, without history, on the replica's device.
         pipeline: The replica's pipeline; None without one.
+        weight: The mean weight of the losses of the last step; None if they have no weights.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class TorchReplicaRun:
         self.contribution: Contribution | DeviceContribution | None = None
         self.residuals: Sequence[np.ndarray] = ()
         self.outputs: list[Tree] = []
+        self.weight: float | None = None
         self._hooks: list[ParameterHooks] = []  # one for each trained parameter
         self._told: set[int] = set()  # the trained parameters whose gradients autograd reports
         self._map = options.mapping()
@@ -267,10 +269,10 @@ class TorchReplicaRun:
         self.copy.refuse_writes(self._writes.written())
         if self._watch is not None:
             self._watch.losses([float(value[0]) for value in values])
-        weight, total = _mean_of(weights), values[0]
+        self.weight, total = _mean_of(weights), values[0]
         for more in values[1:]:
             total = [one + other for one, other in zip(total, more, strict=True)]
-        self._end([value / count for value in total], turn, weight)
+        self._end([value / count for value in total], turn)
 
     def _values_of(self, outcome: Outcome) -> list[Told]:
         """Return the loss and the metrics, times the weight if there is one, and then the weight."""
@@ -382,7 +384,7 @@ class TorchReplicaRun:
                 self._instruments.replica_ends(self.replica, 0, bucket)
             self.finished[bucket].set()
 
-    def _end(self, values: Sequence[Told], turn: ReplicaTurn, weight: float | None) -> None:
+    def _end(self, values: Sequence[Told], turn: ReplicaTurn) -> None:
         """Take the gradients that have not left yet, and set the tail."""
         assert self._plan is not None
         assert self.contribution is not None
@@ -404,7 +406,9 @@ class TorchReplicaRun:
             self.copy.parameters[number].grad = None
         own, notice, settings = self.contribution, turn.notice, turn.settings
         if isinstance(own, DeviceContribution):
-            own.set_tail(values, notice, settings, self._seen, self.copy.changes(turn.masters, turn.moving), weight)
+            own.set_tail(
+                values, notice, settings, self._seen, self.copy.changes(turn.masters, turn.moving), self.weight
+            )
         else:
             changed = self.copy.changed(turn.masters, turn.moving)
             own.set_tail([float(value) for value in values], notice, settings, self._seen, changed)
