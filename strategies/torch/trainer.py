@@ -210,8 +210,9 @@ class Trainer:
         """Return the mean loss and metrics over all rows of a data set; every row counts once. Collective.
 
         Each replica computes the function for its rows of a batch, in evaluation mode and without gradients. Its means
-        are weighted by the number of these rows, or by the weights of the losses if they have any, and added in float64: over replicas in the order of the tree, and
-        batch by batch. The bits depend on the number of replicas and the batch size, not on the instances.
+        are weighted by the number of these rows, or by the weights of the losses if they have any. They are added in
+        float64: over replicas in the order of the tree, and batch by batch. The bits depend on the number of replicas
+        and the batch size, not on the instances.
 
         Args:
             dataset: A data set of `strategies.torch.distribute_dataset` with `remainder="pad"`, the rest of whose epoch

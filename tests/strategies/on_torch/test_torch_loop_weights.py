@@ -119,6 +119,16 @@ def test_a_plain_loop_has_the_bits_of_a_trainer(on_instances, options):
     assert {bits(model) for model in found} == {by_trainer()[0]}
 
 
+def test_two_micro_batches_have_the_bits_of_a_trainer(on_instances):
+    model = new_model()
+    trainer = sgd_trainer(2, model, loss_fn, lr=LR, gradient_accumulation_count=2)
+    for _ in range(STEPS):
+        trainer.step(data())
+    found = on_instances(2, 2, lambda strategy: looped(strategy, 2))
+    found.append(in_turns(strategies.IPUStrategy(2), 2)[0])
+    assert set(map(bits, found)) == {bits(model)}
+
+
 def test_a_plain_loop_accumulates_token_means(on_every_path):
     found = on_every_path(REPLICAS, REPLICAS, lambda strategy: looped(strategy, 3))
     assert len(set(map(bits, found))) == 1
@@ -182,11 +192,11 @@ def test_bfloat16_parameters_have_the_bits_of_a_trainer(on_instances):
 @pytest.mark.filterwarnings("ignore:.*GradScaler:FutureWarning")
 def test_a_scaler_of_pytorch_works_with_weights(on_instances):
     """A power of two changes no bit."""
-    found = on_instances(
-        REPLICAS,
-        REPLICAS,
-        lambda s: looped(s, scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=99)),
-    )
+
+    def run(strategy):
+        return looped(strategy, scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=99))
+
+    found = on_instances(REPLICAS, REPLICAS, run)
     assert {bits(model) for model in found} == {by_trainer()[0]}
 
 
