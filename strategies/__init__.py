@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from strategies.core.evaluation import Evaluation as Evaluation
     from strategies.core.metrics import Metrics as Metrics
     from strategies.core.options import GradientAccumulationReductionMethod as GradientAccumulationReductionMethod
-    from strategies.core.outcome import Outcome as Outcome
     from strategies.data.casts import Cast as Cast
     from strategies.data.casts import casting as casting
     from strategies.data.datasets import DistributedDataset as DistributedDataset
@@ -146,6 +145,7 @@ if TYPE_CHECKING:
     from strategies.measure.input_benchmarks import (
         infeed_benchmark as infeed_benchmark,
     )
+    from strategies.outcome import Outcome as Outcome
     from strategies.per_replica import PerReplica as PerReplica
     from strategies.pipelines.marks import ipu_shard as ipu_shard
     from strategies.pipelines.marks import pipeline_stage as pipeline_stage
@@ -188,7 +188,7 @@ _PLACES = {
     "Metrics": "strategies.core.metrics",
     "MirroredVariable": "strategies.jax.replicas.variables",
     "NonFiniteGradientError": "strategies.errors",
-    "Outcome": "strategies.core.outcome",
+    "Outcome": "strategies.outcome",
     "OutfeedMode": "strategies.jax.feeds.outfeed",
     "OutfeedQueue": "strategies.jax.feeds.outfeed",
     "OwnLoop": "strategies.checkpoints.own_loop",

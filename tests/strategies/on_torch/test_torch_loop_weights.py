@@ -333,7 +333,7 @@ def over_old_gradients(strategy, model, compute):
         (over_old_gradients, r"gradients of an earlier step are left, .* call optimizer\.zero_grad\(\)"),
     ],
 )
-def test_what_would_be_no_weighted_mean_is_refused(on_every_path, attempt, match):
+def test_passes_without_a_weighted_mean_are_refused(on_every_path, attempt, match):
     on_every_path(2, 2, lambda strategy: refusals(strategy, attempt, StrategyError, match))
 
 
