@@ -144,6 +144,15 @@ def test_equal_weights_of_any_size_change_results_by_rounding_only(strategy):
         assert found[2] == [pytest.approx(step, rel=1e-5) for step in unweighted[2]]
 
 
+def test_a_weight_is_no_notice(strategy):
+    trainer = strategies.Trainer(strategy, weighted_alike(3.0), optax.sgd(0.1))
+    state, _ = trainer.step(trainer.init(VARIABLES), batch_of(strategy, 0))
+    assert not trainer.notice.is_agreed
+    trainer.notice.give(15)
+    trainer.step(state, batch_of(strategy, 1))
+    assert trainer.notice.is_agreed
+
+
 def test_one_replica_makes_no_fused_step_with_weights():
     """A step without weight would have to end it."""
     strategy = strategies.IPUStrategy(num_replicas=1)
