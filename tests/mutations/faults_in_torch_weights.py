@@ -59,14 +59,14 @@ IN_TORCH_WEIGHTS = (
         caught_by=f"{_OF_TRAINER}test_synchronised_batch_norm_has_the_gradients_of_all_tokens",
     ),
     Fault(
-        name="a step without weight is applied",
+        name="a step of PyTorch without weight is applied",
         path="strategies/torch/engine.py",
         old="pending.is_applied = has_weight and is_finite",
         new="pending.is_applied = is_finite",
         caught_by=f"{_OF_TRAINER}test_a_step_without_weight_is_skipped_if_so_told",
     ),
     Fault(
-        name="an evaluation counts rows, and not their weights",
+        name="an evaluation of PyTorch counts rows, and not their weights",
         path="strategies/torch/evaluation.py",
         old="weight = float(computed.get(WEIGHT, count)) if count else 0.0",
         new="weight = float(count)",
