@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from strategies.core.evaluation import Evaluation as Evaluation
     from strategies.core.metrics import Metrics as Metrics
     from strategies.core.options import GradientAccumulationReductionMethod as GradientAccumulationReductionMethod
+    from strategies.core.outcome import Outcome as Outcome
     from strategies.data.casts import Cast as Cast
     from strategies.data.casts import casting as casting
     from strategies.data.datasets import DistributedDataset as DistributedDataset
@@ -101,7 +102,6 @@ if TYPE_CHECKING:
     from strategies.jax.feeds.infeed import InfeedQueue as InfeedQueue
     from strategies.jax.feeds.outfeed import OutfeedMode as OutfeedMode
     from strategies.jax.feeds.outfeed import OutfeedQueue as OutfeedQueue
-    from strategies.jax.gradients.arguments import Outcome as Outcome
     from strategies.jax.options import StepOptions as StepOptions
     from strategies.jax.programs.gradient_capture import (
         GradientCaptureContext as GradientCaptureContext,
@@ -188,7 +188,7 @@ _PLACES = {
     "Metrics": "strategies.core.metrics",
     "MirroredVariable": "strategies.jax.replicas.variables",
     "NonFiniteGradientError": "strategies.errors",
-    "Outcome": "strategies.jax.gradients.arguments",
+    "Outcome": "strategies.core.outcome",
     "OutfeedMode": "strategies.jax.feeds.outfeed",
     "OutfeedQueue": "strategies.jax.feeds.outfeed",
     "OwnLoop": "strategies.checkpoints.own_loop",

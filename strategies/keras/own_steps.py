@@ -16,8 +16,8 @@ import optax
 from keras import tree
 from keras.utils import pack_x_y_sample_weight
 
+from strategies.core.outcome import Outcome
 from strategies.errors import StrategyError
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT
 from strategies.jax.programs.dataflow import depends_on, looks
 from strategies.jax.programs.program import jit

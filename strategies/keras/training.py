@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strategies.core.outcome import Outcome
 from strategies.holding import HeldArrays
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.shards import PartOfArray

@@ -12,11 +12,11 @@ import numpy as np
 from typing_extensions import override
 
 from strategies.core.evaluation import Mergeable
+from strategies.core.outcome import Outcome
 from strategies.core.rows import EvaluationTask
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.gradients.arguments import (
     MODEL_STATE,
-    Outcome,
     check_function,
     check_loss_function,
     check_takes_state,
