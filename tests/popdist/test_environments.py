@@ -11,6 +11,7 @@ from collectives import instruments
 from collectives.calls import Call
 from collectives.instruments import Instrument
 from popdist.environments.detection import ENVIRONMENTS, detect_instance
+from popdist.environments.flux import FluxTaskEnvironment
 from popdist.environments.open_mpi import OpenMPIEnvironment
 from popdist.environments.poprun import PopRunEnvironment, process_index
 from popdist.environments.single import AloneEnvironment, SingleEnvironment
@@ -212,6 +213,7 @@ def test_environments_are_detected_from_specific_to_general():
         SlurmEnvironment,
         TFConfigEnvironment,
         SlurmWithoutPMIxEnvironment,
+        FluxTaskEnvironment,
         SingleEnvironment,
     ]
 
