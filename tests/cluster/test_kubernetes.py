@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from beds import Bed, open_bed
 from looping import Traces, own_lines
-from operators import CLUSTER, HOSTFILE, MANIFESTS, Pods, pods_of_mpijob, pods_of_trainjob
+from kubeflow_operators import CLUSTER, HOSTFILE, MANIFESTS, Pods, pods_of_mpijob, pods_of_trainjob
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
 

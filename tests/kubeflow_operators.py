@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-MANIFESTS = Path(__file__).parents[2] / "launch_scripts" / "kubernetes"
+MANIFESTS = Path(__file__).parents[1] / "launch_scripts" / "kubernetes"
 HOSTFILE = "/etc/mpi/hostfile"
 NAMESPACE = "default"
 CLUSTER = f"{NAMESPACE}.svc.cluster.local"
