@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from beds import Bed, open_bed
-from looping import Traces, own_lines
 from kubeflow_operators import CLUSTER, HOSTFILE, MANIFESTS, Pods, pods_of_mpijob, pods_of_trainjob
+from looping import Traces, own_lines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
 

@@ -50,9 +50,9 @@ NODE = "spec.template.spec.replicatedJobs.0"
         ("mpijob.yaml", "spec.mpiReplicaSpecs", None, r"mpiReplicaSpecs: None is no object"),
         (
             "mpijob.yaml",
-            f"{LAUNCHER}.template.spec.containers.0.comand",
+            f"{LAUNCHER}.template.spec.containers.0.arguments",
             ["x"],
-            r"containers\[0\].comand: unknown field",
+            r"containers\[0\].arguments: unknown field",
         ),
     ],
 )
