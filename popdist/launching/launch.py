@@ -68,7 +68,10 @@ def launch(
     with Reception(pack_call(function, args)) as reception:
         command = [*_python("poprun.__main__"), *words, *_python("popdist.launching.worker")]
         relay = Relay(command, {**environ, **reception.variables})
-        status = relay.run()
+        try:
+            status = relay.run()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the job of {name_of(function)} was ended") from None
         reports = reception.last_reports()
     if status == 0:
         for report in reports:
