@@ -14,11 +14,13 @@ from popdist.launching.reception import Reception
 from popdist.launching.relay import Relay
 from popdist.launching.reports import Failure, cause_of, results_of
 from popdist.launching.travelling import name_of, pack_call
+from popdist.process import process
 from popdist.spawned import leave_job
 from popdist.xla import without_own_setting
 
 _Result = TypeVar("_Result")
 
+_LAUNCHERS = ("poprun", "mpirun")
 _OURS = str(Path(__file__).parents[2])
 
 
@@ -95,14 +97,14 @@ def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
         LifeCycleError: This process is an instance of a job, or was started by one.
     """
     own = without_own_setting(environ)
-    leave_job(own)
-    here = detect_instance(own)
-    if here.launcher == "poprun" or here.count > 1:
+    here = process.instance if process.instance is not None else detect_instance(own)
+    if here.launcher in _LAUNCHERS or here.count > 1:
         raise LifeCycleError(
             f"popdist.launch was called inside a job: this process belongs to instance {here.index} of {here.count}, "
             f"started by {here.launcher}. Call it in a process outside of all jobs, or set POPDIST_ALONE=1 in the "
             "environment of a child process that launches a job of its own"
         )
+    leave_job(own)
     return own
 
 

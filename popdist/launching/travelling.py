@@ -34,13 +34,7 @@ def pack(value: object) -> list[Part]:
         LaunchError: cloudpickle is not installed.
         Exception: The value cannot be pickled.
     """
-    try:
-        import cloudpickle
-    except ImportError:
-        raise LaunchError(
-            "popdist.launch needs cloudpickle, which is not installed; "
-            "install it with `pip install popdist-everywhere[notebook]`"
-        ) from None
+    cloudpickle = _cloudpickle()
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of Any if cloudpickle is not installed
         """A pickler that keeps the file names of functions, which tracebacks show; cloudpickle 3.1 drops them."""
@@ -53,10 +47,20 @@ def pack(value: object) -> list[Part]:
     return [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
-def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    import cloudpickle
+def _cloudpickle() -> ModuleType:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise LaunchError(
+            "popdist.launch needs cloudpickle, which is not installed; "
+            "install it with `pip install popdist-everywhere[notebook]`"
+        ) from None
+    module: ModuleType = cloudpickle
+    return module
 
-    return _code_in_file, (code.co_filename, *cloudpickle.Pickler.dispatch_table[CodeType](code))
+
+def _reduce_code(code: CodeType) -> tuple[object, ...]:
+    return _code_in_file, (code.co_filename, *_cloudpickle().Pickler.dispatch_table[CodeType](code))
 
 
 def _code_in_file(file: str, make: Callable[..., CodeType], args: tuple[object, ...]) -> CodeType:
@@ -142,8 +146,7 @@ def _by_value_if_necessary(function: Callable[..., object]) -> Iterator[None]:
 
     pytest, for example, loads a file of tests from its path if `--import-mode` is importlib.
     """
-    import cloudpickle
-
+    cloudpickle = _cloudpickle()
     while isinstance(function, functools.partial):
         function = function.func
     module = sys.modules.get(getattr(function, "__module__", None) or "")
