@@ -14,7 +14,14 @@ from popdist.context import (
     registerBackend,
     registerDefaultBackend,
 )
-from popdist.errors import EnvironmentMismatchError, InstanceError, LaunchError, LifeCycleError, NotInitializedError, PopDistError
+from popdist.errors import (
+    EnvironmentMismatchError,
+    InstanceError,
+    LaunchError,
+    LifeCycleError,
+    NotInitializedError,
+    PopDistError,
+)
 from popdist.groups import defaultCommunicatorId, execute_on_instances, registerCommunicator, synchronize
 from popdist.instance import Instance
 from popdist.launching.launch import launch

@@ -97,13 +97,13 @@ def job_environment(environ: Mapping[str, str]) -> dict[str, str]:
         LifeCycleError: This process is an instance of a job, or was started by one.
     """
     own = without_own_setting(environ)
-    here = process.instance if process.instance is not None else detect_instance(own)
-    if here.launcher in _LAUNCHERS or here.count > 1:
-        raise LifeCycleError(
-            f"popdist.launch was called inside a job: this process belongs to instance {here.index} of {here.count}, "
-            f"started by {here.launcher}. Call it in a process outside of all jobs, or set POPDIST_ALONE=1 in the "
-            "environment of a child process that launches a job of its own"
-        )
+    for here in filter(None, (process.instance, detect_instance(own))):
+        if here.launcher in _LAUNCHERS or here.count > 1:
+            raise LifeCycleError(
+                f"popdist.launch was called inside a job: this process belongs to instance {here.index} of "
+                f"{here.count}, started by {here.launcher}. Call it in a process outside of all jobs, or set "
+                "POPDIST_ALONE=1 in the environment of a child process that launches a job of its own"
+            )
     leave_job(own)
     return own
 

@@ -114,13 +114,19 @@ def results_of(reports: Sequence[Report], exit_status: int) -> list[Any]:
     last = max((report.sender.attempt for report in reports), default=0)
     results = [each for each in reports if isinstance(each, Result) and each.sender.attempt == last]
     if not results:
-        raise LaunchError("poprun has ended, but no instance has run the function; leave out options that only ask "
-                          "poprun something, such as --dry-run", exit_status)
+        raise LaunchError(
+            "poprun has ended, but no instance has run the function; leave out options that only ask "
+            "poprun something, such as --dry-run",
+            exit_status,
+        )
     by_index = {each.sender.index: each for each in results}
     count = results[-1].sender.count
     if missing := sorted(set(range(count)) - by_index.keys()):
-        raise LaunchError(f"no result has come from instance {missing[0]} of {count}, though its process has ended "
-                          "without an error; let the function return there, and do not call os._exit", exit_status)
+        raise LaunchError(
+            f"no result has come from instance {missing[0]} of {count}, though its process has ended "
+            "without an error; let the function return there, and do not call os._exit",
+            exit_status,
+        )
     return [_value_of(by_index[index], exit_status) for index in range(count)]
 
 
@@ -128,8 +134,11 @@ def _value_of(result: Result, exit_status: int) -> Any:
     try:
         return unpack(result.parts)
     except Exception as error:
-        raise LaunchError(f"the result of {result.sender} cannot be unpickled in this process: {error}; return NumPy "
-                          "arrays, numbers and texts", exit_status) from error
+        raise LaunchError(
+            f"the result of {result.sender} cannot be unpickled in this process: {error}; return NumPy "
+            "arrays, numbers and texts",
+            exit_status,
+        ) from error
 
 
 def cause_of(reports: Sequence[Report]) -> Exception | None:
