@@ -35,7 +35,7 @@ def launch(
     """Run `function(*args)` on every instance of a new job, which poprun starts, and wait for its end.
 
     The function and its arguments travel to the instances by cloudpickle (`pip install
-    popdist-everywhere[notebook]`), over a socket; no file is written. Each instance is a new process: it has its own
+    'popdist-everywhere[notebook]'`), over a socket; no file is written. Each instance is a new process: it has its own
     copies of everything that the function refers to, and it imports modules anew. The job's output appears in
     `sys.stdout` and `sys.stderr` while it runs.
 

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Reception:
     """
 
     def __init__(self, call: Sequence[Part]) -> None:
-        setup = {"path": search_path(), "sources": sources_of_main()}
+        setup = {"path": search_path(), "argv": sys.argv, "sources": sources_of_main()}
         self._function = Message(Kind.FUNCTION, [json.dumps(setup).encode(), *call])
         self._token = secrets.token_hex(16)
         self._changed = threading.Condition()

@@ -72,10 +72,10 @@ class Failure:
 
     def as_exception(self) -> Exception:
         """Return the exception, with the traceback of the instance as its cause."""
-        from multiprocessing.pool import RemoteTraceback
+        from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]  # its stub lacks the class
 
         error = self._unpacked()
-        error.__cause__ = RemoteTraceback(f"\n{self.sender}:\n{self.trace}")  # type: ignore[no-untyped-call]
+        error.__cause__ = RemoteTraceback(f"\n{self.sender}:\n{self.trace}")
         error.add_note(f"raised by {self.sender}")
         return error
 

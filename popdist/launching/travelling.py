@@ -36,7 +36,7 @@ def pack(value: object) -> list[Part]:
     """
     cloudpickle = _cloudpickle()
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of Any if cloudpickle is not installed
+    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]  # mypy sees a variable
         """A pickler that keeps the file names of functions, which tracebacks show; cloudpickle 3.1 drops them."""
 
         dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
@@ -53,7 +53,7 @@ def _cloudpickle() -> ModuleType:
     except ImportError:
         raise LaunchError(
             "popdist.launch needs cloudpickle, which is not installed; "
-            "install it with `pip install popdist-everywhere[notebook]`"
+            "install it with `pip install 'popdist-everywhere[notebook]'`"
         ) from None
     module: ModuleType = cloudpickle
     return module

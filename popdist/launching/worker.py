@@ -32,6 +32,7 @@ def main() -> None:
     channel.limit(None)
     described = json.loads(bytes(setup))
     sys.path += [folder for folder in described["path"] if folder not in sys.path]
+    sys.argv = described["argv"]
     know_sources(described["sources"])
     try:
         function, args = unpack(parts)

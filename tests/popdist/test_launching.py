@@ -211,7 +211,7 @@ def test_an_object_that_cannot_travel_is_named():
 
 def test_without_cloudpickle_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LaunchError, match=r"pip install popdist-everywhere\[notebook\]"):
+    with pytest.raises(LaunchError, match=r"pip install 'popdist-everywhere\[notebook\]'"):
         pack_call(print, ())
 
 
