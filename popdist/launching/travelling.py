@@ -36,7 +36,7 @@ def pack(value: object) -> list[Part]:
     """
     cloudpickle = _cloudpickle()
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[name-defined]  # mypy sees a variable
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of Any for mypy
         """A pickler that keeps the file names of functions, which tracebacks show; cloudpickle 3.1 drops them."""
 
         dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
