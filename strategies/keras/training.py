@@ -260,7 +260,7 @@ class TrainFunction:
         parts = (state.variables, state.model_state[VARIABLES], state.model_state[METRICS])
         self.words, self._names = self._functions.words(*parts, jax.tree.map(self._micro_shape, rows), training=True)
         options = self._options
-        return Trainer(
+        trainer = Trainer(
             self._strategy,
             self._loss,
             self._optimizer,
@@ -271,6 +271,8 @@ class TrainFunction:
             pipeline=self._pipeline,
             **options.step,
         )
+        trainer.variable_names = [variable.path for variable in self._model.trainable_variables]
+        return trainer
 
     @property
     def _is_staged(self) -> bool:

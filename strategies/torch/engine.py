@@ -16,6 +16,7 @@ from typing_extensions import override
 import strategies.trees as trees
 from strategies.core.agreement import broadcast_text, insist_on_agreement
 from strategies.core.digest import insist_on_same_bits
+from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.gathering import replicas_where
 from strategies.core.rows import Begun, EvaluationTask
@@ -49,6 +50,7 @@ from strategies.torch.gradient_exchange import (
     TorchGradientPlan,
     refuse_gradients_of_some,
 )
+from strategies.torch.layers import layers_of, learning_rates_of
 from strategies.torch.local_replicas import AnyExchange, LocalReplicas
 from strategies.torch.memory import plan_memory
 from strategies.torch.module_parts import Slot
@@ -525,6 +527,17 @@ class TorchEngine(Engine[TorchTraining, TorchPending]):
     @override
     def digest(self, state: TorchTraining) -> dict[str, np.ndarray]:
         return host_arrays(state.recorded())
+
+    # ---- for sinks of metrics
+
+    @override
+    def layers(self, state: TorchTraining, pending: TorchPending, arrived: Arrived) -> Layers:
+        return layers_of(state, pending.exchange.plan, pending.means, self._replicas)
+
+    @override
+    def learning_rates(self, state: TorchTraining, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        rates = learning_rates_of(state.optimizer)
+        return lambda later: rates
 
     # ---- spares
 
