@@ -28,6 +28,8 @@ LIMIT_S = 140.0
 ALONE = ("--strategy", "ipu", "--replicas", "4")
 SHORT = ("--model", "mlp", "--max-steps", "3")
 
+END_SSHD = 'kill "$(cat "$1")"; while (: </dev/tcp/127.0.0.1/2222) 2>/dev/null; do sleep 0.01; done'
+
 BECOME = """
 set -e
 hostname "$1"
@@ -54,7 +56,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     (keys / "authorized_keys").write_bytes((keys / "id_rsa.pub").read_bytes())
     with open_bed(folder / "bed", 3, OVERLAY=str(etc.parent)) as hosts:
         for host in hosts.names:
-            hosts.on(host, "sh", "-c", f"kill $(cat {hosts.shared}/state/run/sshd_{host}.nspid)")
+            hosts.on(host, "bash", "-c", END_SSHD, "bash", f"{hosts.shared}/state/run/sshd_{host}.nspid")
         yield hosts
 
 
