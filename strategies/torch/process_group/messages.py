@@ -122,14 +122,11 @@ class Messages:
             self._fail(self._error or error)
 
     def _is_pending(self) -> bool:
-        return bool(self._sending or self._receiving)
+        return bool(self._sending or self._awaited())
 
     def _missing(self) -> list[int]:
         """Return the ranks for which this rank waits."""
-        found = {each.to for each in self._sending}
-        for each in self._receiving:
-            found |= {each.source} if each.source is not None else set(self._others())
-        return sorted(found)
+        return sorted({each.to for each in self._sending} | self._awaited())
 
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self._link.size) if rank != self._link.rank)
