@@ -42,6 +42,7 @@ class PopDistProcessGroup(ProcessGroup):
         self._name = self._description = name
         self._queue = WorkQueue(name)
         self._messages: Messages | None = None
+        self._is_left = False  # whether another rank has destroyed the group
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -322,9 +323,9 @@ class PopDistProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         """Wait for pending works, then for the other ranks, and release all resources.
 
-        While an exception is being handled, wait for nobody: the others see that this rank has gone.
+        While an exception is being handled, or after another rank has done this too early, wait for nobody.
         """
-        if sys.exc_info()[0] is None:
+        if sys.exc_info()[0] is None and not self._is_left:
             self._queue.drain()
             try:
                 if self._messages is not None:
@@ -355,7 +356,14 @@ class PopDistProcessGroup(ProcessGroup):
         """Begin an operation; the first `results` of the tensors, by default all, hold its result."""
         arrays.refuse_others(tensors)
         is_async = bool(getattr(opts, "asyncOp", True))
-        return self._queue.begin(GroupWork(title, action, tensors[:results]), is_async)
+        return self._queue.begin(GroupWork(title, partial(self._run, action), tensors[:results]), is_async)
+
+    def _run(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except LayoutMismatchError as error:
+            self._is_left = self._is_left or bool(error.closed)
+            raise
 
 
 _PREPOSITIONS = {"send": "to", "recv": "from"}
@@ -373,7 +381,8 @@ def _op_of(opts: Any, tensor: torch.Tensor) -> str:
 
 def _deal_out(rows: np.ndarray, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
     for row, tensor in zip(torch.from_numpy(rows), tensors, strict=True):
-        copy_into(tensor, row.view(dtype))
+        if tensor.numel():  # rows without elements have strides that view refuses
+            copy_into(tensor, row.view(dtype))
 
 
 def _refuse_others_than(tensor: torch.Tensor, tensors: Sequence[torch.Tensor], size: int, title: str) -> None:

@@ -135,14 +135,15 @@ class Messages:
         """Move what can move; return whether something has ended or begun."""
         with self._changes:
             new, self._new = self._new, []
-        for request in new:
-            self._start(request)
+            for request in new:
+                self._start(request)
+            self._changes.notify_all()
         if sent := [each for each in self._sending if _all_done(each.transfers)]:
+            for each in sent:
+                each.work.end()
             with self._changes:
                 self._sending = [each for each in self._sending if each not in sent]
                 self._changes.notify_all()
-            for each in sent:
-                each.work.end()
         moved = [self._hear(source) for source in self._awaited()]
         return bool(new or sent or any(moved))
 

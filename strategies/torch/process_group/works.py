@@ -113,7 +113,12 @@ class GroupWork(Work):
             future, has_ended = self._future, self._ended.is_set()
         if has_ended and not future.done():
             future.set_result(None)
-        return future.then(lambda _: self.result())
+        return future.then(self._value)
+
+    def _value(self, _: object) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # torch would write the traceback into its own message
+        return self._results
 
 
 class WorkQueue:
