@@ -53,13 +53,12 @@ def make_group(options: Any, _: object) -> PopDistProcessGroup:
     return group
 
 
-def meet(
-    url: str, timeout: timedelta = dist.constants.default_pg_timeout, **_: object
-) -> Iterator[tuple[dist.Store, int, int]]:
+def meet(url: str, timeout: timedelta | None = None, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the store of all instances, this instance's rank and their number: the handler of popdist://.
 
     Instance 0 serves the store. MASTER_ADDR names its address for the other hosts; default: the name of its host.
     """
+    timeout = timeout or dist.constants.default_pg_timeout
     everybody = _everybody()
     rank, size = everybody.rank, everybody.size
     store = dist.TCPStore(_LOOPBACK, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
