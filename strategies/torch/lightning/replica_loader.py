@@ -165,7 +165,7 @@ class DealtLoader(ReplicaLoader):
         drops = loader.drop_last if self._has_rows else is_training
         replicas = strategy.num_replicas_in_sync
         try:
-            length = len(self._units)  # type: ignore[arg-type]
+            length = len(self._units)
         except TypeError as error:
             raise StrategyError(
                 f"{type(self._units).__name__} has no length, so its rows cannot be dealt to replicas; give it __len__"
@@ -339,8 +339,8 @@ def dealt(loader: object, strategy: Strategy, seed: int, *, is_training: bool, i
         )
     if not injects and strategy.num_replicas_in_sync > 1:
         raise StrategyError(
-            "use_distributed_sampler=False lets every process read what it likes, but the strategy 'popdist' deals rows "
-            "to replicas, which are no processes; leave it out, or give the DataLoader a "
+            "use_distributed_sampler=False lets every process read what it likes, but the strategy 'popdist' deals "
+            "rows to replicas, which are no processes; leave it out, or give the DataLoader a "
             "strategies.torch.DistributedSampler"
         )
     return DealtLoader(loader, strategy, seed, is_training)
@@ -350,14 +350,14 @@ def _refuse_cut(loader: object, is_training: bool) -> None:
     """Raise if the batches of an instance are not one micro-batch of each replica in training."""
     if not is_training:
         raise StrategyError(
-            "an evaluation counts every row once, but a data set of distribute_dataset and a DistributedSampler drop or "
-            "repeat rows; give validate, test and predict a plain torch.utils.data.DataLoader"
+            "an evaluation counts every row once, but a data set of distribute_dataset and a DistributedSampler drop "
+            "or repeat rows; give validate, test and predict a plain torch.utils.data.DataLoader"
         )
     if isinstance(loader, DistributedDataset):
         if loader.gradient_accumulation_count > 1 or loader.pads:
             raise StrategyError(
-                "Lightning takes one micro-batch of each replica at once; write Trainer(accumulate_grad_batches=...) in "
-                "place of gradient_accumulation_count, and remainder='drop'"
+                "Lightning takes one micro-batch of each replica at once; write Trainer(accumulate_grad_batches=...) "
+                "in place of gradient_accumulation_count, and remainder='drop'"
             )
     elif isinstance(loader, DataLoader):
         expected = loader.sampler.instance_batch_size  # type: ignore[attr-defined]

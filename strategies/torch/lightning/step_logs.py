@@ -88,9 +88,7 @@ class StepLogs:
         if rows is None:
             needs_rows = (not self._is_training if on_epoch is None else on_epoch) or not self._is_training
             rows = extract_batch_size(batch) if needs_rows else 1
-        return _Logged(
-            name, float(value), rows, {key: one for key, one in bound.items() if key not in (*_OWN, "self")}
-        )
+        return _Logged(name, float(value), rows, {key: one for key, one in bound.items() if key not in (*_OWN, "self")})
 
     def share(self, is_whole: bool) -> None:
         """Log the results over all replicas. Collective.

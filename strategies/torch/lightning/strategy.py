@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, final
 
@@ -21,14 +21,11 @@ from typing_extensions import override
 from strategies.errors import StrategyError
 from strategies.job_strategies import PopDistStrategy
 from strategies.strategy import Strategy, get_strategy
-from strategies.torch.distributed_model import DistributedModel
 from strategies.torch.lightning.environment import PopDistEnvironment
 from strategies.torch.lightning.objects import broadcast_object, gather_objects
-from strategies.torch.lightning.randomness import drawing_alike, drawing_all_from
 from strategies.torch.lightning.replica_batches import ReplicaBatches, by_replica
 from strategies.torch.lightning.replica_loader import ReplicaLoader, dealt
-from strategies.torch.lightning.step_logs import StepLogs
-from strategies.torch.randomness import seed_of
+from strategies.torch.lightning.steps import ReplicaSteps
 from strategies.torch.replica_memory import chosen_here
 from strategies.torch.tensors import as_tensor, host_array
 
@@ -37,8 +34,6 @@ _SEED = "PL_GLOBAL_SEED"
 """The variable in which `seed_everything` leaves its seed."""
 _KEY = "popdist"
 """The key of this strategy's state in a checkpoint."""
-_OUTSIDE = 2**40  # the first micro-batch in the seeds of random numbers that are drawn outside of training steps
-_TRANSFER, _STEP = 1, 2
 _PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
@@ -91,16 +86,17 @@ class PopDistLightningStrategy(ParallelStrategy):
         )
         self._given_seed, self._options = seed, options
         self._injects: bool | None = None  # the Trainer's use_distributed_sampler
-        self._batches = 0  # the number of batches since a loop began
-        self._distributed: DistributedModel | None = None
-        self._steps_made = 0  # of the DistributedModel, also before there is one
-        self._means: Sequence[torch.Tensor | None] = ()
-        self._is_in_step = False
+        self._steps: ReplicaSteps | None = None
 
     @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _running(self) -> ReplicaSteps:
+        assert self._steps is not None
+        return self._steps
 
     @property
     def _seed(self) -> int:
@@ -135,7 +131,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             return torch.device("cpu")
         assert self.parallel_devices
         if len(self.parallel_devices) == 1:
-            return self.parallel_devices[0]
+            return torch.device(self.parallel_devices[0])
         return chosen_here(torch.device(self.parallel_devices[0].type), self.local_rank)
 
     @override
@@ -154,6 +150,10 @@ class PopDistLightningStrategy(ParallelStrategy):
         if threads is not None:
             torch.set_num_threads(threads)  # also for evaluations without a training
         super().setup_environment()
+        made = 0 if self._steps is None else self._steps.steps_made
+        self._steps = ReplicaSteps(
+            self.strategy, self._module, self.precision_plugin, self._seed, self.root_device, made
+        )
         vars(self._module)["_on_before_batch_transfer"] = self._before_transfer
 
     def _refuse(self) -> None:
@@ -187,8 +187,7 @@ class PopDistLightningStrategy(ParallelStrategy):
             return model
         if self._layer_sync is not None:
             self._layer_sync.apply(self._module)
-        self._distributed = DistributedModel(self._module, self.strategy, seed=self._seed, **self._options)
-        self._distributed.steps_made = self._steps_made
+        self._running.connect(**self._options)
         return model
 
     @override
@@ -197,15 +196,11 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._keep_step()
-        self._distributed, self._means = None, ()
+        if self._steps is not None:
+            self._steps.disconnect()
         if self.lightning_module is not None:
-            vars(self.lightning_module).pop("_on_before_batch_transfer", None)
+            self.lightning_module.__dict__.pop("_on_before_batch_transfer", None)
         super().teardown()
-
-    def _keep_step(self) -> None:
-        if self._distributed is not None:
-            self._steps_made = self._distributed.steps_made
 
     # ---- data
 
@@ -223,37 +218,22 @@ class PopDistLightningStrategy(ParallelStrategy):
         """Call the module's hook for the batch of each replica, in place of Lightning's loop."""
         own = type(self._module)._on_before_batch_transfer
 
-        def one(replica: int, rows: Any) -> Any:
+        def one(rows: Any) -> Any:
             return own(self._module, self.precision_plugin.convert_input(rows), dataloader_idx)
 
-        return self._mapped(one, by_replica(batch))
+        return self._running.mapped(one, by_replica(batch))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move the batches of the replicas to the device."""
-        if not isinstance(batch, ReplicaBatches):
-            return super().batch_to_device(batch, device, dataloader_idx)
-        self._batches += 1
         parent = super().batch_to_device
-        return self._mapped(lambda replica, rows: parent(rows, device, dataloader_idx), batch)
-
-    def _mapped(self, function: Callable[[int, Any], Any], batch: ReplicaBatches) -> ReplicaBatches:
-        """Map batches with a function that draws the replica's random numbers."""
-
-        def one(replica: int, rows: Any) -> Any:
-            with self._drawing(replica, purpose=_TRANSFER):
-                return function(replica, rows)
-
-        return batch.map(one)
-
-    def _drawing(self, replica: int, purpose: int) -> AbstractContextManager[None]:
-        """Let the code inside draw random numbers of a replica, which differ for each batch of a loop and purpose."""
-        self._keep_step()
-        place = _OUTSIDE + (self._batches << 2) + purpose
-        return drawing_all_from(seed_of(self._seed, replica, self._steps_made, place), self.root_device, replica)
+        if not isinstance(batch, ReplicaBatches):
+            return parent(batch, device, dataloader_idx)
+        self._running.next_batch()
+        return self._running.mapped(lambda rows: parent(rows, device, dataloader_idx), batch)
 
     def _begin_loop(self) -> None:
-        self._batches = 0
+        self._running.begin_loop()
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = _begin_loop
 
@@ -269,69 +249,19 @@ class PopDistLightningStrategy(ParallelStrategy):
         Raises:
             StrategyError: If a replica returns no loss, or replicas log different names.
         """
-        batch, *rest = args
-        if not isinstance(batch, ReplicaBatches):
-            by_replica(batch)
-        if self._distributed is None:
-            raise StrategyError("training_step runs in Trainer.fit only")
-        trainer = self._module.trainer
-        share = trainer.accumulate_grad_batches
-        logs = StepLogs(self._module, self.strategy, is_training=True)
-        outputs: dict[int, Any] = {}
-        model = self._distributed
-
-        def loss_of(place: torch.Tensor) -> torch.Tensor:
-            replica = model.replica
-            rows = batch[replica]
-            seed = seed_of(self._seed, replica, model.steps_made)
-            with logs.of(replica, rows), self.precision_plugin.train_step_context(), drawing_alike(seed):
-                output = self._forward_redirection(model, self._module, "training_step", rows, *rest, **kwargs)
-            outputs[replica] = output
-            return self._scaled(_loss_of(output) / share)
-
-        places = torch.arange(len(batch))
-        parameters = list(self._module.parameters())
-        before = [one.grad for one in parameters]
-        for one in parameters:
-            one.grad = None
-        self._is_in_step = True
-        try:
-            mean = model.backward(loss_of, places)
-            self._means = [one.grad for one in parameters]
-        finally:
-            self._is_in_step = False
-            for one, gradient in zip(parameters, before, strict=True):
-                one.grad = gradient
-        logs.share(is_whole=True)
-        loss = mean.to(self.root_device) * share / self._scale
-        return _with_extras(loss, list(outputs.values()))
-
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            return plugin.scaler.scale(loss)
-        return loss
-
-    @property
-    def _scale(self) -> float:
-        plugin = self.precision_plugin
-        is_scaled = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
-        return float(plugin.scaler.get_scale()) if is_scaled else 1.0
+        batch, *others = args
+        return self._running.train(by_replica(batch), others, kwargs)
 
     @override
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Put the mean gradients of the last `training_step` into the parameters, added to accumulated ones."""
-        module, plugin = self._module, self.precision_plugin
+        plugin = self.precision_plugin
         self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        with torch.no_grad():
-            for one, mean in zip(module.parameters(), self._means, strict=True):
-                if mean is not None:
-                    one.grad = mean if one.grad is None else one.grad.add_(mean)
-        self._means = ()
-        closure_loss = plugin.post_backward(closure_loss, module)
+        closure_loss = plugin.pre_backward(closure_loss, self._module)
+        self._running.give_means()
+        closure_loss = plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -362,21 +292,8 @@ class PopDistLightningStrategy(ParallelStrategy):
     def _evaluated(
         self, method: str, context: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
     ) -> list[Any]:
-        batch, *rest = args
-        if not isinstance(batch, ReplicaBatches):
-            by_replica(batch)
-        logs, outputs = StepLogs(self._module, self.strategy, is_training=False), []
-        step = getattr(self._module, method)
-        self._is_in_step = True
-        try:
-            for replica, rows in batch.items():
-                with context(), logs.of(replica, rows), self._drawing(replica, purpose=_STEP):
-                    outputs.append(step(rows, *rest, **kwargs))
-        finally:
-            self._is_in_step = False
-        if method != "predict_step":
-            logs.share(batch.is_whole)
-        return outputs
+        batch, *others = args
+        return self._running.evaluate(method, context, by_replica(batch), others, kwargs)
 
     @override
     def on_predict_end(self) -> None:
@@ -390,7 +307,11 @@ class PopDistLightningStrategy(ParallelStrategy):
 
     def _refuse_in_step(self, function: str) -> None:
         local = len(self.strategy.local_replicas)
-        if self._is_in_step and self.strategy.num_replicas_in_sync > self.strategy.num_instances:
+        if (
+            self._steps is not None
+            and self._steps.is_running
+            and self.strategy.num_replicas_in_sync > self.strategy.num_instances
+        ):
             raise StrategyError(
                 f"{function} in a step would join processes, but this one drives {local} replicas, which run one after "
                 "another; call it in a hook such as on_validation_epoch_end, or start one instance per replica"
@@ -454,8 +375,7 @@ class PopDistLightningStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint on instance 0. It does not depend on the number of instances."""
-        self._keep_step()
-        checkpoint[_KEY] = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._steps_made}
+        checkpoint[_KEY] = {"replicas": self.strategy.num_replicas_in_sync, "steps": self._running.steps_made}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -479,30 +399,9 @@ class PopDistLightningStrategy(ParallelStrategy):
         replicas = self.strategy.num_replicas_in_sync
         if self._module.trainer.state.fn == TrainerFn.FITTING and state.get("replicas", replicas) != replicas:
             raise StrategyError(
-                f"the checkpoint {checkpoint_path} is of a training with {state['replicas']} replicas, and this job has "
-                f"{replicas}; give poprun --num-replicas {state['replicas']}, or begin a new training with its weights"
+                f"the checkpoint {checkpoint_path} is of a training with {state['replicas']} replicas, and this job "
+                f"has {replicas}; give poprun --num-replicas {state['replicas']}, or begin a new training with its "
+                "weights"
             )
-        self._steps_made = state.get("steps", found.get("global_step", 0))
+        self._running.steps_made = state.get("steps", found.get("global_step", 0))
         return dict(found)
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, torch.Tensor):
-        raise StrategyError(
-            f"training_step has returned {'no loss' if loss is None else type(loss).__name__}; return a scalar tensor, "
-            "or a dictionary with one as 'loss'. A replica cannot skip a step: return a loss multiplied by 0"
-        )
-    return loss
-
-
-def _with_extras(loss: torch.Tensor, outputs: Sequence[Any]) -> Any:
-    first = outputs[0]
-    if not isinstance(first, Mapping):
-        return loss
-    extras = {name: [_detached(one[name]) for one in outputs] for name in first if name != "loss"}
-    return {"loss": loss, **extras}
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
