@@ -90,7 +90,7 @@ class ReplicaLoader(ABC):
     def __init__(self) -> None:
         self._epoch = 0
         self._given = 0  # the number of batches of this epoch that were given
-        self._resumes_at = 0
+        self._resumed = (0, 0)  # an epoch, and the number of its batches that were given before
 
     @property
     def sampler(self) -> ReplicaLoader:
@@ -111,19 +111,19 @@ class ReplicaLoader(ABC):
 
     def __iter__(self) -> Iterator[ReplicaBatches]:
         """Yield the batches of the epoch that `set_epoch` selects before the first batch is taken."""
-        start, self._resumes_at = self._resumes_at, 0
-        self._given = start
+        (epoch, given), self._resumed = self._resumed, (0, 0)
+        self._given = start = given if epoch == self._epoch else 0
         for batches in self.read(self._epoch, start):
             self._given += 1
             yield batches
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of batches given in this epoch."""
-        return {"given": self._given % max(1, len(self))}
+        """Return the epoch, and the number of its batches that were given."""
+        return {"epoch": self._epoch, "given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next iteration after the batches that were given."""
-        self._given = self._resumes_at = state["given"]
+        """Begin the next iteration after the batches that were given, if it reads the same epoch."""
+        self._resumed = state["epoch"], state["given"]
 
 
 class _Planned(BatchSampler):
