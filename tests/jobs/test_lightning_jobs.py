@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.complete,
     pytest.mark.cores(2),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(
         importlib.util.find_spec("pytorch_lightning") is None, reason="PyTorch Lightning is not installed"
     ),

@@ -16,6 +16,7 @@ from pytorch_lightning.plugins import CheckpointIO, DoublePrecision, HalfPrecisi
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torchmetrics import Metric
 from typing_extensions import override
 
 from strategies.errors import StrategyError
@@ -168,12 +169,18 @@ class PopDistLightningStrategy(ParallelStrategy):
                 "job without spares, and use poprun --on-failure restart"
             )
         module = self._module
+        is_one = self.strategy.num_replicas_in_sync == 1
+        if not is_one and (metric := next((one for one in module.modules() if isinstance(one, Metric)), None)):
+            raise StrategyError(
+                f"{type(metric).__name__} of torchmetrics keeps a state for each process, and replicas are no "
+                "processes; log values with self.log, which are averaged over all replicas"
+            )
         if is_overridden("backward", module):
             raise StrategyError(
                 f"{type(module).__name__}.backward would run once for each replica, and Lightning means it to run once "
                 "for each step; leave it out, and change gradients in on_after_backward"
             )
-        if not module.automatic_optimization and self.strategy.num_replicas_in_sync > 1:
+        if not module.automatic_optimization and not is_one:
             raise StrategyError(
                 "automatic_optimization=False lets training_step call the optimizer, but each replica runs "
                 "training_step, and the optimizer makes one step for all of them; use automatic optimization, or a "
