@@ -36,14 +36,12 @@ def pack(value: object) -> list[Part]:
     """
     cloudpickle = _cloudpickle()
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of Any for mypy
-        """A pickler that keeps the file names of functions, which tracebacks show; cloudpickle 3.1 drops them."""
-
-        dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
-
+    # Tracebacks show the file names of functions, and cloudpickle 3.1 drops them.
+    table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
-    Pickler(pickled, protocol=_PROTOCOL, buffer_callback=buffers.append).dump(value)
+    pickler(pickled, protocol=_PROTOCOL, buffer_callback=buffers.append).dump(value)
     return [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 

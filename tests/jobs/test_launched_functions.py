@@ -140,7 +140,7 @@ def test_a_script_gets_results_and_exceptions_of_its_own_classes(tmp_path):
     assert (index, note) == (1, "raised by instance 1")
     assert f'File "{script}", line ' in trace
     assert 'raise Unlucky(1, "no luck")' in trace
-    assert "worker.py" not in trace
+    assert "launched.py" not in trace
     assert finished.stderr.count("Traceback") == 0, "what the launching process raises is not printed too"
     assert said["launch_again"][0] == "LifeCycleError"
     assert "called inside a job: this process belongs to instance 0 of 1" in said["launch_again"][1]

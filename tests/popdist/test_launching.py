@@ -16,9 +16,9 @@ from test_spawned import LAUNCHERS
 
 from popdist.environments.single import ALONE_VARIABLE
 from popdist.errors import LaunchError, LifeCycleError
+from popdist.launcher import job_environment, launch, poprun_words
 from popdist.launching import channel
 from popdist.launching.channel import Kind, Message
-from popdist.launching.launch import job_environment, launch, poprun_words
 from popdist.launching.reception import Reception
 from popdist.launching.reports import Failure, Result, Sender, cause_of, read_report, results_of
 from popdist.launching.travelling import pack, pack_call, sources_of_main, unpack

@@ -21,7 +21,7 @@ from popdist.xla import without_own_setting
 _Result = TypeVar("_Result")
 
 _LAUNCHERS = ("poprun", "mpirun")
-_OURS = str(Path(__file__).parents[2])
+_OURS = str(Path(__file__).parents[1])
 
 
 def launch(
@@ -68,7 +68,7 @@ def launch(
     environ = job_environment(os.environ)
     words = poprun_words(num_instances, num_replicas, hosts, options)
     with Reception(pack_call(function, args)) as reception:
-        command = [*_python("poprun.__main__"), *words, *_python("popdist.launching.worker")]
+        command = [*_python("poprun.__main__"), *words, *_python("popdist.launched")]
         relay = Relay(command, {**environ, **reception.variables})
         try:
             status = relay.run()
