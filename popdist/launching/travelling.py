@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from popdist.errors import LaunchError
 from popdist.launching.channel import Part
@@ -65,7 +65,7 @@ def _code_in_file(file: str, make: Callable[..., CodeType], args: tuple[object, 
     return make(*args).replace(co_filename=file)
 
 
-def unpack(parts: Sequence[Part]) -> Any:
+def unpack(parts: Sequence[Part]) -> object:
     """Return the value of `pack`; its arrays use the memory of the parts.
 
     Raises:

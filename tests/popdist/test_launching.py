@@ -18,9 +18,9 @@ from popdist.environments.single import ALONE_VARIABLE
 from popdist.errors import LaunchError, LifeCycleError
 from popdist.launcher import job_environment, launch, poprun_words
 from popdist.launching import channel
-from popdist.launching.channel import Kind, Message
-from popdist.launching.reception import Reception
-from popdist.launching.reports import Failure, Result, Sender, cause_of, read_report, results_of
+from popdist.launching.channel import LaunchMessage, MessageKind
+from popdist.launching.reception import FunctionReception
+from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender, cause_of, read_report, results_of
 from popdist.launching.travelling import pack, pack_call, sources_of_main, unpack
 from popdist.launching.variables import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from popdist.records.proofs import RANDOM_BYTES, prove
@@ -45,12 +45,12 @@ def spring() -> None:
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
-    with Reception(pack_call(len, ["abc"])) as opened:
+def reception() -> Iterator[FunctionReception]:
+    with FunctionReception(pack_call(len, ["abc"])) as opened:
         yield opened
 
 
-def stranger_at(reception: Reception) -> socket.socket:
+def stranger_at(reception: FunctionReception) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(LIMIT_S)
     connection.connect("\0" + reception.variables[ADDRESS_VARIABLE])
@@ -68,10 +68,10 @@ def everything_from(connection: socket.socket) -> bytes:
     return came
 
 
-def asked_function(reception: Reception) -> list[object]:
+def asked_function(reception: FunctionReception) -> list[object]:
     caller = channel.call(reception.variables)
     caller.limit(LIMIT_S)
-    caller.send(Message(Kind.READY))
+    caller.send(LaunchMessage(MessageKind.READY))
     _, *parts = caller.receive().parts
     caller.close()
     return unpack(parts)
@@ -150,7 +150,7 @@ def test_an_instance_takes_nothing_from_a_false_launcher():
 
 
 def test_a_launcher_that_has_ended_is_named():
-    with Reception([b""]) as ended:
+    with FunctionReception([b""]) as ended:
         variables = ended.variables
     with pytest.raises(LaunchError, match=r"the process that called popdist\.launch cannot be reached"):
         channel.call(variables)
@@ -159,7 +159,7 @@ def test_a_launcher_that_has_ended_is_named():
 
 
 def test_a_reception_leaves_no_thread_and_wakes_the_callers_that_wait():
-    with Reception(pack_call(len, ["abc"])) as opened:
+    with FunctionReception(pack_call(len, ["abc"])) as opened:
         caller = channel.call(opened.variables)
     with pytest.raises(OSError, match=r".*"):
         caller.receive()
@@ -229,21 +229,25 @@ def test_functions_of_modules_that_instances_cannot_import_travel_by_value(monke
 # ---- reports
 
 
-def sent(report: Result | Failure) -> Result | Failure:
+def sent(report: InstanceResult | InstanceFailure) -> InstanceResult | InstanceFailure:
     message = report.pack()
-    return read_report(Message(message.kind, [bytes(part) for part in message.parts]))
+    return read_report(LaunchMessage(message.kind, [bytes(part) for part in message.parts]))
 
 
-def result(value: object, index: int, count: int = 2, attempt: int = 0) -> Result:
-    found = sent(Result(Sender(index, count, "h0", attempt), pack(value)))
-    assert isinstance(found, Result)
+def result(value: object, index: int, count: int = 2, attempt: int = 0) -> InstanceResult:
+    found = sent(InstanceResult(ReportSender(index, count, "h0", attempt), pack(value)))
+    assert isinstance(found, InstanceResult)
     return found
 
 
-def failure(error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None) -> Failure:
+def failure(
+    error: Exception, index: int = 0, follows: bool = False, parts: list[bytes] | None = None
+) -> InstanceFailure:
     parts = pack(error) if parts is None else parts
-    found = sent(Failure(Sender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts))
-    assert isinstance(found, Failure)
+    found = sent(
+        InstanceFailure(ReportSender(index, 2, "h0"), f"{type(error).__name__}: {error}", "  in f\n", follows, parts)
+    )
+    assert isinstance(found, InstanceFailure)
     return found
 
 
