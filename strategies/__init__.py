@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from strategies.core.evaluation import Evaluation as Evaluation
     from strategies.core.metrics import Metrics as Metrics
     from strategies.core.options import GradientAccumulationReductionMethod as GradientAccumulationReductionMethod
+    from strategies.core.outcome import Outcome as Outcome
     from strategies.data.casts import Cast as Cast
     from strategies.data.casts import casting as casting
     from strategies.data.datasets import DistributedDataset as DistributedDataset
@@ -85,6 +86,15 @@ if TYPE_CHECKING:
     from strategies.errors import (
         StrategyError as StrategyError,
     )
+    from strategies.errors import (
+        UnappliedStepError as UnappliedStepError,
+    )
+    from strategies.errors import (
+        WeightError as WeightError,
+    )
+    from strategies.errors import (
+        ZeroWeightError as ZeroWeightError,
+    )
     from strategies.ipu import IPUStrategy as IPUStrategy
     from strategies.jax.comparing.digest import fingerprint as fingerprint
     from strategies.jax.evaluation.mean import Mean as Mean
@@ -92,7 +102,6 @@ if TYPE_CHECKING:
     from strategies.jax.feeds.infeed import InfeedQueue as InfeedQueue
     from strategies.jax.feeds.outfeed import OutfeedMode as OutfeedMode
     from strategies.jax.feeds.outfeed import OutfeedQueue as OutfeedQueue
-    from strategies.jax.gradients.arguments import Outcome as Outcome
     from strategies.jax.options import StepOptions as StepOptions
     from strategies.jax.programs.gradient_capture import (
         GradientCaptureContext as GradientCaptureContext,
@@ -179,7 +188,7 @@ _PLACES = {
     "Metrics": "strategies.core.metrics",
     "MirroredVariable": "strategies.jax.replicas.variables",
     "NonFiniteGradientError": "strategies.errors",
-    "Outcome": "strategies.jax.gradients.arguments",
+    "Outcome": "strategies.core.outcome",
     "OutfeedMode": "strategies.jax.feeds.outfeed",
     "OutfeedQueue": "strategies.jax.feeds.outfeed",
     "OwnLoop": "strategies.checkpoints.own_loop",
@@ -195,6 +204,9 @@ _PLACES = {
     "SyncOnReadVariable": "strategies.jax.replicas.variables",
     "TrainState": "strategies.train_state",
     "Trainer": "strategies.trainer",
+    "UnappliedStepError": "strategies.errors",
+    "WeightError": "strategies.errors",
+    "ZeroWeightError": "strategies.errors",
     "capture_upstream_gradients": "strategies.jax.programs.gradient_capture",
     "casting": "strategies.data.casts",
     "clip_by_global_norm": "strategies.jax.updates.arithmetic",

@@ -16,8 +16,8 @@ import optax
 from typing_extensions import override
 
 from collectives.tree import combined
+from strategies.core.outcome import Outcome
 from strategies.core.rows import EvaluationTask, Told, in_order, padded
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.gradients.model_state import FIRST, MEAN
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context

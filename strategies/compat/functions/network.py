@@ -17,8 +17,8 @@ from strategies.compat.functions.optimizer_function import OptimizerFunctionOutp
 from strategies.compat.functions.outfeed_rule import OutfeedRule
 from strategies.compat.functions.stage_functions import StageFunctions, listed, tracers_in
 from strategies.core.metrics import Metrics
+from strategies.core.outcome import Outcome
 from strategies.jax.feeds.outfeed import OutfeedQueue
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.captures import Reads
 from strategies.jax.programs.gradient_capture import shapes_by_tag
 from strategies.jax.replicas.current_replica import refuse_in_replica
