@@ -112,18 +112,13 @@ def results_of(reports: Sequence[InstanceReport], exit_status: int) -> list[obje
     """
     last = max((report.sender.attempt for report in reports), default=0)
     results = [each for each in reports if isinstance(each, InstanceResult) and each.sender.attempt == last]
-    if not results:
-        raise LaunchError(
-            "poprun has ended, but no instance has run the function; leave out options that only ask "
-            "poprun something, such as --dry-run",
-            exit_status,
-        )
     by_index = {each.sender.index: each for each in results}
-    count = results[-1].sender.count
+    count = results[-1].sender.count if results else 1
     if missing := sorted(set(range(count)) - by_index.keys()):
         raise LaunchError(
-            f"no result has come from instance {missing[0]} of {count}, though its process has ended "
-            "without an error; let the function return there, and do not call os._exit",
+            f"poprun has ended with status {exit_status}, but no result has come from instance {missing[0]}; let the "
+            "function return on every instance, do not call os._exit, and leave out options that start no job, such as "
+            "--dry-run",
             exit_status,
         )
     return [_value_of(by_index[index], exit_status) for index in range(count)]
