@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import NoReturn, cast
 
 from popdist.context import instance
-from popdist.environments.poprun import SPARE_VARIABLE
+from popdist.environments.poprun import LAUNCH_VARIABLES, SPARE_VARIABLE
 from popdist.failing import follows_from_another
 from popdist.instance import this_host
 from popdist.launching.channel import FUNCTION_LIMIT_S, LaunchChannel, LaunchMessage, MessageKind, call
 from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender
 from popdist.launching.travelling import know_sources, pack, unpack
-from popdist.launching.variables import LAUNCH_VARIABLES
 from popdist.process import process
 from popdist.records.faults import ATTEMPT_VARIABLE
 from popdist.records.progress import Role

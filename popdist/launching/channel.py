@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
+from popdist.environments.poprun import ADDRESS_VARIABLE, NETWORK_VARIABLE, TOKEN_VARIABLE
 from popdist.errors import LaunchError
-from popdist.launching.variables import ADDRESS_VARIABLE, NETWORK_VARIABLE, TOKEN_VARIABLE
 from popdist.records.proofs import RANDOM_BYTES, prove
 
 GREETING_LIMIT_S = 20.0

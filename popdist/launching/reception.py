@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from popdist.environments.poprun import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from popdist.launching.channel import LaunchChannel, LaunchMessage, MessageKind, Part, admit
 from popdist.launching.reports import InstanceReport, read_report
 from popdist.launching.travelling import search_path, sources_of_main
-from popdist.launching.variables import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 MOST_GREETINGS = 64
 """The most callers at a time that have not proved yet that they know the token."""

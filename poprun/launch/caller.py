@@ -6,9 +6,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
+from popdist.environments.poprun import NETWORK_VARIABLE
 from popdist.errors import LaunchError
 from popdist.launching.channel import LaunchMessage, MessageKind, call
-from popdist.launching.variables import NETWORK_VARIABLE
 from poprun.errors import PopRunError
 from poprun.ipc.processes import die_with_parent
 from poprun.launch.launch import Launch

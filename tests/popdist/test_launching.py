@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from test_spawned import LAUNCHERS
 
+from popdist.environments.poprun import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from popdist.environments.single import ALONE_VARIABLE
 from popdist.errors import LaunchError, LifeCycleError
 from popdist.launcher import job_environment, launch, poprun_words
@@ -22,7 +23,6 @@ from popdist.launching.channel import LaunchMessage, MessageKind
 from popdist.launching.reception import FunctionReception
 from popdist.launching.reports import InstanceFailure, InstanceResult, ReportSender, cause_of, read_report, results_of
 from popdist.launching.travelling import pack, pack_call, sources_of_main, unpack
-from popdist.launching.variables import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from popdist.records.proofs import RANDOM_BYTES, prove
 from popdist.xla import POOL_VARIABLE, fix_thread_pool, without_own_setting
 
