@@ -17,6 +17,8 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
+from strategies.torch.process_group.registration import register
+
 if TYPE_CHECKING:
     from strategies.torch.distributed_data import (
         DistributedSampler as DistributedSampler,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from strategies.torch.state_dicts import load_state_dicts as load_state_dicts
     from strategies.torch.trainer import Trainer as Trainer
 
+register()
+
 _PLACES = {
     "DistributedModel": "strategies.torch.distributed_model",
     "DistributedSampler": "strategies.torch.distributed_data",
@@ -43,8 +47,8 @@ _PLACES = {
     "Trainer": "strategies.torch.trainer",
     "distribute_dataset": "strategies.torch.distributed_data",
     "group_replicas": "strategies.torch.replica_groups",
-    "loss_weight": "strategies.torch.outcomes",
     "load_state_dicts": "strategies.torch.state_dicts",
+    "loss_weight": "strategies.torch.outcomes",
     "seed_of": "strategies.torch.randomness",
 }
 """The public names, and the modules that have them; a name is imported at its first use."""
