@@ -38,7 +38,12 @@ def pack(value: object) -> list[Part]:
 
     # Tracebacks show the file names of functions, and cloudpickle 3.1 drops them.
     table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
-    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
+
+    def refuse_devices(self: object, value: object) -> object:
+        _refuse_device_array(value)
+        return cloudpickle.Pickler.reducer_override(self, value)
+
+    pickler = type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table, "reducer_override": refuse_devices})
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
     pickler(pickled, protocol=_PROTOCOL, buffer_callback=buffers.append).dump(value)
@@ -55,6 +60,20 @@ def _cloudpickle() -> ModuleType:
         ) from None
     module: ModuleType = cloudpickle
     return module
+
+
+def _refuse_device_array(value: object) -> None:
+    """Refuse an array of JAX on an accelerator: loading it would start JAX before the strategy can configure it.
+
+    On CPUs, poprun has set in the environment what JAX needs for equal bits.
+
+    Raises:
+        TypeError: The value is such an array.
+    """
+    if type(value).__module__.partition(".")[0] != "jaxlib" or not callable(devices := getattr(value, "devices", None)):
+        return
+    if others := {device.platform for device in devices()} - {"cpu"}:
+        raise TypeError(f"an array of JAX on a {others.pop()} would start JAX there before a strategy; use np.asarray")
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:

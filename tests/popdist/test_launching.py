@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,6 +208,18 @@ def test_an_object_that_cannot_travel_is_named():
         pack_call(lambda: lock, ())
     with pytest.raises(TypeError, match="refers to an object, which cannot be pickled"):
         pack_call(print, [lock])
+
+
+def test_an_array_of_jax_travels_from_a_cpu_and_not_from_an_accelerator():
+    import jax.numpy as jnp
+
+    start = jnp.arange(3.0)
+    function, _ = unpack(pack_call(lambda: start, ()))
+    assert np.array_equal(function(), start)
+    device = SimpleNamespace(platform="gpu")
+    on_gpu = type("ArrayImpl", (), {"__module__": "jaxlib._jax", "devices": lambda self: [device]})()
+    with pytest.raises(TypeError, match="refers to on_gpu, a ArrayImpl, which .* an array of JAX on a gpu would start"):
+        pack_call(lambda: on_gpu, ())
 
 
 def test_without_cloudpickle_the_error_names_the_extra(monkeypatch):
