@@ -50,6 +50,7 @@ TRANSPORTS = {
     "poprun/__main__.py": {"collectives"},
     "poprun/monitor/rich_screen.py": {"rich"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
+    "strategies/compat/estimator/keras_variables.py": {"keras"},
     "strategies/data/grain_source.py": {"absl", "grain"},
     "strategies/sinks/mlflow_run.py": {"mlflow"},
     "strategies/sinks/prometheus.py": {"prometheus_client"},

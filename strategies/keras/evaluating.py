@@ -16,7 +16,6 @@ import optax
 from typing_extensions import override
 
 from collectives.tree import combined
-from strategies.core.outcome import Outcome
 from strategies.core.rows import EvaluationTask, Told, in_order, padded
 from strategies.jax.gradients.model_state import FIRST, MEAN
 from strategies.jax.programs.program import jit
@@ -25,6 +24,7 @@ from strategies.keras.agreement import broadcast
 from strategies.keras.data import Pass
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strategies.core.outcome import Outcome
 from strategies.holding import HeldArrays
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
@@ -25,6 +24,7 @@ from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
+from strategies.outcome import Outcome
 from strategies.pipelines.pipelining import Pipelining
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState

@@ -43,8 +43,8 @@ _PLACES = {
     "Trainer": "strategies.torch.trainer",
     "distribute_dataset": "strategies.torch.distributed_data",
     "group_replicas": "strategies.torch.replica_groups",
-    "loss_weight": "strategies.torch.outcomes",
     "load_state_dicts": "strategies.torch.state_dicts",
+    "loss_weight": "strategies.torch.outcomes",
     "seed_of": "strategies.torch.randomness",
 }
 """The public names, and the modules that have them; a name is imported at its first use."""

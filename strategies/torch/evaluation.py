@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from typing_extensions import override
 
 import strategies.trees as trees
 from strategies.core.agreement import insist_on_agreement
-from strategies.core.outcome import Outcome
 from strategies.core.rows import Begun, EvaluationTask, Told, padded
 from strategies.data.sources import Masked
 from strategies.errors import StrategyError
@@ -21,6 +20,7 @@ from strategies.jax.comparing.agreement import terms_of
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.replicas.gathering import told_rows
 from strategies.jax.replicas.replicas import Replicas
+from strategies.outcome import Outcome
 from strategies.torch.agreement import lines_of_function, lines_of_module
 from strategies.torch.inference import InferenceReplicas
 from strategies.torch.outcomes import WEIGHT, outcome_of, weighted_value
@@ -28,7 +28,7 @@ from strategies.torch.replica_run import LossFunction
 from strategies.torch.tensors import as_array, dtype_of, parts_of, tensors_of
 from strategies.torch.training import TorchTraining
 from strategies.trees import ShapeOfArray
-from strategies.typing import Batch, Number, Tree
+from strategies.typing import Batch, Metric, Number, Tree
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MeansOfRows(EvaluationTask):
         return {name: Mean(np.asarray(total, np.float64), of_rows) for name, total in totals.items()}
 
     @override
-    def sums_of_weights(self, merged: Mapping[str, Any]) -> Sequence[Number]:
+    def sums_of_weights(self, merged: Mapping[str, Metric]) -> Sequence[Number]:
         return [mean.count for mean in merged.values()]
 
 

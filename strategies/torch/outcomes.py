@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from strategies.argument_checks import refuse_name_of_loss
-from strategies.core.outcome import Outcome
 from strategies.core.weights import travelling
 from strategies.errors import StrategyError
+from strategies.outcome import Outcome
 from strategies.torch.threads import Being, ThreadValue
 from strategies.typing import Number, Tree
 

@@ -17,8 +17,8 @@ from torch.jit import optimized_execution
 import strategies.trees as trees
 from collectives.instruments import Instruments
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.core.outcome import Outcome
 from strategies.errors import StrategyError
+from strategies.outcome import Outcome
 from strategies.torch.contribution import Contribution, refuse_to_come_twice
 from strategies.torch.gradient_exchange import TorchGradientPlan
 from strategies.torch.gradient_map import GradientMap, ParameterHooks

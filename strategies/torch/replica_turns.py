@@ -10,10 +10,10 @@ import torch
 
 from collectives.instruments import EXCHANGE, FORWARD_BACKWARD
 from strategies.core.journal import Recorded
-from strategies.core.outcome import Outcome
 from strategies.core.survival import lost_with_an_instance, meet, surviving, warn_of_loss
 from strategies.errors import StrategyError
 from strategies.jax.replicas.replicas import Replicas
+from strategies.outcome import Outcome
 from strategies.torch.gradient_averaging import GradientAveraging
 from strategies.torch.loop_means import LoopMeans, Turn, refuse_spares
 from strategies.torch.module_parts import Slot, slots_of

@@ -12,7 +12,6 @@ import numpy as np
 from typing_extensions import override
 
 from strategies.core.evaluation import Mergeable
-from strategies.core.outcome import Outcome
 from strategies.core.rows import EvaluationTask
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.gradients.arguments import (
@@ -25,6 +24,7 @@ from strategies.jax.gradients.arguments import (
 )
 from strategies.jax.gradients.tail import travelling
 from strategies.jax.replicas.devices import is_key
+from strategies.outcome import Outcome
 from strategies.typing import Batch, Function, Key, LossFunction, Number, Tree, Variables
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.core.options import GradientAccumulationReductionMethod
-from strategies.core.outcome import Outcome
 from strategies.exchange.int8 import Int8Layout, encode
 from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
@@ -23,6 +22,7 @@ from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRu
 from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, TailLayout, times_weight, travelling
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
+from strategies.outcome import Outcome
 from strategies.typing import AccumulationDtype, Batch, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)

@@ -33,6 +33,7 @@ import strategies
 import strategies.torch
 from strategies import StrategyError
 from strategies.errors import WeightError, ZeroWeightError
+from strategies.torch.loop_means import LoopMeans, received_means
 
 REPLICAS = 4
 
@@ -333,7 +334,7 @@ def over_old_gradients(strategy, model, compute):
         (over_old_gradients, r"gradients of an earlier step are left, .* call optimizer\.zero_grad\(\)"),
     ],
 )
-def test_what_would_be_no_weighted_mean_is_refused(on_every_path, attempt, match):
+def test_passes_without_a_weighted_mean_are_refused(on_every_path, attempt, match):
     on_every_path(2, 2, lambda strategy: refusals(strategy, attempt, StrategyError, match))
 
 
@@ -454,6 +455,20 @@ def test_an_optimizer_that_looks_at_the_loss_gets_the_weighted_mean(on_instances
 
 
 # ---- losses of instances
+
+
+@pytest.mark.parametrize("weight", [None, 0.0, 2.5])
+def test_a_late_instance_hears_the_mean_weight(on_instances, weight):
+    """So it raises as the others do, if all weights are 0."""
+    parameter = nn.Parameter(torch.ones(2))
+    means = LoopMeans(3.0, [torch.ones(2)], {}, weight)
+
+    def run(strategy):
+        own = means if strategy.instance_index == 1 else None
+        return received_means(own, [("w", parameter)], {}, strategy.communicator, 1)
+
+    for found in on_instances(2, 2, run):
+        assert (found.loss, found.weight) == (3.0, weight)
 
 
 @pytest.mark.parametrize(("count", "lost"), [(2, 1), also(4, 0)])
