@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from strategies.checkpoints.checkpoints import Checkpoints as Checkpoints
     from strategies.checkpoints.loading import load_variables as load_variables
     from strategies.checkpoints.own_loop import OwnLoop as OwnLoop
+    from strategies.compat import estimator as estimator
     from strategies.compat import pipelining_ops as pipelining_ops
     from strategies.core.evaluation import Evaluation as Evaluation
     from strategies.core.metrics import Metrics as Metrics
@@ -213,6 +214,7 @@ _PLACES = {
     "config": "strategies.config",
     "cross_replica_ops": "strategies.cross_replica_ops",
     "dataset_benchmark": "strategies.measure.input_benchmarks",
+    "estimator": "strategies.compat.estimator",
     "fingerprint": "strategies.jax.comparing.digest",
     "get_replica_context": "strategies.jax.replicas.replica_context",
     "get_strategy": "strategies.strategy",

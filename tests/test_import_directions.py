@@ -50,6 +50,7 @@ TRANSPORTS = {
     "poprun/__main__.py": {"collectives"},
     "poprun/monitor/rich_screen.py": {"rich"},
     "strategies/checkpoints/checkpoint_folder.py": {"orbax"},
+    "strategies/compat/estimator/keras_variables.py": {"keras"},
     "strategies/data/grain_source.py": {"absl", "grain"},
     "strategies/sinks/mlflow_run.py": {"mlflow"},
     "strategies/sinks/prometheus.py": {"prometheus_client"},
@@ -60,6 +61,7 @@ LIBRARIES = {
     "poprun/trace": {"numpy"},
     "strategies/keras": {"keras"},
     "strategies/torch": {"torch"},
+    "strategies/torch/lightning": {"lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"},
     "strategies/compat/poptorch": {"torch"},
 }
 POPRUN_MAY_KNOW = tuple(

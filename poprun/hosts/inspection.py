@@ -64,7 +64,8 @@ def inspect_hosts(inspection: Inspection, environ: Mapping[str, str]) -> Inspect
     ssh = inspection.shell or ssh_words(environ)
     cache = SurveyCache(cache_folder(environ), inspection.question, ssh, stamp_of(inspection.question))
     hosts = with_this_machine(list(inspection.instances))
-    known = {host: facts for host in hosts if (facts := cache.load(host))}
+    # A host that starts anew under its old name, such as a pod, may have another address.
+    known = {} if inspection.starting_s else {host: facts for host in hosts if (facts := cache.load(host))}
     if len(known) == len(hosts):
         # Remembered answers may save time, but must not refuse a launch.
         with suppress(PopRunError):

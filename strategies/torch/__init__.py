@@ -17,6 +17,8 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from None
 
+from strategies.torch.process_group.registration import register
+
 if TYPE_CHECKING:
     from strategies.torch.distributed_data import (
         DistributedSampler as DistributedSampler,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from strategies.torch.state_dicts import StateDicts as StateDicts
     from strategies.torch.state_dicts import load_state_dicts as load_state_dicts
     from strategies.torch.trainer import Trainer as Trainer
+
+register()
 
 _PLACES = {
     "DistributedModel": "strategies.torch.distributed_model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,19 @@ from typing import Any
 import pytest
 from beds import Bed, open_bed
 from kubeflow_operators import CLUSTER, HOSTFILE, MANIFESTS, Pods, pods_of_mpijob, pods_of_trainjob
-from looping import Traces, own_lines
+from looping import Traces, await_value, own_lines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 HOME = "/home/mpiuser"
 IMAGE = {"ssh_config": "ssh_config", "sshd_config": "sshd_pod_config"}
 """The files of the manifests' image in /etc/ssh, as Containerfile puts them there."""
 WAITS = "waiting until digits-node-0-0.digits can be reached (ssh: connect to host"
+LIMIT_S = 140.0
+ALONE = ("--strategy", "ipu", "--replicas", "4")
 SHORT = ("--model", "mlp", "--max-steps", "3")
+
+END_SSHD = 'kill "$(cat "$1")"; while (: </dev/tcp/127.0.0.1/2222) 2>/dev/null; do sleep 0.01; done'
 
 BECOME = """
 set -e
@@ -51,7 +56,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     (keys / "authorized_keys").write_bytes((keys / "id_rsa.pub").read_bytes())
     with open_bed(folder / "bed", 3, OVERLAY=str(etc.parent)) as hosts:
         for host in hosts.names:
-            hosts.on(host, "sh", "-c", f"kill $(cat {hosts.shared}/state/run/sshd_{host}.nspid)")
+            hosts.on(host, "bash", "-c", END_SSHD, "bash", f"{hosts.shared}/state/run/sshd_{host}.nspid")
         yield hosts
 
 
@@ -100,8 +105,21 @@ class Cluster:
     def run(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the launcher to its end."""
         with self.start(*words, **environ) as process:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=LIMIT_S)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def replace_others(self) -> None:
+        """Kill everything in the pods besides the launcher, and start them anew, before poprun can notice it."""
+        self.close()
+        self.start_others()
+        others = list(self._hosts)[1:]
+        for host in others:
+            name = f"{self._hosts[host]}.{self.pods.service}"
+            done = self.run("ssh", "-o", "ConnectionAttempts=60", name, "true")
+            assert done.returncode == 0, done.stderr
+        for pid in [pid for host in others for pid in self.bed.processes(host)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the pods besides the launcher."""
@@ -125,6 +143,11 @@ def launcher_words(pods: Pods, instances: int = 2) -> list[str]:
     words = list(pods.command[: pods.command.index("python")])
     words[words.index("--num-instances") + 1] = str(instances)
     return words
+
+
+def program_of(pods: Pods) -> tuple[str, ...]:
+    """Return the words of the manifest's program."""
+    return pods.command[pods.command.index("python") :]
 
 
 JOBS = {
@@ -174,7 +197,7 @@ def test_pods_that_start_later_are_waited_for(bed: Bed) -> None:
         with cluster.start(*words, OMPI_MCA_plm_rsh_args="") as process:
             waits = any(WAITS in line for line in process.stderr)
             cluster.start_others()
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=LIMIT_S)
     assert waits
     assert (process.returncode, len(out.splitlines())) == (0, 2), err
 
@@ -190,15 +213,38 @@ def test_pods_that_never_start_end_the_launch(bed: Bed) -> None:
     assert (done.returncode, done.stdout, traces.left()) == (1, "", set())
 
 
+def variables_in(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the fingerprint of the variables that a run of the example prints."""
+    assert done.returncode == 0, done.stderr
+    (found,) = re.findall("variables ([0-9a-f]{64})", done.stdout)
+    return found
+
+
 @pytest.mark.complete
 @pytest.mark.parametrize("job", ["trainjob", "trainjob-2-a-pod", "mpijob"])
 def test_a_manifest_trains_as_a_single_process_does(bed: Bed, job: str) -> None:
     pods, instances = JOBS[job]
-    program = pods.command[pods.command.index("python") :]
     with cluster_of(bed, pods) as cluster:
         cluster.start_others()
-        done = cluster.run(*launcher_words(pods, instances), *program, *SHORT)
-        alone = cluster.run(*program, *SHORT, "--strategy", "ipu", "--replicas", "4")
-    found = re.findall("variables [0-9a-f]{64}", done.stdout)
-    assert found == re.findall("variables [0-9a-f]{64}", alone.stdout), done.stderr + alone.stderr
-    assert len(found) == 1
+        done = cluster.run(*launcher_words(pods, instances), *program_of(pods), *SHORT)
+        alone = cluster.run(*program_of(pods), *SHORT, *ALONE)
+    assert variables_in(done) == variables_in(alone)
+
+
+@pytest.mark.complete
+def test_a_job_goes_on_with_a_pod_that_replaces_a_lost_one(bed: Bed) -> None:
+    pods = pods_of_trainjob()
+    folder = Path(tempfile.mkdtemp(dir=bed.shared))
+    long = ("--model", "mlp", "--max-steps", "40")
+    options = ("--on-failure", "restart", "--max-restarts", "1")
+    keeping = ("--checkpoint-dir", str(folder), "--checkpoint-every", "5")
+    with cluster_of(bed, pods) as cluster:
+        cluster.start_others()
+        with cluster.start(*launcher_words(pods), *options, *program_of(pods), *long, *keeping) as process:
+            await_value(lambda: [*folder.glob("step_*5")], bool)
+            cluster.replace_others()
+            out, err = process.communicate(timeout=LIMIT_S)
+        alone = cluster.run(*program_of(pods), *long, *ALONE)
+    assert "restart 1 of 1: 2 instances on digits-node-0-0.digits, digits-launcher-0-0.digits" in err
+    done = subprocess.CompletedProcess([], process.returncode, out, err)
+    assert variables_in(done) == variables_in(alone)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import Counter
 from collections.abc import Mapping
 
@@ -75,6 +74,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _ask(words: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    import subprocess  # takes some milliseconds to load, and only Flux needs it
+
     shown = " ".join(words)
     try:
         ended = subprocess.run(
