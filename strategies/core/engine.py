@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from strategies.core.distributions import Layers
 from strategies.core.metrics import UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
-from strategies.errors import SpareError
+from strategies.errors import SpareError, StrategyError
 from strategies.exchange.means import Bucket
 from strategies.loss_scaling import LossScale, LossScaling
 from strategies.typing import Batch, Gradients, Leaf, Tree
@@ -202,6 +203,30 @@ class Engine(ABC, Generic[State, Pending]):
     @abstractmethod
     def digest(self, state: State) -> Mapping[str, np.ndarray]:
         """Return the arrays that must have the same bits on all instances, by name; views if possible."""
+
+    # ---- for sinks of metrics; an engine without these methods works without norms, histograms and learning rates
+
+    def layers(self, state: State, pending: Pending, arrived: Arrived) -> Layers:
+        """Return the trained variables of a step and their mean gradients, before `update`.
+
+        Args:
+            state: The state before the step.
+            pending: The step, whose exchange has arrived.
+            arrived: The results of the exchange.
+        """
+        raise StrategyError(f"{type(self).__name__} does not show its layers; ask for no norms and no histograms")
+
+    def learning_rates(self, state: State, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        """Return a function that reads the learning rates of steps by name; None if they are not known.
+
+        The function waits for them. Its argument is how many of the steps came later; it may know only those of the
+        last step, and then returns nothing for the others.
+
+        Args:
+            state: The state after the steps, which the next step may use up.
+            steps: Number of steps that one program has made.
+        """
+        return None
 
     # ---- spares; an engine without these methods works in jobs without spares
 

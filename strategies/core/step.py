@@ -16,10 +16,11 @@ from collectives.instruments import EXCHANGE, FORWARD_BACKWARD, UPDATE, Instrume
 from strategies.core.agreement import broadcast_text
 from strategies.core.carrier import Carrier
 from strategies.core.digest import majority_of
+from strategies.core.distributions import Seen, look
 from strategies.core.engine import Engine, Pending, State
 from strategies.core.journal import JoinsNowError, Recorded
 from strategies.core.members import Members
-from strategies.core.metrics import Metrics, StepNotice, UnreadArray, metrics_of, tell_end
+from strategies.core.metrics import Beside, Metrics, StepNotice, UnreadArray, metrics_of, tell_end
 from strategies.core.survival import LOSSES, meet, repeated, together, warn_of_loss
 from strategies.errors import NonFiniteGradientError, SpareError, UnappliedStepError, WeightError, ZeroWeightError
 from strategies.loss_scaling import LossScaling
@@ -167,6 +168,7 @@ class StepLoop(Generic[State, Pending]):
         self._rehearsal: State | None = None  # a spare's first state with values, for its rehearsal
         self._recorded = Recorded("step", self._packed, self._replayed) if members.journal.is_kept else None
         self._before: State | None = None  # the state with which the last step has begun
+        self._seen: Seen | None = None  # the last look at weights and gradients
 
     # ---- one step
 
@@ -183,6 +185,10 @@ class StepLoop(Generic[State, Pending]):
         scale = state.loss_scale
         if self.scaling is not None and scale is not None:
             scale = arrived.scale_after(self.scaling, scale, arrived.is_finite) if arrived.is_weighted else scale.kept()
+        settings = self._members.distributions
+        if settings is not None:
+            layers = partial(self._engine.layers, state, pending, arrived)
+            self._seen = look(settings, state.step, layers, self._members)
         if watcher is not None:
             watcher.reduced(self._engine.snapshot(state), batch, *arrived.gradients())
         metrics = self.metrics = metrics_of(arrived.names, arrived.tail, scale)
@@ -235,7 +241,8 @@ class StepLoop(Generic[State, Pending]):
             members.done_so_far.complete(partial(self._share_refusal, _Unapplied.of(error)) if can_carry_on else None)
             raise
         instruments = self._surroundings().instruments
-        tell_end(members, instruments, partial(self._rules.rows_of, batch), local, metrics, state.step)
+        rows = partial(self._rules.rows_of, batch)
+        tell_end(members, instruments, rows, local, metrics, state.step, partial(self._beside, state))
         self._keep(state)
         can_share = can_carry_on and self._outlives_instances(state)
         members.done_so_far.complete(partial(self._share, state) if can_share else None)
@@ -310,6 +317,14 @@ class StepLoop(Generic[State, Pending]):
         programs.begin()
         with self._members.journal.inside(), programs.ending(), suppress(UnappliedStepError):
             self._engine.rehearse(state, self._members.real_batch(batch))
+
+    def _beside(self, state: State, steps: int = 1) -> Beside:
+        """Return what sinks get beside the metrics of steps: learning rates, and the last look at their layers."""
+        rates, seen = self._engine.learning_rates(state, steps), self._seen
+        reads = [] if rates is None else [rates]
+        if seen is None or seen.step != state.step:  # another instance has completed the step, or nothing was due
+            return Beside(reads)
+        return Beside([*reads, seen.read], seen.distributions)
 
     def _surroundings(self) -> _Surroundings:
         found = self._last_surroundings
@@ -435,8 +450,8 @@ class StepLoop(Generic[State, Pending]):
         """
         self.metrics = metrics
         self.notice.agree(self.notice.is_given)
-        rows_of_all = partial(self._rules.rows_of, batches[0])
-        tell_end(self._members, self._members.instruments, rows_of_all, 1, metrics, state.step, tails)
+        rows, beside = partial(self._rules.rows_of, batches[0]), partial(self._beside, state, len(batches))
+        tell_end(self._members, self._members.instruments, rows, 1, metrics, state.step, beside, tails)
 
 
 def _told(step: int, names: tuple[str, ...], means: UnreadArray, is_agreed: bool) -> object:

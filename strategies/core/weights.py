@@ -7,7 +7,7 @@ the means of all three in the order of the tree, and the quotient of two means i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def travelling(weight: float) -> np.float32:
     return number if number >= 0 and np.isfinite(number) else np.float32(np.nan)
 
 
-def is_weighted(weight: float, step: int, zero_weight: str) -> bool:
+def is_weighted(weight: float, step: int, zero_weight: str, who: Callable[[], Sequence[int]] | None = None) -> bool:
     """Return whether a step may be applied; False if all weights are zero, and the step is to be skipped.
 
     The arguments are the same on all instances, so all of them raise, or none does.
@@ -49,15 +49,17 @@ def is_weighted(weight: float, step: int, zero_weight: str) -> bool:
         weight: Mean weight of all replicas and micro-batches, after `travelling`.
         step: Number of steps so far.
         zero_weight: Option `zero_weight`.
+        who: Returns the replicas with a weight that is negative or not finite, for the message. May be collective.
 
     Raises:
         WeightError: If a weight is negative or not finite.
         ZeroWeightError: If all weights are zero, and `zero_weight` is "error".
     """
     if not math.isfinite(weight):
+        where = "" if who is None else f" on the replicas {who()}"
         raise WeightError(
-            f"the weight of a loss is negative or not finite at step {step}; the step was not applied: return a weight "
-            "that is finite and at least 0, such as the number of tokens"
+            f"the weight of a loss is negative or not finite at step {step}{where}; the step was not applied: return a "
+            "weight that is finite and at least 0, such as the number of tokens"
         )
     if weight == 0 and zero_weight == ERROR:
         raise ZeroWeightError(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
+from strategies.core.distributions import Layers
 from strategies.core.engine import Arrived, Buffers, Engine
 from strategies.core.metrics import Metrics, UnreadArray
 from strategies.core.rows import Begun, EvaluationTask
@@ -26,6 +27,7 @@ from strategies.jax.fused_steps import FusedPrograms, Made
 from strategies.jax.gradients.model_state import FIRST, MEAN, PER_REPLICA, ModelStateRule, has_own
 from strategies.jax.gradients.replica_program import ReplicaProgram
 from strategies.jax.held_parts import HeldParts, rooms
+from strategies.jax.layers import JaxLayers
 from strategies.jax.on_device.queue import StepQueue
 from strategies.jax.on_device.step import DevicePending, DeviceStep
 from strategies.jax.options import StepOptions
@@ -35,6 +37,7 @@ from strategies.jax.replicas.dealing import unchanging
 from strategies.jax.replicas.devices import borrow
 from strategies.jax.replicas.replicas import Replicas
 from strategies.jax.replicas.shards import rows_of_replicas
+from strategies.jax.updates.learning_rates import LearningRates
 from strategies.loss_scaling import LossScale
 from strategies.placeholders import blank, read, resolve, unread
 from strategies.train_state import TrainState
@@ -114,6 +117,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
     Attributes:
         may_fuse: Whether a step may be one program: there is one replica, and no record or fault needs values in
             between.
+        of_layers: The layers of a step, for sinks of metrics.
     """
 
     def __init__(
@@ -129,11 +133,13 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         is_looked_at = replicas.faults.is_armed or is_recorded or replicas.journal.is_kept
         is_plain = options.may_fuse and not has_own(options.model_state_aggregation)
         self.may_fuse = replicas.num_replicas_in_sync == 1 and is_plain and not is_looked_at
+        self.of_layers = JaxLayers(replicas, programs, options)
         self._fused = FusedPrograms(programs, options.seed)
         self._rows = JaxRows(replicas, options, is_recorded)
         self._queue = StepQueue()
         self._parts = HeldParts(replicas, programs, options)
         self._parted = PartedUpdate(replicas, is_recorded)
+        self._rates = LearningRates(programs.optimizer)
 
     # ---- one step
 
@@ -145,14 +151,16 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         state = self._programs.unchanging(state)
         if isinstance(step, DeviceStep):
             return self._begun_on_device(step, state, batch, notice)
-        may_fuse = self.may_fuse and not step.program.places.is_weighted
+        may_fuse = self.may_fuse and not step.program.places.is_weighted and self._replicas.distributions is None
         made = self._fused.made(step, state, [batch], self._in_parts) if may_fuse else None
         if made is not None:
             return FusedPending(step.program.names, made[1], notice, made[0])
         return self._begun(step, state, batch, control_of(state, notice))
 
     def _begun_on_device(self, step: DeviceStep, state: TrainState, batch: Batch, notice: bool) -> JaxPendings:
-        if self.may_fuse and not self._replicas.devices.is_cpu and not step.program.places.is_weighted:
+        is_looked_at = self._replicas.distributions is not None
+        may_fuse = self.may_fuse and not step.program.places.is_weighted and not is_looked_at
+        if may_fuse and not self._replicas.devices.is_cpu:
             made = self._fused.on_device(step, state, batch)
             if made is not None:
                 return FusedPending(step.program.names, made[1], notice, made[0])
@@ -307,7 +315,7 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
         Returns:
             The state and the metrics after the last step, and the metrics of each step.
         """
-        if len(batches) == 1:
+        if len(batches) == 1 or self._replicas.distributions is not None:
             return None
         step, *others = [self._programs.prepare(state, batch) for batch in batches]
         if isinstance(step, DeviceStep) or any(other is not step for other in others):
@@ -387,6 +395,17 @@ class JaxEngine(Engine[TrainState, JaxPendings]):
             optimizer_state=None if self._options.shards_state else state.optimizer_state,
             model_state=rule.map_own(lambda leaf: None, state.model_state),
         )
+
+    # ---- for sinks of metrics
+
+    @override
+    def layers(self, state: TrainState, pending: JaxPendings, arrived: Arrived) -> Layers:
+        assert not isinstance(pending, FusedPending)  # a step that is looked at is never made in one program
+        return self.of_layers.of(state, pending.step.program, pending.tail, arrived)
+
+    @override
+    def learning_rates(self, state: TrainState, steps: int) -> Callable[[int], Mapping[str, float]] | None:
+        return self._rates.of(state.optimizer_state, steps)
 
     # ---- spares
 

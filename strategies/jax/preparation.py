@@ -155,7 +155,7 @@ class StepPrograms:
         self._functions = (loss_fn, *others)
         self._loss_fn = recomputing(loss_fn, options.recompute)
         self._reads: Reads | None = None  # the values that the loss function read when it was traced
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._options = options
         self._updates: dict[Any, VariableUpdate] = {}  # by the shapes of the trained variables
         self._is_recorded = is_recorded
@@ -247,7 +247,7 @@ class StepPrograms:
         key = key_of(trained)
         found = self._updates.get(key)
         if found is None or found.is_outdated:
-            found = update_for(self._replicas, self._optimizer, self._options.of_update, trained)
+            found = update_for(self._replicas, self.optimizer, self._options.of_update, trained)
             self._updates[key] = found
         return found
 

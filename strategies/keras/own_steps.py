@@ -17,7 +17,6 @@ from keras import tree
 from keras.utils import pack_x_y_sample_weight
 
 from strategies.errors import StrategyError
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.gradients.model_state import ALIKE, CONSTANT
 from strategies.jax.programs.dataflow import depends_on, looks
 from strategies.jax.programs.program import jit
@@ -26,6 +25,7 @@ from strategies.keras.averaging import Mean, averaging, mean_over_replicas
 from strategies.keras.divisors import by_mean_of_replicas, dividing_by
 from strategies.keras.protocols import Array, Logs, ModelClass, ModelLike, State, Values
 from strategies.keras.state import METRICS, VARIABLES, Seeds, results_of, seeds_of, shape_of, words_of, words_of_metrics
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
 from strategies.trainer import Trainer

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from strategies.holding import HeldArrays
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.programs.program import jit
 from strategies.jax.replicas.replica_context import get_replica_context
 from strategies.jax.replicas.shards import PartOfArray
@@ -25,6 +24,7 @@ from strategies.keras.optimizer import KerasOptimizer
 from strategies.keras.protocols import Array, Logs, ModelLike, State, Values
 from strategies.keras.stages import StagedModel
 from strategies.keras.state import METRICS, VARIABLES, ModelFunctions, Seeds, results_of, seeds_of
+from strategies.outcome import Outcome
 from strategies.pipelines.pipelining import Pipelining
 from strategies.strategy import Strategy
 from strategies.train_state import TrainState
@@ -260,7 +260,7 @@ class TrainFunction:
         parts = (state.variables, state.model_state[VARIABLES], state.model_state[METRICS])
         self.words, self._names = self._functions.words(*parts, jax.tree.map(self._micro_shape, rows), training=True)
         options = self._options
-        return Trainer(
+        trainer = Trainer(
             self._strategy,
             self._loss,
             self._optimizer,
@@ -271,6 +271,8 @@ class TrainFunction:
             pipeline=self._pipeline,
             **options.step,
         )
+        trainer.variable_names = [variable.path for variable in self._model.trainable_variables]
+        return trainer
 
     @property
     def _is_staged(self) -> bool:

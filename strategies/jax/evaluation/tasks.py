@@ -16,7 +16,6 @@ from strategies.core.rows import EvaluationTask
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.gradients.arguments import (
     MODEL_STATE,
-    Outcome,
     check_function,
     check_loss_function,
     check_takes_state,
@@ -25,6 +24,7 @@ from strategies.jax.gradients.arguments import (
 )
 from strategies.jax.gradients.tail import travelling
 from strategies.jax.replicas.devices import is_key
+from strategies.outcome import Outcome
 from strategies.typing import Batch, Function, Key, LossFunction, Number, Tree, Variables
 
 MetricsFunction = Callable[..., Mapping[str, Mergeable]]

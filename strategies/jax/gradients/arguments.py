@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
-from jax.typing import ArrayLike
 
 from strategies.argument_checks import refuse_name_of_loss
 from strategies.train_state import are_used_up
@@ -205,44 +204,6 @@ def _is_array(leaf: Leaf) -> bool:
     except TypeError:
         return False
     return True
-
-
-# ---- the results of a loss function
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["loss", "metrics", "model_state", "outputs", "weight"],
-    meta_fields=[],
-)
-@dataclass(frozen=True)
-class Outcome:
-    """The complete result of a loss function. A loss function may also return the loss alone, or the loss and metrics.
-
-    Attributes:
-        loss: Floating-point scalar, the mean over the rows of the batch.
-        metrics: Scalars by their names; training averages them over all replicas.
-        model_state: Values that change with every batch and are not trained, such as moving means; None without any.
-        outputs: Outputs of the model for each row: arrays whose first axis is the rows of the batch; or None. Training
-            does not compute them.
-        weight: Finite scalar of at least 0 that the loss and metrics count with, such as the number of tokens of the
-            batch; float32, so counts up to 2**24 are exact. Gradients, loss and metrics are then weighted means over
-            all replicas and micro-batches: `sum(weight * value) / sum(weight)`. A weight of 0 leaves the values out,
-            even if they are NaN. None: all count the same.
-    """
-
-    loss: jax.Array
-    metrics: Mapping[str, ArrayLike] = field(default_factory=dict)
-    model_state: Tree = None
-    outputs: Tree = None
-    weight: ArrayLike | None = None
-
-    @classmethod
-    def of(cls, returned: Tree) -> Outcome:
-        """Return an `Outcome` of a loss function's result: an `Outcome`, the loss and its metrics, or the loss."""
-        if isinstance(returned, cls):
-            return returned
-        return cls(*returned) if isinstance(returned, tuple) and len(returned) == 2 else cls(returned)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from strategies.core.options import GradientAccumulationReductionMethod
 from strategies.exchange.int8 import Int8Layout, encode
 from strategies.exchange.transfer import GradientTransfer
 from strategies.jax.gradients.accumulation import accumulate, accumulator_dtypes, is_float, mapped
-from strategies.jax.gradients.arguments import Outcome, Trainable, check_weight, metric_names, naming_missing_keys
+from strategies.jax.gradients.arguments import Trainable, check_weight, metric_names, naming_missing_keys
 from strategies.jax.gradients.leaving import XLA
 from strategies.jax.gradients.model_state import KEPT, PER_REPLICA, ModelStateRule
 from strategies.jax.gradients.tail import LOSS_SCALE, NOTICE, STEP, TailLayout, times_weight, travelling
 from strategies.jax.replicas.replica_context import replica_context
 from strategies.jax.replicas.replicas import Replicas
+from strategies.outcome import Outcome
 from strategies.typing import AccumulationDtype, Batch, LossFunction, MapGradient, Tree, Variables
 
 _NOTHING = jax.tree.structure(None)
