@@ -86,6 +86,15 @@ if TYPE_CHECKING:
     from strategies.errors import (
         StrategyError as StrategyError,
     )
+    from strategies.errors import (
+        UnappliedStepError as UnappliedStepError,
+    )
+    from strategies.errors import (
+        WeightError as WeightError,
+    )
+    from strategies.errors import (
+        ZeroWeightError as ZeroWeightError,
+    )
     from strategies.ipu import IPUStrategy as IPUStrategy
     from strategies.jax.comparing.digest import fingerprint as fingerprint
     from strategies.jax.evaluation.mean import Mean as Mean
@@ -93,7 +102,6 @@ if TYPE_CHECKING:
     from strategies.jax.feeds.infeed import InfeedQueue as InfeedQueue
     from strategies.jax.feeds.outfeed import OutfeedMode as OutfeedMode
     from strategies.jax.feeds.outfeed import OutfeedQueue as OutfeedQueue
-    from strategies.jax.gradients.arguments import Outcome as Outcome
     from strategies.jax.options import StepOptions as StepOptions
     from strategies.jax.programs.gradient_capture import (
         GradientCaptureContext as GradientCaptureContext,
@@ -138,6 +146,7 @@ if TYPE_CHECKING:
     from strategies.measure.input_benchmarks import (
         infeed_benchmark as infeed_benchmark,
     )
+    from strategies.outcome import Outcome as Outcome
     from strategies.per_replica import PerReplica as PerReplica
     from strategies.pipelines.marks import ipu_shard as ipu_shard
     from strategies.pipelines.marks import pipeline_stage as pipeline_stage
@@ -180,7 +189,7 @@ _PLACES = {
     "Metrics": "strategies.core.metrics",
     "MirroredVariable": "strategies.jax.replicas.variables",
     "NonFiniteGradientError": "strategies.errors",
-    "Outcome": "strategies.jax.gradients.arguments",
+    "Outcome": "strategies.outcome",
     "OutfeedMode": "strategies.jax.feeds.outfeed",
     "OutfeedQueue": "strategies.jax.feeds.outfeed",
     "OwnLoop": "strategies.checkpoints.own_loop",
@@ -196,6 +205,9 @@ _PLACES = {
     "SyncOnReadVariable": "strategies.jax.replicas.variables",
     "TrainState": "strategies.train_state",
     "Trainer": "strategies.trainer",
+    "UnappliedStepError": "strategies.errors",
+    "WeightError": "strategies.errors",
+    "ZeroWeightError": "strategies.errors",
     "capture_upstream_gradients": "strategies.jax.programs.gradient_capture",
     "casting": "strategies.data.casts",
     "clip_by_global_norm": "strategies.jax.updates.arithmetic",
