@@ -388,7 +388,7 @@ class Estimator(ABC):
         return trees.map(lambda leaf: leaf[0], first), itertools.chain([first], batches)
 
 
-def checked(spec: Any, kind: type, mode: str) -> Any:
+def checked(spec: Any, kind: type[Any], mode: str) -> Any:
     """Return the result of a `model_fn`; raise ValueError if it is not a spec of that kind and mode."""
     if not isinstance(spec, kind) or spec.mode != mode:
         raise ValueError(f"model_fn should return an {kind.__name__} of mode {mode!r}, but returns {spec!r}")

@@ -18,8 +18,8 @@ from strategies.compat.estimator.spec import Gradient, IPUEstimatorSpec, Update,
 from strategies.compat.estimator.variables import CallVariables
 from strategies.jax.evaluation.mean import Mean
 from strategies.jax.feeds.outfeed import OutfeedQueue
-from strategies.jax.gradients.arguments import Outcome
 from strategies.jax.replicas.replica_context import replica_context
+from strategies.outcome import Outcome
 from strategies.strategy import Strategy
 from strategies.typing import Batch, Function, Key, Leaf, Tree, Variables
 

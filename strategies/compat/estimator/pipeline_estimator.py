@@ -113,7 +113,9 @@ class IPUPipelineEstimator(Estimator):
 
     @functools.cache  # noqa: B019  an estimator has few modes
     def _pipeline(self, mode: str) -> IPUPipelineEstimatorSpec:
-        spec: IPUPipelineEstimatorSpec = checked(self.model_fn(**taken(self._named(mode), self._arguments)), IPUPipelineEstimatorSpec, mode)
+        spec: IPUPipelineEstimatorSpec = checked(
+            self.model_fn(**taken(self._named(mode), self._arguments)), IPUPipelineEstimatorSpec, mode
+        )
         shards = self.config.devices.num_shards
         used = num_devices(spec.mapping, len(spec.stages))
         if not shards / 2 < used <= shards:

@@ -28,7 +28,8 @@ def train_and_evaluate(
         if not isinstance(value, kind):
             raise wrong_type(f"the {kind.__name__}", value, f"use an object of {kind.__name__}")
     listener = _Evaluations(estimator, eval_spec)
-    estimator.train(train_spec.input_fn, train_spec.hooks, None, train_spec.max_steps, [listener])
+    listeners = [listener, *(train_spec.saving_listeners or ())]
+    estimator.train(train_spec.input_fn, train_spec.hooks, None, train_spec.max_steps, listeners)
     return listener.evaluate(is_final=True)
 
 
@@ -47,6 +48,7 @@ class _Evaluations:
         own, spec = self._estimator, self._spec
         found = own.evaluate(spec.input_fn, spec.steps, spec.hooks, None, spec.name)
         self._last = time.monotonic()
-        exporters = spec.exporters if own.strategy_of(ModeKeys.TRAIN).is_chief else ()
+        exporters = [spec.exporters] if hasattr(spec.exporters, "export") else spec.exporters or []
+        exporters = exporters if own.strategy_of(ModeKeys.TRAIN).is_chief else []
         folder, checkpoint = Path(own.model_dir or ".", "export"), own.latest_checkpoint()
         return found, [one.export(own, str(folder / one.name), checkpoint, found, is_final) for one in exporters]

@@ -50,7 +50,9 @@ def trained(strategy, folder=None):
 def test_training_has_the_same_bits_on_any_number_of_instances(on_instances, instances):
     def run(strategy):
         estimator = trained(strategy)
-        return strategies.fingerprint({name: estimator.get_variable_value(name) for name in estimator.get_variable_names()})
+        return strategies.fingerprint(
+            {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+        )
 
     [alone] = on_instances(1, 4, run)
     assert on_instances(instances, 4, run) == [alone] * instances
