@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from estimator_parts import Seen, config_of, increasing
+from tiers import also
 
 import strategies
 from strategies.compat import estimator as est
@@ -138,7 +139,7 @@ def test_losses_of_workers_are_added_and_those_of_replicas_averaged():
     assert seen.losses == [(0 + 1) / 2 + (4 + 5) / 2, (2 + 3) / 2 + (6 + 7) / 2]
 
 
-@pytest.mark.parametrize("instances", [1, 2, 4])
+@pytest.mark.parametrize("instances", [1, also(2), 4])
 def test_training_has_the_bits_of_a_trainer(on_instances, instances, tmp_path):
     """Four workers; the variables do not depend on the number of instances."""
     random = np.random.default_rng(0)

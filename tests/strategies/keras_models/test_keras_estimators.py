@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import optax
 import pytest
+from tiers import also
 
 import strategies
 from strategies import estimator as est
@@ -46,7 +47,7 @@ def trained(strategy, folder=None):
     return est.IPUEstimator(model_fn, folder, est.RunConfig(train_distribute=strategy)).train(input_fn)
 
 
-@pytest.mark.parametrize("instances", [2, 4])
+@pytest.mark.parametrize("instances", [2, also(4)])
 def test_training_has_the_same_bits_on_any_number_of_instances(on_instances, instances):
     def run(strategy):
         estimator = trained(strategy)
@@ -76,6 +77,7 @@ def test_variables_have_names_that_do_not_change_and_moving_means_are_kept(strat
     assert again.evaluate(input_fn) == estimator.evaluate(input_fn)
 
 
+@pytest.mark.complete
 def test_an_exported_model_predicts_the_same(strategy, tmp_path):
     estimator = trained(strategy)
     predicted = np.concatenate(list(estimator.predict(input_fn, yield_single_examples=False)))
@@ -87,6 +89,7 @@ def test_an_exported_model_predicts_the_same(strategy, tmp_path):
     np.testing.assert_allclose(loaded.predict(X, verbose=0), predicted, atol=1e-5)
 
 
+@pytest.mark.complete
 def test_a_model_with_other_layers_is_not_exported(strategy, tmp_path):
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(1)])
     model.add(keras.layers.LayerNormalization())
