@@ -63,6 +63,7 @@ LIBRARIES = {
     "poprun/trace": {"numpy"},
     "strategies/keras": {"keras"},
     "strategies/torch": {"torch"},
+    "strategies/torch/lightning": {"lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"},
     "strategies/compat/poptorch": {"torch"},
 }
 POPRUN_MAY_KNOW = tuple(
