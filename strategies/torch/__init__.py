@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from strategies.torch.distributed_model import DistributedModel as DistributedModel
     from strategies.torch.options import TorchOptions as TorchOptions
+    from strategies.torch.outcomes import loss_weight as loss_weight
     from strategies.torch.randomness import seed_of as seed_of
     from strategies.torch.replica_groups import ReplicaGroups as ReplicaGroups
     from strategies.torch.replica_groups import group_replicas as group_replicas
@@ -47,6 +48,7 @@ _PLACES = {
     "distribute_dataset": "strategies.torch.distributed_data",
     "group_replicas": "strategies.torch.replica_groups",
     "load_state_dicts": "strategies.torch.state_dicts",
+    "loss_weight": "strategies.torch.outcomes",
     "seed_of": "strategies.torch.randomness",
 }
 """The public names, and the modules that have them; a name is imported at its first use."""
